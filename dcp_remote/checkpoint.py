@@ -1,0 +1,44 @@
+"""Reading a checkpoint's manifest: the one way in, for readers and for the command line. No torch."""
+
+from __future__ import annotations
+
+from dcp_remote import manifest_json
+from dcp_remote.errors import CheckpointNotFoundError, ObjectNotFoundError
+from dcp_remote.manifest import MANIFEST_KEY, Manifest
+from dcp_remote.manifest_json import STORED_BYTES_MAX
+from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.retrying import Deadline, RetryingStore
+from dcp_remote.transfer import RANGE_RETRY_SECONDS
+
+
+def read_manifest(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Manifest:
+    """Read and check a checkpoint's manifest; one GET.
+
+    Args:
+        store: Opened at the checkpoint's URL.
+        retry_seconds: For how long to try again where the store fails.
+
+    Raises:
+        CheckpointNotFoundError: No checkpoint is committed here.
+        CorruptCheckpointError: The manifest is damaged.
+        UnsupportedFormatError: A newer version wrote it.
+    """
+    try:
+        content = RetryingStore(store, Deadline(retry_seconds)).get(MANIFEST_KEY, limit_bytes=STORED_BYTES_MAX)
+    except ObjectNotFoundError as error:
+        raise _not_found(store) from error
+    if manifest_json.decode_head(content.data).kind == manifest_json.TOMBSTONE:
+        raise _not_found(store)
+    return manifest_json.decode(content.data)
+
+
+def _not_found(store: ObjectStore) -> CheckpointNotFoundError:
+    # A store that knows more (no such bucket) says so, at the price of a request, on this path alone.
+    explain = getattr(store, "explain_missing", None)
+    reason = explain() if callable(explain) else None
+    if reason:
+        return CheckpointNotFoundError(reason)
+    return CheckpointNotFoundError(
+        "There is no committed checkpoint here: no manifest. Shards that a save left when it was cut off are none.",
+        url=store.url,
+    )

@@ -1,0 +1,157 @@
+"""`dcp-remote show`: what a checkpoint holds, from its manifest alone."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TextIO
+
+from dcp_remote.checkpoint import read_manifest
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.manifest import Manifest
+from dcp_remote.storage import open_store
+
+# A terminal is not a disk: whoever wants more asks for it by pattern.
+_VALUE_CHARACTERS_MAX = 60
+
+# Somebody looks at a terminal: an outage is told in seconds, not retried for minutes.
+_RETRY_SECONDS = 10.0
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_STEP = 1024
+
+
+def run(
+    url: str, *, storage_options: Mapping[str, object], patterns: Sequence[str], as_json: bool, out: TextIO
+) -> None:
+    """Print what a checkpoint holds; one GET.
+
+    Args:
+        url: Of the checkpoint.
+        storage_options: As for `RemoteReader`.
+        patterns: Names or globs of entries to list; none lists the top-level keys.
+        as_json: A JSON document instead of text.
+        out: Where to.
+
+    Raises:
+        CheckpointNotFoundError: No checkpoint is committed here.
+        InvalidArgumentError: No entry fits a pattern.
+    """
+    store = open_store(url, storage_options)
+    manifest = read_manifest(store, retry_seconds=_RETRY_SECONDS)
+    names = _chosen(manifest, patterns)
+    if as_json:
+        json.dump(_document(store.url, manifest, names), out, indent=2)
+        out.write("\n")
+        return
+    out.writelines(line + "\n" for line in _lines(store.url, manifest, names if patterns else None))
+
+
+def human_bytes(size_bytes: int) -> str:
+    """`1.5 GiB` for 1610612736."""
+    size = float(size_bytes)
+    for unit in _UNITS:
+        if size < _STEP or unit == _UNITS[-1]:
+            return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= _STEP
+    raise AssertionError("the last unit takes everything")
+
+
+def _chosen(manifest: Manifest, patterns: Sequence[str]) -> list[str]:
+    names = list(manifest.names())
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            tops = sorted({name.partition(".")[0] for name in names})
+            raise InvalidArgumentError("No entry fits this name or pattern.", key=pattern, top_level=", ".join(tops))
+    return [name for name in names if not patterns or any(fnmatch.fnmatchcase(name, p) for p in patterns)]
+
+
+def _facts(url: str, manifest: Manifest) -> dict[str, object]:
+    return {
+        "url": url,
+        "save_id": manifest.save_id,
+        "created": manifest.created,
+        "writer": ", ".join(f"{name} {value}" for name, value in manifest.writer.items()),
+        "world_size": manifest.world_size,
+        "tensors": len(manifest.tensors.names),
+        "chunks": len(manifest.tensors.chunk_pieces),
+        "objects": len(manifest.inline) + len(manifest.stored),
+        "shards": len(manifest.shards.keys),
+        "bytes": manifest.total_bytes,
+    }
+
+
+def _document(url: str, manifest: Manifest, names: Sequence[str]) -> dict[str, object]:
+    return {**_facts(url, manifest), "entries": {name: _entry(manifest, name) for name in names}}
+
+
+def _entry(manifest: Manifest, name: str) -> dict[str, object]:
+    tensors = manifest.tensors
+    number = tensors.index.get(name)
+    if number is not None:
+        return {
+            "dtype": tensors.kind_of(number).dtype,
+            "shape": list(tensors.shape_of(number)),
+            "chunks": int(tensors.chunks[number]),
+            "bytes": _tensor_bytes(manifest, number),
+        }
+    if name in manifest.inline:
+        return {"value": json.loads(manifest.inline[name])}
+    stored = manifest.stored_index[name]
+    span = slice(stored.piece_first, stored.piece_first + stored.pieces)
+    return {"encoding": stored.encoding, "bytes": int(manifest.pieces.length[span].sum())}
+
+
+def _tensor_bytes(manifest: Manifest, number: int) -> int:
+    tensors = manifest.tensors
+    first, stop = (int(tensors.piece_first[tensors.chunk_first[number + i]]) for i in (0, 1))
+    return int(manifest.pieces.length[first:stop].sum())
+
+
+def _lines(url: str, manifest: Manifest, names: Sequence[str] | None) -> Iterator[str]:
+    facts = _facts(url, manifest)
+    facts["bytes"] = f"{human_bytes(manifest.total_bytes)} ({manifest.total_bytes:,} bytes)"
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        yield f"{name.replace('_', ' '):<{width}}  {value}"
+    yield ""
+    if names is None:
+        yield from _summary(manifest)
+        return
+    for name in names:
+        yield f"{name}  {_line(manifest, name)}"
+
+
+def _line(manifest: Manifest, name: str) -> str:
+    number = manifest.tensors.index.get(name)
+    if number is not None:
+        shape = "×".join(map(str, manifest.tensors.shape_of(number))) or "scalar"
+        chunks = int(manifest.tensors.chunks[number])
+        dtype, size = manifest.tensors.kind_of(number).dtype, human_bytes(_tensor_bytes(manifest, number))
+        return f"{dtype} {shape}, {size} in {chunks} chunk{'s' * (chunks != 1)}"
+    if name in manifest.inline:
+        text = manifest.inline[name].decode("utf-8")
+        return text if len(text) <= _VALUE_CHARACTERS_MAX else f"{text[:_VALUE_CHARACTERS_MAX]}…"
+    entry = _entry(manifest, name)
+    return f"object ({entry['encoding']}), {entry['bytes']} bytes"
+
+
+def _summary(manifest: Manifest) -> Iterator[str]:
+    groups: dict[str, list[int]] = {}
+    for name in manifest.names():
+        path = manifest.flatten.get(name) if manifest.flatten else None
+        top = str(path[0]) if path else name.partition(".")[0]
+        count = groups.setdefault(top, [0, 0, 0])
+        number = manifest.tensors.index.get(name)
+        if number is None:
+            count[1] += 1
+        else:
+            count[0] += 1
+            count[2] += _tensor_bytes(manifest, number)
+    width = max(map(len, groups), default=0)
+    for top, (tensors, objects, size_bytes) in groups.items():
+        yield f"{top:<{width}}  {tensors} tensors, {objects} objects, {human_bytes(size_bytes)}"
+    if groups:
+        yield ""
+        yield "To list entries: dcp-remote show <url> --key 'model.*'"

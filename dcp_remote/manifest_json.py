@@ -1,0 +1,423 @@
+"""The manifest as a document: JSON, compressed with zstd where that pays. `FORMAT.md` specifies it.
+
+Reading is typed and bounded: the version and the required features first, then the document, then `manifest.check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import zstandard
+
+from dcp_remote import digests
+from dcp_remote.columns import decode_bytes, decode_column, encode_bytes, encode_column
+from dcp_remote.digests import DIGEST_BYTES
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
+from dcp_remote.manifest import (
+    DIMENSIONS_MAX,
+    Manifest,
+    Pieces,
+    RunInfo,
+    Shards,
+    StoredObject,
+    TensorKind,
+    Tensors,
+    check,
+)
+from dcp_remote.ranges import I64, KiB, MiB
+
+_T = TypeVar("_T")
+
+FORMAT = "dcp_remote manifest"
+# Stays a draft until retention, gc and dedup are built; a draft is read only by the version that wrote it.
+VERSION = "1-draft"
+FEATURES: frozenset[str] = frozenset()
+
+CHECKPOINT, TOMBSTONE = "checkpoint", "tombstone"
+
+# A manifest of a million chunks is under 25 MB; these keep a hostile one from taking the memory of the host.
+STORED_BYTES_MAX = 256 * MiB
+DOCUMENT_BYTES_MAX = 1024 * MiB
+# Small documents stay readable with any tool.
+COMPRESS_FROM_BYTES = 64 * KiB
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+# Level 3 shrinks columns of equal differences to almost nothing; higher levels cost seconds on digests, for nothing.
+_ZSTD_LEVEL = 3
+_ZSTD_WINDOW_BYTES_MAX = 128 * MiB
+
+# Notes, not data: as Python objects they take up to 30 times their length.
+USER_BYTES_MAX = 1 * MiB
+
+# A lost answer is settled by finding our save among those replaced since; so many may overwrite it meanwhile.
+REPLACES_MAX = 64
+
+
+# A rank of a billion is none.
+_RANK_DIGITS_MAX = 9
+
+
+class _Head(msgspec.Struct):
+    format: str
+    version: str
+    kind: str
+    save_id: str
+    requires: list[str] = []
+    replaces: list[str] = []
+
+
+class _Shards(msgspec.Struct):
+    keys: list[str]
+    sizes: str
+    data_starts: str
+    table_lengths: str
+    table_digests: str
+
+
+class _Kind(msgspec.Struct):
+    dtype: str
+    encoding: str
+    layout: str
+    requires_grad: bool
+    memory_format: str
+    pin_memory: bool
+
+
+class _Tensors(msgspec.Struct):
+    names: list[str]
+    kinds: list[_Kind]
+    kind: str
+    dimensions: str
+    shape: str
+    chunks: str
+
+
+class _Chunks(msgspec.Struct):
+    offsets: str
+    sizes: str
+    pieces: str
+
+
+class _Pieces(msgspec.Struct):
+    shard: str
+    start: str
+    length: str
+    digests: str
+
+
+class _Stored(msgspec.Struct):
+    name: str
+    encoding: str
+    pieces: int
+
+
+class _Objects(msgspec.Struct):
+    inline: dict[str, msgspec.Raw]
+    stored: list[_Stored]
+    positions: str
+
+
+class _Run(msgspec.Struct):
+    step: int
+    token: int
+    revision: int
+
+
+class _Document(msgspec.Struct):
+    format: str
+    version: str
+    requires: list[str]
+    kind: str
+    save_id: str
+    replaces: list[str]
+    created: str
+    writer: dict[str, str]
+    world_size: int
+    run: _Run | None
+    digest: str
+    shards: _Shards
+    tensors: _Tensors
+    chunks: _Chunks
+    pieces: _Pieces
+    objects: _Objects
+    per_rank: dict[str, dict[str, msgspec.Raw]]
+    flatten: dict[str, list[str | int]] | None
+    user: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What settles a commit: whose manifest this is, and whose it replaced. A tombstone is no checkpoint."""
+
+    kind: str
+    save_id: str
+    replaces: tuple[str, ...]
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Write a checked manifest as a document.
+
+    Raises:
+        CorruptCheckpointError: The manifest contradicts itself, which is a bug of whoever made it.
+        InvalidArgumentError: The user metadata is not JSON, or too large; or the whole document is.
+    """
+    check(manifest)
+    user = _encode(dict(manifest.user))
+    if len(user) > USER_BYTES_MAX:
+        raise InvalidArgumentError("The user metadata is too large.", bytes=len(user), limit_bytes=USER_BYTES_MAX)
+    tensors, pieces, shards = manifest.tensors, manifest.pieces, manifest.shards
+    document = _Document(
+        format=FORMAT,
+        version=VERSION,
+        requires=[],
+        kind=CHECKPOINT,
+        save_id=manifest.save_id,
+        replaces=list(manifest.replaces),
+        created=manifest.created,
+        writer=dict(manifest.writer),
+        world_size=manifest.world_size,
+        run=_Run(manifest.run.step, manifest.run.token, manifest.run.revision) if manifest.run else None,
+        digest=digests.ALGORITHM,
+        shards=_Shards(
+            keys=list(shards.keys),
+            sizes=encode_column(shards.sizes),
+            data_starts=encode_column(shards.data_starts),
+            table_lengths=encode_column(shards.table_lengths),
+            table_digests=encode_bytes(shards.table_digests),
+        ),
+        tensors=_Tensors(
+            names=list(tensors.names),
+            kinds=[
+                _Kind(k.dtype, k.encoding, k.layout, k.requires_grad, k.memory_format, k.pin_memory)
+                for k in tensors.kinds
+            ],
+            kind=encode_column(tensors.kind),
+            dimensions=encode_column(tensors.dimensions),
+            shape=encode_column(tensors.shape),
+            chunks=encode_column(tensors.chunks),
+        ),
+        chunks=_Chunks(
+            offsets=encode_column(tensors.chunk_offsets),
+            sizes=encode_column(tensors.chunk_sizes),
+            pieces=encode_column(tensors.chunk_pieces),
+        ),
+        pieces=_Pieces(
+            shard=encode_column(pieces.shard),
+            start=encode_column(pieces.start),
+            length=encode_column(pieces.length),
+            digests=encode_bytes(pieces.digests),
+        ),
+        objects=_Objects(
+            inline={name: msgspec.Raw(text) for name, text in manifest.inline.items()},
+            stored=[_Stored(item.name, item.encoding, item.pieces) for item in manifest.stored],
+            positions=encode_column(np.asarray(manifest.positions, dtype=np.int64)),
+        ),
+        per_rank={
+            str(rank): {name: msgspec.Raw(text) for name, text in values.items()}
+            for rank, values in manifest.per_rank.items()
+        },
+        flatten=None if manifest.flatten is None else {name: list(path) for name, path in manifest.flatten.items()},
+        user=msgspec.Raw(user),
+    )
+    text = _encode(document)
+    if len(text) < COMPRESS_FROM_BYTES:
+        return text
+    data = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(text)
+    # What no reader would take must not be committed.
+    if len(text) > DOCUMENT_BYTES_MAX or len(data) > STORED_BYTES_MAX:
+        raise InvalidArgumentError(
+            "The checkpoint has more chunks than a manifest can hold.",
+            bytes=len(text),
+            limit_bytes=DOCUMENT_BYTES_MAX,
+            stored_bytes=len(data),
+            stored_limit_bytes=STORED_BYTES_MAX,
+        )
+    return data
+
+
+def _encode(value: object) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError("A name or the user metadata cannot be said in JSON.", cause=error) from error
+
+
+def decode_head(data: bytes) -> Head:
+    """Read only what settles a commit.
+
+    Raises:
+        CorruptCheckpointError: Not a manifest.
+        UnsupportedFormatError: Of another version, or it requires a feature that this version does not have.
+    """
+    return _head(_decompress(data))
+
+
+def decode(data: bytes) -> Manifest:
+    """Read and check a document.
+
+    Raises:
+        CorruptCheckpointError: Truncated, damaged, or it contradicts itself.
+        UnsupportedFormatError: Of another version, or it requires a feature that this version does not have.
+    """
+    text = _decompress(data)
+    head = _head(text)
+    if head.kind != CHECKPOINT:
+        raise CorruptCheckpointError("The manifest is not that of a checkpoint.", kind=head.kind)
+    document = _parse(text, _Document)
+    if document.digest != digests.ALGORITHM:
+        raise UnsupportedFormatError("The digests are of an unknown kind.", digest=document.digest)
+    tensors = _tensors(document.tensors, document.chunks)
+    return check(
+        Manifest(
+            save_id=document.save_id,
+            replaces=tuple(document.replaces),
+            created=document.created,
+            writer=document.writer,
+            world_size=document.world_size,
+            run=RunInfo(document.run.step, document.run.token, document.run.revision) if document.run else None,
+            shards=_shards(document.shards),
+            tensors=tensors,
+            pieces=_pieces(document.pieces),
+            inline={name: bytes(text) for name, text in document.objects.inline.items()},
+            stored=_stored(document.objects.stored, int(tensors.piece_first[-1])),
+            positions=tuple(
+                decode_column(
+                    document.objects.positions,
+                    name="objects.positions",
+                    count=len(document.objects.inline) + len(document.objects.stored),
+                ).tolist()
+            ),
+            per_rank=_per_rank(document.per_rank),
+            flatten=None
+            if document.flatten is None
+            else {name: tuple(path) for name, path in document.flatten.items()},
+            user=_user(document.user),
+        )
+    )
+
+
+def tombstone(save_id: str, replaces: tuple[str, ...]) -> bytes:
+    """The document that takes the place of a manifest so that no save that saw the place empty can commit."""
+    head = _Head(format=FORMAT, version=VERSION, kind=TOMBSTONE, save_id=save_id, replaces=list(replaces))
+    return msgspec.json.encode(head)
+
+
+def _decompress(data: bytes) -> bytes:
+    if not data.startswith(_ZSTD_MAGIC):
+        return data
+    try:
+        # What a frame says of its size is held to by the decompressor, which takes no more memory than that.
+        size_bytes = zstandard.frame_content_size(data)
+        if size_bytes > DOCUMENT_BYTES_MAX:
+            raise CorruptCheckpointError(
+                "The manifest is larger than any manifest.", bytes=size_bytes, limit_bytes=DOCUMENT_BYTES_MAX
+            )
+        if size_bytes < 0:
+            raise CorruptCheckpointError("The manifest is damaged: its zstd frame does not tell its size.")
+        return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES_MAX).decompress(data)
+    except zstandard.ZstdError as error:
+        raise CorruptCheckpointError("The manifest is damaged: it cannot be decompressed.", cause=error) from error
+
+
+def _head(text: bytes) -> Head:
+    head = _parse(text, _Head)
+    if head.format != FORMAT:
+        raise CorruptCheckpointError("This is not a manifest of dcp_remote.", format=head.format[:100])
+    unknown = sorted(set(head.requires) - FEATURES)
+    if head.version != VERSION or unknown:
+        raise UnsupportedFormatError(
+            "The checkpoint was written in another version of the format; read it with the dcp_remote that wrote it, "
+            "or a newer one.",
+            version=head.version[:100],
+            known_version=VERSION,
+            unknown_features=", ".join(unknown)[:300] or None,
+        )
+    return Head(head.kind, head.save_id, tuple(head.replaces[:REPLACES_MAX]))
+
+
+def _parse(text: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError("The manifest is damaged or truncated.", cause=error, bytes=len(text)) from error
+
+
+def _shards(wire: _Shards) -> Shards:
+    count = len(wire.keys)
+    return Shards(
+        keys=tuple(wire.keys),
+        sizes=decode_column(wire.sizes, name="shards.sizes", count=count),
+        data_starts=decode_column(wire.data_starts, name="shards.data_starts", count=count),
+        table_lengths=decode_column(wire.table_lengths, name="shards.table_lengths", count=count),
+        table_digests=decode_bytes(wire.table_digests, name="shards.table_digests", length=count * DIGEST_BYTES),
+    )
+
+
+def _tensors(wire: _Tensors, chunks: _Chunks) -> Tensors:
+    count = len(wire.names)
+    dimensions = decode_column(wire.dimensions, name="tensors.dimensions", count=count)
+    if count and int(dimensions.max()) > DIMENSIONS_MAX:
+        raise CorruptCheckpointError("The manifest is damaged: a tensor has more dimensions than torch can have.")
+    shape = decode_column(wire.shape, name="tensors.shape", count=_total(dimensions))
+    chunk_counts = decode_column(wire.chunks, name="tensors.chunks", count=count)
+    chunk_pieces = decode_column(chunks.pieces, name="chunks.pieces", count=_total(chunk_counts))
+    _total(chunk_pieces)
+    values = _total(dimensions * chunk_counts)
+    return Tensors(
+        names=tuple(wire.names),
+        kinds=tuple(
+            TensorKind(k.dtype, k.encoding, k.layout, k.requires_grad, k.memory_format, k.pin_memory)
+            for k in wire.kinds
+        ),
+        kind=decode_column(wire.kind, name="tensors.kind", count=count),
+        dimensions=dimensions,
+        shape=shape,
+        chunks=chunk_counts,
+        chunk_offsets=decode_column(chunks.offsets, name="chunks.offsets", count=values),
+        chunk_sizes=decode_column(chunks.sizes, name="chunks.sizes", count=values),
+        chunk_pieces=chunk_pieces,
+    )
+
+
+def _total(counts: I64) -> int:
+    # Beyond the size of any document: no sum or product of counts may wrap around and so fit by chance.
+    if counts.size and (int(counts.max()) > DOCUMENT_BYTES_MAX or int(counts.min()) < 0):
+        raise CorruptCheckpointError("The manifest is damaged: a count is larger than the document.")
+    return int(counts.sum())
+
+
+def _pieces(wire: _Pieces) -> Pieces:
+    shard = decode_column(wire.shard, name="pieces.shard")
+    count = len(shard)
+    return Pieces(
+        shard=shard,
+        start=decode_column(wire.start, name="pieces.start", count=count),
+        length=decode_column(wire.length, name="pieces.length", count=count),
+        digests=decode_bytes(wire.digests, name="pieces.digests", length=count * DIGEST_BYTES),
+    )
+
+
+def _stored(wire: list[_Stored], piece: int) -> tuple[StoredObject, ...]:
+    stored: list[StoredObject] = []
+    for item in wire:
+        stored.append(StoredObject(item.name, item.encoding, piece, item.pieces))
+        piece += item.pieces
+    return tuple(stored)
+
+
+def _user(text: msgspec.Raw) -> dict[str, Any]:
+    if len(bytes(text)) > USER_BYTES_MAX:
+        raise CorruptCheckpointError("The manifest is damaged: the user metadata is too large.", limit=USER_BYTES_MAX)
+    return _parse(bytes(text), dict[str, Any])
+
+
+def _per_rank(wire: Mapping[str, Mapping[str, msgspec.Raw]]) -> dict[int, dict[str, bytes]]:
+    ranks: dict[int, dict[str, bytes]] = {}
+    for rank, values in wire.items():
+        if not (rank.isascii() and rank.isdigit() and len(rank) <= _RANK_DIGITS_MAX):
+            raise CorruptCheckpointError("The manifest is damaged: a rank is not a number.", rank=rank[:100])
+        ranks[int(rank)] = {name: bytes(text) for name, text in values.items()}
+    return ranks

@@ -1,0 +1,410 @@
+"""Trees of Python objects as JSON: plain where JSON says it exactly, a tag where it does not.
+
+A tag is a JSON object with one name that begins with "$": `{"$tuple": [0.9, 0.999]}`. The tags are in tables, in
+`object_tags.py`, `object_classes.py`, `object_numpy.py` and `object_torch.py`; here is what all of them share: the
+walk in both directions, its limits, and the JSON text. Nothing that is read is imported, or called, by its name.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import struct
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, UnsupportedFormatError
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+# State dicts nest about ten deep. A level costs up to six Python frames, and CPython stops at 1,000 of them.
+DEPTH_MAX = 100
+# A tag puts at most four JSON containers around a level: the object, its fields, the pairs, a pair.
+JSON_DEPTH_MAX = 4 * (DEPTH_MAX + 1)
+
+# JSON integers stay within 64 bits, which most languages read exactly; beyond, there is a tag.
+INT_MIN, INT_MAX = -(2**63), 2**63 - 1
+INT_TEXT_LENGTH_MAX = len(str(INT_MIN))
+
+# An immutable value that is reachable twice, as AdamW's betas are from every group, is simply written twice. Above
+# this size it counts as shared: `[text] * 1_000_000` must not become a million texts.
+REPEATED_ITEMS_MAX = 64
+REPEATED_BYTES_MAX = 1024
+
+_CONTAINERS = (list, dict, tuple, frozenset)
+
+# Possessive, so that a string of a gigabyte is skipped without a stack of positions to come back to.
+_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
+
+_NAN_BITS = struct.pack(">d", math.nan)
+
+
+class NotEncodableError(Exception):
+    """Raised by the encoder of a tag: a value of its type that it cannot say without loss. Never leaves `Encoder`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A value that has no JSON encoding.
+
+    Attributes:
+        type_name: `module.qualname`.
+        where: Its place in the object, such as `['a'][3]`; empty for the object itself.
+        why: The reason, as half a sentence.
+    """
+
+    type_name: str
+    where: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """How one type is written.
+
+    Attributes:
+        name: With its "$".
+        kind: The exact type; subclasses are other types.
+        encode: Value to JSON; may raise `NotEncodableError`.
+        decode: The inverse. Whatever it raises on damaged input, `Decoder` turns into `CorruptCheckpointError`.
+        mutable: Whether it matters that two paths lead to the same value.
+    """
+
+    name: str
+    kind: type
+    encode: Callable[[Encoder, Any], Json]
+    decode: Callable[[Decoder, Json], object]
+    mutable: bool = False
+
+
+def type_name(value: object) -> str:
+    """`module.qualname` of a value's type; of the value itself, if it is a class or function."""
+    named = value if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) else type(value)
+    return f"{getattr(named, '__module__', None)}.{getattr(named, '__qualname__', type(value).__qualname__)}"
+
+
+class Encoder:
+    """One object to JSON. What cannot be said is collected, not raised: an error can then name all of it.
+
+    Args:
+        find_tag: The tag of a value, or None.
+    """
+
+    def __init__(self, find_tag: Callable[[object], Tag | None]) -> None:
+        """See the class."""
+        self.refusals: list[Refusal] = []
+        self._find_tag = find_tag
+        self._path: list[object] = []
+        # By identity; the values are kept alive, or a temporary's identity would come again.
+        self._seen: dict[Hashable, tuple[object, str]] = {}
+
+    def value(self, value: object) -> Json:
+        """Any object; None stands for one that was refused."""
+        try:
+            return self._value(value)
+        except NotEncodableError as refused:
+            self.refusals.append(Refusal(type_name(value), self._where(), str(refused)))
+            return None
+
+    def child(self, step: object, value: object) -> Json:
+        """A value inside the current one; `step` leads there: a key, a position, the name of an attribute."""
+        if len(self._path) >= DEPTH_MAX:
+            raise NotEncodableError(f"nested deeper than {DEPTH_MAX}")
+        self._path.append(step)
+        try:
+            return self.value(value)
+        finally:
+            self._path.pop()
+
+    def children(self, values: Sequence[object]) -> list[Json]:
+        """The values of a sequence, in order."""
+        return [self.child(position, value) for position, value in enumerate(values)]
+
+    def pairs(self, mapping: Mapping[Any, object]) -> list[Json]:
+        """The items of a mapping as `[[key, value], …]`, in order."""
+        return [[self.child(key, key), self.child(key, value)] for key, value in mapping.items()]
+
+    def claim(self, identity: Hashable, value: object) -> None:
+        """Refuse a value, or the memory below it, that was reached before on another path."""
+        if identity in self._seen:
+            raise NotEncodableError(f"shared with {self._seen[identity][1] or 'the object itself'}")
+        self._seen[identity] = (value, self._where())
+
+    def _value(self, value: object) -> Json:
+        kind = type(value)
+        if value is None or kind is bool:
+            return value  # type: ignore[return-value]  # the type was compared by identity, which mypy does not follow
+        if isinstance(value, int) and kind is int:
+            return value if INT_MIN <= value <= INT_MAX else {"$int": hex(value)}
+        if isinstance(value, float) and kind is float:
+            return value if math.isfinite(value) else {"$float": _special_float(value)}
+        self._claim_container(value)
+        if isinstance(value, str) and kind is str:
+            return value if _is_unicode(value) else {"$str": to_base64(value.encode("utf-8", "surrogatepass"))}
+        if isinstance(value, list) and kind is list:
+            return self.children(value)
+        if isinstance(value, dict) and kind is dict:
+            if all(type(key) is str and not key.startswith("$") and _is_unicode(key) for key in value):
+                return {key: self.child(key, inner) for key, inner in value.items()}
+            return {"$dict": self.pairs(value)}
+        tag = self._find_tag(value)
+        if tag is None:
+            raise NotEncodableError("has no encoding without pickle")
+        if tag.mutable:
+            self.claim(id(value), value)
+        return {tag.name: tag.encode(self, value)}
+
+    def _claim_container(self, value: object) -> None:
+        if isinstance(value, (str, bytes)):
+            repeatable = len(value) <= REPEATED_BYTES_MAX
+        elif isinstance(value, (tuple, frozenset)):
+            repeatable = len(value) <= REPEATED_ITEMS_MAX and not any(self._holds_others(item) for item in value)
+        else:
+            # What changes through one path is seen through the other. For other types, their tag says it.
+            repeatable = type(value) not in (list, dict)
+        if not repeatable:
+            self.claim(id(value), value)
+
+    def _holds_others(self, value: object) -> bool:
+        if isinstance(value, _CONTAINERS):
+            return True
+        tag = self._find_tag(value)
+        return tag is not None and tag.mutable
+
+    def _where(self) -> str:
+        return "".join(f"[{step!r}]" if type(step) in (int, str) else f"[<{type_name(step)}>]" for step in self._path)
+
+
+class Decoder:
+    """One object from JSON, which anybody may have written.
+
+    Args:
+        key: Of the object, for errors.
+        tags: By name.
+    """
+
+    def __init__(self, key: str, tags: Mapping[str, Tag]) -> None:
+        """See the class."""
+        self.key = key
+        self._tags = tags
+        self._depth = 0
+
+    def value(self, encoded: Json) -> Any:
+        """The object that `Encoder.value` was given.
+
+        Raises:
+            CorruptCheckpointError: No encoder writes this.
+            UnsafeObjectError: A class that it names is not loaded.
+            UnsupportedFormatError: A tag that this version does not know.
+        """
+        if isinstance(encoded, str):
+            if not _is_unicode(encoded):
+                self.corrupt("a string is not Unicode")
+            return encoded
+        if not isinstance(encoded, (list, dict)):
+            return encoded
+        if self._depth > DEPTH_MAX:
+            self.corrupt(f"nested deeper than {DEPTH_MAX}")
+        self._depth += 1
+        try:
+            return self.values(encoded) if isinstance(encoded, list) else self._mapping(encoded)
+        finally:
+            self._depth -= 1
+
+    def values(self, encoded: Json) -> list[Any]:
+        """What `Encoder.children` wrote."""
+        return [self.value(item) for item in expect(encoded, list)]
+
+    def pairs(self, encoded: Json) -> dict[Any, Any]:
+        """What `Encoder.pairs` wrote; equal keys are refused."""
+        decoded: dict[Any, Any] = {}
+        for pair in expect(encoded, list):
+            key, value = self.values(fixed(pair, 2))
+            decoded[key] = value
+        if len(decoded) != len(expect(encoded, list)):
+            self.corrupt("a key stands twice")
+        return decoded
+
+    def corrupt(self, why: str) -> NoReturn:
+        """Raise `CorruptCheckpointError`."""
+        raise CorruptCheckpointError("A stored object is damaged.", key=self.key, cause=why)
+
+    def _mapping(self, encoded: dict[str, Json]) -> object:
+        if not any(name.startswith("$") for name in encoded):
+            return {self.value(name): self.value(inner) for name, inner in encoded.items()}
+        if len(encoded) != 1:
+            self.corrupt("a tag beside other names")
+        [(name, content)] = encoded.items()
+        tag = self._tags.get(name)
+        if tag is None:
+            raise UnsupportedFormatError(
+                "A stored object has a tag that this version does not know. Upgrade dcp_remote.", key=self.key, tag=name
+            )
+        try:
+            return tag.decode(self, content)
+        except (DcpRemoteError, MemoryError, RecursionError):
+            raise
+        except Exception as error:
+            # What the constructors of forty types raise on hostile values is no list worth keeping.
+            raise CorruptCheckpointError("A stored object is damaged.", key=self.key, tag=name, cause=error) from error
+
+
+def expect(encoded: object, kind: type) -> Any:
+    """`encoded`, if it is exactly a `kind`: True is no integer.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if type(encoded) is not kind:
+        raise TypeError(f"expected {kind.__name__}, found {type(encoded).__name__}")
+    return encoded
+
+
+def fixed(encoded: Json, count: int) -> list[Json]:
+    """A list of exactly `count` entries.
+
+    Raises:
+        TypeError: It is no list.
+        ValueError: It has another length.
+    """
+    entries: list[Json] = expect(encoded, list)
+    if len(entries) != count:
+        raise ValueError(f"expected {count} entries, found {len(entries)}")
+    return entries
+
+
+def fields(encoded: Json, *names: str) -> list[Json]:
+    """The values of an object that has exactly these names, in the order of `names`.
+
+    Raises:
+        TypeError: It is no object.
+        ValueError: It has other names.
+    """
+    entries: dict[str, Json] = expect(encoded, dict)
+    if entries.keys() != set(names):
+        raise ValueError(f"expected {sorted(names)}, found {sorted(entries)}")
+    return [entries[name] for name in names]
+
+
+def bounded(encoded: Json, low: int, high: int) -> int:
+    """An integer from `low` to `high`, both included.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is out of bounds.
+    """
+    number: int = expect(encoded, int)
+    if not low <= number <= high:
+        raise ValueError(f"{number} is not from {low} to {high}")
+    return number
+
+
+def to_base64(data: bytes) -> str:
+    """RFC 4648 section 4, with padding."""
+    return base64.b64encode(data).decode("ascii")
+
+
+def from_base64(encoded: Json) -> bytes:
+    """The inverse of `to_base64`.
+
+    Raises:
+        TypeError: It is no string.
+        ValueError: It is not base64.
+    """
+    return base64.b64decode(expect(encoded, str), validate=True)
+
+
+def to_text(encoded: Json) -> bytes:
+    """JSON as UTF-8, without spaces, names in their order."""
+    # The tree has no cycle: `Encoder` made it.
+    return json.dumps(
+        encoded, ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")
+    ).encode()
+
+
+def from_text(key: str, data: bytes) -> Json:
+    """Parse JSON strictly: no repeated names, NaN, Infinity, overflow, or integers beyond 64 bits.
+
+    Raises:
+        CorruptCheckpointError: It is not such a text, or nested too deep.
+    """
+    try:
+        _check_json_depth(data)
+        parsed: Json = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique_names,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            parse_int=_integer_64,
+        )
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError("A stored object is no JSON text of ours.", key=key, cause=error) from error
+    return parsed
+
+
+def _check_json_depth(data: bytes) -> None:
+    # The parser recurses in C, to a limit that the user may have raised beyond the stack.
+    if data.count(b"[") + data.count(b"{") <= JSON_DEPTH_MAX:
+        return
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(data):
+        token = match.group()[:1] if match.end() - match.start() == 1 else b'"'
+        depth += (token in b"[{") - (token in b"]}")
+        if depth > JSON_DEPTH_MAX:
+            raise ValueError(f"nested deeper than {JSON_DEPTH_MAX} JSON containers")
+
+
+def _unique_names(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    names = dict(pairs)
+    if len(names) != len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return names
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is beyond a 64-bit float")
+    return number
+
+
+def _integer_64(text: str) -> int:
+    # The length first: Python parses long decimals in quadratic time.
+    if len(text) > INT_TEXT_LENGTH_MAX or not INT_MIN <= (number := int(text)) <= INT_MAX:
+        raise ValueError(f"{text[:40]} is beyond 64 bits")
+    return number
+
+
+def _is_unicode(text: str) -> bool:
+    """False for lone surrogates, which UTF-8 has no bytes for."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _special_float(value: float) -> str:
+    bits = struct.pack(">d", value)
+    return bits.hex() if math.isnan(value) and bits != _NAN_BITS else repr(value)
+
+
+def decode_special_float(_: Decoder, encoded: Json) -> float:
+    """`nan`, `inf`, `-inf`, or the 16 hex digits of another NaN."""
+    text: str = expect(encoded, str)
+    if text in ("nan", "inf", "-inf"):
+        return float(text)
+    (value,) = struct.unpack(">d", bytes.fromhex(text))
+    if not math.isnan(value):
+        raise ValueError(f"{text[:40]} is no NaN")
+    return float(value)

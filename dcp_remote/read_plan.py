@@ -1,0 +1,223 @@
+"""From what a rank wants to the ranges that it fetches: blocks of pieces, sorted, merged, split. Pure, without torch.
+
+A *want* is a part of a chunk, or a whole stored object. It touches blocks of pieces; only whole blocks are fetched, so
+that every byte that is used is verified. A piece that is fetched whole is verified by its digest in the manifest; a
+part of one by the shard's block table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dcp_remote.digests import BLOCK_BYTES_MIN, DIGEST_BYTES, block_bytes, block_count, table_entries
+from dcp_remote.dtypes import ITEM_BYTES
+from dcp_remote.manifest import RAW, Manifest
+from dcp_remote.ranges import Box, ByteRange, KiB, MiB, runs_of_box
+from dcp_remote.transfer import RANGE_BYTES_MAX
+
+# Ranges of one shard that are this near are fetched as one: 16 KiB cost less than a request.
+GAP_BYTES = 16 * KiB
+
+# A range of this size goes alone, so that it can be read straight into its destination.
+ALONE_BYTES = 1 * MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Something to be read.
+
+    Attributes:
+        piece_first: Its first piece; the pieces of a chunk are consecutive.
+        piece_stop: One past its last piece.
+        runs: The bytes of the chunk that are wanted, as ranges of its bytes, ascending; None for all of them.
+    """
+
+    piece_first: int
+    piece_stop: int
+    runs: tuple[ByteRange, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive blocks of one piece.
+
+    Attributes:
+        piece: Which.
+        block_first: Its first block.
+        block_stop: One past its last block.
+        start: Of its bytes, in the shard.
+        length: Of its bytes.
+    """
+
+    piece: int
+    block_first: int
+    block_stop: int
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """One past its last byte in the shard."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class RangePlan:
+    """One request: a range of a shard, and the segments in it, ascending."""
+
+    shard: int
+    start: int
+    length: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """What to fetch.
+
+    Attributes:
+        tables: Shards whose block tables are needed, to be fetched first.
+        ranges: The requests, largest first.
+        segments: How many segments of each wanted piece there are.
+        partial: Pieces of which not every block is fetched.
+        users: For each piece, the numbers of the wants that it belongs to.
+    """
+
+    tables: tuple[int, ...]
+    ranges: tuple[RangePlan, ...]
+    segments: dict[int, int]
+    partial: frozenset[int]
+    users: dict[int, list[int]]
+
+
+def want_box(manifest: Manifest, *, tensor: int, chunk: int, box: Box) -> Want:
+    """A part of a chunk of a tensor; `box` is relative to the chunk, and not empty.
+
+    Rows that are nearer to each other than a block are wanted as one: no block lies between them.
+    """
+    tensors = manifest.tensors
+    first, stop = int(tensors.piece_first[chunk]), int(tensors.piece_first[chunk + 1])
+    sizes = tensors.sizes_of(chunk)
+    kind = tensors.kind_of(tensor)
+    if box.sizes == sizes or kind.encoding != RAW:
+        return Want(first, stop, None)
+    item = ITEM_BYTES[kind.dtype]
+    runs = runs_of_box(sizes, box, gap=max(1, BLOCK_BYTES_MIN // item)) * item
+    return Want(first, stop, tuple(ByteRange(a, b) for a, b in runs.tolist()))
+
+
+def plan_reads(manifest: Manifest, wants: Sequence[Want]) -> ReadPlan:
+    """Turn wants into requests; each block is fetched once, however many wants touch it."""
+    users: dict[int, list[int]] = {}
+    blocks: dict[int, np.ndarray | None] = {}  # None: all of them
+    for number, want in enumerate(wants):
+        _touch(manifest, number, want, users, blocks)
+    segments: list[tuple[int, Segment]] = []
+    partial: set[int] = set()
+    counts: dict[int, int] = {}
+    for piece, mask in blocks.items():
+        cut = _segments(manifest, piece, mask)
+        counts[piece] = len(cut)
+        shard = int(manifest.pieces.shard[piece])
+        segments += ((shard, segment) for segment in cut)
+        if mask is not None and not bool(mask.all()):
+            partial.add(piece)
+    segments.sort(key=lambda entry: (entry[0], entry[1].start))
+    ranges = sorted(_merge(segments), key=lambda r: -r.length)
+    tables = sorted({int(manifest.pieces.shard[piece]) for piece in partial})
+    return ReadPlan(tuple(tables), tuple(ranges), counts, frozenset(partial), users)
+
+
+def _touch(
+    manifest: Manifest, number: int, want: Want, users: dict[int, list[int]], blocks: dict[int, np.ndarray | None]
+) -> None:
+    lengths = manifest.pieces.length[want.piece_first : want.piece_stop].tolist()
+    if want.runs is None:
+        for piece in range(want.piece_first, want.piece_stop):
+            users.setdefault(piece, []).append(number)
+            blocks[piece] = None
+        return
+    runs = np.array([(r.start, r.stop) for r in want.runs], dtype=np.int64)
+    position = 0
+    for piece, length in enumerate(lengths, want.piece_first):
+        inside = runs[(runs[:, 0] < position + length) & (runs[:, 1] > position)] - position
+        position += length
+        if not len(inside):
+            continue
+        users.setdefault(piece, []).append(number)
+        mask = blocks.get(piece, np.zeros(0, dtype=bool))
+        if mask is None:
+            continue
+        if not len(mask):
+            mask = blocks[piece] = np.zeros(block_count(length), dtype=bool)
+        size = block_bytes(length)
+        starts = np.maximum(inside[:, 0], 0) // size
+        stops = -(-np.minimum(inside[:, 1], length) // size)
+        marks = np.zeros(len(mask) + 1, dtype=np.int64)
+        np.add.at(marks, starts, 1)
+        np.add.at(marks, stops, -1)
+        mask |= np.cumsum(marks)[:-1] > 0
+
+
+def _segments(manifest: Manifest, piece: int, mask: np.ndarray | None) -> list[Segment]:
+    start, length = int(manifest.pieces.start[piece]), int(manifest.pieces.length[piece])
+    size = block_bytes(length)
+    at_most = max(1, RANGE_BYTES_MAX // size)
+    if mask is None:
+        groups = [(0, block_count(length))]
+    else:
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+        groups = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+    cut: list[Segment] = []
+    for first, stop in groups:
+        for block in range(first, stop, at_most):
+            end = min(block + at_most, stop)
+            bytes_stop = min(end * size, length)
+            cut.append(Segment(piece, block, end, start + block * size, bytes_stop - block * size))
+    return cut
+
+
+def _merge(segments: Sequence[tuple[int, Segment]]) -> list[RangePlan]:
+    """Neighbors become one request, while it stays within a range; what is large enough stays alone."""
+    ranges: list[RangePlan] = []
+    group: list[Segment] = []
+    group_shard = -1
+
+    def close() -> None:
+        if group:
+            ranges.append(RangePlan(group_shard, group[0].start, group[-1].stop - group[0].start, tuple(group)))
+            group.clear()
+
+    for shard, segment in segments:
+        if segment.length >= ALONE_BYTES:
+            close()
+            ranges.append(RangePlan(shard, segment.start, segment.length, (segment,)))
+            continue
+        if group and (
+            shard != group_shard
+            or segment.start - group[-1].stop > GAP_BYTES
+            or segment.stop - group[0].start > RANGE_BYTES_MAX
+        ):
+            close()
+        group_shard = shard
+        group.append(segment)
+    close()
+    return ranges
+
+
+def table_positions(manifest: Manifest, shards: Sequence[int]) -> dict[int, int]:
+    """Where the digests of each piece's blocks begin in its shard's table, for the pieces of some shards."""
+    chosen = np.flatnonzero(np.isin(manifest.pieces.shard, np.asarray(shards, dtype=np.int64)))
+    order = chosen[np.lexsort((manifest.pieces.start[chosen], manifest.pieces.shard[chosen]))]
+    positions: dict[int, int] = {}
+    current, position = -1, 0
+    for piece in order.tolist():
+        shard = int(manifest.pieces.shard[piece])
+        if shard != current:
+            current, position = shard, 0
+        positions[piece] = position
+        position += table_entries(int(manifest.pieces.length[piece])) * DIGEST_BYTES
+    return positions

@@ -1,0 +1,143 @@
+"""Tensors to bytes and back: row-major, little-endian, without a copy where the memory allows it.
+
+Elements are moved as integers of their size (the *carrier*): many of torch's dtypes have no arithmetic and no copy of
+their own, but all of them can be viewed so. For floats that also keeps the bits of every NaN.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from typing import cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
+from dcp_remote.manifest import RAW
+from dcp_remote.objects import EncodedObject, Encoding, decode_object, encode_stream
+from dcp_remote.ranges import Box, boxes_of_run
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def encoding_of(name: str, tensor: torch.Tensor, *, allow_pickle: bool) -> tuple[str, bytes]:
+    """How a tensor is stored: as its elements, or as a `torch.save` stream where those do not say everything.
+
+    Args:
+        name: For the error.
+        tensor: Any; of a strided layout, its elements are not touched.
+        allow_pickle: Take streams that need code to load.
+
+    Returns:
+        The encoding, and the stream; no stream where the elements are stored.
+
+    Raises:
+        InvalidArgumentError: A tensor without data (on the meta device, or fake), or a host that is not little-endian.
+        UnsafeObjectError: A tensor subclass whose stream needs code to load.
+    """
+    if sys.byteorder != "little":
+        raise InvalidArgumentError(
+            "Checkpoints are little-endian; this host is not supported.", byteorder=sys.byteorder
+        )
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        raise InvalidArgumentError(
+            "A tensor on the meta device has no data to save; materialize the module first.", tensor=name
+        )
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    if plain and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested:
+        return RAW, b""
+    stream = io.BytesIO()
+    torch.save(tensor.detach(), stream)
+    encoded = encode_stream(name, stream.getvalue(), allow_pickle=allow_pickle)
+    return encoded.encoding, encoded.data
+
+
+def decode_tensor(name: str, encoding: str, data: bytes, *, sizes: tuple[int, ...], allow_pickle: bool) -> torch.Tensor:
+    """The tensor of a stream that `encoding_of` made; on the CPU.
+
+    Raises:
+        CorruptCheckpointError: The stream is damaged, or holds no tensor of these sizes.
+        UnsafeObjectError: It needs code to load and `allow_pickle` is False.
+    """
+    # `manifest.check` knows only encodings of objects, and "raw".
+    value = decode_object(name, EncodedObject(cast("Encoding", encoding), data), allow_pickle=allow_pickle)
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != sizes:
+        raise CorruptCheckpointError(
+            "What is stored as a tensor is none of its shape.", tensor=name, type=type(value).__name__, shape=sizes
+        )
+    return value
+
+
+def is_copied(tensor: torch.Tensor) -> bool:
+    """Whether `run_bytes` has to copy: not contiguous, not on the CPU, or a lazily conjugated or negated view."""
+    return tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg()
+
+
+def run_bytes(tensor: torch.Tensor, start: int, stop: int) -> memoryview:
+    """The bytes of elements `start` to `stop` in row-major order.
+
+    A view of the tensor's memory where that is possible (see `is_copied`), otherwise a copy of just these elements.
+    """
+    tensor = tensor.detach()
+    if not is_copied(tensor):
+        return byte_view(tensor)[start * tensor.element_size() : stop * tensor.element_size()]
+    carrier = _CARRIERS[tensor.element_size()]
+    copy = torch.empty(stop - start, dtype=carrier)
+    for first, box in boxes_of_run(tuple(tensor.shape), start, stop):
+        part = as_carrier(narrow(tensor, box).resolve_conj().resolve_neg())
+        copy[first - start : first - start + box.elements].view(box.sizes).copy_(part)
+    return byte_view(copy)
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, as bytes; writing to it writes to the tensor."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    # A dimension of one element may have any stride, and `reshape` keeps it where `view` refuses it.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    array: object = flat.view(torch.uint8).numpy()
+    return memoryview(array)  # type: ignore[arg-type]  # numpy's arrays are buffers; its stubs say so from Python 3.12 on
+
+
+def as_carrier(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements as integers of their size; a view."""
+    return tensor.view(_CARRIERS[tensor.element_size()])
+
+
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The part of a tensor that a box covers; a view."""
+    for dimension, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dimension]:
+            tensor = tensor.narrow(dimension, offset, size)
+    return tensor
+
+
+def empty_tensor(dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous CPU tensor of any dtype; `torch.empty` makes a broken quantized one of the names of those."""
+    return torch.empty(sizes, dtype=_CARRIERS[dtype.itemsize]).view(dtype)
+
+
+def tensor_from(data: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over bytes that hold exactly its elements; copies them only if they are not aligned."""
+    carrier = _CARRIERS[dtype.itemsize]
+    assert len(data) == math.prod(sizes) * dtype.itemsize
+    flat = torch.frombuffer(data, dtype=torch.uint8)
+    if flat.data_ptr() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(carrier).view(dtype).view(sizes)
+
+
+def copy_into(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy elements bit for bit, or converting where the destination is of another dtype."""
+    destination = destination.detach()
+    if destination.dtype == source.dtype and not destination.is_conj() and not destination.is_neg():
+        as_carrier(destination).copy_(as_carrier(source))
+    else:
+        destination.copy_(source)

@@ -1,0 +1,312 @@
+"""One rank's part of a save: from torch's plan to shards in the store and a report of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias, TypeGuard
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from dcp_remote.digests import block_bytes, block_digests, digest, piece_digest, table_entries
+from dcp_remote.errors import InvalidArgumentError, SaveFailedError
+from dcp_remote.manifest import JSON, RAW, Pieces, Shards
+from dcp_remote.objects import EncodedObject, encode_object, encode_stream
+from dcp_remote.packing import Item, Piece, pack, piece_label
+from dcp_remote.ranges import I64, KiB, MiB, firsts
+from dcp_remote.report import RankReport, ReportedObject
+from dcp_remote.serialization import dtype_name, encoding_of, is_copied, run_bytes
+from dcp_remote.shard import SHARD_BYTES_MAX, HeaderEntry, ShardNames, header
+from dcp_remote.storage.base import Buffer
+from dcp_remote.transfer import Uploads
+
+# Objects up to this size stand in the manifest, where they cost no request and can be read by eye; more of them than
+# the total would make every rank's read of the manifest slow.
+INLINE_BYTES_MAX = 16 * KiB
+INLINE_TOTAL_BYTES_MAX = 8 * MiB
+
+# Neighbors smaller than this are joined before they are sent: below it, a buffer costs more than its bytes.
+JOIN_BYTES = 16 * KiB
+
+Source: TypeAlias = torch.Tensor | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _WrittenShard:
+    """What a worker thread reports of one shard; the arrays have an entry per piece."""
+
+    key: str
+    size_bytes: int
+    data_start: int
+    table: bytes
+    item: I64
+    start: I64
+    length: I64
+    digests: bytes
+
+
+@dataclass(slots=True)
+class _Items:
+    """The items of a plan, drawn one at a time, and what was noted of them."""
+
+    plan: SavePlan
+    planner: SavePlanner
+    allow_pickle: bool
+    stored: dict[str, EncodedObject]
+    drawn: list[tuple[WriteItem, str]] = field(default_factory=list)  # and how each is encoded
+
+    def __iter__(self) -> Iterator[Item[Source]]:
+        """Tensors are resolved only here, so that copies which a planner makes live no longer than their shards."""
+        for write_item in self._ordered():
+            if write_item.type == WriteItemType.BYTE_IO:
+                encoded = self.stored[write_item.index.fqn]
+                yield self._bytes(write_item, encoded.data, encoded.encoding)
+            else:
+                yield self._tensor(write_item)
+
+    def _ordered(self) -> list[WriteItem]:
+        by_top: dict[str, list[WriteItem]] = {}
+        for write_item in self.plan.items:
+            if write_item.type != WriteItemType.BYTE_IO or write_item.index.fqn in self.stored:
+                by_top.setdefault(self._top(write_item), []).append(write_item)
+        return [write_item for group in by_top.values() for write_item in group]
+
+    def _top(self, write_item: WriteItem) -> str:
+        paths = self.plan.planner_data
+        path = paths.get(write_item.index.fqn) if isinstance(paths, dict) else None
+        return str(path[0]) if path else write_item.index.fqn.partition(".")[0]
+
+    def _bytes(self, write_item: WriteItem, data: bytes, encoding: str) -> Item[Source]:
+        self.drawn.append((write_item, encoding))
+        return Item(
+            top=self._top(write_item),
+            name=write_item.index.fqn,
+            dtype="uint8",
+            offsets=(0,),
+            sizes=(len(data),),
+            whole=True,
+            source=data,
+        )
+
+    def _tensor(self, write_item: WriteItem) -> Item[Source]:
+        name, planned = write_item.index.fqn, write_item.tensor_data
+        tensor = self.planner.resolve_data(write_item)
+        if planned is None or not isinstance(tensor, torch.Tensor):
+            raise InvalidArgumentError("The planner gave no tensor for a tensor's item.", tensor=name)
+        if tensor.dtype != planned.properties.dtype or tensor.shape != planned.chunk.sizes:
+            raise SaveFailedError(
+                "A tensor is not what was planned; with plan caching, the state must keep its dtypes and shapes.",
+                tensor=name,
+                dtype=dtype_name(tensor.dtype),
+                planned_dtype=dtype_name(planned.properties.dtype),
+                shape=tuple(tensor.shape),
+                planned_shape=tuple(planned.chunk.sizes),
+            )
+        encoding, stream = encoding_of(name, tensor, allow_pickle=self.allow_pickle)
+        if encoding != RAW:
+            return self._bytes(write_item, stream, encoding)
+        self.drawn.append((write_item, encoding))
+        return Item(
+            top=self._top(write_item),
+            name=name,
+            dtype=dtype_name(tensor.dtype),
+            offsets=tuple(planned.chunk.offsets),
+            sizes=tuple(planned.chunk.sizes),
+            whole=planned.chunk.sizes == planned.size,
+            source=tensor,
+        )
+
+
+def write_shards(
+    plan: SavePlan,
+    planner: SavePlanner,
+    uploads: Uploads[_WrittenShard],
+    names: ShardNames,
+    *,
+    rank: int,
+    allow_pickle: bool,
+    shard_bytes_max: int = SHARD_BYTES_MAX,
+) -> RankReport:
+    """Put everything that a rank's plan holds; one PUT per shard.
+
+    Objects are encoded first: one that cannot be loaded safely is refused before a byte is uploaded.
+
+    Args:
+        plan: The final plan of this rank.
+        planner: Resolves its items.
+        uploads: Sends the shards; everything is there when this returns.
+        names: Of the shards, used by nobody else.
+        rank: For the report.
+        allow_pickle: Store objects that need code to load.
+        shard_bytes_max: Bytes of data in a shard.
+    """
+    inline, stored = _encode_objects(plan, planner, allow_pickle=allow_pickle)
+    items = _Items(plan, planner, allow_pickle, stored)
+    of_the_state = _gives_the_state_itself(planner)
+    for number, pieces in enumerate(pack(items, shard_bytes_max=shard_bytes_max)):
+        claimed_bytes = sum(piece.length for piece in pieces if _is_held(piece, of_the_state=of_the_state))
+        uploads.claim(claimed_bytes)
+        key = names.key(number)
+        uploads.submit(key, partial(_prepare, key, pieces), claimed_bytes=claimed_bytes)
+    return _report(rank, items.drawn, uploads.finish(), inline)
+
+
+def _encode_objects(
+    plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool
+) -> tuple[dict[str, bytes], dict[str, EncodedObject]]:
+    inline: dict[str, bytes] = {}
+    stored: dict[str, EncodedObject] = {}
+    total_bytes = 0
+    for write_item in plan.items:
+        if write_item.type != WriteItemType.BYTE_IO:
+            continue
+        name = write_item.index.fqn
+        encoded = _encode_object(write_item, planner, allow_pickle=allow_pickle)
+        small = len(encoded.data) <= INLINE_BYTES_MAX and total_bytes + len(encoded.data) <= INLINE_TOTAL_BYTES_MAX
+        if encoded.encoding == JSON and small:
+            inline[name] = encoded.data
+            total_bytes += len(encoded.data)
+        else:
+            stored[name] = encoded
+    return inline, stored
+
+
+def _encode_object(write_item: WriteItem, planner: SavePlanner, *, allow_pickle: bool) -> EncodedObject:
+    name = write_item.index.fqn
+    if _gives_the_state_itself(planner):
+        # torch's planner would `torch.save` the object into a stream of over a kilobyte, only for us to read it back.
+        return encode_object(name, planner.lookup_object(write_item.index), allow_pickle=allow_pickle)
+    stream = planner.resolve_data(write_item)
+    if isinstance(stream, torch.Tensor):
+        raise InvalidArgumentError("The planner gave a tensor for an object's item.", object=name)
+    return encode_stream(name, stream.getvalue(), allow_pickle=allow_pickle)
+
+
+def _gives_the_state_itself(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
+    """Whether what the planner resolves is what lies in the state; others may make a copy (in bfloat16, say)."""
+    return (
+        isinstance(planner, DefaultSavePlanner)
+        and type(planner).resolve_data is DefaultSavePlanner.resolve_data
+        and type(planner).transform_object is DefaultSavePlanner.transform_object
+    )
+
+
+def _is_held(piece: Piece[Source], *, of_the_state: bool) -> bool:
+    """Whether sending a piece takes memory beyond the state."""
+    source = piece.item.source
+    if isinstance(source, torch.Tensor) and (is_copied(source) or not of_the_state):
+        return True
+    return piece.length < JOIN_BYTES
+
+
+def _prepare(key: str, pieces: Sequence[Piece[Source]]) -> tuple[list[Buffer], _WrittenShard]:
+    """Called in a worker thread: the buffers of a shard, digested on the way."""
+    views: list[memoryview] = []
+    tables: list[bytes] = []
+    piece_digests: list[bytes] = []
+    for piece in pieces:
+        source = piece.item.source
+        view = (
+            run_bytes(source, piece.start, piece.stop)
+            if isinstance(source, torch.Tensor)
+            else memoryview(source)[piece.start : piece.stop]
+        )
+        assert len(view) == piece.length
+        views.append(view)
+        blocks = block_digests(view, size_bytes=block_bytes(piece.length))
+        piece_digests.append(piece_digest(blocks))
+        if table_entries(piece.length):
+            tables.append(blocks)
+    table = b"".join(tables)
+    front = header([_header_entry(piece) for piece in pieces], table_length=len(table)) + table
+    lengths = np.array([piece.length for piece in pieces], dtype=np.int64)
+    starts = len(front) + firsts(lengths)
+    written = _WrittenShard(
+        key=key,
+        size_bytes=int(starts[-1]),
+        data_start=len(front),
+        table=table,
+        item=np.array([piece.number for piece in pieces], dtype=np.int64),
+        start=starts[:-1],
+        length=lengths,
+        digests=b"".join(piece_digests),
+    )
+    return [front, *_joined(views)], written
+
+
+def _header_entry(piece: Piece[Source]) -> HeaderEntry:
+    name, shape = piece_label(piece)
+    return HeaderEntry(name, piece.item.dtype, shape, piece.length)
+
+
+def _joined(views: Sequence[memoryview]) -> Iterator[Buffer]:
+    small: list[memoryview] = []
+    for view in views:
+        if len(view) < JOIN_BYTES:
+            small.append(view)
+            continue
+        if small:
+            yield b"".join(small)
+            small = []
+        yield view
+    if small:
+        yield b"".join(small)
+
+
+def _report(
+    rank: int, drawn: Sequence[tuple[WriteItem, str]], shards: Sequence[_WrittenShard], inline: dict[str, bytes]
+) -> RankReport:
+    none = np.zeros(0, dtype=np.int64)
+    item = np.concatenate([none, *(shard.item for shard in shards)])
+    piece_count = np.bincount(item, minlength=len(drawn)).astype(np.int64)
+    # Items were drawn, cut and placed in one order, so the pieces of all shards together are in that order too.
+    piece_first = firsts(piece_count)
+    tensors = [n for n, (write_item, _) in enumerate(drawn) if write_item.type != WriteItemType.BYTE_IO]
+    objects = [n for n, (write_item, _) in enumerate(drawn) if write_item.type == WriteItemType.BYTE_IO]
+    names: dict[str, int] = {}
+    dtypes: list[str] = []
+    encodings: list[str] = []
+    for number in tensors:
+        write_item, encoding = drawn[number]
+        assert write_item.tensor_data is not None
+        if write_item.index.fqn not in names:
+            names[write_item.index.fqn] = len(names)
+            dtypes.append(dtype_name(write_item.tensor_data.properties.dtype))
+            encodings.append(encoding)
+    chunks = [drawn[n][0] for n in tensors]
+    offsets = [tuple(w.tensor_data.chunk.offsets) for w in chunks if w.tensor_data is not None]
+    hints = [w.index.index for w in chunks]
+    return RankReport(
+        rank=rank,
+        shards=Shards(
+            keys=tuple(shard.key for shard in shards),
+            sizes=np.array([shard.size_bytes for shard in shards], dtype=np.int64),
+            data_starts=np.array([shard.data_start for shard in shards], dtype=np.int64),
+            table_lengths=np.array([len(shard.table) for shard in shards], dtype=np.int64),
+            table_digests=b"".join(digest(shard.table) for shard in shards),
+        ),
+        names=tuple(names),
+        dtypes=tuple(dtypes),
+        encodings=tuple(encodings),
+        chunk_name=np.array([names[w.index.fqn] for w in chunks], dtype=np.int64),
+        chunk_hint=np.array([-1 if hint is None else hint for hint in hints], dtype=np.int64),
+        chunk_dimensions=np.array([len(o) for o in offsets], dtype=np.int64),
+        chunk_offsets=np.array([value for o in offsets for value in o], dtype=np.int64),
+        chunk_piece_first=piece_first[:-1][tensors],
+        chunk_pieces=piece_count[tensors],
+        pieces=Pieces(
+            shard=np.repeat(np.arange(len(shards)), [len(shard.item) for shard in shards]).astype(np.int64),
+            start=np.concatenate([none, *(shard.start for shard in shards)]),
+            length=np.concatenate([none, *(shard.length for shard in shards)]),
+            digests=b"".join(shard.digests for shard in shards),
+        ),
+        inline=inline,
+        stored=tuple(
+            ReportedObject(drawn[n][0].index.fqn, drawn[n][1], int(piece_first[n]), int(piece_count[n]))
+            for n in objects
+        ),
+    )

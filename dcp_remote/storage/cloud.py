@@ -1,0 +1,343 @@
+"""S3, Google Cloud Storage and Azure Blob Storage.
+
+obstore carries the bytes: one plain PUT per object, sent from the caller's buffers without a copy and without the GIL;
+one GET per read. botocore finds credentials, region and endpoint. Nothing is retried here (`RetryingStore` does, under
+a deadline), no upload has parts, no bucket is ever created.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import obstore
+from obstore.exceptions import GenericError, InvalidPathError
+
+from dcp_remote.errors import (
+    ConditionFailedError,
+    CorruptCheckpointError,
+    DcpRemoteError,
+    InvalidArgumentError,
+    StorageError,
+    TransientStorageError,
+)
+from dcp_remote.storage.base import Buffer, Capabilities, Condition, Content, ObjectInfo, Version
+from dcp_remote.storage.cloud_clients import FAILURES, Connections
+from dcp_remote.storage.cloud_errors import NO_SUCH_BUCKET, CloudError, chained, kind_of, translate
+from dcp_remote.storage.cloud_options import CloudOptions, S3Options, Timeouts, parse_options
+from dcp_remote.url import ParsedUrl, check_key, check_list_prefix
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta, PutMode
+
+_Answer = TypeVar("_Answer")
+
+_CAPABILITIES = Capabilities(compare_and_swap=True, shared=True)
+
+# The largest request of S3's DeleteObjects; obstore sends less at a time where a store takes less.
+_DELETE_KEYS_MAX = 1000
+
+# A page of every store.
+_LIST_PAGE_KEYS = 1000
+
+
+def open_cloud_store(
+    parsed: ParsedUrl, options: Mapping[str, object], *, timeouts: Timeouts | None = None
+) -> CloudStore:
+    """Open the bucket and prefix of a URL. Sends nothing; clients are made, and credentials found, when first needed.
+
+    Args:
+        parsed: Of the scheme s3, gs or az.
+        options: `storage_options`; see `S3Options`, `GoogleOptions`, `AzureOptions`.
+        timeouts: When a request counts as stalled.
+
+    Raises:
+        InvalidArgumentError: An option is unknown or has the wrong type.
+    """
+    connections = Connections(parsed, parse_options(parsed.scheme, options), timeouts or Timeouts())
+    return CloudStore(parsed, connections)
+
+
+class CloudStore:
+    """A prefix of a bucket; `open_cloud_store` makes it. Safe to use from many threads; pickles its configuration.
+
+    Children share their clients. A process that is forked after the first request cannot use its stores: spawn.
+    """
+
+    def __init__(self, parsed: ParsedUrl, connections: Connections) -> None:
+        """See `open_cloud_store`."""
+        self._parsed = parsed
+        self._connections = connections
+
+    def __repr__(self) -> str:
+        """Without any option: some are secrets."""
+        return f"{type(self).__name__}({self.url!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """The configuration, explicit credentials included: a pickle is as secret as they are."""
+        return _reopen, (self._parsed, self._connections.options, self._connections.timeouts)
+
+    @property
+    def url(self) -> str:
+        """See `ObjectStore.url`."""
+        return self._parsed.canonical
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `ObjectStore.capabilities`. All three clouds compare and swap, in their conditional PUT."""
+        return _CAPABILITIES
+
+    def child(self, prefix: str) -> CloudStore:
+        """See `ObjectStore.child`."""
+        return CloudStore(self._parsed.child(prefix), self._connections)
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `ObjectStore.head`. One request."""
+        path = self._path(key)
+        meta = self._ask("head", key, lambda: obstore.head(self._connections.client(download=True), path))
+        return self._info(key, meta)
+
+    def get(self, key: str, *, limit_bytes: int) -> Content:
+        """See `ObjectStore.get`. One request.
+
+        A missing bucket reads like a missing object here, or a first save would cost a request more; see
+        `explain_missing`.
+        """
+        path = self._path(key)
+
+        def request() -> Content:
+            result = obstore.get(self._connections.client(download=True, size_bytes=limit_bytes), path)
+            size_bytes = result.meta["size"]
+            if size_bytes > limit_bytes:
+                raise CorruptCheckpointError(
+                    "The object is larger than anything that is expected here.",
+                    url=f"{self.url}/{key}",
+                    size_bytes=size_bytes,
+                    limit_bytes=limit_bytes,
+                )
+            return Content(data=bytes(result.bytes()), version=_version(result.meta))
+
+        return self._ask("get", key, request)
+
+    def get_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """See `ObjectStore.get_into`. One request, and a HEAD after a failure that may mean a shorter object."""
+        path = self._path(key)
+        stop = start + len(buffer)
+
+        def request() -> memoryview:
+            client = self._connections.client(download=True, size_bytes=len(buffer))
+            try:
+                return memoryview(obstore.get_range(client, path, start=start, end=stop))
+            except GenericError:
+                # 416 is one of the many things that this class stands for.
+                size_bytes = self._connections.size_after_failure(path)
+                if size_bytes is None or size_bytes >= stop:
+                    raise
+                self._refuse_short(key, size_bytes=size_bytes, start=start, stop=stop)
+
+        data = self._ask("get_into", key, request)
+        if len(data) != len(buffer):
+            self._refuse_short(key, size_bytes=start + len(data), start=start, stop=stop)
+        buffer[:] = data
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        """See `ObjectStore.put`. One PUT, whatever the size; S3 verifies a CRC64NVME of the body before it answers."""
+        path = self._path(key)
+        body = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
+        size_bytes = sum(view.nbytes for view in body)
+        mode = self._mode(key, condition)
+
+        def request() -> Version:
+            client = self._connections.client(download=False, size_bytes=size_bytes)
+            result = obstore.put(client, path, body, mode=mode, use_multipart=False)
+            return Version(etag=result["e_tag"], generation=result["version"])
+
+        return self._ask("put", key, request)
+
+    def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
+        """See `ObjectStore.list`. A request for each thousand objects; more, where `prefix` ends within a name."""
+        check_list_prefix(prefix)
+        return self._list(prefix, after)
+
+    def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
+        """See `ObjectStore.delete`. A request for each thousand keys on S3, each 256 on Azure, each one on Google.
+
+        A batch that fails is tried key by key, until one fails for now: then the rest is reported like that one.
+        """
+        for key in keys:
+            self._path(key)
+        failed: dict[str, StorageError] = {}
+        for first in range(0, len(keys), _DELETE_KEYS_MAX):
+            failed.update(self._delete_batch(keys[first : first + _DELETE_KEYS_MAX]))
+        return failed
+
+    def explain_missing(self) -> str | None:
+        """Why an object may be missing that a reader expected: a sentence if it is the bucket's fault, else None.
+
+        One request to S3, to be asked when a manifest was not there; never on the path of a save. The other clouds
+        tell a missing bucket from a missing object only at a put: of them it says None.
+        """
+        verdict = self._ask("get", "", lambda: self._connections.look(self._parsed.prefix))
+        return str(verdict.error(verb="get", url=self.url)) if verdict is not None else None
+
+    def _path(self, key: str) -> str:
+        check_key(key)
+        return f"{self._parsed.prefix}/{key}" if self._parsed.prefix else key
+
+    def _info(self, key: str, meta: ObjectMeta) -> ObjectInfo:
+        return ObjectInfo(
+            key=key,
+            size_bytes=meta["size"],
+            version=_version(meta),
+            modified_seconds=meta["last_modified"].timestamp(),
+        )
+
+    def _mode(self, key: str, condition: Condition) -> PutMode:
+        if condition == "any":
+            return "overwrite"
+        if condition == "absent":
+            return "create"
+        if self._parsed.scheme == "gs" and condition.generation is None:
+            # Google compares generations alone, and no version that it gave is without one.
+            raise ConditionFailedError(
+                "The object is not in the state that this write asks for: the version names no generation.",
+                url=f"{self.url}/{key}",
+            )
+        etag = condition.etag
+        options = self._connections.options
+        if etag is not None and isinstance(options, S3Options) and not options.etag_quotes:
+            etag = etag.strip('"')
+        return {"e_tag": etag} if condition.generation is None else {"e_tag": etag, "version": condition.generation}
+
+    def _list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
+        root = f"{self._parsed.prefix}/" if self._parsed.prefix else ""
+        # obstore lists folders; of a prefix that ends within a name the folder, from there on where the prefix begins.
+        folder = f"{root}{prefix}".rpartition("/")[0]
+        offset = max(_before(f"{root}{prefix}"), _offset(f"{root}{after}") if after else "")
+        last = ""
+        for meta in self._pages(prefix, folder, offset):
+            key = meta["path"].removeprefix(root)
+            if not key.startswith(prefix) or key <= after:
+                # Ordered: behind the prefix there is nothing more.
+                if key > prefix and not key.startswith(prefix):
+                    return
+                continue
+            if key <= last:
+                if meta["size"] == 0:
+                    continue  # the marker of a "folder": some consoles create `name/`, which obstore shows as `name`
+                raise StorageError("The store does not list its keys in order.", url=f"{self.url}/{key}", after=last)
+            last = key
+            yield self._info(key, meta)
+
+    def _pages(self, prefix: str, folder: str, offset: str) -> Iterator[ObjectMeta]:
+        """What the store lists, page by page, with errors of ours."""
+
+        def begin() -> Iterator[Sequence[ObjectMeta]]:
+            client = self._connections.client(download=True)
+            return iter(obstore.list(client, folder or None, offset=offset or None, chunk_size=_LIST_PAGE_KEYS))
+
+        pages = self._ask("list", prefix, begin)
+        while (page := self._ask("list", prefix, lambda: next(pages, None))) is not None:
+            yield from page
+
+    def _delete_batch(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
+        paths = [self._path(key) for key in keys]
+        try:
+            obstore.delete(self._connections.client(download=False), paths)
+        except FAILURES as error:
+            # Of one request for many keys obstore tells the first failure, and not its class.
+            if isinstance(error, DcpRemoteError):
+                raise
+            return self._delete_singly(keys)
+        return {}
+
+    def _delete_singly(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
+        def request(key: str) -> None:
+            obstore.delete(self._connections.client(download=False, delete_singly=True), self._path(key))
+
+        def delete(key: str) -> None:
+            self._ask("delete", key, lambda: request(key))
+
+        failed: dict[str, StorageError] = {}
+        for number, key in enumerate(keys):
+            try:
+                delete(key)
+            except FileNotFoundError:
+                continue  # absent counts as deleted
+            except TransientStorageError as error:
+                return failed | dict.fromkeys(keys[number:], error)
+            except StorageError as error:
+                failed[key] = error
+        return failed
+
+    def _ask(self, verb: str, key: str, request: Callable[[], _Answer]) -> _Answer:
+        """Send a request, and raise what went wrong as an error of ours."""
+        try:
+            return request()
+        except DcpRemoteError:  # of ours already, though some are OSErrors and ValueErrors, too
+            raise
+        except FAILURES as error:
+            self._fail(error, verb=verb, key=key)
+
+    def _fail(self, error: Exception, *, verb: str, key: str) -> NoReturn:
+        url = f"{self.url}/{key}" if key else self.url
+        secrets = self._connections.secrets()
+        failure: CloudError | None = None
+        credentials_error = self._connections.take_credentials_error()
+        if credentials_error is not None:
+            error = credentials_error
+            failure = translate(error, verb=verb, url=url, secrets=secrets, what="The credentials cannot be renewed.")
+        elif kind_of(error) is TransientStorageError:
+            if verb == "list":
+                verdict = self._connections.look_at_listing(self._parsed.prefix)
+            else:
+                verdict = self._connections.look(self._parsed.prefix, reuse=True)
+            failure = verdict.error(verb=verb, url=url) if verdict is not None else None
+        elif isinstance(error, FileNotFoundError) and verb == "put":
+            # A bucket that is there answers no put so: obstore makes a failed condition of a swap of what is absent.
+            failure = translate(error, verb=verb, url=url, secrets=secrets, what=NO_SUCH_BUCKET)
+        elif isinstance(error, InvalidPathError) and verb == "list":
+            failure = StorageError(
+                "Under this URL lies an object whose key no checkpoint has: empty, `.` or `..` parts, or a control "
+                "character. Remove it.",
+                url=url,
+                cause=str(translate(error, verb=verb, url=url, secrets=secrets)),
+            )
+        if failure is None:
+            failure = translate(error, verb=verb, url=url, secrets=secrets)
+        raise failure from chained(error, secrets)
+
+    def _refuse_short(self, key: str, *, size_bytes: int, start: int, stop: int) -> NoReturn:
+        raise CorruptCheckpointError(
+            "The object ends before the range that is to be read.",
+            url=f"{self.url}/{key}",
+            size_bytes=size_bytes,
+            start=start,
+            stop=stop,
+        )
+
+
+def _reopen(parsed: ParsedUrl, options: CloudOptions, timeouts: Timeouts) -> CloudStore:
+    return CloudStore(parsed, Connections(parsed, options, timeouts))
+
+
+def _version(meta: ObjectMeta) -> Version:
+    return Version(etag=meta["e_tag"], generation=meta["version"])
+
+
+def _before(prefix: str) -> str:
+    """A key behind which all keys that begin with `prefix` lie, and few others; empty if none is at hand."""
+    if not prefix or prefix.endswith("/") or not "!" <= prefix[-1] <= "~":
+        return ""
+    # One character less, and then the last printable one of ASCII; of `0` that would be a slash, which ends a name.
+    previous = chr(ord(prefix[-1]) - 1).replace("/", ".")
+    return _offset(f"{prefix[:-1]}{previous}~")
+
+
+def _offset(key: str) -> str:
+    """`key` as obstore takes it, not behind it; empty if it would not: what comes too early is filtered out anyway."""
+    try:
+        check_key(key.rstrip("/"))
+    except InvalidArgumentError:
+        return ""
+    return key.rstrip("/")

@@ -1,0 +1,234 @@
+"""The clients behind a cloud store: made when they are needed, one set per process, and asked why requests fail."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, TypeAlias
+
+import obstore
+from botocore.exceptions import BotoCoreError, ClientError
+from obstore.exceptions import BaseError
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from dcp_remote.errors import InvalidArgumentError, PermissionDeniedError, TransientStorageError
+from dcp_remote.storage.cloud_errors import Verdict, chained, diagnose_s3, translate
+from dcp_remote.storage.cloud_options import (
+    CloudOptions,
+    GoogleOptions,
+    S3Options,
+    S3Place,
+    Timeouts,
+    azure_config,
+    client_config,
+    google_config,
+    resolve_s3,
+    s3_config,
+    secrets_of,
+)
+from dcp_remote.url import ParsedUrl
+
+if TYPE_CHECKING:
+    from botocore.credentials import Credentials
+    from obstore.store import ClientConfig, RetryConfig, S3Credential
+
+Client: TypeAlias = S3Store | GCSStore | AzureStore
+
+# One attempt: whoever knows the deadline tries again.
+_ONCE: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
+
+# What obstore raises, and what it lets through of Python's own.
+FAILURES = (BaseError, BotoCoreError, ClientError, OSError, ValueError)
+
+# During a storm of 503 a diagnosis a request would double it; one in half a minute is nothing.
+_VERDICT_SECONDS = 30.0
+
+# The failures of threads that began together are told alike.
+_DEFINITE_VERDICT_SECONDS = 2.0
+
+# obstore asks again when less than five minutes are left; botocore renews what it gives out ten minutes before its end.
+_CREDENTIALS_SECONDS = 600.0
+
+# obstore's threads do not survive a fork, and a child that uses them waits for ever.
+_requesting_pid: int | None = None
+
+
+class Connections:
+    """The clients of one bucket in this process, made when they are needed, and what is known of its failures."""
+
+    def __init__(self, parsed: ParsedUrl, options: CloudOptions, timeouts: Timeouts) -> None:
+        self.options = options
+        self.timeouts = timeouts
+        self._bucket = parsed.bucket
+        self._lock = threading.Lock()
+        # By direction, way to delete and seconds: obstore has these per client, and they are cheap.
+        self._clients: dict[tuple[bool, bool, float], Client] = {}
+        self._place: S3Place | None = None
+        self._credentials: _S3Credentials | None = None
+        self._look_lock = threading.Lock()
+        self._verdict: Verdict | None = None
+        self._look_again_at = 0.0
+        self._head_again_at = 0.0
+
+    def client(self, *, download: bool, size_bytes: int = 0, delete_singly: bool = False) -> Client:
+        """The client for requests of about this size.
+
+        Args:
+            download: Whether the answer is large, and the request is not.
+            size_bytes: Of the larger one.
+            delete_singly: A request for each key: the answer to one for many does not show which error it is.
+
+        Raises:
+            InvalidArgumentError: This process was forked after the first request; or the configuration is no good.
+            PermissionDeniedError: There are no credentials.
+            botocore.exceptions.BotoCoreError: Profile, region or credentials cannot be read.
+        """
+        _refuse_after_fork()
+        seconds = self.timeouts.request_seconds(size_bytes)
+        kind = (download, delete_singly, seconds)
+        with self._lock:
+            if kind not in self._clients:
+                self._clients[kind] = self._open(
+                    download=download, delete_singly=delete_singly, request_seconds=seconds
+                )
+            return self._clients[kind]
+
+    def _open(self, *, download: bool, delete_singly: bool, request_seconds: float) -> Client:
+        def http(endpoint_url: str | None, *, verify: bool | str | None) -> ClientConfig:
+            return client_config(
+                self.options,
+                endpoint_url=endpoint_url,
+                verify=verify,
+                timeouts=self.timeouts,
+                download=download,
+                request_seconds=request_seconds,
+            )
+
+        options = self.options
+        try:
+            if isinstance(options, S3Options):
+                place = self._place = self._place or resolve_s3(self._bucket, options)
+                if self._credentials is None and not options.anon:
+                    self._credentials = _find_credentials(place, self._bucket)
+                return S3Store(
+                    self._bucket,
+                    config=s3_config(options, place, delete_singly=delete_singly),
+                    client_options=http(place.endpoint_url, verify=place.verify),
+                    retry_config=_ONCE,
+                    credential_provider=self._credentials,
+                )
+            if isinstance(options, GoogleOptions):
+                google = google_config(options)
+                network = http(google.get("base_url"), verify=options.verify)
+                return GCSStore(self._bucket, config=google, client_options=network, retry_config=_ONCE)
+            azure = azure_config(options)
+            network = http(azure.get("endpoint"), verify=options.verify)
+            return AzureStore(self._bucket, config=azure, client_options=network, retry_config=_ONCE)
+        except BaseError as error:
+            reason = translate(error, verb="open", url=self._bucket, secrets=self.secrets())
+            raise InvalidArgumentError(
+                "The store's client cannot be configured from storage_options and environment.",
+                bucket=self._bucket,
+                cause=reason.details.get("cause"),
+            ) from chained(error, self.secrets())
+
+    def secrets(self) -> list[str]:
+        """What must not be shown: what options hold, and what was found and last used."""
+        found = self._credentials.secrets if self._credentials is not None else ()
+        return [*secrets_of(self.options), *found]
+
+    def take_credentials_error(self) -> Exception | None:
+        """Why credentials could not be renewed, once."""
+        if self._credentials is None:
+            return None
+        error, self._credentials.error = self._credentials.error, None
+        return error
+
+    def look(self, prefix: str, *, reuse: bool = False) -> Verdict | None:
+        """Diagnose an S3 bucket, by one request. Of the other clouds nothing can be told.
+
+        Args:
+            prefix: Of the store that asks.
+            reuse: Take what the last look found, if that is recent: a hundred failures need one diagnosis. Errors that
+                retrying does not cure are not kept for long: the user may have cured them.
+        """
+        with self._look_lock:
+            if reuse and time.monotonic() < self._look_again_at:
+                return self._verdict
+            self._verdict = self._look(prefix, listing=False)
+            passing = self._verdict is None or issubclass(self._verdict.kind, TransientStorageError)
+            self._look_again_at = time.monotonic() + (_VERDICT_SECONDS if passing else _DEFINITE_VERDICT_SECONDS)
+            return self._verdict
+
+    def look_at_listing(self, prefix: str) -> Verdict | None:
+        """Diagnose a listing that failed. Not kept: there is never more than one at a time."""
+        return self._look(prefix, listing=True)
+
+    def _look(self, prefix: str, *, listing: bool) -> Verdict | None:
+        if not isinstance(self.options, S3Options):
+            return None  # obstore tells no more than it did, and it is the only client
+        with self._lock:
+            place = self._place = self._place or resolve_s3(self._bucket, self.options)
+        return diagnose_s3(place, self.options, bucket=self._bucket, prefix=prefix, listing=listing)
+
+    def size_after_failure(self, path: str) -> int | None:
+        """How large the object is whose range could not be read; None if the store does not tell, or just did not."""
+        if time.monotonic() < self._head_again_at:
+            return None
+        try:
+            return obstore.head(self.client(download=True), path)["size"]
+        except FAILURES:
+            self._head_again_at = time.monotonic() + _VERDICT_SECONDS
+            return None
+
+
+def _find_credentials(place: S3Place, bucket: str) -> _S3Credentials:
+    credentials = place.session.get_credentials()
+    if credentials is None:
+        raise PermissionDeniedError(
+            "No credentials were found. Give storage_options['profile_name'], or 'aws_access_key_id' and "
+            "'aws_secret_access_key'; or set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; or write "
+            "~/.aws/credentials (`aws configure`); or run with an instance or container role. For a public bucket "
+            "give 'anon': True.",
+            bucket=bucket,
+        )
+    return _S3Credentials(credentials)
+
+
+def _refuse_after_fork() -> None:
+    global _requesting_pid  # noqa: PLW0603  # one runtime per process, whatever the number of stores
+    if _requesting_pid is None:
+        _requesting_pid = os.getpid()
+    elif _requesting_pid != os.getpid():
+        raise InvalidArgumentError(
+            "This process was forked from one that had used a cloud store already, whose client cannot follow: start "
+            "processes with `spawn` or `forkserver`.",
+            pid=os.getpid(),
+            forked_from=_requesting_pid,
+        )
+
+
+class _S3Credentials:
+    """Gives botocore's credentials to obstore, whenever it asks for fresh ones (from a thread of its own)."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self.error: Exception | None = None
+        self.secrets: tuple[str, ...] = ()
+
+    def __call__(self) -> S3Credential:
+        try:
+            frozen = self._credentials.get_frozen_credentials()
+        except (BotoCoreError, ClientError, OSError, ValueError) as error:
+            # obstore would make a text of it: what it was is kept for `_fail`.
+            self.error = error
+            raise
+        self.secrets = tuple(text for text in (frozen.secret_key, frozen.token) if text)
+        return {
+            "access_key_id": frozen.access_key or "",
+            "secret_access_key": frozen.secret_key or "",
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + timedelta(seconds=_CREDENTIALS_SECONDS),
+        }

@@ -1,0 +1,204 @@
+"""Objects in the memory of this process: the model that the other stores are tested against."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dcp_remote.errors import (
+    ConditionFailedError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from dcp_remote.storage.base import Buffer, Capabilities, Condition, Content, ObjectInfo, Version
+from dcp_remote.url import check_key, check_list_prefix
+
+# Not a name that a URL can hold, so nobody opens another space by the URL of an anonymous one.
+_ANONYMOUS = "(anonymous)"
+
+_CAPABILITIES = Capabilities(compare_and_swap=True, shared=False)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryObject:
+    """One object: what was put, whole."""
+
+    data: bytes
+    version: Version
+    modified_seconds: float
+
+
+class MemorySpace:
+    """What `MemoryStore`s of one name share: a dict and a counter under a lock.
+
+    Attributes:
+        objects: By full key. Tests look here, past the store.
+    """
+
+    def __init__(self) -> None:
+        """An empty space."""
+        self.objects: dict[str, MemoryObject] = {}
+        self._lock = threading.Lock()
+        self._writes = 0
+
+    def put(self, key: str, data: bytes, *, condition: Condition, modified_seconds: float) -> Version:
+        """Write if the key is in the state that `condition` asks for. Versions never repeat, whatever the content."""
+        with self._lock:
+            found = self.objects.get(key)
+            met = condition == "any" or (found is None if condition == "absent" else _is_version(found, condition))
+            if not met:
+                raise ConditionFailedError(
+                    "The object is not in the state that this write asks for.", key=key, condition=condition
+                )
+            self._writes += 1
+            version = Version(etag=f'"{self._writes}"')
+            self.objects[key] = MemoryObject(data=data, version=version, modified_seconds=modified_seconds)
+            return version
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove what is there of `keys`."""
+        with self._lock:
+            for key in keys:
+                self.objects.pop(key, None)
+
+    def snapshot(self) -> list[tuple[str, MemoryObject]]:
+        """All objects of one moment, ordered by key."""
+        with self._lock:
+            return sorted(self.objects.items(), key=lambda item: item[0])
+
+
+def _is_version(found: MemoryObject | None, version: Condition) -> bool:
+    return found is not None and found.version == version
+
+
+_spaces: dict[str, MemorySpace] = {}
+_spaces_lock = threading.Lock()
+
+
+class MemoryStore:
+    """A store in this process. Its objects live as long as the process, or until they are deleted.
+
+    Args:
+        name: Stores of one name share their objects, as `memory://name` does. Without a name the store and its
+            children have a space of their own, and cannot be pickled.
+        clock: Gives modification times, in seconds since 1970. Not pickled: a copy has `time.time`.
+    """
+
+    def __init__(self, name: str | None = None, *, clock: Callable[[], float] = time.time) -> None:
+        """See the class."""
+        self._name = name
+        self._prefix = ""
+        self._clock = clock
+        self.space = MemorySpace() if name is None else _space(name)
+
+    def __repr__(self) -> str:
+        """With its URL."""
+        return f"MemoryStore({self.url})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """By name only: a process that unpickles it sees the space of that name there.
+
+        Raises:
+            InvalidArgumentError: The store has no name.
+        """
+        if self._name is None:
+            raise InvalidArgumentError("A MemoryStore without a name cannot be pickled: give it one.")
+        return _named_store, (self._name, self._prefix)
+
+    @property
+    def url(self) -> str:
+        """`memory://name/prefix`."""
+        name = _ANONYMOUS if self._name is None else self._name
+        return f"memory://{name}/{self._prefix}" if self._prefix else f"memory://{name}"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Everything but other processes."""
+        return _CAPABILITIES
+
+    def child(self, prefix: str) -> MemoryStore:
+        """See `ObjectStore.child`."""
+        child = MemoryStore.__new__(MemoryStore)
+        vars(child).update(vars(self), _prefix=self._full(prefix))
+        return child
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `ObjectStore.head`."""
+        return _info(key, self._find(key))
+
+    def get(self, key: str, *, limit_bytes: int) -> Content:
+        """See `ObjectStore.get`."""
+        found = self._find(key)
+        if len(found.data) > limit_bytes:
+            raise CorruptCheckpointError(
+                "The object is larger than anything that belongs under this name.",
+                key=key,
+                url=self.url,
+                size_bytes=len(found.data),
+                limit_bytes=limit_bytes,
+            )
+        return Content(data=found.data, version=found.version)
+
+    def get_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """See `ObjectStore.get_into`."""
+        found = self._find(key)
+        stop = start + len(buffer)
+        if stop > len(found.data):
+            raise CorruptCheckpointError(
+                "The object is shorter than the range that was asked for.",
+                key=key,
+                url=self.url,
+                size_bytes=len(found.data),
+                start=start,
+                stop=stop,
+            )
+        buffer[:] = memoryview(found.data)[start:stop]
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        """See `ObjectStore.put`. The buffers are copied, once."""
+        data = b"".join(buffers)
+        return self.space.put(self._full(key), data, condition=condition, modified_seconds=self._clock())
+
+    def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
+        """See `ObjectStore.list`. Shows the objects of the moment when it is first asked for one."""
+        check_list_prefix(prefix)
+        below = f"{self._prefix}/" if self._prefix else ""
+        for full_key, found in self.space.snapshot():
+            key = full_key.removeprefix(below)
+            if full_key.startswith(below + prefix) and key > after:
+                yield _info(key, found)
+
+    def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
+        """See `ObjectStore.delete`. Nothing fails here."""
+        self.space.delete([self._full(key) for key in keys])
+        return {}
+
+    def _full(self, key: str) -> str:
+        check_key(key)
+        return f"{self._prefix}/{key}" if self._prefix else key
+
+    def _find(self, key: str) -> MemoryObject:
+        found = self.space.objects.get(self._full(key))
+        if found is None:
+            raise ObjectNotFoundError("There is no such object.", key=key, url=self.url)
+        return found
+
+
+def _info(key: str, found: MemoryObject) -> ObjectInfo:
+    return ObjectInfo(
+        key=key, size_bytes=len(found.data), version=found.version, modified_seconds=found.modified_seconds
+    )
+
+
+def _space(name: str) -> MemorySpace:
+    with _spaces_lock:
+        return _spaces.setdefault(name, MemorySpace())
+
+
+def _named_store(name: str, prefix: str) -> MemoryStore:
+    store = MemoryStore(name)
+    return store.child(prefix) if prefix else store

@@ -1,0 +1,430 @@
+"""What every store must do: subclass it, say how to open a store and how to look past it, and run pytest.
+
+    class TestMyStore(StoreSuite):
+        @pytest.fixture
+        def store(self, tmp_path: Path) -> ObjectStore:
+            return MyStore(tmp_path)
+
+        def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None: ...
+        def raw_read(self, store: ObjectStore, key: str) -> bytes: ...
+
+`raw_write` and `raw_read` reach the bytes by other means than the store, so that it is not checked by itself.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import ClassVar, TypeVar
+
+import pytest
+
+from dcp_remote.errors import (
+    ConditionFailedError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+)
+from dcp_remote.storage.base import Buffer, ObjectStore, Version
+
+_Result = TypeVar("_Result")
+
+_BAD_KEYS = ["", "/", "/a", "a/", "a//b", ".", "..", "../a", "a/..", "a/./b", "a\\b", "a\0b", "a\nb"]
+
+# Everything that an encoder of URLs, a shell or a file system could trip over, and still one plain key each.
+_STRANGE_KEYS = [
+    "with space",
+    " leading",
+    "trailing ",
+    "per%cent",
+    "escaped%2Fslash%20",
+    "plus+and&and=",
+    "question?",
+    "fragment#",
+    "quote'\"",
+    "colon:semi;comma,",
+    "tilde~at@star*bang!(){}[]|^`$<>",
+    "...",
+    ".hidden",
+    "umlaut-äöü",
+    "日本語/データ",
+    "\U0001f600",
+    "x" * 200,
+]
+
+# One above the largest number of buffers that Linux takes in one call would not do: twice.
+_MANY_BUFFERS = 2_000
+
+
+class StoreSuite:
+    """The contract of `dcp_remote.storage.base`, as tests. Each gets a store with nothing in it."""
+
+    # A version that is a digest of the content (S3's ETag) returns with the content; whoever swaps writes a nonce.
+    version_is_digest: ClassVar[bool] = False
+
+    @pytest.fixture
+    def store(self) -> Iterator[ObjectStore]:
+        """An empty store of its own; the subclass gives it."""
+        raise NotImplementedError
+
+    def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None:
+        """Write an object without the store."""
+        raise NotImplementedError
+
+    def raw_read(self, store: ObjectStore, key: str) -> bytes:
+        """Read an object without the store."""
+        raise NotImplementedError
+
+    def test_what_is_put_is_there(self, store: ObjectStore) -> None:
+        """One put, seen by every verb that reads and by raw_read, under one version."""
+        version = store.put("a/b", [b"hello ", b"world"])
+        assert self.raw_read(store, "a/b") == b"hello world"
+        content = store.get("a/b", limit_bytes=100)
+        assert content.data == b"hello world"
+        info = store.head("a/b")
+        assert (info.key, info.size_bytes) == ("a/b", 11)
+        assert version == content.version == info.version
+        assert [(found.key, found.size_bytes, found.version) for found in store.list()] == [("a/b", 11, version)]
+
+    def test_reads_what_others_wrote(self, store: ObjectStore) -> None:
+        """Raw bytes, then every verb that reads."""
+        self.raw_write(store, "foreign/key", b"0123456789")
+        buffer = bytearray(4)
+        store.get_into("foreign/key", 3, memoryview(buffer))
+        assert buffer == b"3456"
+        assert store.get("foreign/key", limit_bytes=10).data == b"0123456789"
+        assert store.head("foreign/key").size_bytes == 10
+        assert [info.key for info in store.list()] == ["foreign/key"]
+
+    def test_modification_times_do_not_go_back(self, store: ObjectStore) -> None:
+        """Two objects, one after the other, and the listing of both."""
+        store.put("first", [b"1"])
+        store.put("second", [b"2"])
+        first, second = store.head("first").modified_seconds, store.head("second").modified_seconds
+        assert 0 < first <= second + 0.01  # a local store spreads its stamps over 10 ms
+        # Listings may have coarser clocks.
+        assert [info.modified_seconds for info in store.list()] == pytest.approx([first, second], abs=1.0)
+
+    def test_missing(self, store: ObjectStore) -> None:
+        """Every verb on what is not there, and below what is not there."""
+        for key in ("missing", "missing/below"):
+            with pytest.raises(ObjectNotFoundError):
+                store.head(key)
+            with pytest.raises(ObjectNotFoundError):
+                store.get(key, limit_bytes=10)
+            with pytest.raises(FileNotFoundError):
+                store.get_into(key, 0, memoryview(bytearray(1)))
+        assert list(store.list()) == []
+        assert list(store.list("missing/")) == []
+
+    def test_a_prefix_is_no_object(self, store: ObjectStore) -> None:
+        """Reading and deleting what only begins other keys."""
+        store.put("folder/object", [b"x"])
+        with pytest.raises(ObjectNotFoundError):
+            store.head("folder")
+        with pytest.raises(ObjectNotFoundError):
+            store.get("folder", limit_bytes=10)
+        with pytest.raises(ObjectNotFoundError):
+            store.get_into("folder", 0, memoryview(bytearray(1)))
+        assert store.delete(["folder"]) == {}
+        assert self.raw_read(store, "folder/object") == b"x"
+
+    def test_absent(self, store: ObjectStore) -> None:
+        """A second create is refused and changes nothing; after a delete it is a first one again."""
+        store.put("key", [b"first"], condition="absent")
+        with pytest.raises(ConditionFailedError):
+            store.put("key", [b"second"], condition="absent")
+        assert self.raw_read(store, "key") == b"first"
+        store.delete(["key"])
+        store.put("key", [b"third"], condition="absent")
+        assert self.raw_read(store, "key") == b"third"
+
+    def test_one_of_many_creates(self, store: ObjectStore) -> None:
+        """Sixteen threads at a barrier, four times: one is told that it won, and its bytes are there."""
+        for attempt in range(4):
+            key = f"race-{attempt}"
+
+            def create(number: int, key: str = key) -> bool:
+                try:
+                    store.put(key, [f"writer {number}".encode()], condition="absent")
+                except ConditionFailedError:
+                    return False
+                return True
+
+            won = _at_once(16, create)
+            assert sum(won) == 1
+            assert self.raw_read(store, key) == f"writer {won.index(True)}".encode()
+
+    def test_any_replaces(self, store: ObjectStore) -> None:
+        """Shorter content over longer, under a new version."""
+        first = store.put("key", [b"the longer one"])
+        second = store.put("key", [b"short"])
+        assert first != second
+        assert self.raw_read(store, "key") == b"short"
+        assert store.head("key").version == second
+
+    def test_readers_see_whole_objects(self, store: ObjectStore) -> None:
+        """Two threads overwrite one key with runs of one letter; two read and never see a mixture or a part."""
+        size_bytes = 300_000
+        store.put("key", [b"-" * size_bytes])
+
+        def work(number: int) -> bool:
+            for _ in range(10):
+                if number < 2:
+                    store.put("key", [b"ab"[number : number + 1] * size_bytes])
+                else:
+                    data = store.get("key", limit_bytes=size_bytes).data
+                    if len(data) != size_bytes or len(set(data)) != 1:
+                        return False
+            return True
+
+        assert all(_at_once(4, work))
+
+    def test_swap(self, store: ObjectStore) -> None:
+        """Replace the version that is there; refuse the one that was, and one where there is nothing."""
+        first = store.put("key", [b"1"], condition="absent")
+        if not store.capabilities.compare_and_swap:
+            assert store.capabilities.swap_refusal
+            with pytest.raises(InvalidArgumentError):
+                store.put("key", [b"2"], condition=first)
+            return
+        assert store.capabilities.swap_refusal == ""
+        second = store.put("key", [b"2"], condition=first)
+        assert self.raw_read(store, "key") == b"2"
+        with pytest.raises(ConditionFailedError):
+            store.put("key", [b"3"], condition=first)
+        assert self.raw_read(store, "key") == b"2"
+        store.delete(["key"])
+        for version in (first, second, Version(etag='"unheard-of"')):
+            with pytest.raises(ConditionFailedError):
+                store.put("key", [b"4"], condition=version)
+        with pytest.raises(ObjectNotFoundError):
+            store.head("key")
+
+    def test_versions_do_not_repeat(self, store: ObjectStore) -> None:
+        """Equal content by every kind of put, also after deletes: no version twice, and the first is stale at the end.
+
+        Where versions are digests the content carries a nonce, as all that is swapped does.
+        """
+
+        def content() -> list[Buffer]:
+            return [b"same", random.randbytes(16) if self.version_is_digest else b"same same same s"]
+
+        versions = [store.put("key", content(), condition="absent")]
+        for _ in range(30):
+            versions.append(store.put("key", content()))
+            if store.capabilities.compare_and_swap:
+                versions.append(store.put("key", content(), condition=versions[-1]))
+            store.delete(["key"])
+            versions.append(store.put("key", content(), condition="absent"))
+        assert len(set(versions)) == len(versions)
+        if store.capabilities.compare_and_swap:
+            for version in versions[:-1]:
+                with pytest.raises(ConditionFailedError):
+                    store.put("key", content(), condition=version)
+
+    def test_no_update_is_lost(self, store: ObjectStore) -> None:
+        """Eight threads count to eighty in one object by compare-and-swap."""
+        if not store.capabilities.compare_and_swap:
+            with pytest.raises(InvalidArgumentError):
+                store.put("counter", [b"0"], condition=Version(etag='"0"'))
+            return
+        store.put("counter", [_number(0)], condition="absent")
+
+        def count(_: int) -> int:
+            for _ in range(10):
+                while True:
+                    found = store.get("counter", limit_bytes=100)
+                    with suppress(ConditionFailedError):
+                        store.put("counter", [_number(int(found.data.split()[0]) + 1)], condition=found.version)
+                        break
+            return 10
+
+        assert sum(_at_once(8, count)) == 80
+        assert int(self.raw_read(store, "counter").split()[0]) == 80
+
+    def test_delete(self, store: ObjectStore) -> None:
+        """Many, some of which are not there; none; the same again."""
+        keys = [f"folder-{number % 3}/object-{number}" for number in range(20)]
+        for key in keys:
+            store.put(key, [b"x"])
+        assert store.delete([]) == {}
+        assert store.delete([*keys[:15], "missing", "missing/too"]) == {}
+        assert [info.key for info in store.list()] == sorted(keys[15:])
+        assert store.delete(keys) == {}
+        assert store.delete(keys) == {}
+        assert list(store.list()) == []
+
+    def test_list(self, store: ObjectStore) -> None:
+        """Order, `after` and prefixes, each against the same question asked of a sorted list."""
+        keys = sorted(["a-b", "a.b", "a/b", "a/c/d", "a/c.d", "a0", "b/x", "b/y", "ä", "\uffee", "\U0001f600", "B"])
+        for key in keys:
+            self.raw_write(store, key, key.encode())
+        for prefix in ("", "a", "a/", "a/c", "a/c/", "a/c.", "b", "b/x", "b/x/", "missing", "ä", "\uffee"):
+            for after in ("", "a", "a/", "a/b", "a/c", "a/c/zz", "a0", "b", "b/x", "missing", "\uffee", "\U0001f600"):
+                expected = [key for key in keys if key.startswith(prefix) and key > after]
+                assert [info.key for info in store.list(prefix, after=after)] == expected, (prefix, after)
+        assert [info.size_bytes for info in store.list()] == [len(key.encode()) for key in keys]
+
+    def test_get_has_a_limit(self, store: ObjectStore) -> None:
+        """The object's size is allowed, one less is not."""
+        store.put("key", [b"12345"])
+        assert store.get("key", limit_bytes=5).data == b"12345"
+        with pytest.raises(CorruptCheckpointError, match="limit_bytes=4"):
+            store.get("key", limit_bytes=4)
+
+    def test_get_into(self, store: ObjectStore) -> None:
+        """Every range of a short object, into the middle of a buffer whose ends stay as they were."""
+        data = bytes(range(10))
+        store.put("key", [data])
+        for start in range(10):
+            for stop in range(start + 1, 11):
+                buffer = bytearray(b"\xff" * 12)
+                store.get_into("key", start, memoryview(buffer)[1 : 1 + stop - start])
+                assert buffer == (b"\xff" + data[start:stop]).ljust(12, b"\xff")
+
+    def test_short_objects_are_noticed(self, store: ObjectStore) -> None:
+        """Ranges that end, or begin, behind the end."""
+        store.put("key", [b"0123456789"])
+        store.put("empty", [])
+        for key, start, size_bytes in (("key", 0, 11), ("key", 9, 2), ("key", 10, 1), ("key", 99, 1), ("empty", 0, 1)):
+            with pytest.raises(CorruptCheckpointError):
+                store.get_into(key, start, memoryview(bytearray(size_bytes)))
+
+    def test_empty_objects(self, store: ObjectStore) -> None:
+        """No buffers, and empty ones."""
+        for key, buffers in (("none", []), ("empty", [b"", b""])):
+            store.put(key, buffers, condition="absent")
+            assert self.raw_read(store, key) == b""
+            assert store.get(key, limit_bytes=0).data == b""
+            assert store.head(key).size_bytes == 0
+
+    def test_many_buffers(self, store: ObjectStore) -> None:
+        """Two thousand of odd sizes, empty ones among them, arrive in order."""
+        rng = random.Random(7)
+        buffers: list[Buffer] = [rng.randbytes(rng.choice((0, 1, 3, 7, 1021, 4099))) for _ in range(_MANY_BUFFERS)]
+        store.put("key", buffers)
+        assert self.raw_read(store, "key") == b"".join(buffers)
+
+    def test_large_objects(self, store: ObjectStore) -> None:
+        """Nine megabytes in two buffers, read back by eight threads, each its range."""
+        data = random.Random(11).randbytes(9_000_001)
+        store.put("key", [memoryview(data)[:5_000_003], memoryview(data)[5_000_003:]])
+        found = bytearray(len(data))
+
+        def read(number: int) -> None:
+            start, stop = (len(data) * number // 8, len(data) * (number + 1) // 8)
+            store.get_into("key", start, memoryview(found)[start:stop])
+
+        _at_once(8, read)
+        assert found == data
+
+    def test_kinds_of_buffers(self, store: ObjectStore) -> None:
+        """Read-only and writable, whole and sliced; none of them is changed."""
+        writable = bytearray(b"0123456789")
+        buffers: list[Buffer] = [
+            b"bytes",
+            bytearray(b"bytearray"),
+            memoryview(b"read-only"),
+            memoryview(b"abcdef").toreadonly()[2:4],
+            memoryview(writable)[3:7],
+            memoryview(writable)[:0],
+            memoryview(memoryview(writable)[1:])[8:],
+        ]
+        store.put("key", buffers)
+        assert self.raw_read(store, "key") == b"bytesbytearrayread-onlycd34569"
+        assert writable == b"0123456789"
+
+    def test_children(self, store: ObjectStore) -> None:
+        """A child is the same store further down, and knows nothing beside itself."""
+        child = store.child("a/b")
+        grandchild = child.child("c")
+        version = grandchild.put("d/e", [b"x"])
+        store.put("a/bb", [b"beside"])
+        assert self.raw_read(store, "a/b/c/d/e") == b"x"
+        assert store.head("a/b/c/d/e").version == version
+        assert [info.key for info in child.list()] == ["c/d/e"]
+        assert [info.key for info in child.list("c/", after="c/d")] == ["c/d/e"]
+        assert [info.key for info in grandchild.list("d")] == ["d/e"]
+        assert child.url == f"{store.url.rstrip('/')}/a/b"
+        assert child.capabilities == store.capabilities
+        with pytest.raises(ObjectNotFoundError):
+            child.head("bb")
+        assert child.delete(["c/d/e"]) == {}
+        assert [info.key for info in store.list()] == ["a/bb"]
+
+    @pytest.mark.parametrize("key", _STRANGE_KEYS)
+    def test_strange_keys(self, store: ObjectStore, key: str) -> None:
+        """Each through all verbs, alone and below a child."""
+        for place, name in ((store, key), (store.child("below"), f"below/{key}")):
+            place.put(key, [name.encode()], condition="absent")
+            assert self.raw_read(store, name) == name.encode()
+            assert place.get(key, limit_bytes=1000).data == name.encode()
+            assert place.head(key).key == key
+            assert [info.key for info in place.list(key)] == [key]
+            assert list(place.list(after=key)) == [] or place is store
+            assert place.delete([key]) == {}
+            assert list(place.list(key)) == []
+
+    @pytest.mark.parametrize("key", _BAD_KEYS)
+    def test_bad_keys(self, store: ObjectStore, key: str) -> None:
+        """Refused by every verb, before anything is sent."""
+        calls: list[Callable[[], object]] = [
+            lambda: store.head(key),
+            lambda: store.get(key, limit_bytes=1),
+            lambda: store.get_into(key, 0, memoryview(bytearray(1))),
+            lambda: store.put(key, [b"x"]),
+            lambda: store.delete(["good", key]),
+            lambda: store.child(key),
+        ]
+        store.put("good", [b"x"])
+        for call in calls:
+            with pytest.raises(InvalidArgumentError):
+                call()
+        assert [info.key for info in store.list()] == ["good"]
+
+    def test_pickling(self, store: ObjectStore) -> None:
+        """A copy, and a copy of a child, see the same objects; what a store gives is copied whole."""
+        version = store.put("a/b", [b"x"])
+        copy, child = pickle.loads(pickle.dumps(store)), pickle.loads(pickle.dumps(store.child("a")))
+        assert (copy.url, copy.capabilities) == (store.url, store.capabilities)
+        assert copy.get("a/b", limit_bytes=1).version == child.head("b").version == version
+        assert pickle.loads(pickle.dumps(store.head("a/b"))) == store.head("a/b")
+
+    def test_errors_cross_processes(self, store: ObjectStore) -> None:
+        """Each kind of error comes out of a pickle as it went in, and names its key."""
+        store.put("key", [b"x"])
+        calls: list[Callable[[], object]] = [
+            lambda: store.put("key", [b"y"], condition="absent"),
+            lambda: store.get("key", limit_bytes=0),
+            lambda: store.get_into("key", 0, memoryview(bytearray(2))),
+            lambda: store.child("key-of").head("nothing"),
+            lambda: store.head("/key"),
+        ]
+        for call in calls:
+            with pytest.raises((ConditionFailedError, CorruptCheckpointError, OSError, ValueError)) as caught:
+                call()
+            copy = pickle.loads(pickle.dumps(caught.value))
+            assert (type(copy), str(copy)) == (type(caught.value), str(caught.value))
+            assert "key" in str(copy)
+
+
+def _at_once(threads: int, work: Callable[[int], _Result]) -> list[_Result]:
+    """Run `work` in so many threads, which begin together."""
+    barrier = threading.Barrier(threads)
+
+    def run(number: int) -> _Result:
+        barrier.wait()
+        return work(number)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(run, range(threads)))
+
+
+def _number(value: int) -> bytes:
+    """A number beside a nonce, for stores whose versions are digests."""
+    return f"{value} {random.getrandbits(64)}".encode()

@@ -1,0 +1,284 @@
+"""RemoteWriter: torch's distributed checkpoint, saved straight to object storage.
+
+Every rank puts its own shards under fresh random names; the coordinator puts one manifest, on the condition that nobody
+else has. No directory, no rename, no gather, and nothing agreed between ranks beforehand, so that cached plans and
+processes that come late are as good as any.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dcp_remote import commit, manifest_json
+from dcp_remote.commit import Slot
+from dcp_remote.dcp_metadata import SaveInfo, to_manifest
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    SaveFailedError,
+)
+from dcp_remote.location import is_location, open_location, reopen_location, require_positive, require_shared
+from dcp_remote.ranges import MiB
+from dcp_remote.report import RankReport
+from dcp_remote.shard import SHARD_BYTES_MAX, ShardNames
+from dcp_remote.shard_writer import write_shards
+from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.retrying import Deadline, RetryingStore
+from dcp_remote.transfer import MEMORY_BUDGET_BYTES, Uploads
+
+logger = logging.getLogger(__name__)
+
+# torch's own default for a process group with gloo; a save that takes longer fails in the group anyway.
+SAVE_TIMEOUT_SECONDS = 1800.0
+
+# Shards are no larger than the budget, as one that is copied takes all of its size; but a budget below this would make
+# more requests than it saves memory.
+_BUDGET_BYTES_MIN = 1 * MiB
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """One attempt to save, on one rank; `slot` is the coordinator's."""
+
+    save_id: str
+    rank: int
+    began_seconds: float
+    deadline: Deadline
+    slot: Slot | None
+
+
+class RemoteWriter(StorageWriter):
+    """Writes a checkpoint by itself: `dcp.save(state, storage_writer=RemoteWriter("s3://bucket/checkpoint"))`.
+
+    The checkpoint exists once `dcp.save` returns, whole; if it raises, then either the old one is as it was, or (when
+    only the last collective failed) the new one is committed: an error means "not confirmed". Killed at any moment, it
+    leaves the old checkpoint or the new one, and shards that no manifest names.
+
+    Costs: one GET and one PUT by the coordinator, one PUT per shard of at most 64 MiB. CPU tensors that are contiguous
+    are sent from where they lie; everything else is copied a shard at a time.
+
+    A writer can be used for several saves, one after another. It pickles its configuration, never a connection.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///…`, a path, `memory://name` (one process only), or an
+            `ObjectStore` of your own.
+        overwrite: Replace a checkpoint that is committed here. Its shards stay until gc removes them.
+        allow_pickle: Also store objects that only code can load. Whoever loads them must trust the bucket.
+        storage_options: Endpoint, region, credentials and so on, by the names that boto3 and fsspec use.
+        memory_budget_bytes: Bound of the copies in memory beyond the state, per rank.
+        timeout_seconds: Of a save, on each rank; requests are repeated until then.
+
+    Raises:
+        InvalidArgumentError: The URL or an option is wrong; no request is made here.
+    """
+
+    # Tests of how tensors are cut go by small tensors and, in a subclass, small shards.
+    _shard_bytes_max = SHARD_BYTES_MAX
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | ObjectStore,
+        *,
+        overwrite: bool = False,
+        allow_pickle: bool = False,
+        storage_options: Mapping[str, object] | None = None,
+        memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
+        timeout_seconds: float = SAVE_TIMEOUT_SECONDS,
+    ) -> None:
+        """See the class."""
+        super().__init__()
+        require_positive(memory_budget_bytes=memory_budget_bytes, timeout_seconds=timeout_seconds)
+        self._storage_options = dict(storage_options) if storage_options else None
+        self._store = open_location(url, self._storage_options)
+        self._given = isinstance(url, ObjectStore)
+        self._overwrite = overwrite
+        self._allow_pickle = allow_pickle
+        self._memory_budget_bytes = memory_budget_bytes
+        self._timeout_seconds = timeout_seconds
+        self._save_id: str | None = None
+        self._save: _Save | None = None
+
+    def __repr__(self) -> str:
+        """The URL; never an option."""
+        return f"RemoteWriter({self._store.url!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Configuration only: a save in progress stays where it is."""
+        return {**self.__dict__, "_save": None, "_save_id": None}
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The URL of the checkpoint; torch's logger reads it."""
+        return self._store.url
+
+    @property
+    def save_id(self) -> str | None:
+        """Of the save under way, or the last one; each rank has its own, and the coordinator's is committed."""
+        return self._save_id
+
+    # ---- torch's protocol, in the order in which torch calls it
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Go on to another checkpoint, with the same options; None keeps the URL. Makes no request.
+
+        Raises:
+            InvalidArgumentError: A plain path, where this writer's URL is not one: torch would make it a local folder.
+        """
+        self._save = None
+        if checkpoint_id is not None:
+            self._store = reopen_location(self._store, checkpoint_id, self._storage_options, given=self._given)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Begin a save: a fresh `save_id`."""
+        self._save_id = uuid.uuid4().hex
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    # The parameter named `kwargs` is how torch knows that it may pass `rank=` (state_dict_saver.py of torch 2.13).
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # torch's signature
+        """Start the clock; the coordinator looks at what is here, in one request.
+
+        Raises:
+            InvalidArgumentError: `use_collectives=False`, a store of one process in a job of several, or an overwrite
+                that the store cannot do atomically.
+            CheckpointExistsError: A checkpoint is committed here and `overwrite` is False; nothing was uploaded.
+        """
+        if not kwargs.get("use_collectives", True):
+            raise InvalidArgumentError(
+                "use_collectives=False is not supported: without a coordinator nobody could commit one manifest for "
+                "all ranks. Leave it at True."
+            )
+        require_shared(self._store)
+        deadline = Deadline(self._timeout_seconds)
+        slot = self._look(deadline) if is_coordinator else None
+        self._save_id = self._save_id or uuid.uuid4().hex
+        self._save = _Save(
+            save_id=self._save_id,
+            rank=int(kwargs.get("rank") or 0),
+            began_seconds=time.monotonic(),
+            deadline=deadline,
+            slot=slot,
+        )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is: names are chosen when writing, so that a cached plan can be written again."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """As they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Put this rank's shards; returns when they are all there.
+
+        If it raises, this rank's shards are deleted again (best effort): no manifest can name them.
+
+        Raises:
+            SaveFailedError: Names the rank, the shard, the attempts and the cause.
+            UnsafeObjectError: Names the object's key and type; raised before anything is uploaded (of a tensor whose
+                class needs code to load: when it is its turn).
+        """
+        save = self._current()
+        with Uploads[Any](
+            self._store, rank=save.rank, deadline=save.deadline, memory_budget_bytes=self._memory_budget_bytes
+        ) as uploads:
+            report = write_shards(
+                plan,
+                planner,
+                uploads,
+                ShardNames(save.rank),
+                rank=save.rank,
+                allow_pickle=self._allow_pickle,
+                shard_bytes_max=min(self._shard_bytes_max, max(self._memory_budget_bytes, _BUDGET_BYTES_MIN)),
+            )
+        written = sum(report.shards.sizes.tolist())
+        logger.debug(
+            "rank %d wrote %d shards, %d bytes, %d retries",
+            save.rank,
+            len(report.shards.keys),
+            written,
+            uploads.retries,
+        )
+        future: Future[list[WriteResult]] = Future()
+        # One result for all items: torch only passes them on, and columns are an eighth of its own objects.
+        future.set_result([WriteResult(MetadataIndex(f"rank {save.rank}"), written, report)])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit; called on the coordinator. `metadata` is not changed: torch may have cached it.
+
+        Raises:
+            SaveFailedError: The reports leave a gap, or a dtype is not the planned one; nothing is committed.
+            CommitConflictError: Another save was committed since this one began.
+            CommitUnknownError: The store never said.
+        """
+        save = self._current()
+        assert save.slot is not None, "torch calls finish on the coordinator alone, which has looked at the slot"
+        reports = [result.storage_data for written in results for result in written]
+        if not all(isinstance(report, RankReport) for report in reports):
+            raise InvalidArgumentError("The results are not those of RemoteWriter: ranks use different writers.")
+        info = SaveInfo(
+            save_id=save.save_id,
+            replaces=save.slot.lineage,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            writer={"dcp_remote": version("dcp-remote"), "torch": str(torch.__version__)},
+        )
+        manifest = to_manifest(metadata, reports, info)
+        try:
+            body = manifest_json.encode(manifest)
+        except CorruptCheckpointError as error:
+            raise SaveFailedError(
+                "What the ranks wrote does not fit together; nothing was committed.", cause=error
+            ) from error
+        commit.commit(
+            RetryingStore(self._store, save.deadline), save.slot, body, save_id=save.save_id, deadline=save.deadline
+        )
+        logger.info(
+            "committed %s: %d bytes in %d shards by %d ranks, %.1f s",
+            self._store.url,
+            manifest.total_bytes,
+            len(manifest.shards.keys),
+            manifest.world_size,
+            time.monotonic() - save.began_seconds,
+        )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a URL or path that a writer can be made for."""
+        return is_location(checkpoint_id)
+
+    def _look(self, deadline: Deadline) -> Slot:
+        slot = commit.look(RetryingStore(self._store, deadline))
+        if slot.committed and not self._overwrite:
+            raise CheckpointExistsError(
+                "There is a checkpoint here already. Choose another URL, or pass overwrite=True to replace it.",
+                url=self._store.url,
+                save_id=slot.head.save_id if slot.head else None,
+                unreadable=slot.unreadable,
+            )
+        if slot.version is not None and not self._store.capabilities.compare_and_swap:
+            raise InvalidArgumentError(
+                "This store cannot replace a checkpoint atomically. Save to another URL.",
+                url=self._store.url,
+                reason=self._store.capabilities.swap_refusal,
+            )
+        return slot
+
+    def _current(self) -> _Save:
+        if self._save is None:
+            raise InvalidArgumentError("This writer has no save under way; it is used through torch's dcp.save.")
+        return self._save

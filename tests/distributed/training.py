@@ -1,0 +1,222 @@
+"""A small model, trained for a step under each way to parallelize it, and its full state to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from dcp_remote import RemoteReader, RemoteWriter
+
+Leaves: TypeAlias = dict[str, Any]
+
+# Sizes that 3 and 4 ranks cannot share evenly, but the 2 of tensor parallelism can.
+VOCABULARY, WIDTH, HEADS, HIDDEN, LENGTH = 37, 12, 2, 30, 5
+
+
+class Block(nn.Module):
+    """Attention and an MLP, with projections that tensor parallelism can cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.attention_norm(x)
+        query, key, value = (
+            # The heads that are here: under tensor parallelism each rank has its share.
+            layer(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return cast("torch.Tensor", x + self.down(functional.gelu(self.up(self.mlp_norm(x)))))
+
+
+class Transformer(nn.Module):
+    """With a parameter that is smaller than any world, and buffers: one of integers, one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.scale = nn.Parameter(torch.rand(1, WIDTH))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.register_buffer("positions", torch.randint(100, (LENGTH,)))
+        self.register_buffer("temperature", torch.rand(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return cast("torch.Tensor", self.head(x * self.scale))
+
+
+def plain(model: Transformer) -> nn.Module:
+    return model
+
+
+def ddp(model: Transformer) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def fsdp(model: Transformer) -> nn.Module:
+    return _sharded(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def hsdp(model: Transformer) -> nn.Module:
+    """Two replicas of two shards."""
+    return _sharded(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def tensor_parallel(model: Transformer) -> nn.Module:
+    return _tensor_parallel(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def fsdp_and_tensor_parallel(model: Transformer) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    return _sharded(_tensor_parallel(model, mesh["tensor"]), mesh["data"])
+
+
+def _sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in cast("nn.ModuleList", model.blocks):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _tensor_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
+    plan |= {name: RowwiseParallel() for name in ("out", "down")}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A way to run the model, on some of the pool's ranks."""
+
+    parallelize: Callable[[Transformer], nn.Module]
+    world_size: int
+
+    @property
+    def ranks(self) -> range:
+        return range(self.world_size)
+
+
+STRATEGIES = {
+    "plain": Strategy(plain, 1),
+    "ddp-2": Strategy(ddp, 2),
+    "tp-2": Strategy(tensor_parallel, 2),
+    "fsdp-3": Strategy(fsdp, 3),
+    "fsdp-4": Strategy(fsdp, 4),
+    "hsdp-2x2": Strategy(hsdp, 4),
+    "fsdp-tp-2x2": Strategy(fsdp_and_tensor_parallel, 4),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A model and its optimizer, one step after they were made."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def state(self) -> dict[str, Any]:
+        """What is saved, or loaded into: this rank's part, as `dcp` takes it."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer, "steps": 1}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what was loaded."""
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def trained(strategy: str, seed: int) -> Training:
+    """The model and its AdamW after one step, everything drawn from `seed`; called on every rank."""
+    torch.manual_seed(seed)
+    model = STRATEGIES[strategy].parallelize(Transformer())
+    # Another learning rate per seed, so that a group's options are seen to be restored.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 / (1 + seed), foreach=False)
+    tokens = torch.randint(VOCABULARY, (3, LENGTH))
+    model(tokens).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return Training(model, optimizer)
+
+
+def save_trained(strategy: str, url: str, seed: int, storage_options: dict[str, str] | None) -> Leaves:
+    """Train and save; the full state that was saved."""
+    state = trained(strategy, seed).state()
+    dcp.save(state, storage_writer=RemoteWriter(url, storage_options=storage_options))
+    return full(state)
+
+
+def load_each(strategy: str, urls: Sequence[str], storage_options: dict[str, str] | None) -> list[Leaves]:
+    """One training takes over one checkpoint after another; the full state of model and optimizer after each."""
+    training = trained(strategy, seed=100)
+    states = [full(training.state())]
+    for url in urls:
+        state = training.state() | {"steps": 0}
+        dcp.load(state, storage_reader=RemoteReader(url, storage_options=storage_options))
+        training.restore(state)
+        states.append(full(training.state() | {"steps": state["steps"]}))
+    for one, other in pairwise(states):
+        assert not torch.equal(one["/model/embedding.weight"], other["/model/embedding.weight"])
+    return states[1:]
+
+
+def full(state: object) -> Leaves:
+    """Every leaf by its path, tensors whole and on their own; a collective, called on every rank."""
+    leaves: Leaves = {}
+    _collect(state, "", leaves)
+    return leaves
+
+
+def _collect(value: object, path: str, leaves: Leaves) -> None:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _collect(item, f"{path}/{key}", leaves)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            _collect(item, f"{path}/{number}", leaves)
+    elif isinstance(value, DTensor):
+        leaves[path] = value.full_tensor().detach().clone()
+    elif isinstance(value, torch.Tensor):
+        leaves[path] = value.detach().clone()
+    else:
+        leaves[path] = value
+
+
+def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], label: str = "") -> None:
+    """Bit for bit, types included."""
+    assert actual.keys() == expected.keys(), label
+    for path, value in expected.items():
+        other = actual[path]
+        assert type(other) is type(value), (label, path)
+        if isinstance(value, torch.Tensor):
+            assert (other.dtype, other.shape) == (value.dtype, value.shape), (label, path)
+            assert torch.equal(_bits(other), _bits(value)), (label, path)
+        else:
+            assert other == value, (label, path)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

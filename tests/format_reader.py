@@ -1,0 +1,94 @@
+"""A reader of checkpoints in a folder, written from FORMAT.md alone: neither torch nor dcp_remote is imported."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+import zstandard
+
+TYPES = {"float32": "<f4", "int64": "<i8", "bool": "?", "complex64": "<c8"}  # as far as the test goes
+KEY = re.compile(r"shards/[0-9a-f]{2}/[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors")
+
+
+def column(text: str) -> list[int]:
+    width, packed = text.split(":")
+    data = base64.b64decode(packed)
+    steps = [int.from_bytes(bytes(b), "little", signed=True) for b in zip(*[iter(data)] * int(width), strict=True)]
+    return list(itertools.accumulate(steps))
+
+
+def digests(text: str) -> list[bytes]:
+    data = base64.b64decode(text)
+    return [data[i : i + 16] for i in range(0, len(data), 16)]
+
+
+def block_bytes(length: int) -> int:
+    return next((size for size in (65536, 131072, 262144, 524288) if size * 64 >= length), 1048576)
+
+
+def blocks_of(data: bytes) -> list[bytes]:
+    size = block_bytes(len(data))
+    return [xxhash.xxh3_128_digest(data[i : i + size]) for i in range(0, len(data), size)]
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    data = (folder / "manifest.json").read_bytes()
+    if data.startswith(b"\x28\xb5\x2f\xfd"):
+        data = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(data).read(2**30)
+    manifest: dict[str, Any] = json.loads(data)
+    assert manifest["format"] == "dcp_remote manifest"
+    assert (manifest["version"], manifest["requires"]) == ("1-draft", [])
+    assert manifest["kind"] == "checkpoint"
+    return manifest
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Tensors as arrays, objects as the JSON that stands for them; in the order in which they were saved."""
+    manifest = read_manifest(folder)
+    shards, tensors, chunks = manifest["shards"], manifest["tensors"], manifest["chunks"]
+    table_starts = [a - b for a, b in zip(column(shards["data_starts"]), column(shards["table_lengths"]), strict=True)]
+    tables = {}
+    for key, start, stop, digest in zip(
+        shards["keys"], table_starts, column(shards["data_starts"]), digests(shards["table_digests"]), strict=True
+    ):
+        assert KEY.fullmatch(key) and ".." not in key  # noqa: PT018  # lines are counted
+        table = (folder / key).read_bytes()[start:stop]
+        assert xxhash.xxh3_128_digest(table) == digest
+        tables[key] = [table[i : i + 16] for i in range(0, len(table), 16)]
+    places = [column(manifest["pieces"][name]) for name in ("shard", "start", "length")]
+    pieces = []
+    for shard, start, length, digest in zip(*places, digests(manifest["pieces"]["digests"]), strict=True):
+        data = (folder / shards["keys"][shard]).read_bytes()[start : start + length]
+        found = blocks_of(data)
+        assert xxhash.xxh3_128_digest(b"".join(found)) == digest
+        assert len(found) == 1 or set(found) <= set(tables[shards["keys"][shard]])
+        pieces.append(data)
+    parts = iter(pieces)
+    shape, offsets, sizes = (iter(column(c)) for c in (tensors["shape"], chunks["offsets"], chunks["sizes"]))
+    counts = iter(column(chunks["pieces"]))
+    values: dict[str, Any] = {}
+    columns = (tensors["names"], *(column(tensors[name]) for name in ("kind", "dimensions", "chunks")))
+    for name, kind, dimensions, chunk_count in zip(*columns, strict=True):
+        array = np.empty([next(shape) for _ in range(dimensions)], TYPES[tensors["kinds"][kind]["dtype"]])
+        assert tensors["kinds"][kind]["encoding"] == "raw"
+        for _ in range(chunk_count):
+            box = [(next(offsets), next(sizes)) for _ in range(dimensions)]
+            data = b"".join(next(parts) for _ in range(next(counts)))
+            where = tuple(slice(offset, offset + size) for offset, size in box)
+            array[where] = np.frombuffer(data, array.dtype).reshape([size for _, size in box])
+        values[name] = array
+    objects = dict(manifest["objects"]["inline"])
+    for stored in manifest["objects"]["stored"]:
+        data = b"".join(next(parts) for _ in range(stored["pieces"]))
+        objects[stored["name"]] = json.loads(data) if stored["encoding"] == "json" else data
+    at = dict(zip(column(manifest["objects"]["positions"]), objects, strict=True))
+    rest = iter(tensors["names"])
+    order = [at[i] if i in at else next(rest) for i in range(len(at) + len(tensors["names"]))]
+    return {name: values[name] if name in values else objects[name] for name in order}

@@ -1,0 +1,572 @@
+"""Every way in which a cloud refuses, as the error of ours that says what to do; and that none tells a secret."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import json
+import logging
+import pickle
+import socket
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import botocore.exceptions
+import obstore.exceptions
+import pytest
+
+from dcp_remote.errors import (
+    ConditionFailedError,
+    DcpRemoteError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    StorageError,
+    TransientStorageError,
+)
+from dcp_remote.storage.base import Version
+from dcp_remote.storage.cloud import CloudStore, open_cloud_store
+from dcp_remote.storage.cloud_errors import kind_of
+from dcp_remote.storage.cloud_options import parse_options
+from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
+from dcp_remote.url import parse_url
+
+SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
+TOKEN = "a-session-token+of/many=characters"
+OPTIONS = {
+    "aws_access_key_id": "AKIAIOSFODNN7EXAMPLE",
+    "aws_secret_access_key": SECRET,
+    "aws_session_token": TOKEN,
+    "region_name": "us-east-1",
+}
+
+# What each class of the two modules becomes. A class that a new release adds fails the test until it has its line.
+OBSTORE = {
+    StorageError: ["BaseError", "JoinError", "NotSupportedError"],
+    TransientStorageError: ["GenericError"],
+    ObjectNotFoundError: ["NotFoundError"],
+    ConditionFailedError: ["AlreadyExistsError", "NotModifiedError", "PreconditionError"],
+    PermissionDeniedError: ["PermissionDeniedError", "UnauthenticatedError"],
+    InvalidArgumentError: ["InvalidPathError", "UnknownConfigurationKeyError"],
+}
+BOTOCORE = {
+    StorageError: [
+        "ApiVersionNotFoundError",
+        "AwsChunkedWrapperError",
+        "BotoCoreError",
+        "DataNotFoundError",
+        "ImminentRemovalWarning",
+        "InvalidExpressionError",
+        "MD5UnavailableError",
+        "MissingDependencyException",
+        "MissingServiceIdError",
+        "OperationNotPageableError",
+        "PaginationError",
+        "SSLError",
+        "StubAssertionError",
+        "StubResponseError",
+        "UnStubbedResponseError",
+        "UndefinedModelAttributeError",
+        "UnknownClientMethodError",
+        "UnknownServiceError",
+        "UnknownServiceStyle",
+        "UnseekableStreamError",
+        "UnsupportedServiceProtocolsError",
+        "UnsupportedTLSVersionWarning",
+        "WaiterConfigError",
+        "WaiterError",
+    ],
+    TransientStorageError: [
+        "CapacityNotAvailableError",
+        "ChecksumError",
+        "ConnectTimeoutError",
+        "ConnectionClosedError",
+        "ConnectionError",
+        "EndpointConnectionError",
+        "FlexibleChecksumError",
+        "HTTPClientError",
+        "IncompleteReadError",
+        "MetadataRetrievalError",
+        "ProxyConnectionError",
+        "ReadTimeoutError",
+        "ResponseStreamingError",
+    ],
+    PermissionDeniedError: [
+        "ClientError",
+        "CredentialRetrievalError",
+        "EventStreamError",
+        "LoginAuthorizationCodeError",
+        "LoginError",
+        "LoginInsufficientPermissions",
+        "LoginRefreshRequired",
+        "LoginTokenLoadError",
+        "NoAuthTokenError",
+        "NoCredentialsError",
+        "PartialCredentialsError",
+        "RefreshWithMFAUnsupportedError",
+        "SSOError",
+        "SSOTokenLoadError",
+        "TokenRetrievalError",
+        "UnauthorizedSSOTokenError",
+        "UnknownCredentialError",
+    ],
+    InvalidArgumentError: [
+        "AliasConflictParameterError",
+        "BaseEndpointResolverError",
+        "ConfigNotFound",
+        "ConfigParseError",
+        "EndpointProviderError",
+        "EndpointResolutionError",
+        "EndpointVariantError",
+        "InfiniteLoopConfigError",
+        "InvalidChecksumConfigError",
+        "InvalidConfigError",
+        "InvalidDNSNameError",
+        "InvalidDefaultsMode",
+        "InvalidEndpointConfigurationError",
+        "InvalidEndpointDiscoveryConfigurationError",
+        "InvalidHostLabelError",
+        "InvalidIMDSEndpointError",
+        "InvalidIMDSEndpointModeError",
+        "InvalidMaxRetryAttemptsError",
+        "InvalidProxiesConfigError",
+        "InvalidRegionError",
+        "InvalidRetryConfigurationError",
+        "InvalidRetryModeError",
+        "InvalidS3AddressingStyleError",
+        "InvalidS3UsEast1RegionalEndpointConfigError",
+        "InvalidSTSRegionalEndpointsConfigError",
+        "MissingParametersError",
+        "NoRegionError",
+        "ParamValidationError",
+        "ProfileNotFound",
+        "RangeError",
+        "ServiceNotInRegionError",
+        "UnknownEndpointError",
+        "UnknownEndpointResolutionBuiltInName",
+        "UnknownFIPSEndpointError",
+        "UnknownKeyError",
+        "UnknownParameterError",
+        "UnknownRegionError",
+        "UnknownSignatureVersionError",
+        "UnknownTokenProviderError",
+        "UnsupportedOutpostResourceError",
+        "UnsupportedS3AccesspointConfigurationError",
+        "UnsupportedS3ArnError",
+        "UnsupportedS3ConfigurationError",
+        "UnsupportedS3ControlArnError",
+        "UnsupportedS3ControlConfigurationError",
+        "UnsupportedSignatureVersionError",
+        "ValidationError",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "table"), [(obstore.exceptions, OBSTORE), (botocore.exceptions, BOTOCORE)], ids=["obstore", "botocore"]
+)
+def test_every_class_is_mapped(module: object, table: dict[type[DcpRemoteError], list[str]]) -> None:
+    """Walk the module; make one of each class without its constructor; compare with the table above."""
+    expected = {name: kind for kind, names in table.items() for name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # obstore's NotFoundError
+        found = {
+            name: kind_of(value.__new__(value))
+            for name, value in inspect.getmembers(module, inspect.isclass)
+            if issubclass(value, Exception) and value.__module__ == module.__name__  # type: ignore[attr-defined]  # a module
+        }
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (FileNotFoundError(), ObjectNotFoundError),
+        (PermissionError(), PermissionDeniedError),
+        (ConnectionResetError(), TransientStorageError),
+        (TimeoutError(), TransientStorageError),
+        (OSError(errno.EHOSTUNREACH, "no route"), TransientStorageError),
+        (OSError(errno.EMFILE, "too many files"), TransientStorageError),
+        (OSError(errno.ENOSPC, "full"), StorageError),
+        (OSError("without a number"), StorageError),
+        (ValueError(), InvalidArgumentError),
+        (BufferError(), InvalidArgumentError),
+        (RuntimeError(), StorageError),
+    ],
+    ids=lambda value: getattr(value, "__name__", repr(value)),
+)
+def test_builtin_errors(error: Exception, kind: type[DcpRemoteError]) -> None:
+    """Those of Python: by class, and by number."""
+    assert kind_of(error) is kind
+
+
+def body(code: str, more: str = "") -> bytes:
+    return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>because</Message>{more}</Error>".encode()
+
+
+def always(
+    status: int, code: str = "", headers: dict[str, str] | None = None, more: str = ""
+) -> Callable[[HttpRequest], HttpAnswer]:
+    return lambda _: HttpAnswer(status, body(code, more), headers or {})
+
+
+def open_at(endpoint_url: str, **options: object) -> CloudStore:
+    return open_cloud_store(parse_url("s3://bucket/run"), {**OPTIONS, "endpoint_url": endpoint_url, **options})
+
+
+VERBS: dict[str, Callable[[CloudStore], object]] = {
+    "head": lambda store: store.head("key"),
+    "get": lambda store: store.get("key", limit_bytes=10),
+    "get_into": lambda store: store.get_into("key", 0, memoryview(bytearray(4))),
+    "put": lambda store: store.put("key", [b"x"], condition="absent"),
+    "list": lambda store: list(store.list()),
+    "delete": lambda store: _raise_first(store.delete(["key"])),
+}
+
+
+def _raise_first(failed: Mapping[str, StorageError]) -> None:
+    raise next(iter(failed.values()))
+
+
+def caught(store: CloudStore, verb: str) -> DcpRemoteError:
+    """The error of one verb, after a round through pickle, with nothing secret in anything that could be shown."""
+    with pytest.raises(DcpRemoteError) as info:
+        VERBS[verb](store)
+    shown = "".join(traceback.format_exception(info.value)) + repr(info.value)
+    for secret in (SECRET, TOKEN):
+        assert secret not in shown
+    copy = pickle.loads(pickle.dumps(info.value))
+    assert (type(copy), str(copy)) == (type(info.value), str(info.value))
+    return info.value
+
+
+@pytest.mark.parametrize("verb", ["put", "list"])
+def test_bucket_missing_on_moto(s3_server: S3Server, verb: str) -> None:
+    """A put and a listing of no bucket name it, and say that nobody creates it."""
+    store = open_cloud_store(parse_url("s3://no-such-bucket/run"), s3_server.storage_options)
+    with pytest.raises(ObjectNotFoundError, match=r"bucket does not exist\. Buckets are never created implicitly"):
+        VERBS[verb](store)
+
+
+def test_missing_manifest_is_explained_on_moto(s3_server: S3Server) -> None:
+    """A get reads alike with and without the bucket; explain_missing tells one from the other."""
+    s3_server.create_bucket("explained")
+    for bucket, explained in (("explained", False), ("not-explained", True)):
+        store = open_cloud_store(parse_url(f"s3://{bucket}/run"), s3_server.storage_options)
+        with pytest.raises(ObjectNotFoundError):
+            store.get("manifest.json", limit_bytes=10)
+        reason = store.explain_missing()
+        assert (reason is not None) == explained
+        assert reason is None or "The bucket does not exist" in reason
+
+
+def test_a_missing_object_costs_one_request() -> None:
+    """The first request of every fresh save, and a head: 404, and nothing is asked after it."""
+    with scripted_server(always(404, "NoSuchKey")) as server:
+        store = open_at(server.endpoint_url)
+        assert type(caught(store, "get")) is ObjectNotFoundError
+        assert type(caught(store, "head")) is ObjectNotFoundError
+        assert [request.method for request in server.requests] == ["GET", "HEAD"]
+        assert store.explain_missing() is None
+        assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_access_denied(verb: str) -> None:
+    """403 to everything, which echoes the token as some stores do: the verb and the URL are named, the token is not."""
+    with scripted_server(always(403, "AccessDenied", more=f"<CanonicalRequest>{TOKEN}</CanonicalRequest>")) as server:
+        error = caught(open_at(server.endpoint_url), verb)
+        assert type(error) is PermissionDeniedError
+        assert error.details["verb"] == verb
+        assert str(error.details["url"]).startswith("s3://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "advice"),
+    [
+        (403, "RequestTimeTooSkewed", "clock of this machine is wrong"),
+        (403, "InvalidAccessKeyId", "does not know this access key"),
+        (403, "SignatureDoesNotMatch", "not that of the access key"),
+        (400, "ExpiredToken", "have expired"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["put", "get"])
+def test_credentials_that_are_no_good(status: int, code: str, advice: str, verb: str) -> None:
+    """What S3 says of them, in words, whatever the status."""
+    with scripted_server(always(status, code)) as server:
+        error = caught(open_at(server.endpoint_url), verb)
+        assert type(error) is PermissionDeniedError
+        assert advice in str(error)
+        assert error.details["code"] == code
+
+
+@pytest.mark.parametrize("status", [409, 412])
+def test_conditions(status: int) -> None:
+    """Both answers to a lost race."""
+    with scripted_server(always(status, "PreconditionFailed")) as server:
+        store = open_at(server.endpoint_url)
+        assert type(caught(store, "put")) is ConditionFailedError
+        with pytest.raises(ConditionFailedError):
+            store.put("key", [b"x"], condition=Version(etag='"abc"'))
+        assert len(server.requests) == 2
+
+
+def test_a_swap_of_what_is_absent() -> None:
+    """S3 answers 404 to If-Match where there is nothing."""
+    with scripted_server(always(404, "NoSuchKey")) as server, pytest.raises(ConditionFailedError):
+        open_at(server.endpoint_url).put("key", [b"x"], condition=Version(etag='"abc"'))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_errors_that_pass(status: int, verb: str) -> None:
+    """Overload and internal errors, to every verb."""
+    with scripted_server(always(status, "SlowDown")) as server:
+        assert type(caught(open_at(server.endpoint_url), verb)) is TransientStorageError
+
+
+def test_a_storm_is_not_doubled() -> None:
+    """A hundred requests of each kind that fail with 503 cost one diagnosis and one HEAD."""
+    with scripted_server(always(503, "SlowDown")) as server:
+        store = open_at(server.endpoint_url)
+        for _ in range(100):
+            for verb in ("put", "get", "get_into"):
+                with pytest.raises(TransientStorageError):
+                    VERBS[verb](store.child("c"))
+        assert len(server.requests) == 302
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "more"),
+    [
+        (301, {"x-amz-bucket-region": "eu-central-1"}, ""),
+        (307, {"x-amz-bucket-region": "eu-central-1", "Location": "http://127.0.0.1:9/elsewhere"}, ""),
+        (400, {}, "<Region>eu-central-1</Region>"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["get", "put", "list"])
+def test_wrong_region(status: int, headers: dict[str, str], more: str, verb: str) -> None:
+    """The three ways to say it; both regions and the option are named, and no redirect is followed by the diagnosis."""
+    with scripted_server(always(status, "PermanentRedirect", headers, more)) as server:
+        error = caught(open_at(server.endpoint_url), verb)
+    assert type(error) is StorageError
+    assert "storage_options['region_name']" in str(error)
+    assert (error.details["bucket_region"], error.details["used_region"]) == ("eu-central-1", "us-east-1")
+
+
+def test_a_redirect_to_nowhere() -> None:
+    """301 without a region: not an endpoint of this bucket."""
+    with scripted_server(always(301)) as server:
+        error = caught(open_at(server.endpoint_url), "put")
+    assert type(error) is StorageError
+    assert "endpoint_url" in str(error)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_unreachable_endpoint(verb: str) -> None:
+    """A port that was just closed: transient, and named."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        endpoint_url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    error = caught(open_at(endpoint_url), verb)
+    assert type(error) is TransientStorageError
+    assert error.details["endpoint"] == endpoint_url
+    assert "cannot be reached" in str(error)
+
+
+def test_delete_reports_each_key() -> None:
+    """A batch with a key that is refused, in S3's way (200, and an error inside), and a missing one: both others go."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if request.method == "POST":
+            return HttpAnswer(
+                200, b"<DeleteResult>" + body("AccessDenied", "<Key>run/locked</Key>")[21:] + b"</DeleteResult>"
+            )
+        return HttpAnswer(
+            *{"/bucket/run/locked": (403, body("AccessDenied")), "/bucket/run/z": (404, b"")}.get(
+                request.path, (204, b"")
+            )
+        )
+
+    with scripted_server(answer) as server:
+        failed = open_at(server.endpoint_url).delete(["a", "locked", "z"])
+    assert {key: type(error) for key, error in failed.items()} == {"locked": PermissionDeniedError}
+    assert [request.method for request in server.requests] == ["POST", "DELETE", "DELETE", "DELETE"]
+
+
+def test_a_delete_that_fails_for_now() -> None:
+    """An overloaded store: the first key is asked for alone, and the others are reported like it."""
+    with scripted_server(always(503, "SlowDown")) as server:
+        failed = open_at(server.endpoint_url).delete([f"key-{number}" for number in range(100)])
+    assert len(failed) == 100
+    assert {type(error) for error in failed.values()} == {TransientStorageError}
+    assert len(server.requests) == 3
+
+
+@pytest.fixture
+def empty_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No configuration of AWS anywhere; returns where `config` would be."""
+    for name in (
+        "AWS_PROFILE",
+        "AWS_DEFAULT_PROFILE",
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_ROLE_ARN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / "config"
+
+
+@pytest.mark.usefixtures("empty_environment")
+def test_no_credentials() -> None:
+    """Nothing in options, environment or files: the first request, and no sooner, says how to give them."""
+    store = open_cloud_store(parse_url("s3://bucket"), {})
+    with pytest.raises(PermissionDeniedError, match="AWS_ACCESS_KEY_ID"):
+        store.put("key", [b"x"])
+
+
+@pytest.mark.usefixtures("empty_environment")
+def test_no_request_to_the_instance_with_credentials_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An instance metadata service of our own, which must stay without requests; without credentials it is asked."""
+    with scripted_server(always(404)) as metadata, scripted_server(always(404)) as store_server:
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata.endpoint_url)
+        endpoint = {"endpoint_url": store_server.endpoint_url}
+        stores = [
+            open_cloud_store(parse_url("s3://bucket"), {**endpoint, **OPTIONS}),
+            open_cloud_store(parse_url("s3://bucket"), {**endpoint, "anon": True}),
+        ]
+        for store in stores:
+            caught(store, "get")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        caught(open_cloud_store(parse_url("s3://bucket"), endpoint), "get")
+        assert metadata.requests == []
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        assert type(caught(open_cloud_store(parse_url("s3://bucket"), endpoint), "get")) is PermissionDeniedError
+        assert metadata.requests != []
+
+
+def test_precedence(empty_environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Endpoint, region and key from options, environment and profile: take one away at a time, and read the request."""
+    with (
+        scripted_server(always(404)) as first,
+        scripted_server(always(404)) as second,
+        scripted_server(always(404)) as third,
+    ):
+        empty_environment.write_text(
+            f"[profile p]\nendpoint_url = {third.endpoint_url}\nregion = eu-west-3\n"
+            f"aws_access_key_id = PROFILEKEY\naws_secret_access_key = {SECRET}\n"
+        )
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", second.endpoint_url)
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-2")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ENVIRONMENTKEY")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        options = {"endpoint_url": first.endpoint_url, "region": "eu-west-1", "key": "OPTIONKEY", "secret": SECRET}
+        for given in ({"client_kwargs": {"endpoint_url": first.endpoint_url}, **options}, {}):
+            caught(open_cloud_store(parse_url("s3://bucket"), given), "get")
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        caught(open_cloud_store(parse_url("s3://bucket"), {"profile": "p"}), "get")
+    for server, region, key in (
+        (first, "eu-west-1", "OPTIONKEY"),
+        (second, "eu-west-2", "ENVIRONMENTKEY"),
+        (third, "eu-west-3", "PROFILEKEY"),
+    ):
+        (request,) = server.requests
+        assert f"Credential={key}/" in request.headers["authorization"]
+        assert f"/{region}/s3/" in request.headers["authorization"]
+
+
+def test_credentials_that_cannot_be_renewed(empty_environment: Path, tmp_path: Path) -> None:
+    """A `credential_process` that gives keys for a minute, and fails when it is asked again: its failure is told."""
+    expires = (datetime.now(UTC) + timedelta(minutes=1)).isoformat()
+    keys = {"Version": 1, "AccessKeyId": "AKIAIOSFODNN7EXAMPLE", "SecretAccessKey": SECRET, "SessionToken": TOKEN}
+    (tmp_path / "keys").write_text(json.dumps({**keys, "Expiration": expires}))
+    script = tmp_path / "give"
+    script.write_text(f"#!/bin/sh\ncat {tmp_path}/keys && rm {tmp_path}/keys\n")
+    script.chmod(0o700)
+    empty_environment.write_text(f"[default]\ncredential_process = {script}\n")
+    with scripted_server(always(404)) as server:
+        store = open_cloud_store(parse_url("s3://bucket"), {"endpoint_url": server.endpoint_url})
+        error = caught(store, "get")
+        assert type(error) is PermissionDeniedError
+        assert "The credentials cannot be renewed." in str(error)
+        assert server.requests == []
+
+
+@pytest.mark.usefixtures("empty_environment")
+@pytest.mark.parametrize("verb", VERBS)
+def test_unknown_profile(verb: str) -> None:
+    """Named in the options, and found nowhere."""
+    with pytest.raises(InvalidArgumentError, match="nobody"):
+        VERBS[verb](open_cloud_store(parse_url("s3://bucket"), {"profile_name": "nobody"}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"endpoint_ur": "x"}, "did you mean 'endpoint_url'.*region_name.*unknown='endpoint_ur'"),
+        ({"client_kwargs": {"regio_name": "x"}}, "did you mean 'region_name'"),
+        ({"anon": "yes"}, r"\['anon'\] must be True or False"),
+        ({"connect_timeout_seconds": -1}, "must be a positive number"),
+        ({"addressing_style": "round"}, "must be one of path, virtual, auto"),
+        ({"endpoint_url": ""}, "a string that is not empty"),
+        ({"verify": 3}, "the path of a file of certificates"),
+        ({"key": SECRET}, "aws_access_key_id and aws_secret_access_key together"),
+        ({"token": SECRET}, "without the keys"),
+        ({"secret": SECRET, "aws_secret_access_key": "another"}, "one setting twice"),
+        ({"secret": [SECRET]}, "must be a string"),
+        ({SECRET[:3]: SECRET}, "Unknown name"),
+    ],
+)
+def test_options_that_are_no_good(options: dict[str, object], message: str) -> None:
+    """Each mistake is told when the store is opened, and never with a value."""
+    with pytest.raises(InvalidArgumentError, match=message) as info:
+        open_cloud_store(parse_url("s3://bucket"), options)
+    assert SECRET not in repr(info.value) + str(info.value)
+
+
+@pytest.mark.usefixtures("empty_environment")
+@pytest.mark.parametrize(
+    "options",
+    [{"endpoint_url": "no-url"}, {"region_name": "no region"}, {"verify": "/no/such/file", "anon": True}],
+)
+def test_settings_that_botocore_refuses(options: dict[str, object]) -> None:
+    """Found at the first request, as a mistake of the call."""
+    with pytest.raises(InvalidArgumentError):
+        open_cloud_store(parse_url("s3://bucket"), {**OPTIONS, **options}).get("key", limit_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("s3://bucket", OPTIONS),
+        ("gs://bucket", {"bearer_token": SECRET}),
+        ("gs://bucket", {"service_account_key": SECRET}),
+        ("az://bucket", {"account_name": "a", "account_key": SECRET}),
+        ("az://bucket", {"account_name": "a", "sas_token": SECRET}),
+        ("az://bucket", {"connection_string": f"AccountName=a;AccountKey={SECRET}"}),
+    ],
+)
+def test_secrets_stay_secret(url: str, options: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+    """Everything that has a repr, and the log at its most talkative during a failing request, never holds one."""
+    with caplog.at_level(logging.DEBUG), scripted_server(always(403, more=f"<Echo>{SECRET}</Echo>")) as server:
+        store = open_cloud_store(parse_url(url), {**options, "endpoint_url": server.endpoint_url})
+        with pytest.raises(DcpRemoteError) as info:
+            store.put("key", [b"x"])
+        shown = repr(store) + str(store) + repr(vars(store)) + repr(parse_options(parse_url(url).scheme, options))
+        shown += repr(pickle.loads(pickle.dumps(store))) + "".join(traceback.format_exception(info.value))
+        ours = [record.getMessage() for record in caplog.records if record.name.startswith("dcp_remote")]
+    assert SECRET not in shown + "".join(ours)
+    assert store.url == url

@@ -1,0 +1,584 @@
+"""The store in a folder, by the shipped suite and for what is its own: processes, kills, full disks, mounts."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dcp_remote.errors import (
+    ConditionFailedError,
+    CorruptCheckpointError,
+    DcpRemoteError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    StorageError,
+    TransientStorageError,
+)
+from dcp_remote.storage import Content, LocalStore, ObjectStore, open_store
+from dcp_remote.storage.files import storage_error, sweep_temporaries
+from dcp_remote.storage.local import HIDDEN_FOLDER
+from dcp_remote.storage.mounts import LOCAL_FILE_SYSTEMS, file_system_type, swap_refusal
+from dcp_remote.testing.store_suite import StoreSuite
+
+
+class TestLocalStore(StoreSuite):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> ObjectStore:
+        # Trusted by hand, or the suite would depend on where the temporary folder of this machine lies.
+        return LocalStore(tmp_path / "root", allow_network_replace=True)
+
+    def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None:
+        path = _path(store, key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def raw_read(self, store: ObjectStore, key: str) -> bytes:
+        return _path(store, key).read_bytes()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "root", allow_network_replace=True)
+
+
+def _path(store: ObjectStore, key: str) -> Path:
+    assert isinstance(store, LocalStore)
+    return Path(store._root.path) / key
+
+
+def _temporaries(store: LocalStore) -> list[Path]:
+    hidden = _path(store, HIDDEN_FOLDER)
+    return sorted(hidden.iterdir()) if hidden.exists() else []
+
+
+def _python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """A process of its own, with this package; it prints `ready`, and goes on when a line is written to it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _run_together(code: str, *, processes: int, arguments: list[object]) -> list[str]:
+    """Start processes that go on all at once, and give what each printed after that."""
+    started = [_python(code, *arguments, number) for number in range(processes)]
+    try:
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n", process.communicate()
+        for process in started:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        answers = []
+        for process in started:
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 0, err
+            answers.append(out.strip())
+        return answers
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def test_one_of_many_processes_creates(store: LocalStore) -> None:
+    """Six processes create the same ten keys; each key has one winner, and its bytes."""
+    code = """
+        import sys
+        from dcp_remote.errors import ConditionFailedError
+        from dcp_remote.storage import LocalStore
+        store = LocalStore(sys.argv[1])
+        print("ready", flush=True)
+        sys.stdin.readline()
+        won = []
+        for key in range(10):
+            try:
+                store.put(f"folder-{key}/key", [sys.argv[2].encode() * 1000], condition="absent")
+                won.append(str(key))
+            except ConditionFailedError:
+                pass
+        print(" ".join(won))
+    """
+    answers = _run_together(code, processes=6, arguments=[_path(store, "")])
+    winners = {int(key): number for number, answer in enumerate(answers) for key in answer.split()}
+    assert sum(len(answer.split()) for answer in answers) == len(winners) == 10
+    for key, number in winners.items():
+        assert _path(store, f"folder-{key}/key").read_bytes() == str(number).encode() * 1000
+    assert _temporaries(store) == []
+
+
+def test_no_update_of_many_processes_is_lost(store: LocalStore) -> None:
+    """Four processes of two threads each count in one object, half of them having opened a folder further up."""
+    code = """
+        import pathlib, sys, threading
+        from dcp_remote.errors import ConditionFailedError
+        from dcp_remote.storage import LocalStore
+        root = pathlib.Path(sys.argv[1])
+        above, key = (root.parent, f"{root.name}/counter") if int(sys.argv[2]) % 2 else (root, "counter")
+        store = LocalStore(above, allow_network_replace=True)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        def count():
+            for _ in range(15):
+                while True:
+                    found = store.get(key, limit_bytes=100)
+                    try:
+                        store.put(key, [b"%d" % (int(found.data) + 1)], condition=found.version)
+                        break
+                    except ConditionFailedError:
+                        pass
+        threads = [threading.Thread(target=count) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    """
+    store.put("counter", [b"0"])
+    _run_together(code, processes=4, arguments=[_path(store, "")])
+    assert _path(store, "counter").read_bytes() == b"120"
+
+
+def test_a_killed_put_leaves_nothing_visible(store: LocalStore) -> None:
+    """The kernel kills a process at the first byte over its file size limit: in the middle of a write.
+
+    Its temporary is left, hidden, and removed by the first put of the next process; one that is being written is not.
+    """
+    store.put("object", [b"before"])
+    code = """
+        import resource, signal, sys
+        from dcp_remote.storage import LocalStore
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        LocalStore(sys.argv[1]).put(sys.argv[2], [bytes(1 << 19)] * 16)
+    """
+    for key in ("object", "new"):
+        process = _python(code, _path(store, ""), key)
+        process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGXFSZ
+    assert [info.key for info in store.list()] == ["object"]
+    assert store.get("object", limit_bytes=10).data == b"before"
+    left = _temporaries(store)
+    assert [path.stat().st_size for path in left] == [1 << 20]  # the second one removed that of the first
+    with left[0].open("rb") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX)
+        LocalStore(_path(store, "")).put("other", [b"x"])
+        assert _temporaries(store) == left
+    LocalStore(_path(store, "")).put("other", [b"x"])
+    assert _temporaries(store) == []
+
+
+def test_a_process_killed_with_the_lock_in_hand_lets_go(store: LocalStore) -> None:
+    """It holds the object's lock and is killed; a swap that waits for it then goes through."""
+    version = store.put("key", [b"1"])
+    code = """
+        import sys, time
+        from dcp_remote.storage.files import locked
+        with locked(sys.argv[1], writable=False):
+            print("ready", flush=True)
+            sys.stdin.readline()
+    """
+    process = _python(code, _path(store, "key"))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    with ThreadPoolExecutor(1) as pool:
+        swapped = pool.submit(store.put, "key", [b"2"], condition=version)
+        process.kill()
+        process.communicate()
+        version = swapped.result(timeout=60)
+    assert store.get("key", limit_bytes=1) == Content(data=b"2", version=version)
+
+
+def test_a_lock_that_is_never_released_is_an_error(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The waiting time is set to nothing, and another descriptor keeps the lock from all that would remove the file."""
+    monkeypatch.setattr("dcp_remote.storage.files._LOCK_WAIT_SECONDS_MAX", 0.0)
+    version = store.put("key", [b"1"])
+    with _path(store, "key").open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for condition in (version, "any"):
+            with pytest.raises(TransientStorageError, match="another process holds the lock"):
+                store.put("key", [b"2"], condition=condition)
+        assert list(store.delete(["key"])) == ["key"]
+    assert store.get("key", limit_bytes=1).data == b"1"
+    assert _temporaries(store) == []
+
+
+def test_a_file_too_large_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    """The kernel takes a part of a write and then refuses (RLIMIT_FSIZE with its signal ignored, as Python has it)."""
+    code = """
+        import resource, sys
+        from dcp_remote.errors import StorageError
+        from dcp_remote.storage import LocalStore
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        try:
+            LocalStore(sys.argv[1]).put("key", [bytes(70_001)] * 5)
+        except StorageError as error:
+            print(type(error).__name__, error)
+    """
+    out, err = _python(code, tmp_path).communicate(timeout=60)
+    assert out.startswith("StorageError The file is larger than this file system"), err
+    assert "key='key'" in out
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    """A file system of one megabyte, mounted in a namespace of the child's own."""
+    mount = "mount -t tmpfs -o size=1m none"
+    unshare = shutil.which("unshare")
+    inside = [unshare or "", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if not unshare or subprocess.run([*inside, f"{mount} {tmp_path}"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not let users mount; the table of errno has a test of its own")
+    code = textwrap.dedent("""
+        import os, sys
+        from dcp_remote.errors import StorageError, TransientStorageError
+        from dcp_remote.storage import LocalStore
+        store = LocalStore(sys.argv[1])
+        try:
+            store.put("key", [bytes(300_001)] * 5)
+        except StorageError as error:
+            assert not isinstance(error, TransientStorageError)
+            print(error)
+        assert os.listdir(sys.argv[1]) == [".dcp_remote"] and os.listdir(sys.argv[1] + "/.dcp_remote") == []
+        store.put("key", [bytes(300_001)])
+        print(store.capabilities.compare_and_swap)
+    """)
+    command = [*inside, f'{mount} "$1" && exec "$2" -c "$3" "$1"', "sh", str(tmp_path), sys.executable, code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The disk is full")
+    assert done.stdout.endswith("True\n")
+
+
+def test_a_folder_of_others_is_an_error(tmp_path: Path) -> None:
+    """A folder without the right to write; root, whom no mode stops, becomes nobody first, in a child."""
+    root = tmp_path / "root"
+    LocalStore(root).put("key", [b"x"])
+    (root / HIDDEN_FOLDER).chmod(0o500)
+    code = """
+        import os, sys
+        from dcp_remote.errors import PermissionDeniedError
+        from dcp_remote.storage import LocalStore
+        store = LocalStore(sys.argv[1])
+        os.geteuid() or os.seteuid(65534)
+        try:
+            store.put("other", [b"x"])
+        except PermissionDeniedError as error:
+            print(error)
+    """
+    out, err = _python(code, root).communicate(timeout=60)
+    assert "fix its owner or mode" in out, err
+
+
+@pytest.mark.parametrize(
+    ("number", "verb", "kind"),
+    [
+        (errno.ENOSPC, "put", StorageError),
+        (errno.EDQUOT, "put", StorageError),
+        (errno.EIO, "get", StorageError),
+        (errno.EXDEV, "put", StorageError),
+        (errno.EROFS, "put", PermissionDeniedError),
+        (errno.EPERM, "delete", PermissionDeniedError),
+        (errno.EACCES, "get", PermissionDeniedError),
+        (errno.ENOENT, "get", ObjectNotFoundError),
+        (errno.ENOENT, "put", TransientStorageError),
+        (errno.ENOTDIR, "head", ObjectNotFoundError),
+        (errno.ENOTDIR, "put", StorageError),
+        (errno.ENAMETOOLONG, "head", ObjectNotFoundError),
+        (errno.ENAMETOOLONG, "put", InvalidArgumentError),
+        (errno.ESTALE, "get", TransientStorageError),
+        (errno.ETIMEDOUT, "get", TransientStorageError),
+        (errno.EAGAIN, "get", TransientStorageError),
+        (errno.EINTR, "get", TransientStorageError),
+        (errno.EMFILE, "get", TransientStorageError),
+        (errno.EXFULL, "get", StorageError),
+    ],
+    ids=lambda value: errno.errorcode[value] if isinstance(value, int) else None,
+)
+def test_errors_by_errno(number: int, verb: str, kind: type[DcpRemoteError]) -> None:
+    """What the kernel says, and the class that it becomes: exactly that, with key, URL and cause."""
+    error = storage_error(OSError(number, os.strerror(number)), verb=verb, key="a/b", url="file:///x")
+    assert type(error) is kind
+    assert "key='a/b' url='file:///x'" in str(error)
+    assert os.strerror(number) in str(error)
+
+
+def test_reading_creates_nothing(tmp_path: Path) -> None:
+    """Every verb but put, on a root that does not exist."""
+    store = LocalStore(tmp_path / "a" / "b")
+    with pytest.raises(ObjectNotFoundError):
+        store.get("key", limit_bytes=1)
+    with pytest.raises(ObjectNotFoundError):
+        store.head("key")
+    assert list(store.list()) == []
+    assert store.delete(["key"]) == {}
+    assert list(tmp_path.iterdir()) == []
+    store.put("key", [b"x"])
+    assert (tmp_path / "a" / "b" / "key").read_bytes() == b"x"
+
+
+def test_the_hidden_folder_stays_hidden(store: LocalStore) -> None:
+    """Not listed from here, nor from above or by its prefix; not a key; shared by children; empty at rest."""
+    store.child("child").put("key", [b"x"])
+    above = LocalStore(_path(store, "").parent)
+    _path(store, f"{HIDDEN_FOLDER}/left").write_bytes(b"left by someone")
+    assert [info.key for info in store.list()] == ["child/key"]
+    assert [info.key for info in above.list()] == ["root/child/key"]
+    assert list(store.list(f"{HIDDEN_FOLDER}/")) == list(store.list(HIDDEN_FOLDER)) == []
+    assert not _path(store, f"child/{HIDDEN_FOLDER}").exists()
+    for key in (HIDDEN_FOLDER, f"{HIDDEN_FOLDER}/left", f"a/{HIDDEN_FOLDER}/b"):
+        with pytest.raises(InvalidArgumentError):
+            store.put(key, [b"x"])
+
+
+def test_the_hidden_folder_may_go_at_any_time(store: LocalStore) -> None:
+    """Remove it between two puts."""
+    store.put("a", [b"x"])
+    _path(store, HIDDEN_FOLDER).rmdir()
+    store.put("b", [b"x"])
+    assert [info.key for info in store.list()] == ["a", "b"]
+
+
+def test_sweeping_without_locks_goes_by_age(tmp_path: Path) -> None:
+    """One file of now, one of two days ago, a folder, and no trust in locks."""
+    (tmp_path / "new").touch()
+    (tmp_path / "old").touch()
+    (tmp_path / "folder").mkdir()
+    two_days_ago = (tmp_path / "old").stat().st_mtime - 2 * 24 * 3600
+    os.utime(tmp_path / "old", (two_days_ago, two_days_ago))
+    sweep_temporaries(str(tmp_path), trust_locks=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "new"]
+    sweep_temporaries(str(tmp_path), trust_locks=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
+    sweep_temporaries(str(tmp_path / "missing"), trust_locks=True)
+
+
+def test_folders_and_objects_exclude_each_other(store: LocalStore) -> None:
+    """A key that is a folder, and a key below an object: refused with the reason, and nothing is left."""
+    store.put("a/b", [b"x"])
+    version = store.head("a/b").version
+    for condition in ("absent", "any", version):
+        with pytest.raises(StorageError, match="A folder has this name"):
+            store.put("a", [b"y"], condition=condition)
+        with pytest.raises(StorageError, match="A file has the name of a folder") as caught:
+            store.put("a/b/c/d", [b"y"], condition=condition)
+        assert not isinstance(caught.value, TransientStorageError | ConditionFailedError)
+    assert store.delete(["a/b/c"]) == {}
+    assert [info.key for info in store.list()] == ["a/b"]
+    assert _temporaries(store) == []
+
+
+def test_a_root_that_is_a_file(tmp_path: Path) -> None:
+    """Refused by put, absent to the others."""
+    (tmp_path / "root").write_bytes(b"x")
+    store = LocalStore(tmp_path / "root")
+    with pytest.raises(StorageError, match="A file has the name of a folder"):
+        store.put("key", [b"x"])
+    with pytest.raises(ObjectNotFoundError):
+        store.get("key", limit_bytes=1)
+    assert list(store.list()) == []
+
+
+def test_empty_folders_go_with_their_last_object(store: LocalStore) -> None:
+    """The root and folders with something in them stay."""
+    store.child("a").put("b/c/one", [b"x"])
+    store.put("a/two", [b"x"])
+    store.child("a").delete(["b/c/one"])
+    assert [path.name for path in _path(store, "a").iterdir()] == ["two"]
+    store.delete(["a/two"])
+    assert [path.name for path in _path(store, "").iterdir()] == [HIDDEN_FOLDER]
+
+
+@pytest.mark.parametrize("condition", ["absent", "any"])
+def test_removing_folders_breaks_no_writer(store: LocalStore, condition: str) -> None:
+    """Four threads put and delete their own keys in one folder, which so comes and goes all the time."""
+    barrier = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        barrier.wait()
+        for _ in range(200):
+            store.put(f"a/b/{number}", [b"x"], condition="absent" if condition == "absent" else "any")
+            assert store.head(f"a/b/{number}").size_bytes == 1
+            assert store.delete([f"a/b/{number}"]) == {}
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert list(store.list()) == []
+
+
+def test_a_swap_to_equal_bytes_in_one_tick_has_a_new_version(store: LocalStore) -> None:
+    """Three hundred at once, with the clock's help taken away: each file is given the time of the first."""
+    versions = [store.put("key", [b"same"])]
+    begin_ns = _path(store, "key").stat().st_mtime_ns + 3600 * 10**9  # the clock went back by an hour
+    os.utime(_path(store, "key"), ns=(begin_ns, begin_ns))
+    versions.append(store.head("key").version)
+    for _ in range(300):
+        versions.append(store.put("key", [b"same"], condition=versions[-1]))
+    assert len(set(versions)) == len(versions)
+    assert begin_ns < _path(store, "key").stat().st_mtime_ns
+
+
+def test_a_created_object_is_told_apart_by_more_than_the_clock(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fix the random part of the time stamp at an hour: it is in the file's time, and so in the version.
+
+    (Whether two files can get one time from the kernel depends on the kernel: since 6.13 hardly.)
+    """
+    monkeypatch.setattr("dcp_remote.storage.files.secrets.randbelow", lambda _: 3600 * 10**9)
+    version = store.put("key", [b"x"], condition="absent")
+    status = _path(store, "key").stat()
+    assert status.st_mtime > time.time() + 3500
+    assert f"{status.st_mtime_ns:x}" in str(version.etag)
+
+
+def test_writes_that_the_kernel_takes_in_parts(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writev(2) that takes 1, 2, 3, … bytes at a time, whatever it is given; in truth it does so from 2 GiB on."""
+    takes = itertools.count(1)
+
+    def writev(descriptor: int, views: list[memoryview]) -> int:
+        return os.write(descriptor, b"".join(views)[: next(takes)])
+
+    monkeypatch.setattr("dcp_remote.storage.files.os.writev", writev)
+    buffers = [bytes([number]) * (number % 7) for number in range(200)]
+    store.put("key", buffers)
+    assert _path(store, "key").read_bytes() == b"".join(buffers)
+
+
+def test_an_object_that_shrinks_is_corrupt(store: LocalStore) -> None:
+    """Truncate it behind the store's back."""
+    store.put("key", [b"0123456789"])
+    os.truncate(_path(store, "key"), 4)
+    buffer = bytearray(10)
+    with pytest.raises(CorruptCheckpointError):
+        store.get_into("key", 0, memoryview(buffer))
+
+
+def test_what_is_no_plain_file_is_no_object(store: LocalStore) -> None:
+    """A pipe, which would hang a reader; links to a folder and to itself; a name that is not Unicode."""
+    store.put("real/key", [b"x"])
+    os.mkfifo(_path(store, "pipe"))
+    _path(store, "loop").symlink_to(_path(store, "loop"))
+    _path(store, "link").symlink_to(_path(store, "real"))
+    Path(os.fsdecode(os.fsencode(_path(store, "")) + b"/\xff")).touch()
+    assert [info.key for info in store.list()] == ["real/key"]
+    with pytest.raises(ObjectNotFoundError):
+        store.get("pipe", limit_bytes=1)
+    with pytest.raises(ObjectNotFoundError):
+        store.head("pipe")
+
+
+def test_pickling_keeps_the_trust(tmp_path: Path) -> None:
+    """With and without, with a prefix."""
+    for trusted in (False, True):
+        store = LocalStore(tmp_path, allow_network_replace=trusted).child("a/b")
+        copy = pickle.loads(pickle.dumps(store))
+        assert (copy.url, copy.capabilities) == (store.url, store.capabilities)
+
+
+def test_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths, relative ones, URLs; known and unknown options."""
+    monkeypatch.chdir(tmp_path)
+    for url in ("x y/z", tmp_path / "x y/z", f"file://{tmp_path}/x%20y/z"):
+        assert open_store(url).url == f"file://{tmp_path}/x%20y/z"
+    assert open_store("x", {"allow_network_replace": True}).capabilities.compare_and_swap
+    with pytest.raises(InvalidArgumentError, match="known: allow_network_replace") as caught:
+        open_store("x", {"key": "hunter2", "endpoint_url": "y"})
+    assert "endpoint_url, key" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(InvalidArgumentError, match="True or False"):
+        open_store("x", {"allow_network_replace": "no"})
+
+
+def test_local_use_imports_no_client() -> None:
+    """In a process of its own: no torch, obstore or boto3 for a path."""
+    code = """
+        import sys
+        from dcp_remote.storage import open_store
+        open_store("some/path"), open_store("memory://name")
+        print({"torch", "obstore", "boto3", "fsspec"} & set(sys.modules))
+    """
+    out, err = _python(code).communicate(timeout=60)
+    assert out == "set()\n", err
+
+
+_MOUNTINFO = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+23 22 0:21 / /proc rw - proc proc rw
+30 22 0:40 / /home rw,relatime shared:5 - nfs4 server:/home rw,vers=4.2
+31 30 8:17 / /home/me/scratch rw - xfs /dev/sdb1 rw
+32 22 0:41 / /mnt/with\040space rw - cifs //server/share rw
+33 22 0:42 / /mnt/twice rw - nfs server:/old rw
+34 33 0:43 / /mnt/twice rw - tmpfs none rw
+35 22 0:44 / /gcs rw master:3 propagate_from:2 - fuse.gcsfuse bucket rw
+a line that is none
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/", "ext4"),
+        ("/data", "ext4"),
+        ("/home", "nfs4"),
+        ("/home/me/run", "nfs4"),
+        ("/homestead", "ext4"),
+        ("/home/me/scratch", "xfs"),
+        ("/home/me/scratch/run", "xfs"),
+        ("/home/me/scratchy", "nfs4"),
+        ("/mnt/with space/x", "cifs"),
+        ("/mnt/twice/x", "tmpfs"),
+        ("/gcs/x", "fuse.gcsfuse"),
+    ],
+)
+def test_file_system_types(path: str, expected: str) -> None:
+    """The longest mount point that covers the path, and of two on one folder the later."""
+    assert file_system_type(_MOUNTINFO, path) == expected
+
+
+def test_no_mount_no_type() -> None:
+    """Text that covers nothing."""
+    assert file_system_type("", "/x") is None
+
+
+@pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "fuse.s3fs", "lustre", "virtiofs"])
+def test_network_file_systems_are_not_trusted(kind: str) -> None:
+    """By name: none of them is among the local ones."""
+    assert kind not in LOCAL_FILE_SYSTEMS
+
+
+def test_an_untrusted_file_system_refuses_swaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file system is taken for local, as on a network mount: create, any and delete work, a swap says why not."""
+    monkeypatch.setattr("dcp_remote.storage.mounts.LOCAL_FILE_SYSTEMS", frozenset())
+    assert "allow_network_replace" in swap_refusal(str(tmp_path))
+    store = LocalStore(tmp_path)
+    assert store.capabilities.swap_refusal
+    version = store.put("key", [b"1"], condition="absent")
+    with pytest.raises(ConditionFailedError):
+        store.put("key", [b"2"], condition="absent")
+    with pytest.raises(InvalidArgumentError, match=r"the file system is .*allow_network_replace"):
+        store.put("key", [b"2"], condition=version)
+    version = store.put("key", [b"3"])
+    assert store.get("key", limit_bytes=1).version == version
+    assert store.delete(["key"]) == {}
+    trusted = LocalStore(tmp_path, allow_network_replace=True)
+    version = trusted.put("key", [b"4"], condition="absent")
+    trusted.put("key", [b"5"], condition=version)
+    assert (tmp_path / "key").read_bytes() == b"5"

@@ -1,0 +1,417 @@
+"""The document: round trips, every damage that one change can do, hostile documents, and how large it becomes."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import random
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_remote import manifest_json
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
+from dcp_remote.manifest import JSON, TORCH, Manifest, TensorKind
+from dcp_remote.manifest_json import COMPRESS_FROM_BYTES, REPLACES_MAX, decode, decode_head, encode, tombstone
+from dcp_remote.ranges import Box, KiB, MiB
+from tests.manifests import Layout, ObjectLayout, assert_sound, build, manifests, plain
+
+REFUSED = (CorruptCheckpointError, UnsupportedFormatError)
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
+
+def example() -> Manifest:
+    """A little of everything."""
+    quarters = tuple(Box((i, j), (2, 3)) for i in (0, 2) for j in (0, 3))
+    manifest = build(
+        [
+            Layout("model.w", TensorKind("float32"), (4, 6), quarters, ((24,), (8, 16), (24,), (24,))),
+            Layout("model.e", TensorKind("float32"), (0, 6), (Box((0, 0), (0, 6)),), ((),)),
+            Layout("optim.s", TensorKind("complex128", encoding=TORCH), (2,), (Box((0,), (2,)),), ((70_000, 5),)),
+        ],
+        [ObjectLayout("optim.o", TORCH, (100, 20)), ObjectLayout("j", JSON, (30_000,))],
+        {"step": b"1", "args": b'{"lr":0.1}'},
+        shard_of=[0, 0, 1, 1, 0, 1, 0, 0, 1, 1],
+        seed=5,
+    )
+    return replace(
+        manifest,
+        replaces=("1" * 32,),
+        per_rank={0: {"rng": b"[1,2]"}, 3: {"rng": b"[3]"}},
+        flatten={
+            "model.w": ("model", "w"),
+            "model.e": ("model", "e"),
+            "optim.s": ("optim", 0),
+            "optim.o": ("optim", 1),
+        },
+    )
+
+
+def large() -> Manifest:
+    """Of 2,000 tensors, so that it is compressed."""
+    kind = TensorKind("uint8")
+    return build([Layout(f"model.layers.{n}.bias", kind, (1,), (Box((0,), (1,)),), ((1,),)) for n in range(2000)])
+
+
+def document() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(encode(example()))
+    return loaded
+
+
+def dump(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def refused_or_sound(data: bytes) -> Manifest | None:
+    """Nothing but our two errors; what is accepted keeps every promise."""
+    try:
+        manifest = decode(data)
+    except REFUSED:
+        return None
+    assert_sound(manifest)
+    return manifest
+
+
+@given(manifests())
+def test_round_trip(manifest: Manifest) -> None:
+    """Everything comes back, as equal plain values; the same manifest is the same bytes."""
+    data = encode(manifest)
+    assert plain(decode(data)) == plain(manifest)
+    head = decode_head(data)
+    assert (head.kind, head.save_id, head.replaces) == ("checkpoint", manifest.save_id, manifest.replaces)
+    assert encode(decode(data)) == data
+
+
+def test_round_trip_of_everything() -> None:
+    """What the strategy leaves out: per-rank objects and paths; and a compressed document."""
+    assert plain(decode(encode(example()))) == plain(example())
+    data = encode(large())
+    assert data.startswith(ZSTD_MAGIC)
+    assert plain(decode(data)) == plain(large())
+
+
+def test_small_documents_are_plain_json() -> None:
+    """Any tool reads it, and the columns are as documented: width, then differences."""
+    loaded = document()
+    assert loaded["chunks"]["pieces"] == "1:" + base64.b64encode(bytes([1, 1, 255, 0, 255, 2])).decode()
+    assert loaded["objects"]["inline"] == {"step": 1, "args": {"lr": 0.1}}
+    assert len(encode(example())) < COMPRESS_FROM_BYTES
+
+
+# ---- one thing changed
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Every place in a JSON value, but the root."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+def holder(root: Any, path: tuple[str | int, ...]) -> Any:
+    for part in path[:-1]:
+        root = root[part]
+    return root
+
+
+PLACES = list(places(document()))
+WRONG_TYPES: list[object] = [None, True, -1, 0, 2**63, 2**80, 1.5, "", "x", [], [[]], {}, {"x": 1}]
+
+
+@pytest.mark.parametrize("path", PLACES, ids=lambda path: ".".join(map(str, path)))
+def test_a_field_changed(path: tuple[str | int, ...]) -> None:
+    """Deleted, or replaced by values of every type: refused, or sound all the same (the user's own notes, a name)."""
+    without = document()
+    del holder(without, path)[path[-1]]
+    accepted = refused_or_sound(dump(without))
+    # Entries of mappings and optional lists can go without a trace; a field of the document cannot.
+    free = path[0] in {"user", "writer", "per_rank", "replaces", "flatten"} and len(path) > 1
+    free |= path[:2] == ("objects", "inline") and len(path) > 3
+    assert free or accepted is None
+    for value in WRONG_TYPES:
+        changed = document()
+        holder(changed, path)[path[-1]] = value
+        refused_or_sound(dump(changed))
+
+
+def columns_of(value: dict[str, Any]) -> list[tuple[str | int, ...]]:
+    found = [
+        path for path in places(value) if isinstance(item := holder(value, path)[path[-1]], str) and item[1:2] == ":"
+    ]
+    assert len(found) == 14
+    return found
+
+
+def numbers(text: str) -> list[int]:
+    width, data = int(text[0]), base64.b64decode(text[2:])
+    steps = [int.from_bytes(data[i : i + width], "little", signed=True) for i in range(0, len(data), width)]
+    return list(itertools.accumulate(steps))
+
+
+def packed(values: list[int]) -> str:
+    steps = [b - a for a, b in itertools.pairwise([0, *values])]
+    return "8:" + base64.b64encode(b"".join(s.to_bytes(8, "little", signed=True) for s in steps)).decode()
+
+
+@pytest.mark.parametrize("path", columns_of(document()), ids=lambda path: ".".join(map(str, path)))
+def test_a_number_changed(path: tuple[str | int, ...]) -> None:
+    """Each entry of each column by a little, to something negative, to something huge; entries lost, added, swapped."""
+    values = numbers(holder(document(), path)[path[-1]])
+    assert values
+
+    def changed_to(other: list[int]) -> Manifest | None:
+        changed = document()
+        holder(changed, path)[path[-1]] = packed(other)
+        return refused_or_sound(dump(changed))
+
+    assert plain(changed_to(values)) == plain(example()), "another width is the same column"
+    assert changed_to(values[:-1]) is None
+    assert changed_to([*values, 0]) is None
+    assert changed_to([]) is None
+    for i, value in enumerate(values):
+        others = [value - 1, value + 1, value + 16, -1, 2**53, 2**53 + 1, 2**62]
+        for other in others:
+            accepted = changed_to([*values[:i], other, *values[i + 1 :]])
+            assert accepted is None or 0 <= other <= 2**53
+        for j in range(i):
+            swapped = list(values)
+            swapped[i], swapped[j] = swapped[j], swapped[i]
+            changed_to(swapped)
+
+
+def test_digests_of_another_length() -> None:
+    for part, field in (("pieces", "digests"), ("shards", "table_digests")):
+        for change in (-16, -1, 1, 16):
+            changed = document()
+            data = base64.b64decode(changed[part][field])
+            data = data[:change] if change < 0 else data + bytes(change)
+            changed[part][field] = base64.b64encode(data).decode()
+            with pytest.raises(CorruptCheckpointError, match="another length"):
+                decode(dump(changed))
+
+
+def test_a_name_given_twice() -> None:
+    """JSON allows it; the entry that is lost is missed."""
+    text = encode(example())
+    assert text.count(b'"step":1') == 1
+    with pytest.raises(CorruptCheckpointError):
+        decode(text.replace(b'"step":1', b'"args":1'))
+    with pytest.raises(CorruptCheckpointError, match="one name"):
+        decode(text.replace(b'"model.e"', b'"model.w"'))
+
+
+def test_other_versions() -> None:
+    """The version and what is required are looked at before anything else, which may have any form then."""
+    for change in (
+        {"version": "2", "shards": "?", "tensors": None},
+        {"requires": ["dedup"], "pieces": 7},
+        {"requires": ["x"] * 10_000},
+        {"version": "9" * 10_000},
+    ):
+        with pytest.raises(UnsupportedFormatError) as caught:
+            decode(dump({**document(), **change}))
+        assert len(str(caught.value)) < 1500
+        with pytest.raises(UnsupportedFormatError):
+            decode_head(dump({**document(), **change}))
+    with pytest.raises(UnsupportedFormatError):
+        decode(dump({**document(), "digest": "md5"}))
+    with pytest.raises(CorruptCheckpointError, match="not a manifest of dcp_remote"):
+        decode(dump({**document(), "format": "zarr"}))
+
+
+def test_unknown_fields_are_ignored() -> None:
+    """At every place where fields have fixed names."""
+    fixed = [(), ("run",), ("shards",), ("tensors",), ("tensors", "kinds", 0), ("chunks",), ("pieces",), ("objects",)]
+    for path in [*fixed, ("objects", "stored", 0)]:
+        changed = document()
+        target: Any = changed
+        for part in path:
+            target = target[part]
+        target["a field of the future"] = {"x": [1, 2.5, None, "ä"]}
+        assert plain(decode(dump(changed))) == plain(example())
+
+
+def test_tombstones_are_no_checkpoints() -> None:
+    data = tombstone("0" * 32, ("1" * 32,))
+    head = decode_head(data)
+    assert (head.kind, head.save_id, head.replaces) == ("tombstone", "0" * 32, ("1" * 32,))
+    with pytest.raises(CorruptCheckpointError, match="not that of a checkpoint"):
+        decode(data)
+    with pytest.raises(CorruptCheckpointError, match="not that of a checkpoint"):
+        decode(dump({**document(), "kind": "tombstone"}))
+
+
+# ---- damaged and hostile bytes
+
+
+@pytest.mark.parametrize("data", [encode(example()), encode(large())], ids=["json", "zstd"])
+def test_truncated(data: bytes) -> None:
+    """At every twentieth, and by one byte."""
+    for stop in [*(len(data) * n // 20 for n in range(20)), len(data) - 1]:
+        for read in (decode, decode_head):
+            with pytest.raises(CorruptCheckpointError):
+                read(data[:stop])
+
+
+@pytest.mark.parametrize("data", [encode(example()), encode(large())], ids=["json", "zstd"])
+def test_flipped(data: bytes) -> None:
+    """A random bit of 500 random bytes, one at a time: refused, or sound all the same."""
+    rng = random.Random(7)
+    for _ in range(500):
+        flipped = bytearray(data)
+        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        refused_or_sound(bytes(flipped))
+
+
+@given(st.binary(max_size=200) | st.binary(max_size=200).map(ZSTD_MAGIC.__add__))
+def test_any_bytes(data: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        decode(data)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b'"x"',
+        b"\xff\xfe{}",
+        b"\xef\xbb\xbf{}",
+        b"NaN",
+        b'{"format":"\xff"}',
+        b'{"format":"\\ud800"}',
+    ],
+)
+def test_other_texts(text: bytes) -> None:
+    for read in (decode, decode_head):
+        with pytest.raises(CorruptCheckpointError):
+            read(text)
+
+
+@pytest.mark.parametrize("field", ["user", "objects", "per_rank", "created", "from the future"])
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'], ids=["lists", "dicts"])
+def test_deep_nesting(field: str, opening: bytes) -> None:
+    """A million levels, where a value of any form may stand and elsewhere, closed or not."""
+    closing = b"]" if opening == b"[" else b"}"
+    for tail in (b"", b"1" + closing * 1_000_000):
+        text = dump({**document(), field: 7}).replace(
+            b'"%b":7' % field.encode(), b'"%b":' % field.encode() + opening * 1_000_000 + tail
+        )
+        with pytest.raises(CorruptCheckpointError):
+            decode(text)
+
+
+def peak_bytes(data: bytes) -> int:
+    """Memory that refusing a document takes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptCheckpointError):
+            decode(data)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_bombs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the limit at 1 MiB: 64 MiB in a small frame, announced truly, falsely, or not at all."""
+    monkeypatch.setattr(manifest_json, "DOCUMENT_BYTES_MAX", MiB)
+    spaces = b" " * (64 * MiB)
+    honest = zstandard.ZstdCompressor().compress(spaces)
+    silent = zstandard.ZstdCompressor(write_content_size=False).compress(spaces)
+    # The frame says 64 KiB, and holds 64 MiB (RFC 8878: with 0x80 in the descriptor, four bytes after the window).
+    liar = bytearray(silent)
+    assert liar[4] & 0xE0 == 0, "no single segment and no content size"
+    liar[4] |= 0x80
+    liar[6:6] = (64 * KiB).to_bytes(4, "little")
+    assert zstandard.frame_content_size(bytes(liar)) == 64 * KiB
+    for bomb in (honest, silent, bytes(liar)):
+        assert peak_bytes(bomb) < 4 * MiB
+    wide = zstandard.ZstdCompressor(
+        compression_params=zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    )
+    assert peak_bytes(wide.compress(dump(document()) + spaces)) < 4 * MiB
+
+
+def test_many_frames_are_not_one_document() -> None:
+    """What follows the first frame is nobody's."""
+    one = zstandard.ZstdCompressor().compress(dump(document())[:100])
+    other = zstandard.ZstdCompressor().compress(dump(document())[100:])
+    with pytest.raises(CorruptCheckpointError):
+        decode(one + other)
+
+
+def test_notes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small values are many times their text in memory: the user's own part is small, or is not looked at."""
+    lists = {**document(), "user": {"x": [[]] * (10 * MiB // 4)}}
+    assert peak_bytes(dump(lists)) < 25 * MiB
+    with pytest.raises(InvalidArgumentError, match="too large"):
+        encode(replace(example(), user={"x": "y" * 2 * MiB}))
+    assert decode(encode(replace(example(), user={"x": "y" * (MiB - 100)}))).user["x"] == "y" * (MiB - 100)
+
+
+@pytest.mark.parametrize("user", [{"x": object()}, {"x": 1j}, {"x": "\ud800"}, {1.5j: 1}])
+def test_what_json_cannot_say(user: dict[Any, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match="JSON"):
+        encode(replace(example(), user=user))
+
+
+def test_names_that_json_cannot_say() -> None:
+    """Half a surrogate pair, which Python allows in a string; everything else goes."""
+    layout = Layout("\ud800", TensorKind("uint8"), (), (Box((), ()),), ((1,),))
+    with pytest.raises(InvalidArgumentError, match="JSON"):
+        encode(build([layout]))
+    for name in ("", "\0", '"\\', "\u2028", "\U0001f600", "a" * 10_000):
+        assert decode(encode(build([replace(layout, name=name)]))).tensors.names == (name,)
+
+
+def test_nothing_is_written_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest past a limit of the reader is refused before it is committed; so is one that contradicts itself."""
+    for limit in ("DOCUMENT_BYTES_MAX", "STORED_BYTES_MAX"):
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest_json, limit, 20 * KiB)
+            with pytest.raises(InvalidArgumentError, match="more chunks"):
+                encode(large())
+    with pytest.raises(CorruptCheckpointError):
+        encode(replace(example(), world_size=0))
+
+
+def test_the_list_of_replaced_saves_is_cut() -> None:
+    """To what a commit looks at."""
+    many = tuple(f"{n:032x}" for n in range(1000))
+    assert decode_head(tombstone("f" * 32, many)).replaces == many[:REPLACES_MAX]
+
+
+# ---- size
+
+
+def test_size_per_chunk() -> None:
+    """1,000 tensors x 200 ranks, with FSDP's rows and uneven last ones: 200,000 chunks, each in its rank's shard.
+
+    Digests are noise and take their 16 bytes; everything else together was measured at 0.075 bytes a chunk. The goal,
+    2 bytes, is for layouts less regular than this.
+    """
+    ranks, tensors = 200, 1000
+    layouts: list[Layout] = []
+    for number in range(tensors):
+        rows, width = 200 * 4 - 1 - number % 3, 64 + 64 * (number % 5)
+        chunks = tuple(Box((4 * r, 0), (min(4, rows - 4 * r), width)) for r in range(ranks))
+        cuts = tuple((box.sizes[0] * width * 4,) for box in chunks)
+        name = f"model.layers.{number // 10}.block.{number % 10}.weight"
+        layouts.append(Layout(name, TensorKind("float32"), (rows, width), chunks, cuts))
+    manifest = build(layouts, shard_of=list(range(ranks)) * tensors)
+    data = encode(manifest)
+    count = ranks * tensors
+    assert len(manifest.tensors.chunk_pieces) == count
+    digests = 16 * (count + ranks)
+    assert (len(data) - digests) / count < 0.3
+    assert plain(decode(data)) == plain(manifest)

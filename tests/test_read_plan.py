@@ -1,0 +1,189 @@
+"""Read plans, by marking on numpy arrays which bytes of which shard are wanted, and which are fetched."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp_remote.digests import block_bytes
+from dcp_remote.dtypes import ITEM_BYTES
+from dcp_remote.manifest import RAW, Manifest, TensorKind, check
+from dcp_remote.ranges import Box, KiB, MiB
+from dcp_remote.read_plan import ALONE_BYTES, GAP_BYTES, ReadPlan, Want, plan_reads, table_positions, want_box
+from dcp_remote.transfer import RANGE_BYTES_MAX
+from tests.manifests import Layout, build, manifests
+
+# The bytes of each piece that are wanted.
+Marks = dict[int, np.ndarray]
+
+
+def mark_box(manifest: Manifest, marks: Marks, tensor: int, chunk: int, box: Box) -> list[int]:
+    """Mark the bytes of a box, and return the pieces that hold them."""
+    sizes = manifest.tensors.sizes_of(chunk)
+    kind = manifest.tensors.kind_of(tensor)
+    first, stop = manifest.tensors.piece_first[chunk : chunk + 2].tolist()
+    if kind.encoding != RAW:
+        return mark_all(manifest, marks, first, stop)
+    wanted = np.zeros(sizes, dtype=bool)
+    wanted[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] = True
+    flat = np.repeat(wanted.reshape(-1), ITEM_BYTES[kind.dtype])
+    touched: list[int] = []
+    for piece in range(first, stop):
+        part, flat = np.split(flat, [int(manifest.pieces.length[piece])])
+        if part.any():
+            marks[piece] = marks.get(piece, np.zeros(len(part), dtype=bool)) | part
+            touched.append(piece)
+    return touched
+
+
+def mark_all(manifest: Manifest, marks: Marks, first: int, stop: int) -> list[int]:
+    for piece in range(first, stop):
+        marks[piece] = np.ones(int(manifest.pieces.length[piece]), dtype=bool)
+    return list(range(first, stop))
+
+
+def assert_plan(manifest: Manifest, plan: ReadPlan, marks: Marks, users: dict[int, list[int]]) -> None:
+    """The plan fetches each block with a wanted byte once, and no other, in requests as large as they should be."""
+    fetched: Counter[tuple[int, int]] = Counter()
+    counts: Counter[int] = Counter()
+    for request in plan.ranges:
+        assert (request.start, request.start + request.length) == (request.segments[0].start, request.segments[-1].stop)
+        assert 0 < request.length <= RANGE_BYTES_MAX
+        for one, other in itertools.pairwise(request.segments):
+            assert 0 <= other.start - one.stop <= GAP_BYTES
+            assert max(one.length, other.length) < ALONE_BYTES
+        for segment in request.segments:
+            assert int(manifest.pieces.shard[segment.piece]) == request.shard
+            length = int(manifest.pieces.length[segment.piece])
+            size = block_bytes(length)
+            assert segment.start == int(manifest.pieces.start[segment.piece]) + segment.block_first * size
+            assert segment.length == min(segment.block_stop * size, length) - segment.block_first * size
+            fetched.update((segment.piece, block) for block in range(segment.block_first, segment.block_stop))
+            counts[segment.piece] += 1
+    needed = {
+        (piece, block)
+        for piece, mark in marks.items()
+        for size in [block_bytes(len(mark))]
+        for block in range(-(-len(mark) // size))
+        if mark[block * size : (block + 1) * size].any()
+    }
+    assert dict(fetched) == dict.fromkeys(needed, 1)
+    assert plan.segments == counts
+    assert plan.users == users
+    blocks = Counter(piece for piece, _ in needed)
+    partial = {piece for piece, count in blocks.items() if count * block_bytes(len(marks[piece])) < len(marks[piece])}
+    assert plan.partial == partial
+    assert plan.tables == tuple(sorted({int(manifest.pieces.shard[piece]) for piece in partial}))
+    assert [r.length for r in plan.ranges] == sorted((r.length for r in plan.ranges), reverse=True)
+
+
+def plan_and_check(manifest: Manifest, boxes: Sequence[tuple[int, int, Box]], objects: Sequence[int] = ()) -> ReadPlan:
+    wants: list[Want] = []
+    marks: Marks = {}
+    users: dict[int, list[int]] = {}
+    for tensor, chunk, box in boxes:
+        for piece in mark_box(manifest, marks, tensor, chunk, box):
+            users.setdefault(piece, []).append(len(wants))
+        wants.append(want_box(manifest, tensor=tensor, chunk=chunk, box=box))
+    for number in objects:
+        item = manifest.stored[number]
+        stop = item.piece_first + item.pieces
+        for piece in mark_all(manifest, marks, item.piece_first, stop):
+            users.setdefault(piece, []).append(len(wants))
+        wants.append(Want(item.piece_first, stop, None))
+    plan = plan_reads(manifest, wants)
+    assert_plan(manifest, plan, marks, users)
+    return plan
+
+
+@settings(max_examples=60)
+@given(manifests(), st.data())
+def test_plans(manifest: Manifest, data: st.DataObject) -> None:
+    """Any boxes of any chunks, overlapping or not, and any objects, of any manifest."""
+    tensors = manifest.tensors
+    owners = [t for t, count in enumerate(tensors.chunks.tolist()) for _ in range(count)]
+    chunks = [
+        (tensor, chunk)
+        for chunk, tensor in enumerate(owners)
+        if math.prod(tensors.sizes_of(chunk)) and math.prod(tensors.sizes_of(chunk)) < 2_000_000
+    ]
+    boxes: list[tuple[int, int, Box]] = []
+    for tensor, chunk in data.draw(st.lists(st.sampled_from(chunks), max_size=6)) if chunks else []:
+        sizes = tensors.sizes_of(chunk)
+        offsets = tuple(data.draw(st.integers(0, size - 1)) for size in sizes)
+        lengths = tuple(data.draw(st.integers(1, size - o)) for size, o in zip(sizes, offsets, strict=True))
+        boxes.append((tensor, chunk, Box(offsets, lengths)))
+    count = len(manifest.stored)
+    plan_and_check(manifest, boxes, data.draw(st.lists(st.integers(0, count - 1), max_size=3)) if count else [])
+
+
+def one_tensor(
+    shape: tuple[int, ...], *pieces: int, shards: Sequence[int] | None = None, gap_bytes: int = 0
+) -> Manifest:
+    chunk = Box((0,) * len(shape), shape)
+    return check(
+        build([Layout("w", TensorKind("uint8"), shape, (chunk,), (pieces,))], shard_of=shards, gap_bytes=gap_bytes)
+    )
+
+
+def test_a_large_piece_is_fetched_in_ranges() -> None:
+    """20 MiB and 5 bytes: 8, 8, 4 MiB and the rest, each alone."""
+    shape = (20 * MiB + 5,)
+    plan = plan_and_check(one_tensor(shape, *shape), [(0, 0, Box((0,), shape))])
+    assert [r.length for r in plan.ranges] == [8 * MiB, 8 * MiB, 4 * MiB + 5]
+    assert plan.partial == frozenset()
+
+
+def test_neighbors_become_one_request() -> None:
+    """Pieces of 100 KiB that are near each other, up to the size of a range; far ones stay apart."""
+    lengths = [100 * KiB] * 200
+    shape = (sum(lengths),)
+    for gap_bytes, count in ((0, 3), (GAP_BYTES, 3), (GAP_BYTES + 1, 200)):
+        manifest = one_tensor(shape, *lengths, gap_bytes=gap_bytes)
+        assert len(plan_and_check(manifest, [(0, 0, Box((0,), shape))]).ranges) == count
+
+
+def test_rows_far_apart_are_fetched_alone() -> None:
+    """A narrow column of rows of 300 KiB touches a block in each row; one of rows of 30 KiB every block."""
+    manifest = one_tensor((20, 300 * KiB), 20 * 300 * KiB)
+    plan = plan_and_check(manifest, [(0, 0, Box((0, 5), (20, 10)))])
+    assert sum(s.block_stop - s.block_first for r in plan.ranges for s in r.segments) == 20
+    assert plan.tables == (0,)
+    manifest = one_tensor((200, 30 * KiB), 200 * 30 * KiB)
+    plan = plan_and_check(manifest, [(0, 0, Box((0, 5), (200, 10)))])
+    assert plan.partial == frozenset()
+    assert len(want_box(manifest, tensor=0, chunk=0, box=Box((0, 5), (200, 10))).runs or ()) == 1
+
+
+def test_a_wanted_part_of_a_wanted_whole_needs_no_table() -> None:
+    """In either order: the whole piece is verified by the manifest alone."""
+    manifest = one_tensor((MiB,), MiB)
+    part, whole = (0, 0, Box((0,), (10,))), (0, 0, Box((0,), (MiB,)))
+    assert plan_and_check(manifest, [part]).tables == (0,)
+    for wants in ([part, whole], [whole, part], [part, whole, part]):
+        plan = plan_and_check(manifest, wants)
+        assert plan.tables == ()
+        assert len(plan.ranges) == 1
+
+
+@given(manifests(), st.sets(st.integers(0, 3)))
+def test_table_positions(manifest: Manifest, shards: set[int]) -> None:
+    """The digests of pieces of more than a block stand in the order of the pieces' places; others have none."""
+    expected: dict[int, int] = {}
+    pieces = manifest.pieces
+    for shard in shards:
+        position = 0
+        for _, piece in sorted((int(pieces.start[p]), p) for p in np.flatnonzero(pieces.shard == shard).tolist()):
+            expected[piece] = position
+            length = int(pieces.length[piece])
+            blocks = len(range(0, length, block_bytes(length)))
+            position += 16 * blocks if blocks > 1 else 0
+        if shard < len(manifest.shards.keys):
+            assert position == int(manifest.shards.table_lengths[shard])
+    assert table_positions(manifest, sorted(shards)) == expected

@@ -1,0 +1,166 @@
+"""The rooms of the house: a file imports only from files above it, and what stands above the line knows no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "dcp_remote"
+LINE = "--- no torch above this line ---"
+
+# One line per file, top to bottom. A new file gets a line here, or the tests fail.
+ROOMS = [
+    "errors",
+    "url",
+    "ranges",
+    "storage.base",
+    "storage.memory",
+    "storage.mounts",
+    "storage.files",
+    "storage.local",
+    "storage.wrapper",
+    "storage.retrying",
+    "storage.cloud_options",
+    "storage.cloud_errors",
+    "storage.cloud_clients",
+    "storage.cloud",
+    "storage.__init__",
+    "dtypes",
+    "digests",
+    "columns",
+    "tiling",
+    "shard",
+    "manifest",
+    "manifest_json",
+    "report",
+    "packing",
+    "transfer",
+    "read_plan",
+    "commit",
+    "checkpoint",
+    "cli.show",
+    "cli.main",
+    "cli.__init__",
+    LINE,
+    "object_tree",
+    "object_tags",
+    "object_classes",
+    "object_numpy",
+    "object_torch",
+    "object_streams",
+    "objects",
+    "serialization",
+    "dcp_metadata",
+    "location",
+    "shard_writer",
+    "writer",
+    "reading",
+    "reader",
+    "__init__",
+    # Shipped for whoever writes a store: nothing above imports it.
+    "testing.wrappers",
+    "testing.servers",
+    "testing.store_suite",
+    "testing.ranks",
+    "testing.rank_pool",
+    "testing.__init__",
+]
+
+# Who may know these: everybody else speaks to `ObjectStore`, and a run on a local folder loads none of them.
+CLIENTS = {"obstore", "boto3", "botocore"}
+ROOMS_WITH_CLIENTS = {
+    "storage.cloud",
+    "storage.cloud_clients",
+    "storage.cloud_errors",
+    "storage.cloud_options",
+    "testing.servers",
+}
+
+
+# Every file of the package, by its name above.
+FILES = [".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+def imports(room: str) -> set[str]:
+    """What a file imports, at its top, in functions and for types alone: rooms, and full names of other modules."""
+    tree = ast.parse((PACKAGE / (room.replace(".", "/") + ".py")).read_bytes())
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(_room(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in {room}, line {node.lineno}"
+            # `from dcp_remote import manifest` imports a file, `from dcp_remote.manifest import Manifest` does, too.
+            found.update(_room(f"{node.module}.{alias.name}") for alias in node.names)
+    return found
+
+
+def _room(module: str) -> str:
+    package, *parts = module.split(".")
+    if package != PACKAGE.name:
+        return module
+    for name in (".".join(parts), ".".join([*parts, "__init__"])):
+        if name in FILES or name in ROOMS:
+            return name
+    return _room(".".join([package, *parts[:-1]]))  # the last part is a name in a file
+
+
+def above_the_line() -> list[str]:
+    return ROOMS[: ROOMS.index(LINE)]
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_table_and_package_hold_the_same_files() -> None:
+    """A file without a line, and a line without a file, are named."""
+    assert set(FILES) - set(ROOMS) == set(), "files without a line in ROOMS"
+    assert set(ROOMS) - {LINE} - set(FILES) == set(), "lines of ROOMS without a file"
+    assert len(ROOMS) == len(set(ROOMS))
+
+
+@pytest.mark.parametrize("room", sorted(set(FILES) & set(ROOMS)))
+def test_file_imports_only_from_rooms_above_it(room: str) -> None:
+    """Read from the syntax tree, so that an import inside a function counts as well."""
+    above = set(ROOMS[: ROOMS.index(room)])
+    assert (imports(room) & set(FILES)) - above == set()
+
+
+@pytest.mark.parametrize("room", sorted(set(FILES) & set(above_the_line())))
+def test_no_import_of_torch_above_the_line(room: str) -> None:
+    """Read from the syntax tree: not even for types, or inside a function."""
+    assert not {name for name in imports(room) if name.split(".")[0] == "torch"}
+
+
+@pytest.mark.parametrize("room", sorted(set(FILES) - ROOMS_WITH_CLIENTS))
+def test_only_the_cloud_rooms_know_the_cloud(room: str) -> None:
+    """Read from the syntax tree."""
+    assert not {name for name in imports(room) if name.split(".")[0] in CLIENTS}
+
+
+def test_torch_is_not_loaded_by_what_stands_above_the_line() -> None:
+    """All of it imported into a fresh interpreter, since a library of others might bring torch along."""
+    modules = [f"dcp_remote.{room}".removesuffix(".__init__") for room in above_the_line() if room in set(FILES)]
+    assert run(f"import sys, {', '.join(modules)}; print('torch' in sys.modules)") == "False"
+
+
+def test_local_storage_loads_no_cloud_client() -> None:
+    """A store of a folder, opened in a fresh interpreter: obstore and boto3 cost half a second, and may be broken."""
+    code = "import sys; from dcp_remote.storage import open_store; open_store('/nowhere')"
+    assert run(f"{code}; print(sorted({CLIENTS!r} & set(sys.modules)))") == "[]"
+
+
+def test_imports_are_resolved_to_files() -> None:
+    """The reader of imports, on each form: a package, a file, a name in either, another library."""
+    assert _room("dcp_remote") == "__init__"
+    assert _room("dcp_remote.storage") == "storage.__init__"
+    assert _room("dcp_remote.storage.base") == "storage.base"
+    assert _room("dcp_remote.storage.base.ObjectStore") == "storage.base"
+    assert _room("dcp_remote.storage.open_store") == "storage.__init__"
+    assert _room("dcp_remote.errors") == "errors"
+    assert _room("torch.distributed.checkpoint") == "torch.distributed.checkpoint"

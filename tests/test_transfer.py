@@ -1,0 +1,552 @@
+"""Uploads and downloads: budgets by counting, order and clean-up by gates that hold requests back.
+
+Threads are real. A gate holds a request until the test opens it, so that what must come after something else does;
+waits have a bound only so that a bug fails instead of hanging.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+
+from dcp_remote.digests import digest
+from dcp_remote.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    SaveFailedError,
+    SaveTimeoutError,
+    TransientStorageError,
+)
+from dcp_remote.storage import MemoryStore, ObjectStore
+from dcp_remote.storage.base import Buffer, Condition, Version
+from dcp_remote.storage.retrying import Deadline
+from dcp_remote.storage.wrapper import WrappedStore
+from dcp_remote.testing import FaultyStore, matching, nth
+from dcp_remote.transfer import DOWNLOADS_IN_FLIGHT, UPLOADS_IN_FLIGHT, Fetch, Uploads, download
+
+PATIENCE_SECONDS = 60.0
+
+
+class HookedStore(WrappedStore):
+    """Calls a function with the key before a `put` or `get_into` goes on, and one after it."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        before: Callable[[str], None] = lambda key: None,
+        after: Callable[[str], None] = lambda key: None,
+    ) -> None:
+        super().__init__(store)
+        self._before = before
+        self._after = after
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        self._before(key)
+        version = self._store.put(key, buffers, condition=condition)
+        self._after(key)
+        return version
+
+    def get_into(self, key: str, start: int, buffer: memoryview) -> None:
+        self._before(key)
+        self._store.get_into(key, start, buffer)
+        self._after(key)
+
+
+def opened(gate: threading.Event) -> None:
+    assert gate.wait(PATIENCE_SECONDS), "the gate was never opened"
+
+
+def workers(kind: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(f"dcp_remote-{kind}")]
+
+
+def join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """After every test, whatever happened in it."""
+    yield
+    join(workers("upload"))
+    assert not workers("download")
+
+
+def uploads_to(
+    store: ObjectStore, *, budget_bytes: int = 1000, clock: Callable[[], float] = lambda: 0.0, seconds: float = 1800
+) -> Uploads[int]:
+    return Uploads(store, rank=7, deadline=Deadline(seconds, clock), memory_budget_bytes=budget_bytes)
+
+
+def sending(number: int) -> Callable[[], tuple[list[Buffer], int]]:
+    return lambda: ([b"x" * number, b"y"], number)
+
+
+# ---- uploads
+
+
+def upload(store: ObjectStore, *keys: str) -> list[int]:
+    """One save that puts these keys."""
+    with uploads_to(store) as uploads:
+        for number, key in enumerate(keys):
+            uploads.submit(key, sending(number), claimed_bytes=0)
+        return uploads.finish()
+
+
+def test_reports_come_in_the_order_of_submission() -> None:
+    """The first put is held until the others that can run beside it are done."""
+    memory = MemoryStore()
+    last_is_done = threading.Event()
+
+    def before(key: str) -> None:
+        if key == "k0":
+            opened(last_is_done)
+
+    store = HookedStore(memory, before, lambda key: last_is_done.set() if key == "k29" else None)
+    with uploads_to(store) as uploads:
+        for number in range(30):
+            uploads.submit(f"k{number}", sending(number), claimed_bytes=0)
+        assert uploads.finish() == list(range(30))
+    assert uploads.retries == 0
+    assert {key: len(item.data) for key, item in memory.space.objects.items()} == {f"k{n}": n + 1 for n in range(30)}
+    with uploads_to(store) as uploads:
+        assert uploads.finish() == []
+
+
+def test_claims_stay_within_the_budget() -> None:
+    """What is claimed and not yet put is counted from outside, after every claim; one too large goes alone."""
+    memory = MemoryStore()
+    rng = random.Random(3)
+    sizes = [rng.choice([1, 30, 60, 100, 250]) for _ in range(300)]
+    lock = threading.Lock()
+    held: dict[str, int] = {}
+    largest: list[list[int]] = []
+
+    def after(key: str) -> None:
+        with lock:
+            del held[key]
+
+    with uploads_to(HookedStore(memory, after=after), budget_bytes=100) as uploads:
+        for number, size in enumerate(sizes):
+            uploads.claim(size)
+            with lock:
+                held[f"k{number}"] = size
+                largest.append(list(held.values()))
+            uploads.submit(f"k{number}", sending(number), claimed_bytes=size)
+        assert uploads.finish() == list(range(300))
+    assert all(sum(values) <= 100 or len(values) == 1 for values in largest)
+    assert max(map(len, largest)) > 1, "more than one went at a time"
+
+
+def test_a_claim_waits_for_room() -> None:
+    """Nothing is sent for a claim that does not fit until what holds the budget is put."""
+    order: list[str] = []
+    gate = threading.Event()
+
+    def before(key: str) -> None:
+        if key == "first":
+            # Opened by the clock, which a claim that has to wait looks at.
+            opened(gate)
+            order.append("put")
+
+    def clock() -> float:
+        if waiting.is_set():
+            gate.set()
+        return 0.0
+
+    waiting = threading.Event()
+    with uploads_to(HookedStore(MemoryStore(), before), budget_bytes=100, clock=clock) as uploads:
+        uploads.claim(60)
+        uploads.submit("first", sending(1), claimed_bytes=60)
+        waiting.set()
+        uploads.claim(50)
+        order.append("claimed")
+        assert order == ["put", "claimed"]
+        uploads.submit("second", sending(2), claimed_bytes=50)
+        uploads.finish()
+
+
+def test_so_many_at_a_time() -> None:
+    """Just as many puts meet at a barrier as may be under way."""
+    barrier = threading.Barrier(UPLOADS_IN_FLIGHT)
+
+    def before(key: str) -> None:
+        barrier.wait(PATIENCE_SECONDS)
+
+    count = 2 * UPLOADS_IN_FLIGHT
+    assert upload(HookedStore(MemoryStore(), before), *(f"k{n}" for n in range(count))) == list(range(count))
+
+
+def test_a_failure_removes_everything_also_what_arrives_later() -> None:
+    """One is denied while one is done and one is held; that one arrives after the error, and is removed then."""
+    memory = MemoryStore()
+    is_done, is_held, gate = threading.Event(), threading.Event(), threading.Event()
+
+    def before(key: str) -> None:
+        if key == "held":
+            is_held.set()
+            opened(gate)
+        if key == "denied":
+            opened(is_done)
+            opened(is_held)
+            raise PermissionDeniedError("No grant.")
+
+    store = HookedStore(memory, before, lambda key: is_done.set() if key == "done" else None)
+    with pytest.raises(SaveFailedError) as caught:
+        upload(store, "done", "held", "denied")
+    assert memory.space.objects == {}
+    assert caught.value.details == {
+        "rank": 7,
+        "url": memory.url,
+        "shard": "denied",
+        "attempts": 1,
+        "cause": "PermissionDeniedError: No grant.",
+    }
+    assert isinstance(caught.value.__cause__, PermissionDeniedError)
+    assert "Rank 7" in str(caught.value)
+    threads = workers("upload")
+    assert threads
+    gate.set()
+    join(threads)
+    assert memory.space.objects == {}
+
+
+def test_what_has_not_begun_never_begins() -> None:
+    """All workers are busy when one put is denied: of a hundred more, only its worker may begin one."""
+    barrier = threading.Barrier(UPLOADS_IN_FLIGHT)
+    gate = threading.Event()
+    begun: list[str] = []
+
+    def before(key: str) -> None:
+        begun.append(key)
+        if len(begun) <= UPLOADS_IN_FLIGHT:
+            barrier.wait(PATIENCE_SECONDS)
+        if key == "k0":
+            raise PermissionDeniedError("No grant.")
+        opened(gate)
+
+    memory = MemoryStore()
+    with pytest.raises(SaveFailedError):
+        upload(HookedStore(memory, before), *(f"k{n}" for n in range(100)))
+    threads = workers("upload")
+    gate.set()
+    join(threads)
+    assert len(begun) <= UPLOADS_IN_FLIGHT + 1
+    assert memory.space.objects == {}
+
+
+def leave(store: ObjectStore, *, after_finish: bool, error: Exception | None) -> None:
+    with uploads_to(store) as uploads:
+        uploads.submit("a", sending(1), claimed_bytes=0)
+        if after_finish:
+            uploads.finish()
+        if error:
+            raise error
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=["quietly", "raising"])
+def test_a_block_left_before_the_end_removes_everything(error: Exception | None) -> None:
+    """By an error of its own, which passes as it is, or without a word."""
+    memory = MemoryStore()
+    with pytest.raises(ZeroDivisionError) if error else nullcontext():
+        leave(memory, after_finish=False, error=error)
+    join(workers("upload"))
+    assert memory.space.objects == {}
+
+
+def test_after_finish_nothing_is_removed() -> None:
+    """Others may have been told of the keys by then."""
+    memory = MemoryStore()
+    with pytest.raises(ZeroDivisionError):
+        leave(memory, after_finish=True, error=ZeroDivisionError())
+    assert set(memory.space.objects) == {"a"}
+
+
+def test_what_cannot_be_removed_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The error of the save is what the caller sees."""
+    memory = MemoryStore()
+    denied = matching(
+        lambda verb, key, _: verb == "delete" or key == "b",
+        "request",
+        persistent=True,
+        error=lambda: PermissionDeniedError("No grant."),
+    )
+    with caplog.at_level(logging.WARNING), pytest.raises(SaveFailedError):
+        upload(FaultyStore(memory, [denied]), "a", "b")
+    assert "gc will" in caplog.text
+
+
+def test_attempts_are_counted() -> None:
+    """Two answers are lost, the third attempt is denied; another key is sent again once, and is not blamed."""
+    lost = [matching(lambda verb, key, _: (verb, key) == ("put", "bad"), "response")] * 2
+    other = matching(lambda verb, key, _: (verb, key) == ("put", "good"), "request")
+    denied = matching(lambda _, key, __: key == "bad", "request", error=lambda: PermissionDeniedError("No grant."))
+    with pytest.raises(SaveFailedError) as caught:
+        upload(FaultyStore(MemoryStore(), [*lost, other, denied]), "good", "bad")
+    assert (caught.value.details["shard"], caught.value.details["attempts"]) == ("bad", 3)
+    uploads = uploads_to(FaultyStore(MemoryStore(), [other, *lost]))
+    with uploads:
+        uploads.submit("good", sending(1), claimed_bytes=0)
+        uploads.submit("bad", sending(1), claimed_bytes=0)
+        uploads.finish()
+    assert uploads.retries == 3
+
+
+def test_preparing_may_fail() -> None:
+    """The error names the cause; its claim is free again, so that who waits for room learns of it."""
+
+    def prepare() -> tuple[list[Buffer], int]:
+        raise MemoryError("no room")
+
+    def save() -> None:
+        with uploads_to(MemoryStore(), budget_bytes=1000) as uploads:
+            uploads.claim(1000)
+            uploads.submit("a", prepare, claimed_bytes=1000)
+            uploads.claim(1000)
+
+    with pytest.raises(SaveFailedError) as caught:
+        save()
+    assert caught.value.details["cause"] == "MemoryError: no room"
+
+
+def test_a_claim_sees_a_failure() -> None:
+    """Also one that would fit: no more is read from the state once the save is lost."""
+    failed = threading.Event()
+
+    def prepare() -> tuple[list[Buffer], int]:
+        raise ValueError
+
+    def save() -> None:
+        with uploads_to(MemoryStore()) as uploads:
+            uploads.submit("a", prepare, claimed_bytes=0)
+            next(iter(uploads._futures)).add_done_callback(lambda _: failed.set())
+            opened(failed)
+            uploads.claim(1)
+
+    with pytest.raises(SaveFailedError):
+        save()
+
+
+@pytest.mark.parametrize("waits_in", ["finish", "claim"])
+def test_the_deadline(waits_in: str) -> None:
+    """It passes while a put is held: the error says what was open, and the put is removed when it arrives."""
+    memory = MemoryStore()
+    gate = threading.Event()
+    now_seconds = [0.0]
+
+    def save() -> None:
+        store = HookedStore(memory, lambda key: opened(gate))
+        with uploads_to(store, clock=lambda: now_seconds[0], seconds=10) as uploads:
+            for number in range(3):
+                uploads.claim(300)
+                uploads.submit(f"k{number}", sending(number), claimed_bytes=300)
+            now_seconds[0] = 11.0
+            if waits_in == "claim":
+                uploads.claim(300)
+            uploads.finish()
+
+    with pytest.raises(SaveTimeoutError) as caught:
+        save()
+    assert (caught.value.details["unfinished"], caught.value.details["shard"]) == (3, "k0")
+    assert caught.value.details["rank"] == 7
+    threads = workers("upload")
+    gate.set()
+    join(threads)
+    assert memory.space.objects == {}
+
+
+def test_retries_end_with_the_save() -> None:
+    """One key fails for now, for ever, with half an hour left; another is denied: the workers end all the same."""
+    tried = threading.Event()
+
+    def before(key: str) -> None:
+        if key == "stuck":
+            tried.set()
+            raise TransientStorageError("503.")
+        opened(tried)
+        raise PermissionDeniedError("No grant.")
+
+    with pytest.raises(SaveFailedError) as caught:
+        upload(HookedStore(MemoryStore(), before), "stuck", "denied")
+    assert caught.value.details["shard"] == "denied"
+    join(workers("upload"))
+
+
+# ---- downloads
+
+DATA = random.Random(5).randbytes(100_000)
+
+
+def store_with_data() -> MemoryStore:
+    memory = MemoryStore()
+    memory.put("data", [DATA])
+    return memory
+
+
+def fetch(start: int, length: int, into: memoryview | None = None, key: str = "data") -> Fetch[int]:
+    return Fetch(key, start, length, into, digest, start)
+
+
+def test_every_range_arrives_once_with_its_digest() -> None:
+    """Into buffers of its own, or where it belongs; some requests are lost on either way, and sent again."""
+    faults = [nth(2, "request"), nth(5, "response"), nth(6, "request")]
+    destination = bytearray(len(DATA))
+    cuts = sorted({0, len(DATA), *random.Random(6).sample(range(1, len(DATA)), 60)})
+    fetches = [
+        fetch(a, b - a, memoryview(destination)[a:b] if number % 2 else None)
+        for number, (a, b) in enumerate(itertools.pairwise(cuts))
+    ]
+    seen: list[int] = []
+    store = FaultyStore(store_with_data(), faults)
+    for fetched in download(store, fetches, memory_budget_bytes=10_000):
+        start, stop = fetched.fetch.start, fetched.fetch.start + fetched.fetch.length
+        assert bytes(fetched.data) == DATA[start:stop]
+        assert fetched.digest == digest(DATA[start:stop])
+        if fetched.fetch.into is not None:
+            assert fetched.data is fetched.fetch.into
+        else:
+            destination[start:stop] = fetched.data
+        seen.append(fetched.fetch.subject)
+    assert sorted(seen) == cuts[:-1]
+    assert destination == DATA
+    assert len(store.hits) == 3
+    assert list(download(store, [], memory_budget_bytes=1)) == []
+
+
+def test_what_is_held_stays_within_the_budget() -> None:
+    """Counted from the moment a request is sent until its data was used, twice its length without a destination."""
+    rng = random.Random(8)
+    budget_bytes = 1000
+    fetches = [
+        fetch(n, rng.choice([1, 100, 300, 900]), memoryview(bytearray(900)) if rng.random() < 0.5 else None)
+        for n in range(300)
+    ]
+    fetches = [f if f.into is None else fetch(f.start, f.length, f.into[: f.length]) for f in fetches]
+    lock = threading.Lock()
+    held: dict[int, int] = {}
+    states: list[list[int]] = []
+    by_start = {f.start: f for f in fetches}
+
+    class Counting(WrappedStore):
+        def get_into(self, key: str, start: int, buffer: memoryview) -> None:
+            with lock:
+                held[start] = len(buffer) * (1 if by_start[start].into is not None else 2)
+                states.append(list(held.values()))
+            self._store.get_into(key, start, buffer)
+
+    for fetched in download(Counting(store_with_data()), fetches, memory_budget_bytes=budget_bytes):
+        with lock:
+            del held[fetched.fetch.start]
+    assert not held
+    assert all(sum(state) <= budget_bytes or len(state) == 1 for state in states)
+    assert max(map(sum, states)) > budget_bytes, "one that is too large goes alone"
+    assert max(map(len, states)) > 1, "others go together"
+
+
+def test_ranges_are_drawn_late_and_by_the_caller() -> None:
+    """At most one more than there is room for, in the thread that iterates: it may resolve destinations there."""
+    drawn: list[int] = []
+
+    def fetches() -> Iterator[Fetch[int]]:
+        for number in range(100):
+            drawn.append(threading.get_ident())
+            yield fetch(number, 10)
+
+    for consumed, _ in enumerate(download(store_with_data(), fetches(), memory_budget_bytes=1 << 20)):
+        assert len(drawn) <= consumed + DOWNLOADS_IN_FLIGHT + 1
+    assert drawn == [threading.get_ident()] * 100
+    drawn.clear()
+    for consumed, _ in enumerate(download(store_with_data(), fetches(), memory_budget_bytes=60)):
+        assert len(drawn) <= consumed + 3 + 1, "three of 20 bytes fit"
+
+
+def writers(count: int) -> tuple[list[bytearray], list[Fetch[int]]]:
+    buffers = [bytearray(100) for _ in range(count)]
+    return buffers, [fetch(n, 100, memoryview(buffer)) for n, buffer in enumerate(buffers)]
+
+
+def test_when_it_raises_nobody_writes_any_more() -> None:
+    """All workers are inside a request when one fails; the others write before it raises, or never."""
+    barrier = threading.Barrier(DOWNLOADS_IN_FLIGHT)
+    writes: Counter[str] = Counter()
+
+    def before(key: str) -> None:
+        if writes["begun"] < DOWNLOADS_IN_FLIGHT:
+            writes["begun"] += 1
+            barrier.wait(PATIENCE_SECONDS)
+        if key == "gone":
+            raise ObjectNotFoundError("There is no such object.", key=key)
+
+    def after(key: str) -> None:
+        writes["done"] += 1
+
+    buffers, fetches = writers(50)
+    fetches[3] = fetch(3, 100, fetches[3].into, key="gone")
+    with pytest.raises(ObjectNotFoundError):
+        for _ in download(HookedStore(store_with_data(), before, after), fetches, memory_budget_bytes=1 << 20):
+            pass
+    assert not workers("download")
+    for buffer in buffers:
+        buffer[:] = bytes(100)
+    assert writes["done"] < 50, "those behind it never began"
+
+
+def test_when_it_is_closed_nobody_writes_any_more() -> None:
+    """After the first of many; the same if the generator is dropped."""
+    buffers, fetches = writers(50)
+    arriving = download(store_with_data(), fetches, memory_budget_bytes=1 << 20)
+    next(arriving)
+    assert workers("download")
+    arriving.close()  # type: ignore[attr-defined]  # an Iterator to callers, a generator in truth
+    assert not workers("download")
+    assert sum(any(buffer) for buffer in buffers) < 50
+    arriving = download(store_with_data(), fetches, memory_budget_bytes=1 << 20)
+    next(arriving)
+    del arriving
+    assert not workers("download")
+
+
+def test_retries_end_with_the_load() -> None:
+    """One range fails for now, for ever; another is denied, and five minutes of trying are not waited for."""
+    tried = threading.Event()
+
+    def before(key: str) -> None:
+        if key == "stuck":
+            tried.set()
+            raise TransientStorageError("503.")
+        opened(tried)
+        raise PermissionDeniedError("No grant.")
+
+    fetches = [fetch(0, 10, key="stuck"), fetch(10, 10)]
+    with pytest.raises(PermissionDeniedError):
+        list(download(HookedStore(store_with_data(), before), fetches, memory_budget_bytes=1000))
+    assert not workers("download")
+
+
+def test_drawing_may_fail() -> None:
+    """What a planner raises when it is asked for a destination is raised as it is, and all threads end."""
+
+    def fetches() -> Iterator[Fetch[int]]:
+        yield from map(partial(fetch, length=10), range(20))
+        raise InvalidArgumentError("Another shape.")
+
+    with pytest.raises(InvalidArgumentError):
+        list(download(store_with_data(), fetches(), memory_budget_bytes=1000))
+    assert not workers("download")
+
+
+def test_an_object_that_is_too_short() -> None:
+    with pytest.raises(CorruptCheckpointError):
+        list(download(store_with_data(), [fetch(99_999, 2)], memory_budget_bytes=1000))
