@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dcp_remote import manifest_json
+from dcp_remote.envelope import STORED_BYTES_MAX
 from dcp_remote.errors import CheckpointNotFoundError, ObjectNotFoundError
 from dcp_remote.manifest import MANIFEST_KEY, Manifest
-from dcp_remote.manifest_json import STORED_BYTES_MAX
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.transfer import RANGE_RETRY_SECONDS

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dcp_remote import manifest_json
+from dcp_remote.envelope import STORED_BYTES_MAX
 from dcp_remote.errors import (
     CommitConflictError,
     CommitUnknownError,
@@ -23,7 +24,7 @@ from dcp_remote.errors import (
     UnsupportedFormatError,
 )
 from dcp_remote.manifest import MANIFEST_KEY
-from dcp_remote.manifest_json import STORED_BYTES_MAX, Head
+from dcp_remote.manifest_json import Head
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.retrying import Deadline
 

@@ -25,7 +25,7 @@ from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, Save
 from dcp_remote.manifest import Manifest, Pieces, Shards, StoredObject, TensorKind, Tensors
 from dcp_remote.ranges import I64, firsts, joined
 from dcp_remote.report import RankReport
-from dcp_remote.serialization import dtype_name
+from dcp_remote.serialization import dtype_name, dtype_of
 
 _MEMORY_FORMATS = {
     "contiguous": torch.contiguous_format,
@@ -79,9 +79,8 @@ def _properties(kind: TensorKind) -> TensorProperties:
             layout=kind.layout[:100],
             memory_format=kind.memory_format[:100],
         )
-    dtype = getattr(torch, kind.dtype)
     return TensorProperties(
-        dtype=dtype,
+        dtype=dtype_of(kind.dtype),
         layout=layout,
         requires_grad=kind.requires_grad,
         memory_format=memory_format,

@@ -1,37 +1,22 @@
-"""The document that describes one checkpoint, whole: its model in memory, checked. No I/O, no torch.
+"""What describes one checkpoint, whole, in memory: shards, tensors, chunks, pieces, objects. No I/O, no torch.
 
-`FORMAT.md` beside this file specifies the document; `manifest_json.py` writes and reads it. What is here has been
-checked: every count, range, overlap and key. Whoever holds a `Manifest` may use its numbers without another look.
+`FORMAT.md` beside this file specifies the document; `manifest_json.py` writes and reads it, and lets none pass that
+`manifest_check.py` finds fault with. Whoever holds a `Manifest` may use its numbers without another look.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from dcp_remote.columns import VALUE_MAX
-from dcp_remote.digests import DIGEST_BYTES, table_entries
-from dcp_remote.dtypes import ITEM_BYTES
-from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
+from dcp_remote.digests import DIGEST_BYTES
 from dcp_remote.ranges import I64, firsts
-from dcp_remote.tiling import Comparisons, why_not_tiled
 
 MANIFEST_KEY = "manifest.json"
-
-# Keys are relative to the checkpoint (or run), and nothing that could leave it.
-_SHARD_KEY = re.compile(r"shards/[0-9a-f]{2}/[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors")
-
-# 8 bytes of header length and "{}" come before any block table.
-_HEADER_BYTES_MIN = 10
-
-# Lists in the flatten mapping: their length is that of a path's index, and an entry that nobody saved costs 8 bytes.
-LIST_ENTRIES_MAX = 10_000_000
 
 # torch's own limit of dimensions is 64.
 DIMENSIONS_MAX = 64
@@ -240,186 +225,3 @@ class Manifest:
     def total_bytes(self) -> int:
         """Bytes of all shards."""
         return int(self.shards.sizes.sum())
-
-
-def check(manifest: Manifest) -> Manifest:
-    """Check a manifest's numbers against each other; called before one is written, and after one is read.
-
-    Takes time linear in its chunks and pieces for every regular layout, and refuses irregular ones that would not.
-
-    Raises:
-        CorruptCheckpointError: It contradicts itself; the message says where.
-        UnsupportedFormatError: It names a dtype or an encoding that this version does not know.
-    """
-    _check_shards(manifest.shards)
-    _check_kinds(manifest.tensors.kinds)
-    _check_tensors(manifest.tensors)
-    _check_pieces(manifest)
-    _check_objects(manifest)
-    _check_flatten(manifest)
-    if not 1 <= manifest.world_size <= VALUE_MAX:
-        raise _damaged("there cannot be so many ranks", world_size=manifest.world_size)
-    run = manifest.run
-    if run and not all(0 <= number <= VALUE_MAX for number in (run.step, run.token, run.revision)):
-        raise _damaged("a number of the run is out of bounds", step=run.step, token=run.token, revision=run.revision)
-    return manifest
-
-
-def _damaged(what: str, **details: object) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"The manifest is damaged: {what}.", **details)
-
-
-def _check_shards(shards: Shards) -> None:
-    for key in shards.keys:
-        if not _SHARD_KEY.fullmatch(key) or ".." in key:
-            raise _damaged("a shard's key is not of the form shards/<hh>/<name>.safetensors", key=key[:300])
-    if len(set(shards.keys)) != len(shards.keys):
-        raise _damaged("two shards have one key")
-    if bool((shards.table_lengths % DIGEST_BYTES != 0).any()):
-        raise _damaged("a block table is not made of digests")
-    headers = shards.data_starts - shards.table_lengths
-    if bool((headers < _HEADER_BYTES_MIN).any() or (shards.data_starts > shards.sizes).any()):
-        raise _damaged("a block table lies outside its shard")
-    # In floats, which do not wrap around: no sum of lengths of pieces that lie in shards can do so then, either.
-    if float(shards.sizes.sum(dtype=np.float64)) > VALUE_MAX:
-        raise _damaged("the shards are larger than any store")
-
-
-def _check_kinds(kinds: tuple[TensorKind, ...]) -> None:
-    for kind in kinds:
-        if kind.dtype not in ITEM_BYTES:
-            raise UnsupportedFormatError("A tensor's dtype is unknown to this version.", dtype=kind.dtype)
-        if kind.encoding not in (RAW, TORCH, PICKLE):
-            raise UnsupportedFormatError("A tensor's encoding is unknown to this version.", encoding=kind.encoding)
-
-
-def _check_tensors(tensors: Tensors) -> None:
-    if len(tensors.index) != len(tensors.names):
-        raise _damaged("two tensors have one name")
-    if tensors.names and int(tensors.kind.max()) >= len(tensors.kinds):
-        raise _damaged("a tensor is of a kind that is not listed")
-    comparisons = Comparisons()
-    # A tensor in one chunk needs no geometry; most tensors of a large state dict are such.
-    whole = tensors.chunks == 1
-    for number in np.flatnonzero(~whole).tolist():
-        shape = _checked_shape(tensors, number)
-        offsets, sizes = tensors.boxes_of(number)
-        if tensors.kind_of(number).encoding != RAW:
-            raise _damaged("a tensor that is stored as a stream has not one chunk", tensor=tensors.names[number])
-        reason = why_not_tiled(shape, offsets, sizes, comparisons)
-        if reason:
-            raise _damaged(reason, tensor=tensors.names[number], shape=shape, chunks=len(sizes))
-    for number in np.flatnonzero(whole).tolist():
-        shape = _checked_shape(tensors, number)
-        chunk = int(tensors.chunk_first[number])
-        if tensors.sizes_of(chunk) != shape or any(tensors.offsets_of(chunk)):
-            raise _damaged("a tensor's only chunk is not the whole of it", tensor=tensors.names[number], shape=shape)
-
-
-def _checked_shape(tensors: Tensors, number: int) -> tuple[int, ...]:
-    shape = tensors.shape_of(number)
-    # Bounded also with the zeros left out, so that no product of some of the sizes can wrap around.
-    if math.prod(max(size, 1) for size in shape) * ITEM_BYTES[tensors.kind_of(number).dtype] > VALUE_MAX:
-        raise _damaged("a tensor is larger than any store", tensor=tensors.names[number], shape=shape)
-    return shape
-
-
-def _check_pieces(manifest: Manifest) -> None:
-    shards, pieces, tensors = manifest.shards, manifest.pieces, manifest.tensors
-    count = len(pieces.shard)
-    if count != int(tensors.piece_first[-1]) + sum(item.pieces for item in manifest.stored):
-        raise _damaged("the pieces are not those of the chunks and objects")
-    if count and int(pieces.shard.max()) >= len(shards.keys):
-        raise _damaged("a piece lies in a shard that is not listed")
-    stops = pieces.start + pieces.length
-    if bool((pieces.length < 1).any()):
-        raise _damaged("a piece is empty")
-    if bool((pieces.start < shards.data_starts[pieces.shard]).any() or (stops > shards.sizes[pieces.shard]).any()):
-        raise _damaged("a piece lies outside the data of its shard")
-    order = np.lexsort((pieces.start, pieces.shard))
-    same = pieces.shard[order][1:] == pieces.shard[order][:-1]
-    if bool((same & (pieces.start[order][1:] < stops[order][:-1])).any()):
-        raise _damaged("two pieces overlap")
-    _check_tables(shards, pieces)
-    _check_chunk_lengths(tensors, pieces)
-
-
-def _check_tables(shards: Shards, pieces: Pieces) -> None:
-    lengths, inverse = np.unique(pieces.length, return_inverse=True)
-    entries = np.array([table_entries(length) for length in lengths.tolist()], dtype=np.int64)[inverse]
-    needed = np.bincount(pieces.shard, weights=entries, minlength=len(shards.keys)) if len(entries) else 0
-    if bool((shards.table_lengths != np.asarray(needed, dtype=np.float64) * DIGEST_BYTES).any()):
-        raise _damaged("a block table does not have the digests of its shard's pieces")
-
-
-def _check_chunk_lengths(tensors: Tensors, pieces: Pieces) -> None:
-    item = np.array([ITEM_BYTES[kind.dtype] for kind in tensors.kinds], dtype=np.int64)
-    raw = np.array([kind.encoding == RAW for kind in tensors.kinds], dtype=bool)
-    tensor_of = np.repeat(np.arange(len(tensors.names)), tensors.chunks)
-    kind_of = tensors.kind[tensor_of]
-    # prod over each chunk's sizes; `reduceat` wants a value for every group, also for those of no dimensions.
-    padded = np.ones(len(tensors.chunk_sizes) + len(tensor_of), dtype=np.int64)
-    places = np.arange(len(tensors.chunk_sizes)) + np.repeat(
-        np.arange(len(tensor_of)) + 1, tensors.dimensions[tensor_of]
-    )
-    padded[places] = tensors.chunk_sizes
-    starts = tensors.box_first[:-1] + np.arange(len(tensor_of))
-    elements = np.multiply.reduceat(padded, starts) if len(starts) else np.zeros(0, dtype=np.int64)
-    lengths = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(pieces.length[: int(tensors.piece_first[-1])])])
-    stored = lengths[tensors.piece_first[1:]] - lengths[tensors.piece_first[:-1]]
-    wrong = raw[kind_of] & (stored != elements * item[kind_of]) if len(kind_of) else np.zeros(0, dtype=bool)
-    # A stream is never empty, whatever the tensor's shape.
-    wrong |= ~raw[kind_of] & (stored == 0) if len(kind_of) else wrong
-    if bool(wrong.any()):
-        name = tensors.names[int(tensor_of[int(np.flatnonzero(wrong)[0])])]
-        raise _damaged("a chunk's pieces are not as long as the chunk", tensor=name)
-    piece_item = item[np.repeat(kind_of, tensors.chunk_pieces)] if len(kind_of) else item[:0]
-    piece_raw = raw[np.repeat(kind_of, tensors.chunk_pieces)] if len(kind_of) else raw[:0]
-    if bool((piece_raw & (pieces.length[: len(piece_item)] % np.maximum(piece_item, 1) != 0)).any()):
-        raise _damaged("a piece cuts an element in two")
-
-
-def _check_objects(manifest: Manifest) -> None:
-    names = [*manifest.inline, *(item.name for item in manifest.stored)]
-    if len(set(names)) != len(names) or any(name in manifest.tensors.index for name in names):
-        raise _damaged("two entries have one name")
-    first = int(manifest.tensors.piece_first[-1])
-    for item in manifest.stored:
-        if item.encoding not in (JSON, TORCH, PICKLE):
-            raise UnsupportedFormatError(
-                "An object's encoding is unknown to this version.", object=item.name, encoding=item.encoding
-            )
-        if item.piece_first != first or item.pieces < 1:
-            raise _damaged("a stored object has no pieces of its own", object=item.name)
-        first += item.pieces
-    total = len(names) + len(manifest.tensors.names)
-    positions = manifest.positions
-    if len(positions) != len(names) or len(set(positions)) != len(names) or any(p >= total for p in positions):
-        raise _damaged("the order of the entries is not an order")
-
-
-def _check_flatten(manifest: Manifest) -> None:
-    """See that the paths lead to one nested state dict: no two to one place, and none through another's value."""
-    if manifest.flatten is None:
-        return
-    root: dict[str | int, Any] = {}
-    paths = [*manifest.flatten.values(), *((name,) for name in manifest.names() if name not in manifest.flatten)]
-    for path in paths:
-        node: dict[str | int, Any] | None = root
-        for part in path[:-1]:
-            node = node.setdefault(part, {}) if node is not None else None
-        if node is None or not path or path[-1] in node:
-            raise _damaged("two entries have one place in the state dict, or one has none", path=path)
-        node[path[-1]] = None
-    if any(isinstance(part, int) for part in root):
-        raise _damaged("the state dict is a list")
-    entries = 0
-    nodes = [root]
-    while nodes:
-        node = nodes.pop()
-        indices = [part for part in node if isinstance(part, int)]
-        if indices:
-            entries += max(indices) + 1
-            if len(indices) != len(node) or min(indices) < 0 or entries > LIST_ENTRIES_MAX:
-                raise _damaged("a list in the state dict has other keys than its indices", keys=list(node)[:3])
-        nodes += (child for child in node.values() if child is not None)

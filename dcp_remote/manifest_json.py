@@ -1,6 +1,6 @@
-"""The manifest as a document: JSON, compressed with zstd where that pays. `FORMAT.md` specifies it.
+"""The manifest as a document: JSON, sealed with a digest (`envelope.py`). `FORMAT.md` specifies it.
 
-Reading is typed and bounded: the version and the required features first, then the document, then `manifest.check`.
+Reading is typed and bounded: version and required features first, then the document, then what `manifest_check` asks.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-import zstandard
 
 from dcp_remote import digests
 from dcp_remote.columns import decode_bytes, decode_column, encode_bytes, encode_column
 from dcp_remote.digests import DIGEST_BYTES
+from dcp_remote.envelope import DOCUMENT_BYTES_MAX, seal, unseal
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 from dcp_remote.manifest import (
     DIMENSIONS_MAX,
@@ -26,9 +26,9 @@ from dcp_remote.manifest import (
     StoredObject,
     TensorKind,
     Tensors,
-    check,
 )
-from dcp_remote.ranges import I64, KiB, MiB
+from dcp_remote.manifest_check import check
+from dcp_remote.ranges import I64, MiB
 
 _T = TypeVar("_T")
 
@@ -38,16 +38,6 @@ VERSION = "1-draft"
 FEATURES: frozenset[str] = frozenset()
 
 CHECKPOINT, TOMBSTONE = "checkpoint", "tombstone"
-
-# A manifest of a million chunks is under 25 MB; these keep a hostile one from taking the memory of the host.
-STORED_BYTES_MAX = 256 * MiB
-DOCUMENT_BYTES_MAX = 1024 * MiB
-# Small documents stay readable with any tool.
-COMPRESS_FROM_BYTES = 64 * KiB
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-# Level 3 shrinks columns of equal differences to almost nothing; higher levels cost seconds on digests, for nothing.
-_ZSTD_LEVEL = 3
-_ZSTD_WINDOW_BYTES_MAX = 128 * MiB
 
 # Notes, not data: as Python objects they take up to 30 times their length.
 USER_BYTES_MAX = 1 * MiB
@@ -222,20 +212,7 @@ def encode(manifest: Manifest) -> bytes:
         flatten=None if manifest.flatten is None else {name: list(path) for name, path in manifest.flatten.items()},
         user=msgspec.Raw(user),
     )
-    text = _encode(document)
-    if len(text) < COMPRESS_FROM_BYTES:
-        return text
-    data = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(text)
-    # What no reader would take must not be committed.
-    if len(text) > DOCUMENT_BYTES_MAX or len(data) > STORED_BYTES_MAX:
-        raise InvalidArgumentError(
-            "The checkpoint has more chunks than a manifest can hold.",
-            bytes=len(text),
-            limit_bytes=DOCUMENT_BYTES_MAX,
-            stored_bytes=len(data),
-            stored_limit_bytes=STORED_BYTES_MAX,
-        )
-    return data
+    return seal(_encode(document))
 
 
 def _encode(value: object) -> bytes:
@@ -252,7 +229,7 @@ def decode_head(data: bytes) -> Head:
         CorruptCheckpointError: Not a manifest.
         UnsupportedFormatError: Of another version, or it requires a feature that this version does not have.
     """
-    return _head(_decompress(data))
+    return _head(unseal(data))
 
 
 def decode(data: bytes) -> Manifest:
@@ -262,7 +239,7 @@ def decode(data: bytes) -> Manifest:
         CorruptCheckpointError: Truncated, damaged, or it contradicts itself.
         UnsupportedFormatError: Of another version, or it requires a feature that this version does not have.
     """
-    text = _decompress(data)
+    text = unseal(data)
     head = _head(text)
     if head.kind != CHECKPOINT:
         raise CorruptCheckpointError("The manifest is not that of a checkpoint.", kind=head.kind)
@@ -302,24 +279,7 @@ def decode(data: bytes) -> Manifest:
 def tombstone(save_id: str, replaces: tuple[str, ...]) -> bytes:
     """The document that takes the place of a manifest so that no save that saw the place empty can commit."""
     head = _Head(format=FORMAT, version=VERSION, kind=TOMBSTONE, save_id=save_id, replaces=list(replaces))
-    return msgspec.json.encode(head)
-
-
-def _decompress(data: bytes) -> bytes:
-    if not data.startswith(_ZSTD_MAGIC):
-        return data
-    try:
-        # What a frame says of its size is held to by the decompressor, which takes no more memory than that.
-        size_bytes = zstandard.frame_content_size(data)
-        if size_bytes > DOCUMENT_BYTES_MAX:
-            raise CorruptCheckpointError(
-                "The manifest is larger than any manifest.", bytes=size_bytes, limit_bytes=DOCUMENT_BYTES_MAX
-            )
-        if size_bytes < 0:
-            raise CorruptCheckpointError("The manifest is damaged: its zstd frame does not tell its size.")
-        return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES_MAX).decompress(data)
-    except zstandard.ZstdError as error:
-        raise CorruptCheckpointError("The manifest is damaged: it cannot be decompressed.", cause=error) from error
+    return seal(msgspec.json.encode(head))
 
 
 def _head(text: bytes) -> Head:

@@ -127,6 +127,21 @@ def runs_of_box(sizes: Sequence[int], box: Box, *, gap: int) -> I64:
     return np.stack([starts, starts + length], axis=1)
 
 
+def only_run(sizes: Sequence[int], box: Box) -> int | None:
+    """The first element of a box inside a row-major chunk, if its elements are one run; None if they are several."""
+    if any(
+        inner != size
+        for outer in range(len(sizes))
+        if box.sizes[outer] > 1
+        for inner, size in zip(box.sizes[outer + 1 :], sizes[outer + 1 :], strict=True)
+    ):
+        return None
+    first = 0
+    for offset, size in zip(box.offsets, sizes, strict=True):
+        first = first * size + offset
+    return first
+
+
 def cut_chunk(sizes: Sequence[int], *, item_bytes: int, piece_bytes_max: int) -> list[tuple[int, int]]:
     """Cut a chunk into runs of at most `piece_bytes_max`, of nearly equal length, at whole rows where they fit.
 

@@ -41,7 +41,7 @@ from dcp_remote.objects import EncodedObject, Encoding, decode_object
 from dcp_remote.ranges import Box
 from dcp_remote.read_plan import Want
 from dcp_remote.reading import BytesTarget, Target, TensorTarget, read_targets
-from dcp_remote.serialization import decode_tensor, empty_tensor, narrow
+from dcp_remote.serialization import decode_tensor, dtype_of, empty_tensor, narrow
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.transfer import MEMORY_BUDGET_BYTES, RANGE_RETRY_SECONDS
@@ -135,6 +135,7 @@ class RemoteReader(StorageReader):
             UnsupportedFormatError: When used: a newer version wrote it.
         """
         self._load_id = os.urandom(16).hex()
+        self._manifest = None
         try:
             require_shared(self._store)
             self._manifest = read_manifest(self._store, retry_seconds=self._timeout_seconds)
@@ -243,6 +244,14 @@ class _UnreadMetadata(Metadata):
     def state_dict_metadata(self) -> NoReturn:  # type: ignore[override]  # there is nothing to give
         raise self.error
 
+    @property
+    def planner_data(self) -> NoReturn:
+        raise self.error
+
+    @property
+    def storage_meta(self) -> NoReturn:  # type: ignore[override]  # the same
+        raise self.error
+
 
 def load(
     url: str | os.PathLike[str] | ObjectStore,
@@ -329,7 +338,7 @@ def object_targets(
     stored = manifest.stored_index.get(name)
     if stored is None:
         raise InvalidArgumentError("There is no object of this name in the checkpoint.", object=name)
-    encoding = cast("Encoding", stored.encoding)  # `manifest.check` knows only these
+    encoding = cast("Encoding", stored.encoding)  # `manifest_check` knows only these
 
     def done(data: bytes) -> None:
         deliver(decode_object(name, EncodedObject(encoding, data), allow_pickle=allow_pickle))
@@ -399,7 +408,7 @@ def _whole_tensor(manifest: Manifest, number: int, flat: dict[str, Any], *, allo
             )
 
         return [BytesTarget(want, length=_want_bytes(manifest, want), done=done)]
-    whole = empty_tensor(getattr(torch, kind.dtype), tensors.shape_of(number))
+    whole = empty_tensor(dtype_of(kind.dtype), tensors.shape_of(number))
     flat[name] = whole
     targets: list[Target] = []
     for chunk in range(first, first + int(tensors.chunks[number])):

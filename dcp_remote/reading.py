@@ -14,9 +14,9 @@ from dcp_remote.digests import DIGEST_BYTES, block_bytes, block_count, block_dig
 from dcp_remote.dtypes import ITEM_BYTES
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.manifest import Manifest
-from dcp_remote.ranges import Box, ByteRange, boxes_of_run, runs_of_box
+from dcp_remote.ranges import Box, ByteRange, boxes_of_run, only_run
 from dcp_remote.read_plan import RangePlan, ReadPlan, Segment, Want, plan_reads, table_positions, want_box
-from dcp_remote.serialization import byte_view, copy_into, is_copied, narrow, tensor_from
+from dcp_remote.serialization import byte_view, copy_into, dtype_of, is_copied, narrow, tensor_from
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.transfer import Fetch, Fetched, download
 
@@ -70,7 +70,7 @@ class TensorTarget:
         self._box = box
         kind = manifest.tensors.kind_of(tensor)
         self._item_bytes = ITEM_BYTES[kind.dtype]
-        self._dtype: torch.dtype = getattr(torch, kind.dtype)
+        self._dtype = dtype_of(kind.dtype)
         self._resolve = resolve
         self._commit = commit
         self._destination: torch.Tensor | None = None
@@ -116,10 +116,10 @@ class TensorTarget:
                 asked=self._box.sizes,
                 given=tuple(destination.shape),
             )
-        runs = runs_of_box(self._sizes, self._box, gap=1)
-        if len(runs) == 1 and destination.dtype == self._dtype and not is_copied(destination):
+        first = only_run(self._sizes, self._box)
+        if first is not None and destination.dtype == self._dtype and not is_copied(destination):
             self._memory = byte_view(destination)
-            self._memory_start = int(runs[0][0]) * self._item_bytes
+            self._memory_start = first * self._item_bytes
         self._destination = destination
         return destination
 

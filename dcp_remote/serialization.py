@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 from dcp_remote.manifest import RAW
 from dcp_remote.objects import EncodedObject, Encoding, decode_object, encode_stream
 from dcp_remote.ranges import Box, boxes_of_run
@@ -25,6 +25,22 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """`torch.float32` for `float32`.
+
+    Raises:
+        UnsupportedFormatError: This torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedFormatError(
+            "This version of torch does not have a dtype of the checkpoint. Load with a newer torch.",
+            dtype=name,
+            torch=str(torch.__version__),
+        )
+    return dtype
 
 
 def encoding_of(name: str, tensor: torch.Tensor, *, allow_pickle: bool) -> tuple[str, bytes]:
@@ -66,7 +82,7 @@ def decode_tensor(name: str, encoding: str, data: bytes, *, sizes: tuple[int, ..
         CorruptCheckpointError: The stream is damaged, or holds no tensor of these sizes.
         UnsafeObjectError: It needs code to load and `allow_pickle` is False.
     """
-    # `manifest.check` knows only encodings of objects, and "raw".
+    # `manifest_check` knows only encodings of objects, and "raw".
     value = decode_object(name, EncodedObject(cast("Encoding", encoding), data), allow_pickle=allow_pickle)
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != sizes:
         raise CorruptCheckpointError(

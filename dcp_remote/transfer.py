@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -103,6 +103,7 @@ class Uploads(Generic[T]):
         self._changed = threading.Condition()
         self._pool = ThreadPoolExecutor(UPLOADS_IN_FLIGHT, thread_name_prefix="dcp_remote-upload")
         self._futures: dict[Future[T], str] = {}
+        self._failure: tuple[str, BaseException] | None = None  # the first
         self._finished = False
 
     def __enter__(self) -> Self:
@@ -152,14 +153,12 @@ class Uploads(Generic[T]):
             SaveFailedError: One failed: which, after how many attempts, why.
             SaveTimeoutError: The deadline passed.
         """
-        pending = set(self._futures)
-        while pending:
-            done, pending = wait(
-                pending, timeout=max(self._deadline.remaining_seconds(), 0.0), return_when=FIRST_COMPLETED
-            )
+        try:
+            for _ in as_completed(self._futures, timeout=self._deadline.remaining_seconds()):
+                self._raise_failure()
+        except TimeoutError:
             self._raise_failure()
-            if not done:
-                raise self._timeout()
+            raise self._timeout() from None
         self._finished = True
         return [future.result() for future in self._futures]
 
@@ -173,6 +172,10 @@ class Uploads(Generic[T]):
             buffers, report = prepare()
             self._sender.put(key, buffers)
             return report
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or (key, error)
+            raise
         finally:
             with self._changed:
                 self._claimed_bytes -= min(claimed_bytes, self._budget_bytes)
@@ -183,22 +186,19 @@ class Uploads(Generic[T]):
         self._announcement.retry(verb, key, error)
 
     def _raise_failure(self) -> None:
-        for future, key in self._futures.items():
-            if not future.done() or future.cancelled():
-                continue
-            error = future.exception()
-            if error is None:
-                continue
-            # What the user must do stands in the cause; what is not an error of ours says it all in its details.
-            reason = f" {error.what}" if isinstance(error, DcpRemoteError) else ""
-            raise SaveFailedError(
-                f"Rank {self._rank} could not write a shard; nothing of the save counts.{reason}",
-                rank=self._rank,
-                url=self._store.url,
-                shard=key,
-                attempts=self._retries.get(key, 0) + 1,
-                cause=error,
-            ) from error
+        if self._failure is None:
+            return
+        key, error = self._failure
+        # What the user must do stands in the cause; what is not an error of ours says it all in its details.
+        reason = f" {error.what}" if isinstance(error, DcpRemoteError) else ""
+        raise SaveFailedError(
+            f"Rank {self._rank} could not write a shard; nothing of the save counts.{reason}",
+            rank=self._rank,
+            url=self._store.url,
+            shard=key,
+            attempts=self._retries.get(key, 0) + 1,
+            cause=error,
+        ) from error
 
     def _timeout(self) -> SaveTimeoutError:
         waiting = [key for future, key in self._futures.items() if not future.done()]

@@ -42,6 +42,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     data = (folder / "manifest.json").read_bytes()
     if data.startswith(b"\x28\xb5\x2f\xfd"):
         data = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(data).read(2**30)
+    start, rest = data[:47], data[47:]
+    assert start == b'{"xxh3-128":"%s",' % xxhash.xxh3_128_hexdigest(rest).encode()
     manifest: dict[str, Any] = json.loads(data)
     assert manifest["format"] == "dcp_remote manifest"
     assert (manifest["version"], manifest["requires"]) == ("1-draft", [])

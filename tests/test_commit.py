@@ -13,6 +13,7 @@ import pytest
 
 from dcp_remote import commit as commit_module
 from dcp_remote.commit import Slot, commit, look
+from dcp_remote.envelope import seal, unseal
 from dcp_remote.errors import (
     CommitConflictError,
     CommitUnknownError,
@@ -36,7 +37,7 @@ OURS, THEIRS, OLD = "a" * 32, "b" * 32, "0" * 32
 
 def body(save_id: str, slot: Slot | None = None) -> bytes:
     """What a commit reads of a manifest, and no more."""
-    return tombstone(save_id, slot.lineage if slot else ()).replace(b"tombstone", b"checkpoint")
+    return seal(unseal(tombstone(save_id, slot.lineage if slot else ())).replace(b"tombstone", b"checkpoint"))
 
 
 @dataclass

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_remote import RemoteReader, RemoteWriter, load, manifest_json
+from dcp_remote.envelope import seal, unseal
 from dcp_remote.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -88,16 +89,13 @@ def column_template() -> State:
 
 
 def row_template() -> State:
-    """A row of the second half: one block of three, by the block table, and whole pieces of what is small."""
-    rows = {
-        name: LocalShards(
-            whole.shape,
-            whole.dtype,
-            [((whole.shape[0] // 2 + 1, 0), torch.zeros(1, whole.shape[1], dtype=whole.dtype))],
-        )
-        for name, whole in WHOLES.items()
-    }
-    return {**rows, "text": "", "step": 0, "names": []}
+    """Some rows of the second half: one block of three, by the block table, and whole pieces of what is small."""
+    rows: State = {}
+    for name, whole in WHOLES.items():
+        first, count = whole.shape[0] // 2 + 1, max(1, whole.shape[0] // 8)
+        chunk = torch.zeros(count, whole.shape[1], dtype=whole.dtype)
+        rows[name] = LocalShards(whole.shape, whole.dtype, [((first, 0), chunk)])
+    return rows | {"text": "", "step": 0, "names": []}
 
 
 def check_equal(found: State) -> None:
@@ -298,12 +296,11 @@ def test_a_manifest_of_another_version(saved: Saved) -> None:
         data = saved.store.space.objects[MANIFEST_KEY].data
         known = f'"version":"{manifest_json.VERSION}"'.encode()
         assert known in data
-        saved.put(MANIFEST_KEY, data.replace(known, found))
+        saved.put(MANIFEST_KEY, seal(unseal(data).replace(known, found)))
         assert {type(error) for _, error in errors(saved)} == {UnsupportedFormatError}
         saved.put(MANIFEST_KEY, data)
 
 
-@pytest.mark.xfail(strict=True, reason="the manifest has no digest of its own yet: a name or small object may change")
 def test_a_flipped_bit_in_the_manifest(saved: Saved) -> None:
     """One bit of every byte, of all eight bits in turn: an error of ours, or exactly the data that was saved."""
     data = saved.store.space.objects[MANIFEST_KEY].data

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 from dcp_remote import RemoteWriter, manifest_json
 from dcp_remote.dcp_metadata import SaveInfo, to_dcp_metadata, to_manifest
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError
-from dcp_remote.manifest import Manifest, check
+from dcp_remote.manifest import Manifest
+from dcp_remote.manifest_check import check
 from dcp_remote.report import RankReport
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing.ranks import State, save_as_ranks, shard

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import CheckpointException
 from dcp_remote import RemoteReader, RemoteWriter, load, transfer
 from dcp_remote.errors import (
     CheckpointNotFoundError,
+    CommitConflictError,
     CommitUnknownError,
     PermissionDeniedError,
     SaveFailedError,
@@ -249,6 +250,26 @@ def test_a_manifest_whose_put_is_never_answered() -> None:
             save(store, OLD, 2)
         save(FaultyStore(store, [matching(_puts_the_manifest, "response", persistent=True)]), NEW, 2)
         assert found(store) == NEW
+
+
+class InTheMeantimeStore(WrappedStore):
+    """Another save is committed just before the manifest of this one is put."""
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        if request.verb == "put" and request.key == MANIFEST_KEY:
+            save(self._store, THIRD, 2)
+        return send()
+
+
+@pytest.mark.parametrize("overwriting", [False, True])
+def test_another_save_that_is_committed_first(*, overwriting: bool) -> None:
+    """It is not overwritten, also by a save that may overwrite what it saw: the later one is told of the conflict."""
+    store = MemoryStore()
+    if overwriting:
+        save(store, OLD, 2)
+    with pytest.raises(CommitConflictError):
+        save(InTheMeantimeStore(store), NEW, 2)
+    assert found(store) == THIRD
 
 
 def test_a_manifest_that_cannot_be_read_back() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_remote.ranges import Box, ByteRange, boxes_of_run, cut_chunk, firsts, joined, runs_of_box
+from dcp_remote.ranges import Box, ByteRange, boxes_of_run, cut_chunk, firsts, joined, only_run, runs_of_box
 
 SIZES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -76,6 +76,16 @@ def test_runs_of_a_box_cover_it_and_no_more_than_the_gaps(data: st.DataObject) -
     for run in runs.tolist():
         inside = [pair for pair in maximal if run[0] <= pair[0] < run[1]]
         assert all(b[0] - a[1] < gap for a, b in itertools.pairwise(inside)), "only near ones are joined"
+
+
+@given(st.data())
+def test_the_only_run_of_a_box(data: st.DataObject) -> None:
+    """It has one if and only if its numbers are consecutive; then it begins with the smallest."""
+    sizes = data.draw(SIZES)
+    box = data.draw(boxes(sizes))
+    found = elements_of(numbered(sizes), box)
+    one = found == list(range(found[0], found[0] + len(found)))
+    assert only_run(sizes, box) == (found[0] if one else None)
 
 
 @given(st.data())

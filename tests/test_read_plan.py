@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from dcp_remote.digests import block_bytes
 from dcp_remote.dtypes import ITEM_BYTES
-from dcp_remote.manifest import RAW, Manifest, TensorKind, check
+from dcp_remote.manifest import RAW, Manifest, TensorKind
+from dcp_remote.manifest_check import check
 from dcp_remote.ranges import Box, KiB, MiB
 from dcp_remote.read_plan import ALONE_BYTES, GAP_BYTES, ReadPlan, Want, plan_reads, table_positions, want_box
 from dcp_remote.transfer import RANGE_BYTES_MAX

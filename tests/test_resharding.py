@@ -76,7 +76,7 @@ def check(case: Case, states: list[State]) -> None:
 
 
 @seed(20261121)
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def test_any_state_comes_back_at_any_world_size(case: Case) -> None:
     """Save by one dealing of cells to ranks, load by another, and compare every chunk with the bytes that were made.

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -506,9 +507,10 @@ class SlowStore(WrappedStore):
 
 
 def test_copies_that_a_planner_makes_count_against_the_budget(store: RecordingStore) -> None:
-    """20 tensors of 1 MiB, converted as they are resolved, a budget of 3 MiB and a slow store.
+    """40 tensors of 1 MiB, copied as they are resolved, a budget of 3 MiB and a slow store.
 
-    Of the copies no more are ever alive than the budget allows, and the two that are just being packed.
+    Of the copies no more are ever alive than one shard that is sent, one that was just sent and is being freed, one
+    that is packed, and the tensor that does not fit into it.
     """
     alive: set[str] = set()
     most = 0
@@ -522,9 +524,9 @@ def test_copies_that_a_planner_makes_count_against_the_budget(store: RecordingSt
             most = max(most, len(alive))
             return copy
 
-    state = {f"t{n:02}": torch.full((2**18,), float(n)) for n in range(20)}
+    state = {f"t{n:02}": torch.full((2**18,), float(n)) for n in range(40)}
     dcp.save(state, storage_writer=RemoteWriter(SlowStore(store), memory_budget_bytes=3 * 2**20), planner=Converting())
-    assert most <= 3 + 2
+    assert most <= 3 * 3 + 1
     assert equal(load(store), state)
 
 
@@ -611,17 +613,40 @@ def test_templates_that_ask_for_what_is_not_there(store: RecordingStore) -> None
 
 
 def test_a_checkpoint_that_is_not_there(store: RecordingStore, tmp_path: Path) -> None:
-    """Named with its URL by `load` and by the reader; under `dcp.load` torch keeps the words, and not the class."""
+    """Named with its URL, in a class of its own: by `load`, by `dcp.load`, and by metadata as soon as it is used."""
     for where in (store, f"file://{tmp_path}/nowhere"):
         url = where if isinstance(where, str) else where.url
-        for call in (lambda: load(where), lambda: RemoteReader(where).read_metadata()):  # noqa: B023  # called here
+
+        def loading(planner: DefaultLoadPlanner) -> BaseException:
+            return failure(lambda: dcp.load({}, storage_reader=RemoteReader(where), planner=planner))  # noqa: B023  # called here
+
+        def looking(call: Callable[[], object]) -> BaseException:
             with pytest.raises(CheckpointNotFoundError) as caught:
                 call()
-            assert url in str(caught.value)
-            assert isinstance(caught.value, FileNotFoundError)
-        message = str(failure(lambda: dcp.load({"x": 1}, storage_reader=RemoteReader(where))))  # noqa: B023  # called here
-        assert "There is no committed checkpoint here" in message
-        assert url in message
+            return caught.value
+
+        for error in (
+            looking(lambda: load(where)),  # noqa: B023  # called here
+            looking(lambda: RemoteReader(where).read_metadata().state_dict_metadata),  # noqa: B023  # called here
+            looking(lambda: RemoteReader(where).read_metadata().planner_data),  # noqa: B023  # called here
+            loading(DefaultLoadPlanner()),
+            loading(_EmptyStateDictLoadPlanner()),
+        ):
+            assert isinstance(error, CheckpointNotFoundError)
+            assert isinstance(error, FileNotFoundError)
+            assert "There is no committed checkpoint here" in str(error)
+            assert url in str(error)
+
+
+def test_a_reader_forgets_what_it_read_before(store: RecordingStore) -> None:
+    """A load that succeeded, then one of a checkpoint that is gone: nothing of the first is shown for the second."""
+    dcp.save({"x": 1}, storage_writer=RemoteWriter(store))
+    reader = RemoteReader(store)
+    dcp.load({"x": 0}, storage_reader=reader)
+    store.delete(["manifest.json"])
+    assert isinstance(failure(lambda: dcp.load({"x": 0}, storage_reader=reader)), CheckpointNotFoundError)
+    with pytest.raises(InvalidArgumentError, match="no load under way"):
+        reader.prepare_local_plan(LoadPlan([]))
 
 
 class Counter:
