@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from dcp_remote import errors
 
 if TYPE_CHECKING:
-    from dcp_remote.reader import RemoteReader, load
+    from dcp_remote.loading import load
+    from dcp_remote.reader import RemoteReader
     from dcp_remote.writer import RemoteWriter
 
 __all__ = ["RemoteReader", "RemoteWriter", "errors", "load"]
 
 # Resolved when first used, so that the command line starts without torch.
-_LAZY = {"RemoteReader": "reader", "RemoteWriter": "writer", "load": "reader"}
+_LAZY = {"RemoteReader": "reader", "RemoteWriter": "writer", "load": "loading"}
 
 
 def __getattr__(name: str) -> object:

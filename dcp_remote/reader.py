@@ -1,4 +1,4 @@
-"""RemoteReader and load: a checkpoint read back, at any world size, every byte verified.
+"""RemoteReader: a checkpoint read back by torch, at any world size, every byte verified.
 
 A reader does no collective of its own: torch does not tell it the process group, and a collective that somebody does
 not join is a hang. Every rank reads the manifest, then just the ranges that it needs.
@@ -6,44 +6,34 @@ not join is a hang. Every rank reads the manifest, then just the ranges that it 
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 import io
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_remote import commit
 from dcp_remote.checkpoint import read_manifest
 from dcp_remote.dcp_metadata import to_dcp_metadata
 from dcp_remote.errors import (
-    CheckpointNotFoundError,
     CommitConflictError,
-    CorruptCheckpointError,
     DcpRemoteError,
     InvalidArgumentError,
-    ObjectNotFoundError,
 )
 from dcp_remote.location import is_location, open_location, reopen_location, require_positive, require_shared
-from dcp_remote.manifest import JSON, RAW, Manifest
-from dcp_remote.objects import EncodedObject, Encoding, decode_object
+from dcp_remote.manifest import Manifest
 from dcp_remote.ranges import Box
-from dcp_remote.read_plan import Want
-from dcp_remote.reading import BytesTarget, Target, TensorTarget, read_targets
-from dcp_remote.serialization import decode_tensor, dtype_of, empty_tensor, narrow
+from dcp_remote.reading import Target, read_or_explain
 from dcp_remote.storage import ObjectStore
-from dcp_remote.storage.retrying import Deadline, RetryingStore
+from dcp_remote.targets import object_targets, tensor_target
 from dcp_remote.transfer import MEMORY_BUDGET_BYTES, RANGE_RETRY_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -253,131 +243,6 @@ class _UnreadMetadata(Metadata):
         raise self.error
 
 
-def load(
-    url: str | os.PathLike[str] | ObjectStore,
-    *,
-    keys: str | Sequence[str] | None = None,
-    allow_pickle: bool = False,
-    storage_options: Mapping[str, object] | None = None,
-    memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
-    timeout_seconds: float = RANGE_RETRY_SECONDS,
-) -> dict[str, Any]:
-    """Read a checkpoint, or part of it, without a template: whole tensors on the CPU, in the nesting that was saved.
-
-    For one process: a notebook, an export, an inspection. One GET for the manifest, and one per range of 8 MiB.
-
-    Args:
-        url: As for `RemoteWriter`.
-        keys: Names, or patterns of them such as `"model.*"`, as `dcp-remote show` lists them; None reads everything.
-        allow_pickle: Also load objects that only code can load.
-        storage_options: As for `RemoteWriter`.
-        memory_budget_bytes: Bound of the buffers beyond what is returned.
-        timeout_seconds: How long one request is tried again while the store fails.
-
-    Raises:
-        InvalidArgumentError: A name or pattern that fits nothing; says what is near.
-        CheckpointNotFoundError: No checkpoint is committed here.
-        CorruptCheckpointError: Bytes are not those that were written.
-    """
-    store = open_location(url, storage_options)
-    manifest = read_manifest(store, retry_seconds=timeout_seconds)
-    names = _chosen(list(manifest.names()), [keys] if isinstance(keys, str) else keys, store.url)
-    flat: dict[str, Any] = dict.fromkeys(names)
-    targets: list[Target] = []
-    for name in names:
-        number = manifest.tensors.index.get(name)
-        if number is None:
-            targets += object_targets(manifest, name, partial(flat.__setitem__, name), allow_pickle=allow_pickle)
-        else:
-            targets += _whole_tensor(manifest, number, flat, allow_pickle=allow_pickle)
-    read_or_explain(store, manifest, targets, memory_budget_bytes=memory_budget_bytes, retry_seconds=timeout_seconds)
-    if manifest.flatten is None:
-        return flat
-    nested: dict[str, Any] = {}
-    for name, value in flat.items():
-        set_element(nested, manifest.flatten.get(name, (name,)), value)
-    return nested
-
-
-def read_or_explain(
-    store: ObjectStore,
-    manifest: Manifest,
-    targets: Sequence[Target],
-    *,
-    memory_budget_bytes: int,
-    retry_seconds: float,
-) -> None:
-    """Read all targets; if a shard is gone, look whether the checkpoint still is what it was.
-
-    Raises:
-        CheckpointNotFoundError: It was removed or replaced while it was being read.
-        CorruptCheckpointError: It is still there, without one of its shards, or with other bytes.
-    """
-    try:
-        read_targets(store, manifest, targets, memory_budget_bytes=memory_budget_bytes, retry_seconds=retry_seconds)
-    except ObjectNotFoundError as error:
-        head = commit.look(RetryingStore(store, Deadline(retry_seconds))).head
-        if head is None or head.save_id != manifest.save_id:
-            raise CheckpointNotFoundError(
-                "The checkpoint was removed or replaced while it was being read; load again.",
-                url=store.url,
-                save_id=manifest.save_id,
-            ) from error
-        raise CorruptCheckpointError(
-            "A shard of the checkpoint is missing. Use another checkpoint.", url=store.url, cause=error
-        ) from error
-
-
-def object_targets(
-    manifest: Manifest, name: str, deliver: Callable[[object], None], *, allow_pickle: bool
-) -> list[Target]:
-    """What reads an object; nothing, if it stands in the manifest: then it is delivered at once."""
-    if name in manifest.inline:
-        deliver(decode_object(name, EncodedObject(JSON, manifest.inline[name]), allow_pickle=allow_pickle))
-        return []
-    stored = manifest.stored_index.get(name)
-    if stored is None:
-        raise InvalidArgumentError("There is no object of this name in the checkpoint.", object=name)
-    encoding = cast("Encoding", stored.encoding)  # `manifest_check` knows only these
-
-    def done(data: bytes) -> None:
-        deliver(decode_object(name, EncodedObject(encoding, data), allow_pickle=allow_pickle))
-
-    want = Want(stored.piece_first, stored.piece_first + stored.pieces, None)
-    return [BytesTarget(want, length=_want_bytes(manifest, want), done=done)]
-
-
-def tensor_target(
-    manifest: Manifest,
-    *,
-    tensor: int,
-    chunk: int,
-    box: Box,
-    resolve: Callable[[], torch.Tensor],
-    commit: Callable[[torch.Tensor], None],
-    allow_pickle: bool,
-) -> Target:
-    """What reads a box of a chunk; a tensor that is stored as a stream is read whole, then cut."""
-    kind = manifest.tensors.kind_of(tensor)
-    if kind.encoding == RAW:
-        return TensorTarget(manifest, tensor=tensor, chunk=chunk, box=box, resolve=resolve, commit=commit)
-    name, sizes = manifest.tensors.names[tensor], manifest.tensors.sizes_of(chunk)
-
-    def done(data: bytes) -> None:
-        source = decode_tensor(name, kind.encoding, data, sizes=sizes, allow_pickle=allow_pickle)
-        destination = resolve()
-        with torch.no_grad():
-            destination.copy_(narrow(source, box))
-        commit(destination)
-
-    want = Want(int(manifest.tensors.piece_first[chunk]), int(manifest.tensors.piece_first[chunk + 1]), None)
-    return BytesTarget(want, length=_want_bytes(manifest, want), done=done)
-
-
-def _want_bytes(manifest: Manifest, want: Want) -> int:
-    return int(manifest.pieces.length[want.piece_first : want.piece_stop].sum())
-
-
 def _chunk_of(manifest: Manifest, index: MetadataIndex) -> tuple[int, int]:
     tensors = manifest.tensors
     tensor = tensors.index.get(index.fqn)
@@ -393,62 +258,3 @@ def _chunk_of(manifest: Manifest, index: MetadataIndex) -> tuple[int, int]:
         if wanted is None or tensors.offsets_of(chunk) == wanted:
             return tensor, chunk
     raise InvalidArgumentError("There is no chunk of a tensor at this offset.", tensor=index.fqn, offsets=wanted)
-
-
-def _whole_tensor(manifest: Manifest, number: int, flat: dict[str, Any], *, allow_pickle: bool) -> list[Target]:
-    tensors = manifest.tensors
-    name, kind = tensors.names[number], tensors.kind_of(number)
-    first = int(tensors.chunk_first[number])
-    if kind.encoding != RAW:
-        want = Want(int(tensors.piece_first[first]), int(tensors.piece_first[first + 1]), None)
-
-        def done(data: bytes) -> None:
-            flat[name] = decode_tensor(
-                name, kind.encoding, data, sizes=tensors.shape_of(number), allow_pickle=allow_pickle
-            )
-
-        return [BytesTarget(want, length=_want_bytes(manifest, want), done=done)]
-    whole = empty_tensor(dtype_of(kind.dtype), tensors.shape_of(number))
-    flat[name] = whole
-    targets: list[Target] = []
-    for chunk in range(first, first + int(tensors.chunks[number])):
-        sizes = tensors.sizes_of(chunk)
-        if all(sizes):
-            part = narrow(whole, Box(tensors.offsets_of(chunk), sizes))
-            targets.append(
-                TensorTarget(
-                    manifest,
-                    tensor=number,
-                    chunk=chunk,
-                    box=Box((0,) * len(sizes), sizes),
-                    resolve=partial(_itself, part),
-                    commit=_nothing,
-                )
-            )
-    return targets
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _nothing(_tensor: torch.Tensor) -> None:
-    """A destination of our own needs no commit."""
-
-
-def _chosen(names: Sequence[str], patterns: Sequence[str] | None, url: str) -> list[str]:
-    if patterns is None:
-        return list(names)
-    chosen: set[str] = set()
-    for pattern in patterns:
-        found = {name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)}
-        if not found:
-            near = difflib.get_close_matches(pattern, names, n=3) or sorted({name.partition(".")[0] for name in names})
-            raise InvalidArgumentError(
-                "No entry of the checkpoint has this name, or fits this pattern.",
-                key=pattern,
-                near=", ".join(near[:10]),
-                url=url,
-            )
-        chosen |= found
-    return [name for name in names if name in chosen]

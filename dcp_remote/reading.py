@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-import torch
-
+from dcp_remote import commit
 from dcp_remote.digests import DIGEST_BYTES, block_bytes, block_count, block_digests, digest, piece_digest
-from dcp_remote.dtypes import ITEM_BYTES
-from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
+from dcp_remote.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+)
 from dcp_remote.manifest import Manifest
-from dcp_remote.ranges import Box, ByteRange, boxes_of_run, only_run
-from dcp_remote.read_plan import RangePlan, ReadPlan, Segment, Want, plan_reads, table_positions, want_box
-from dcp_remote.serialization import byte_view, copy_into, dtype_of, is_copied, narrow, tensor_from
-from dcp_remote.storage.base import ObjectStore
+from dcp_remote.ranges import ByteRange
+from dcp_remote.read_plan import RangePlan, ReadPlan, Segment, Want, plan_reads, table_positions
+from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.transfer import Fetch, Fetched, download
 
 
@@ -40,123 +42,6 @@ class Target(Protocol):
     def complete(self) -> None:
         """Everything has arrived and is verified."""
         ...
-
-
-class TensorTarget:
-    """A box of a chunk of a tensor, copied into a tensor of the box's shape.
-
-    Args:
-        manifest: Of the checkpoint.
-        tensor: Number of the tensor.
-        chunk: Number of the chunk.
-        box: Relative to the chunk; not empty.
-        resolve: Gives the destination; called once, when its first bytes are asked for.
-        commit: Called with the destination when it is complete.
-    """
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        *,
-        tensor: int,
-        chunk: int,
-        box: Box,
-        resolve: Callable[[], torch.Tensor],
-        commit: Callable[[torch.Tensor], None],
-    ) -> None:
-        """See the class."""
-        self._name = manifest.tensors.names[tensor]
-        self._sizes = manifest.tensors.sizes_of(chunk)
-        self._box = box
-        kind = manifest.tensors.kind_of(tensor)
-        self._item_bytes = ITEM_BYTES[kind.dtype]
-        self._dtype = dtype_of(kind.dtype)
-        self._resolve = resolve
-        self._commit = commit
-        self._destination: torch.Tensor | None = None
-        self._memory: memoryview | None = None
-        self._memory_start = 0
-        self.want = want_box(manifest, tensor=tensor, chunk=chunk, box=box)
-
-    def place(self, span: ByteRange) -> memoryview | None:
-        """Straight into the destination, where the span lies in the box as one run of its memory."""
-        self._resolved()
-        if self._memory is None:
-            return None
-        start, stop = span.start - self._memory_start, span.stop - self._memory_start
-        return self._memory[start:stop] if start >= 0 and stop <= len(self._memory) else None
-
-    def take(self, span: ByteRange, data: memoryview) -> None:
-        """Copy the part of the span that lies in the box, as at most `2 * dimensions - 1` boxes."""
-        destination, item = self._resolved(), self._item_bytes
-        first = span.start // item
-        for start, box in boxes_of_run(self._sizes, first, span.stop // item):
-            common = box.intersection(self._box)
-            if common is None:
-                continue
-            begin = (start - first) * item
-            source = tensor_from(data[begin : begin + box.elements * item], self._dtype, box.sizes)
-            copy_into(
-                narrow(destination, common.relative_to(self._box.offsets)),
-                narrow(source, common.relative_to(box.offsets)),
-            )
-
-    def complete(self) -> None:
-        """Hand the destination back."""
-        self._commit(self._resolved())
-
-    def _resolved(self) -> torch.Tensor:
-        if self._destination is not None:
-            return self._destination
-        destination = self._resolve().detach()
-        if tuple(destination.shape) != self._box.sizes:
-            raise InvalidArgumentError(
-                "The planner gave a tensor of another shape than it asked for.",
-                tensor=self._name,
-                asked=self._box.sizes,
-                given=tuple(destination.shape),
-            )
-        first = only_run(self._sizes, self._box)
-        if first is not None and destination.dtype == self._dtype and not is_copied(destination):
-            self._memory = byte_view(destination)
-            self._memory_start = first * self._item_bytes
-        self._destination = destination
-        return destination
-
-
-class BytesTarget:
-    """A whole object or stream, read into memory.
-
-    Args:
-        want: All its pieces.
-        length: In bytes.
-        done: Called with it when it is complete.
-    """
-
-    def __init__(self, want: Want, *, length: int, done: Callable[[bytes], None]) -> None:
-        """See the class."""
-        self.want = want
-        self._length = length
-        self._done = done
-        self._data: bytearray | None = None
-
-    def place(self, span: ByteRange) -> memoryview | None:
-        """Straight into the buffer."""
-        return memoryview(self._buffer())[span.start : span.stop]
-
-    def take(self, span: ByteRange, data: memoryview) -> None:
-        """Copy into the buffer."""
-        self._buffer()[span.start : span.stop] = data
-
-    def complete(self) -> None:
-        """Hand it over."""
-        self._done(bytes(self._buffer()))
-        self._data = None
-
-    def _buffer(self) -> bytearray:
-        if self._data is None:
-            self._data = bytearray(self._length)
-        return self._data
 
 
 def read_targets(
@@ -297,3 +182,32 @@ def _corrupt(fetch: Fetch[int] | Fetch[RangePlan], entry: str) -> CorruptCheckpo
         start=fetch.start,
         length=fetch.length,
     )
+
+
+def read_or_explain(
+    store: ObjectStore,
+    manifest: Manifest,
+    targets: Sequence[Target],
+    *,
+    memory_budget_bytes: int,
+    retry_seconds: float,
+) -> None:
+    """Read all targets; if a shard is gone, look whether the checkpoint still is what it was.
+
+    Raises:
+        CheckpointNotFoundError: It was removed or replaced while it was being read.
+        CorruptCheckpointError: It is still there, without one of its shards, or with other bytes.
+    """
+    try:
+        read_targets(store, manifest, targets, memory_budget_bytes=memory_budget_bytes, retry_seconds=retry_seconds)
+    except ObjectNotFoundError as error:
+        head = commit.look(RetryingStore(store, Deadline(retry_seconds))).head
+        if head is None or head.save_id != manifest.save_id:
+            raise CheckpointNotFoundError(
+                "The checkpoint was removed or replaced while it was being read; load again.",
+                url=store.url,
+                save_id=manifest.save_id,
+            ) from error
+        raise CorruptCheckpointError(
+            "A shard of the checkpoint is missing. Use another checkpoint.", url=store.url, cause=error
+        ) from error

@@ -44,6 +44,7 @@ ROOMS = [
     "read_plan",
     "commit",
     "checkpoint",
+    "reading",
     "cli.show",
     "cli.main",
     "cli.__init__",
@@ -60,7 +61,8 @@ ROOMS = [
     "location",
     "shard_writer",
     "writer",
-    "reading",
+    "targets",
+    "loading",
     "reader",
     "__init__",
     # Shipped for whoever writes a store: nothing above imports it.

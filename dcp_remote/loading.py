@@ -1,0 +1,137 @@
+"""`load`: a checkpoint read without a template, by one process."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+
+from dcp_remote.checkpoint import read_manifest
+from dcp_remote.errors import (
+    InvalidArgumentError,
+)
+from dcp_remote.location import open_location
+from dcp_remote.manifest import RAW, Manifest
+from dcp_remote.ranges import Box
+from dcp_remote.read_plan import Want
+from dcp_remote.reading import Target, read_or_explain
+from dcp_remote.serialization import (
+    decode_tensor,
+    dtype_of,
+    empty_tensor,
+    narrow,
+)
+from dcp_remote.storage import ObjectStore
+from dcp_remote.targets import BytesTarget, TensorTarget, object_targets, want_bytes
+from dcp_remote.transfer import MEMORY_BUDGET_BYTES, RANGE_RETRY_SECONDS
+
+
+def load(
+    url: str | os.PathLike[str] | ObjectStore,
+    *,
+    keys: str | Sequence[str] | None = None,
+    allow_pickle: bool = False,
+    storage_options: Mapping[str, object] | None = None,
+    memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
+    timeout_seconds: float = RANGE_RETRY_SECONDS,
+) -> dict[str, Any]:
+    """Read a checkpoint, or part of it, without a template: whole tensors on the CPU, in the nesting that was saved.
+
+    For one process: a notebook, an export, an inspection. One GET for the manifest, and one per range of 8 MiB.
+
+    Args:
+        url: As for `RemoteWriter`.
+        keys: Names, or patterns of them such as `"model.*"`, as `dcp-remote show` lists them; None reads everything.
+        allow_pickle: Also load objects that only code can load.
+        storage_options: As for `RemoteWriter`.
+        memory_budget_bytes: Bound of the buffers beyond what is returned.
+        timeout_seconds: How long one request is tried again while the store fails.
+
+    Raises:
+        InvalidArgumentError: A name or pattern that fits nothing; says what is near.
+        CheckpointNotFoundError: No checkpoint is committed here.
+        CorruptCheckpointError: Bytes are not those that were written.
+    """
+    store = open_location(url, storage_options)
+    manifest = read_manifest(store, retry_seconds=timeout_seconds)
+    names = _chosen(list(manifest.names()), [keys] if isinstance(keys, str) else keys, store.url)
+    flat: dict[str, Any] = dict.fromkeys(names)
+    targets: list[Target] = []
+    for name in names:
+        number = manifest.tensors.index.get(name)
+        if number is None:
+            targets += object_targets(manifest, name, partial(flat.__setitem__, name), allow_pickle=allow_pickle)
+        else:
+            targets += _whole_tensor(manifest, number, flat, allow_pickle=allow_pickle)
+    read_or_explain(store, manifest, targets, memory_budget_bytes=memory_budget_bytes, retry_seconds=timeout_seconds)
+    if manifest.flatten is None:
+        return flat
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        set_element(nested, manifest.flatten.get(name, (name,)), value)
+    return nested
+
+
+def _whole_tensor(manifest: Manifest, number: int, flat: dict[str, Any], *, allow_pickle: bool) -> list[Target]:
+    tensors = manifest.tensors
+    name, kind = tensors.names[number], tensors.kind_of(number)
+    first = int(tensors.chunk_first[number])
+    if kind.encoding != RAW:
+        want = Want(int(tensors.piece_first[first]), int(tensors.piece_first[first + 1]), None)
+
+        def done(data: bytes) -> None:
+            flat[name] = decode_tensor(
+                name, kind.encoding, data, sizes=tensors.shape_of(number), allow_pickle=allow_pickle
+            )
+
+        return [BytesTarget(want, length=want_bytes(manifest, want), done=done)]
+    whole = empty_tensor(dtype_of(kind.dtype), tensors.shape_of(number))
+    flat[name] = whole
+    targets: list[Target] = []
+    for chunk in range(first, first + int(tensors.chunks[number])):
+        sizes = tensors.sizes_of(chunk)
+        if all(sizes):
+            part = narrow(whole, Box(tensors.offsets_of(chunk), sizes))
+            targets.append(
+                TensorTarget(
+                    manifest,
+                    tensor=number,
+                    chunk=chunk,
+                    box=Box((0,) * len(sizes), sizes),
+                    resolve=partial(_itself, part),
+                    commit=_nothing,
+                )
+            )
+    return targets
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _nothing(_tensor: torch.Tensor) -> None:
+    """A destination of our own needs no commit."""
+
+
+def _chosen(names: Sequence[str], patterns: Sequence[str] | None, url: str) -> list[str]:
+    if patterns is None:
+        return list(names)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)}
+        if not found:
+            near = difflib.get_close_matches(pattern, names, n=3) or sorted({name.partition(".")[0] for name in names})
+            raise InvalidArgumentError(
+                "No entry of the checkpoint has this name, or fits this pattern.",
+                key=pattern,
+                near=", ".join(near[:10]),
+                url=url,
+            )
+        chosen |= found
+    return [name for name in names if name in chosen]

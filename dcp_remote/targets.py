@@ -1,0 +1,195 @@
+"""Where what is read goes: into tensors box by box, or into bytes that become an object or a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from dcp_remote.dtypes import ITEM_BYTES
+from dcp_remote.errors import (
+    InvalidArgumentError,
+)
+from dcp_remote.manifest import JSON, RAW, Manifest
+from dcp_remote.objects import EncodedObject, Encoding, decode_object
+from dcp_remote.ranges import Box, ByteRange, boxes_of_run, only_run
+from dcp_remote.read_plan import Want, want_box
+from dcp_remote.reading import Target
+from dcp_remote.serialization import (
+    byte_view,
+    copy_into,
+    decode_tensor,
+    dtype_of,
+    is_copied,
+    narrow,
+    tensor_from,
+)
+
+
+class TensorTarget:
+    """A box of a chunk of a tensor, copied into a tensor of the box's shape.
+
+    Args:
+        manifest: Of the checkpoint.
+        tensor: Number of the tensor.
+        chunk: Number of the chunk.
+        box: Relative to the chunk; not empty.
+        resolve: Gives the destination; called once, when its first bytes are asked for.
+        commit: Called with the destination when it is complete.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        tensor: int,
+        chunk: int,
+        box: Box,
+        resolve: Callable[[], torch.Tensor],
+        commit: Callable[[torch.Tensor], None],
+    ) -> None:
+        """See the class."""
+        self._name = manifest.tensors.names[tensor]
+        self._sizes = manifest.tensors.sizes_of(chunk)
+        self._box = box
+        kind = manifest.tensors.kind_of(tensor)
+        self._item_bytes = ITEM_BYTES[kind.dtype]
+        self._dtype = dtype_of(kind.dtype)
+        self._resolve = resolve
+        self._commit = commit
+        self._destination: torch.Tensor | None = None
+        self._memory: memoryview | None = None
+        self._memory_start = 0
+        self.want = want_box(manifest, tensor=tensor, chunk=chunk, box=box)
+
+    def place(self, span: ByteRange) -> memoryview | None:
+        """Straight into the destination, where the span lies in the box as one run of its memory."""
+        self._resolved()
+        if self._memory is None:
+            return None
+        start, stop = span.start - self._memory_start, span.stop - self._memory_start
+        return self._memory[start:stop] if start >= 0 and stop <= len(self._memory) else None
+
+    def take(self, span: ByteRange, data: memoryview) -> None:
+        """Copy the part of the span that lies in the box, as at most `2 * dimensions - 1` boxes."""
+        destination, item = self._resolved(), self._item_bytes
+        first = span.start // item
+        for start, box in boxes_of_run(self._sizes, first, span.stop // item):
+            common = box.intersection(self._box)
+            if common is None:
+                continue
+            begin = (start - first) * item
+            source = tensor_from(data[begin : begin + box.elements * item], self._dtype, box.sizes)
+            copy_into(
+                narrow(destination, common.relative_to(self._box.offsets)),
+                narrow(source, common.relative_to(box.offsets)),
+            )
+
+    def complete(self) -> None:
+        """Hand the destination back."""
+        self._commit(self._resolved())
+
+    def _resolved(self) -> torch.Tensor:
+        if self._destination is not None:
+            return self._destination
+        destination = self._resolve().detach()
+        if tuple(destination.shape) != self._box.sizes:
+            raise InvalidArgumentError(
+                "The planner gave a tensor of another shape than it asked for.",
+                tensor=self._name,
+                asked=self._box.sizes,
+                given=tuple(destination.shape),
+            )
+        first = only_run(self._sizes, self._box)
+        if first is not None and destination.dtype == self._dtype and not is_copied(destination):
+            self._memory = byte_view(destination)
+            self._memory_start = first * self._item_bytes
+        self._destination = destination
+        return destination
+
+
+class BytesTarget:
+    """A whole object or stream, read into memory.
+
+    Args:
+        want: All its pieces.
+        length: In bytes.
+        done: Called with it when it is complete.
+    """
+
+    def __init__(self, want: Want, *, length: int, done: Callable[[bytes], None]) -> None:
+        """See the class."""
+        self.want = want
+        self._length = length
+        self._done = done
+        self._data: bytearray | None = None
+
+    def place(self, span: ByteRange) -> memoryview | None:
+        """Straight into the buffer."""
+        return memoryview(self._buffer())[span.start : span.stop]
+
+    def take(self, span: ByteRange, data: memoryview) -> None:
+        """Copy into the buffer."""
+        self._buffer()[span.start : span.stop] = data
+
+    def complete(self) -> None:
+        """Hand it over."""
+        self._done(bytes(self._buffer()))
+        self._data = None
+
+    def _buffer(self) -> bytearray:
+        if self._data is None:
+            self._data = bytearray(self._length)
+        return self._data
+
+
+def object_targets(
+    manifest: Manifest, name: str, deliver: Callable[[object], None], *, allow_pickle: bool
+) -> list[Target]:
+    """What reads an object; nothing, if it stands in the manifest: then it is delivered at once."""
+    if name in manifest.inline:
+        deliver(decode_object(name, EncodedObject(JSON, manifest.inline[name]), allow_pickle=allow_pickle))
+        return []
+    stored = manifest.stored_index.get(name)
+    if stored is None:
+        raise InvalidArgumentError("There is no object of this name in the checkpoint.", object=name)
+    encoding = cast("Encoding", stored.encoding)  # `manifest_check` knows only these
+
+    def done(data: bytes) -> None:
+        deliver(decode_object(name, EncodedObject(encoding, data), allow_pickle=allow_pickle))
+
+    want = Want(stored.piece_first, stored.piece_first + stored.pieces, None)
+    return [BytesTarget(want, length=want_bytes(manifest, want), done=done)]
+
+
+def tensor_target(
+    manifest: Manifest,
+    *,
+    tensor: int,
+    chunk: int,
+    box: Box,
+    resolve: Callable[[], torch.Tensor],
+    commit: Callable[[torch.Tensor], None],
+    allow_pickle: bool,
+) -> Target:
+    """What reads a box of a chunk; a tensor that is stored as a stream is read whole, then cut."""
+    kind = manifest.tensors.kind_of(tensor)
+    if kind.encoding == RAW:
+        return TensorTarget(manifest, tensor=tensor, chunk=chunk, box=box, resolve=resolve, commit=commit)
+    name, sizes = manifest.tensors.names[tensor], manifest.tensors.sizes_of(chunk)
+
+    def done(data: bytes) -> None:
+        source = decode_tensor(name, kind.encoding, data, sizes=sizes, allow_pickle=allow_pickle)
+        destination = resolve()
+        with torch.no_grad():
+            destination.copy_(narrow(source, box))
+        commit(destination)
+
+    want = Want(int(manifest.tensors.piece_first[chunk]), int(manifest.tensors.piece_first[chunk + 1]), None)
+    return BytesTarget(want, length=want_bytes(manifest, want), done=done)
+
+
+def want_bytes(manifest: Manifest, want: Want) -> int:
+    """How many bytes all its pieces have."""
+    return int(manifest.pieces.length[want.piece_first : want.piece_stop].sum())
