@@ -27,9 +27,10 @@ def read_manifest(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECO
         content = RetryingStore(store, Deadline(retry_seconds)).get(MANIFEST_KEY, limit_bytes=STORED_BYTES_MAX)
     except ObjectNotFoundError as error:
         raise _not_found(store) from error
-    if manifest_json.decode_head(content.data).kind == manifest_json.TOMBSTONE:
+    manifest = manifest_json.decode(content.data)
+    if manifest is None:
         raise _not_found(store)
-    return manifest_json.decode(content.data)
+    return manifest
 
 
 def _not_found(store: ObjectStore) -> CheckpointNotFoundError:
@@ -39,6 +40,7 @@ def _not_found(store: ObjectStore) -> CheckpointNotFoundError:
     if reason:
         return CheckpointNotFoundError(reason)
     return CheckpointNotFoundError(
-        "There is no committed checkpoint here: no manifest. Shards that a save left when it was cut off are none.",
+        "There is no committed checkpoint here (no manifest.json). Is this the URL of a folder of checkpoints, or of "
+        "one that torch's own writer made? A save that was cut off leaves shards alone, which are none.",
         url=store.url,
     )

@@ -18,6 +18,7 @@ from dcp_remote.errors import (
     CommitUnknownError,
     ConditionFailedError,
     CorruptCheckpointError,
+    DcpRemoteError,
     ObjectNotFoundError,
     StorageError,
     TransientStorageError,
@@ -118,14 +119,14 @@ def commit(
     while True:
         try:
             store.put(MANIFEST_KEY, [body], condition=slot.version or "absent")
-        except StorageError as error:
+        except DcpRemoteError as error:
             failure = error
         else:
             return
         unclear |= isinstance(failure, TransientStorageError)
         try:
             now = look(store)
-        except StorageError as error:
+        except DcpRemoteError as error:
             if not unclear and not isinstance(failure, ConditionFailedError):
                 raise failure from None
             raise _unknown(store, save_id, failure) from error
@@ -150,7 +151,7 @@ def commit(
 
 
 def _lost(
-    store: ObjectStore, save_id: str, slot: Slot, now: Slot, failure: StorageError, *, unclear: bool
+    store: ObjectStore, save_id: str, slot: Slot, now: Slot, failure: DcpRemoteError, *, unclear: bool
 ) -> CommitConflictError | CommitUnknownError:
     # Told all saves since we looked, we know that ours is none of them. A manifest that was removed, or replaced by
     # something that cannot be read, tells nothing; and a long list forgets its end.
@@ -169,7 +170,7 @@ def _lost(
     )
 
 
-def _unknown(store: ObjectStore, save_id: str, failure: StorageError) -> CommitUnknownError:
+def _unknown(store: ObjectStore, save_id: str, failure: DcpRemoteError) -> CommitUnknownError:
     return CommitUnknownError(
         "The store never said whether the checkpoint was committed. Look before you save again: it exists if its "
         "manifest names this save.",

@@ -7,7 +7,7 @@ into a manifest, and a reader turns the manifest back. Nothing of torch's is cha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_remote.digests import DIGEST_BYTES
-from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError
-from dcp_remote.manifest import Manifest, Pieces, Shards, StoredObject, TensorKind, Tensors
+from dcp_remote.errors import InvalidArgumentError, SaveFailedError, UnsupportedFormatError
+from dcp_remote.manifest import RAW, Manifest, Pieces, Shards, StoredObject, TensorKind, Tensors
 from dcp_remote.ranges import I64, firsts, joined
 from dcp_remote.report import RankReport
 from dcp_remote.serialization import dtype_name, dtype_of
@@ -45,7 +45,11 @@ class SaveInfo:
 
 
 def to_dcp_metadata(manifest: Manifest) -> Metadata:
-    """The `Metadata` that was saved, without `storage_data`: where bytes are is the reader's own business."""
+    """The `Metadata` that was saved, without `storage_data`: where bytes are is the reader's own business.
+
+    Raises:
+        UnsupportedFormatError: A tensor has a layout or memory format that this torch does not know.
+    """
     tensors = manifest.tensors
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     properties = [_properties(kind) for kind in tensors.kinds]
@@ -74,8 +78,9 @@ def _properties(kind: TensorKind) -> TensorProperties:
     layout = getattr(torch, kind.layout, None)
     memory_format = _MEMORY_FORMATS.get(kind.memory_format)
     if not isinstance(layout, torch.layout) or memory_format is None:
-        raise CorruptCheckpointError(
-            "The manifest is damaged: a tensor has an unknown layout or memory format.",
+        # The manifest's digest was right: a newer torch, or a newer version of ours, has more of them.
+        raise UnsupportedFormatError(
+            "A tensor has a layout or memory format that is unknown here; load it with a newer torch or dcp_remote.",
             layout=kind.layout[:100],
             memory_format=kind.memory_format[:100],
         )
@@ -92,7 +97,8 @@ def to_manifest(dcp_metadata: Metadata, reports: Sequence[RankReport], info: Sav
     """Put together what was planned and what was written; called by the coordinator.
 
     Every chunk of every tensor, and every object, must have been written by some rank, with the dtype that was planned:
-    torch itself does not check that. The first rank that wrote a chunk counts.
+    torch itself does not check that. The first rank that wrote a chunk counts; shards of which then nothing is needed
+    are left out, and are orphans.
 
     Args:
         dcp_metadata: torch's; not changed, and no reference to it is kept.
@@ -101,16 +107,17 @@ def to_manifest(dcp_metadata: Metadata, reports: Sequence[RankReport], info: Sav
 
     Raises:
         SaveFailedError: A gap, or another dtype than planned; names the tensor.
-        InvalidArgumentError: The planner's own data is not a flatten mapping and cannot be stored safely.
+        InvalidArgumentError: The planner's own data is not a flatten mapping and cannot be stored safely; or a
+            tensor has a memory format that the format has no word for.
     """
     planned = {n: m for n, m in dcp_metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
     objects = [n for n in dcp_metadata.state_dict_metadata if n not in planned]
     tensors, written = _tensors(planned, reports)
     shard_first = firsts(np.array([len(report.shards.keys) for report in reports], dtype=np.int64))
     piece_first = firsts(np.array([len(report.pieces.shard) for report in reports], dtype=np.int64))
-    inline, stored, object_pieces = _objects(objects, reports, piece_first)
+    inline, stored, object_pieces = _objects(objects, reports, piece_first, first=len(written))
     pieces = _pieces(reports, shard_first, np.concatenate([written, object_pieces]))
-    stored = _renumbered(stored, len(written))
+    named, shard = np.unique(pieces.shard, return_inverse=True)
     order = {name: position for position, name in enumerate(dcp_metadata.state_dict_metadata)}
     return Manifest(
         save_id=info.save_id,
@@ -118,9 +125,9 @@ def to_manifest(dcp_metadata: Metadata, reports: Sequence[RankReport], info: Sav
         created=info.created,
         writer=info.writer,
         world_size=len(reports),
-        shards=_shards(reports),
+        shards=_shards(reports, named),
         tensors=tensors,
-        pieces=pieces,
+        pieces=replace(pieces, shard=shard),
         inline=inline,
         stored=stored,
         positions=tuple(order[name] for name in (*inline, *(item.name for item in stored))),
@@ -133,7 +140,7 @@ def _tensors(planned: Mapping[str, TensorStorageMetadata], reports: Sequence[Ran
     encodings = _checked_encodings(planned, reports)
     kinds: dict[TensorKind, int] = {}
     kind = [
-        kinds.setdefault(_kind(meta.properties, encodings.get(name, "raw")), len(kinds))
+        kinds.setdefault(_kind(name, meta.properties, encodings.get(name, RAW)), len(kinds))
         for name, meta in planned.items()
     ]
     metas = list(planned.values())
@@ -173,10 +180,15 @@ def _tensors(planned: Mapping[str, TensorStorageMetadata], reports: Sequence[Ran
     return tensors, joined(starts[located] if len(starts) else counts, counts)
 
 
-def _kind(properties: TensorProperties, encoding: str) -> TensorKind:
-    memory_format = next(
-        (name for name, value in _MEMORY_FORMATS.items() if value == properties.memory_format), "contiguous"
-    )
+def _kind(tensor: str, properties: TensorProperties, encoding: str) -> TensorKind:
+    memory_format = next((name for name, value in _MEMORY_FORMATS.items() if value == properties.memory_format), None)
+    if memory_format is None:
+        raise InvalidArgumentError(
+            "A tensor has a memory format that a checkpoint cannot hold.",
+            tensor=tensor,
+            memory_format=properties.memory_format,
+            known=", ".join(_MEMORY_FORMATS),
+        )
     return TensorKind(
         dtype=dtype_name(properties.dtype),
         encoding=encoding,
@@ -253,12 +265,12 @@ def _flat(values: Iterable[Iterable[int]]) -> I64:
 
 
 def _objects(
-    names: Sequence[str], reports: Sequence[RankReport], piece_first: I64
+    names: Sequence[str], reports: Sequence[RankReport], piece_first: I64, *, first: int
 ) -> tuple[dict[str, bytes], tuple[StoredObject, ...], I64]:
     inline_by_name = {name: text for report in reversed(reports) for name, text in report.inline.items()}
     stored_by_name = {
-        item.name: (item, int(first))
-        for report, first in zip(reversed(reports), reversed(piece_first[:-1].tolist()), strict=True)
+        item.name: (item, base)
+        for report, base in zip(reversed(reports), reversed(piece_first[:-1].tolist()), strict=True)
         for item in report.stored
     }
     inline: dict[str, bytes] = {}
@@ -268,20 +280,13 @@ def _objects(
         if name in inline_by_name:
             inline[name] = inline_by_name[name]
         elif name in stored_by_name:
-            item, first = stored_by_name[name]
-            stored.append(StoredObject(name, item.encoding, 0, item.pieces))
-            pieces.append(first + item.piece_first + np.arange(item.pieces, dtype=np.int64))
+            item, base = stored_by_name[name]
+            stored.append(StoredObject(name, item.encoding, first, item.pieces))
+            pieces.append(base + item.piece_first + np.arange(item.pieces, dtype=np.int64))
+            first += item.pieces
         else:
             raise SaveFailedError("No rank wrote an object; nothing was committed.", object=name, ranks=len(reports))
     return inline, tuple(stored), np.concatenate(pieces)
-
-
-def _renumbered(stored: Sequence[StoredObject], piece: int) -> tuple[StoredObject, ...]:
-    result: list[StoredObject] = []
-    for item in stored:
-        result.append(StoredObject(item.name, item.encoding, piece, item.pieces))
-        piece += item.pieces
-    return tuple(result)
 
 
 def _pieces(reports: Sequence[RankReport], shard_first: I64, chosen: I64) -> Pieces:
@@ -291,23 +296,27 @@ def _pieces(reports: Sequence[RankReport], shard_first: I64, chosen: I64) -> Pie
     )
     start = np.concatenate([none, *(report.pieces.start for report in reports)])
     length = np.concatenate([none, *(report.pieces.length for report in reports)])
+    table = np.concatenate([none, *(report.pieces.table for report in reports)])
     digests = np.frombuffer(b"".join(report.pieces.digests for report in reports), dtype=np.uint8)
     return Pieces(
         shard=shard[chosen],
         start=start[chosen],
         length=length[chosen],
+        table=table[chosen],
         digests=digests.reshape(-1, DIGEST_BYTES)[chosen].tobytes(),
     )
 
 
-def _shards(reports: Sequence[RankReport]) -> Shards:
+def _shards(reports: Sequence[RankReport], named: I64) -> Shards:
     none = np.zeros(0, dtype=np.int64)
+    keys = [key for report in reports for key in report.shards.keys]
+    digests = np.frombuffer(b"".join(report.shards.table_digests for report in reports), dtype=np.uint8)
     return Shards(
-        keys=tuple(key for report in reports for key in report.shards.keys),
-        sizes=np.concatenate([none, *(report.shards.sizes for report in reports)]),
-        data_starts=np.concatenate([none, *(report.shards.data_starts for report in reports)]),
-        table_lengths=np.concatenate([none, *(report.shards.table_lengths for report in reports)]),
-        table_digests=b"".join(report.shards.table_digests for report in reports),
+        keys=tuple(keys[shard] for shard in named.tolist()),
+        sizes=np.concatenate([none, *(report.shards.sizes for report in reports)])[named],
+        data_starts=np.concatenate([none, *(report.shards.data_starts for report in reports)])[named],
+        table_lengths=np.concatenate([none, *(report.shards.table_lengths for report in reports)])[named],
+        table_digests=digests.reshape(-1, DIGEST_BYTES)[named].tobytes(),
     )
 
 

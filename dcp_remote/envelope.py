@@ -80,6 +80,8 @@ def _decompress(data: bytes) -> bytes:
             raise CorruptCheckpointError(
                 "The manifest is larger than any manifest.", bytes=size_bytes, limit_bytes=DOCUMENT_BYTES_MAX
             )
-        return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES_MAX).decompress(data)
+        # One frame, and nothing behind it: bytes that no digest covers are nobody's.
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES_MAX)
+        return decompressor.decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptCheckpointError("The manifest is damaged: it cannot be decompressed.", cause=error) from error

@@ -48,10 +48,12 @@ class DcpRemoteError(Exception):
 
     def __str__(self) -> str:
         """`what. key=value key=value`."""
-        if not self.details:
-            return self.what
-        values = " ".join(f"{name}={value!r}" for name, value in self.details.items())
-        return f"{self.what} {values}"
+        values = (f"{name}={value!r}" for name, value in self.details.items() if value is not None)
+        return " ".join([self.what, *values])
+
+    def __repr__(self) -> str:
+        """With what `str` says: torch's `CheckpointException.failures` shows errors so."""
+        return f"{type(self).__name__}({str(self)!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild from the message and the details alone; notes and attributes that others set are not carried."""
@@ -65,7 +67,10 @@ def _rebuild(kind: type[_Error], what: str, details: dict[str, Detail]) -> _Erro
 def _plain(value: object) -> Detail:
     if value is None or type(value) in (str, int, float, bool):
         return value  # type: ignore[return-value]  # the types were compared by identity, which mypy does not follow
-    return f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else str(value)
+    try:
+        return f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else str(value)
+    except Exception:  # noqa: BLE001  # an error is told even if one of its values cannot be
+        return f"<{type(value).__name__}>"
 
 
 class CheckpointNotFoundError(DcpRemoteError, FileNotFoundError):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
+import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,20 +12,14 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 
 from dcp_remote.checkpoint import read_manifest
-from dcp_remote.errors import (
-    InvalidArgumentError,
-)
-from dcp_remote.location import open_location
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.location import Location, require_budget, require_timeout
 from dcp_remote.manifest import RAW, Manifest
+from dcp_remote.names import chosen_names
 from dcp_remote.ranges import Box
 from dcp_remote.read_plan import Want
 from dcp_remote.reading import Target, read_or_explain
-from dcp_remote.serialization import (
-    decode_tensor,
-    dtype_of,
-    empty_tensor,
-    narrow,
-)
+from dcp_remote.serialization import decode_tensor, dtype_name, dtype_of, empty_tensor, narrow
 from dcp_remote.storage import ObjectStore
 from dcp_remote.targets import BytesTarget, TensorTarget, object_targets, want_bytes
 from dcp_remote.transfer import MEMORY_BUDGET_BYTES, RANGE_RETRY_SECONDS
@@ -48,19 +41,26 @@ def load(
     Args:
         url: As for `RemoteWriter`.
         keys: Names, or patterns of them such as `"model.*"`, as `dcp-remote show` lists them; None reads everything.
+            What was not chosen is left out; but places of a list that were not chosen are None, so that what was
+            chosen keeps its index.
         allow_pickle: Also load objects that only code can load.
         storage_options: As for `RemoteWriter`.
         memory_budget_bytes: Bound of the buffers beyond what is returned.
         timeout_seconds: How long one request is tried again while the store fails.
 
     Raises:
-        InvalidArgumentError: A name or pattern that fits nothing; says what is near.
+        InvalidArgumentError: A name or pattern that fits nothing (says what is near), a tensor that does not fit into
+            memory (nothing was read then), or a bound that is not above zero.
         CheckpointNotFoundError: No checkpoint is committed here.
         CorruptCheckpointError: Bytes are not those that were written.
     """
-    store = open_location(url, storage_options)
+    require_budget(memory_budget_bytes)
+    require_timeout(timeout_seconds)
+    store = Location.of(url, storage_options).store
     manifest = read_manifest(store, retry_seconds=timeout_seconds)
-    names = _chosen(list(manifest.names()), [keys] if isinstance(keys, str) else keys, store.url)
+    names = list(manifest.names())
+    if keys is not None:
+        names = chosen_names(names, [keys] if isinstance(keys, str) else keys, paths=manifest.flatten)
     flat: dict[str, Any] = dict.fromkeys(names)
     targets: list[Target] = []
     for name in names:
@@ -91,8 +91,7 @@ def _whole_tensor(manifest: Manifest, number: int, flat: dict[str, Any], *, allo
             )
 
         return [BytesTarget(want, length=want_bytes(manifest, want), done=done)]
-    whole = empty_tensor(dtype_of(kind.dtype), tensors.shape_of(number))
-    flat[name] = whole
+    whole = flat[name] = _empty(name, dtype_of(kind.dtype), tensors.shape_of(number))
     targets: list[Target] = []
     for chunk in range(first, first + int(tensors.chunks[number])):
         sizes = tensors.sizes_of(chunk)
@@ -111,27 +110,25 @@ def _whole_tensor(manifest: Manifest, number: int, flat: dict[str, Any], *, allo
     return targets
 
 
+def _empty(name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+    try:
+        return empty_tensor(dtype, sizes)
+    except RuntimeError as error:
+        # What torch's allocator raises on the CPU; of the tensor it says nothing.
+        raise InvalidArgumentError(
+            "A tensor does not fit into the memory of this process. Choose what to load by `keys`, or load into the "
+            "shards of several ranks with RemoteReader.",
+            tensor=name,
+            bytes=math.prod(sizes) * dtype.itemsize,
+            shape=sizes,
+            dtype=dtype_name(dtype),
+            cause=error,
+        ) from error
+
+
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 def _nothing(_tensor: torch.Tensor) -> None:
     """A destination of our own needs no commit."""
-
-
-def _chosen(names: Sequence[str], patterns: Sequence[str] | None, url: str) -> list[str]:
-    if patterns is None:
-        return list(names)
-    chosen: set[str] = set()
-    for pattern in patterns:
-        found = {name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)}
-        if not found:
-            near = difflib.get_close_matches(pattern, names, n=3) or sorted({name.partition(".")[0] for name in names})
-            raise InvalidArgumentError(
-                "No entry of the checkpoint has this name, or fits this pattern.",
-                key=pattern,
-                near=", ".join(near[:10]),
-                url=url,
-            )
-        chosen |= found
-    return [name for name in names if name in chosen]

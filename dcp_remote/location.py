@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import torch.distributed as dist
 
@@ -13,41 +16,56 @@ from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.url import parse_url
 
 
-def open_location(url: str | os.PathLike[str] | ObjectStore, options: Mapping[str, object] | None) -> ObjectStore:
-    """The store of a URL, or the one given."""
-    if isinstance(url, ObjectStore):
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A store, and how to open another like it.
+
+    Attributes:
+        store: Opened at the checkpoint.
+        options: Of the URL that it was opened by; None if the store itself was given.
+    """
+
+    store: ObjectStore
+    options: Mapping[str, object] | None = field(repr=False)  # some are secrets
+
+    @classmethod
+    def of(cls, url: str | os.PathLike[str] | ObjectStore, options: Mapping[str, object] | None) -> Self:
+        """Of a URL, or of a store.
+
+        Raises:
+            InvalidArgumentError: The URL or an option is wrong, or there are options beside a store.
+        """
+        if not isinstance(url, ObjectStore):
+            return cls(open_store(url, options), dict(options or {}))
         if options:
             raise InvalidArgumentError("storage_options go with a URL; this store has its own.", url=url.url)
-        return url
-    return open_store(url, options)
+        return cls(url, None)
 
+    def moved_to(self, checkpoint_id: str | os.PathLike[str]) -> Self:
+        """Another URL, with the same options.
 
-def reopen_location(
-    store: ObjectStore, checkpoint_id: str | os.PathLike[str], options: Mapping[str, object] | None, *, given: bool
-) -> ObjectStore:
-    """The store of another URL, for a reader or writer that was made for one.
-
-    Raises:
-        InvalidArgumentError: A plain path, where the other one is a URL; or `store` was given as such, so that nothing
-            is known of how to open another like it.
-    """
-    parsed = parse_url(checkpoint_id)
-    if parsed.canonical == store.url:
-        return store
-    if given:
-        raise InvalidArgumentError(
-            "checkpoint_id is not the URL of the store that this reader or writer was given. Give it the other store.",
-            checkpoint_id=parsed.canonical,
-            url=store.url,
-        )
-    plain = isinstance(checkpoint_id, Path) or "://" not in os.fspath(checkpoint_id)
-    if plain and not store.url.startswith("file:"):
-        raise InvalidArgumentError(
-            "checkpoint_id is a plain path, but this reader or writer is for a URL. Pass the whole URL.",
-            checkpoint_id=os.fspath(checkpoint_id),
-            url=store.url,
-        )
-    return open_store(checkpoint_id, options)
+        Raises:
+            InvalidArgumentError: A plain path, where this one is a URL: torch would make it a local folder; or the
+                store was given as such, so that nothing is known of how to open another like it.
+        """
+        parsed = parse_url(checkpoint_id)
+        if parsed.canonical == self.store.url:
+            return self
+        if self.options is None:
+            raise InvalidArgumentError(
+                "checkpoint_id is not the URL of the store that this reader or writer was given. Give it the other "
+                "store.",
+                checkpoint_id=parsed.canonical,
+                url=self.store.url,
+            )
+        plain = isinstance(checkpoint_id, Path) or "://" not in os.fspath(checkpoint_id)
+        if plain and not self.store.url.startswith("file:"):
+            raise InvalidArgumentError(
+                "checkpoint_id is a plain path, but this reader or writer is for a URL. Pass the whole URL.",
+                checkpoint_id=os.fspath(checkpoint_id),
+                url=self.store.url,
+            )
+        return type(self)(open_store(checkpoint_id, self.options), self.options)
 
 
 def is_location(checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -74,12 +92,23 @@ def require_shared(store: ObjectStore) -> None:
         )
 
 
-def require_positive(**values: float) -> None:
-    """Refuse a number that would wait for nothing, or hold nothing.
+def require_budget(memory_budget_bytes: int) -> None:
+    """Refuse what is no number of bytes.
 
     Raises:
-        InvalidArgumentError: One of them is not above zero; names it.
+        InvalidArgumentError: Not an integer above zero.
     """
-    for name, value in values.items():
-        if not value > 0:
-            raise InvalidArgumentError(f"{name} must be above zero.", value=value)
+    if type(memory_budget_bytes) is not int or memory_budget_bytes <= 0:
+        raise InvalidArgumentError(
+            "memory_budget_bytes must be an integer above zero.", memory_budget_bytes=memory_budget_bytes
+        )
+
+
+def require_timeout(timeout_seconds: float) -> None:
+    """Refuse what nobody can wait for.
+
+    Raises:
+        InvalidArgumentError: Not above zero, or longer than a thread can wait (292 years).
+    """
+    if not 0 < timeout_seconds <= threading.TIMEOUT_MAX:
+        raise InvalidArgumentError("timeout_seconds must be above zero, and finite.", timeout_seconds=timeout_seconds)

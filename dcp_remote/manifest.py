@@ -18,6 +18,9 @@ from dcp_remote.ranges import I64, firsts
 
 MANIFEST_KEY = "manifest.json"
 
+# A lost answer is settled by finding our save among those replaced since; so many may overwrite it meanwhile.
+REPLACES_MAX = 64
+
 # torch's own limit of dimensions is 64.
 DIMENSIONS_MAX = 64
 
@@ -76,11 +79,21 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Contiguous bytes in shards: those of all chunks in their order, then those of stored objects."""
+    """Contiguous bytes in shards: those of all chunks in their order, then those of stored objects.
+
+    Attributes:
+        shard: Index of the shard that each lies in.
+        start: Its first byte, in the shard.
+        length: Its bytes.
+        table: Its first entry in its shard's block table, counted in digests; 0 if it is one block, which has none.
+            Said here, because a table may also hold the digests of pieces that this manifest does not name.
+        digests: 16 bytes each, one after another.
+    """
 
     shard: I64
     start: I64
     length: I64
+    table: I64
     digests: bytes
 
     def digest(self, piece: int) -> bytes:
@@ -176,12 +189,13 @@ class Manifest:
     """One checkpoint.
 
     Attributes:
-        save_id: Of the save that wrote it; 32 hex digits, fresh for each save.
-        replaces: The saves whose manifests this one and its predecessors replaced, newest first.
+        save_id: Of the save that wrote it; 32 lower-case hex digits, fresh for each save.
+        replaces: The saves whose manifests this one and its predecessors replaced, newest first; at most
+            `REPLACES_MAX`.
         created: UTC, ISO 8601, by the coordinator's clock; information only.
         writer: What wrote it: names and versions.
         world_size: Ranks that saved.
-        shards: See there.
+        shards: Those that pieces lie in.
         tensors: See there.
         pieces: See there.
         inline: Small objects: name to the JSON text of its value.

@@ -8,19 +8,33 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from dcp_remote.columns import VALUE_MAX
-from dcp_remote.digests import DIGEST_BYTES, table_entries
+from dcp_remote.digests import BLOCK_BYTES_MIN, DIGEST_BYTES, table_entries
 from dcp_remote.dtypes import ITEM_BYTES
 from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
-from dcp_remote.manifest import JSON, PICKLE, RAW, TORCH, Manifest, Pieces, Shards, TensorKind, Tensors
+from dcp_remote.manifest import (
+    JSON,
+    PICKLE,
+    RAW,
+    REPLACES_MAX,
+    TORCH,
+    Manifest,
+    Pieces,
+    Shards,
+    TensorKind,
+    Tensors,
+)
 from dcp_remote.tiling import Comparisons, why_not_tiled
 
 # Keys are relative to the checkpoint (or run), and nothing that could leave it.
 _SHARD_KEY = re.compile(r"shards/[0-9a-f]{2}/[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors")
+
+_SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 # 8 bytes of header length and "{}" come before any block table.
 _HEADER_BYTES_MIN = 10
@@ -38,6 +52,7 @@ def check(manifest: Manifest) -> Manifest:
         CorruptCheckpointError: It contradicts itself; the message says where.
         UnsupportedFormatError: It names a dtype or an encoding that this version does not know.
     """
+    check_saves(manifest.save_id, manifest.replaces)
     _check_shards(manifest.shards)
     _check_kinds(manifest.tensors.kinds)
     _check_tensors(manifest.tensors)
@@ -46,10 +61,25 @@ def check(manifest: Manifest) -> Manifest:
     _check_flatten(manifest)
     if not 1 <= manifest.world_size <= VALUE_MAX:
         raise _damaged("there cannot be so many ranks", world_size=manifest.world_size)
+    if not all(0 <= rank < manifest.world_size for rank in manifest.per_rank):
+        raise _damaged("objects are those of a rank that did not save", ranks=list(manifest.per_rank)[:10])
     run = manifest.run
     if run and not all(0 <= number <= VALUE_MAX for number in (run.step, run.token, run.revision)):
         raise _damaged("a number of the run is out of bounds", step=run.step, token=run.token, revision=run.revision)
     return manifest
+
+
+def check_saves(save_id: str, replaces: Sequence[str]) -> None:
+    """Check what settles a commit; it stands in tombstones, too.
+
+    Raises:
+        CorruptCheckpointError: A `save_id` is not 32 lower-case hex digits, or more than `REPLACES_MAX` are replaced.
+    """
+    if len(replaces) > REPLACES_MAX:
+        raise _damaged("it replaces more saves than are kept", replaces=len(replaces), replaces_max=REPLACES_MAX)
+    for one in (save_id, *replaces):
+        if not _SAVE_ID.fullmatch(one):
+            raise _damaged("a save_id is not 32 lower-case hex digits", save_id=one[:100])
 
 
 def _damaged(what: str, **details: object) -> CorruptCheckpointError:
@@ -67,6 +97,9 @@ def _check_shards(shards: Shards) -> None:
     headers = shards.data_starts - shards.table_lengths
     if bool((headers < _HEADER_BYTES_MIN).any() or (shards.data_starts > shards.sizes).any()):
         raise _damaged("a block table lies outside its shard")
+    # A table is read whole. A piece that has entries is longer than a block, and so than half its entries' blocks.
+    if bool((shards.table_lengths // DIGEST_BYTES * BLOCK_BYTES_MIN > 2 * (shards.sizes - shards.data_starts)).any()):
+        raise _damaged("a block table is larger than that of any data in its shard")
     # In floats, which do not wrap around: no sum of lengths of pieces that lie in shards can do so then, either.
     if float(shards.sizes.sum(dtype=np.float64)) > VALUE_MAX:
         raise _damaged("the shards are larger than any store")
@@ -134,9 +167,10 @@ def _check_pieces(manifest: Manifest) -> None:
 def _check_tables(shards: Shards, pieces: Pieces) -> None:
     lengths, inverse = np.unique(pieces.length, return_inverse=True)
     entries = np.array([table_entries(length) for length in lengths.tolist()], dtype=np.int64)[inverse]
-    needed = np.bincount(pieces.shard, weights=entries, minlength=len(shards.keys)) if len(entries) else 0
-    if bool((shards.table_lengths != np.asarray(needed, dtype=np.float64) * DIGEST_BYTES).any()):
-        raise _damaged("a block table does not have the digests of its shard's pieces")
+    # Each piece by itself: the table may also hold the digests of pieces that this manifest does not name.
+    outside = pieces.table + entries > shards.table_lengths[pieces.shard] // DIGEST_BYTES
+    if bool(np.where(entries > 0, outside, pieces.table != 0).any()):
+        raise _damaged("the digests of a piece's blocks lie outside the block table of its shard")
 
 
 def _check_chunk_lengths(tensors: Tensors, pieces: Pieces) -> None:

@@ -27,24 +27,22 @@ from dcp_remote.manifest import (
     TensorKind,
     Tensors,
 )
-from dcp_remote.manifest_check import check
+from dcp_remote.manifest import REPLACES_MAX as REPLACES_MAX  # noqa: PLC0414  # for commits, which read heads here
+from dcp_remote.manifest_check import check, check_saves
 from dcp_remote.ranges import I64, MiB
 
 _T = TypeVar("_T")
 
 FORMAT = "dcp_remote manifest"
-# Stays a draft until retention, gc and dedup are built; a draft is read only by the version that wrote it.
-VERSION = "1-draft"
+# Stays a draft until retention, gc and dedup are built. Every change of a draft takes the next number, and a draft is
+# read only by what writes it.
+VERSION = "1-draft.1"
 FEATURES: frozenset[str] = frozenset()
 
 CHECKPOINT, TOMBSTONE = "checkpoint", "tombstone"
 
 # Notes, not data: as Python objects they take up to 30 times their length.
 USER_BYTES_MAX = 1 * MiB
-
-# A lost answer is settled by finding our save among those replaced since; so many may overwrite it meanwhile.
-REPLACES_MAX = 64
-
 
 # A rank of a billion is none.
 _RANK_DIGITS_MAX = 9
@@ -95,6 +93,7 @@ class _Pieces(msgspec.Struct):
     shard: str
     start: str
     length: str
+    table: str
     digests: str
 
 
@@ -198,6 +197,7 @@ def encode(manifest: Manifest) -> bytes:
             shard=encode_column(pieces.shard),
             start=encode_column(pieces.start),
             length=encode_column(pieces.length),
+            table=encode_column(pieces.table),
             digests=encode_bytes(pieces.digests),
         ),
         objects=_Objects(
@@ -232,8 +232,8 @@ def decode_head(data: bytes) -> Head:
     return _head(unseal(data))
 
 
-def decode(data: bytes) -> Manifest:
-    """Read and check a document.
+def decode(data: bytes) -> Manifest | None:
+    """Read and check a document; None is a tombstone, and says that there is no checkpoint.
 
     Raises:
         CorruptCheckpointError: Truncated, damaged, or it contradicts itself.
@@ -241,6 +241,8 @@ def decode(data: bytes) -> Manifest:
     """
     text = unseal(data)
     head = _head(text)
+    if head.kind == TOMBSTONE:
+        return None
     if head.kind != CHECKPOINT:
         raise CorruptCheckpointError("The manifest is not that of a checkpoint.", kind=head.kind)
     document = _parse(text, _Document)
@@ -277,7 +279,12 @@ def decode(data: bytes) -> Manifest:
 
 
 def tombstone(save_id: str, replaces: tuple[str, ...]) -> bytes:
-    """The document that takes the place of a manifest so that no save that saw the place empty can commit."""
+    """The document that takes the place of a manifest so that no save that saw the place empty can commit.
+
+    Raises:
+        CorruptCheckpointError: A `save_id` is none, or there are too many, which is a bug of whoever made it.
+    """
+    check_saves(save_id, replaces)
     head = _Head(format=FORMAT, version=VERSION, kind=TOMBSTONE, save_id=save_id, replaces=list(replaces))
     return seal(msgspec.json.encode(head))
 
@@ -295,7 +302,8 @@ def _head(text: bytes) -> Head:
             known_version=VERSION,
             unknown_features=", ".join(unknown)[:300] or None,
         )
-    return Head(head.kind, head.save_id, tuple(head.replaces[:REPLACES_MAX]))
+    check_saves(head.save_id, head.replaces)
+    return Head(head.kind, head.save_id, tuple(head.replaces))
 
 
 def _parse(text: bytes, kind: type[_T]) -> _T:
@@ -356,6 +364,7 @@ def _pieces(wire: _Pieces) -> Pieces:
         shard=shard,
         start=decode_column(wire.start, name="pieces.start", count=count),
         length=decode_column(wire.length, name="pieces.length", count=count),
+        table=decode_column(wire.table, name="pieces.table", count=count),
         digests=decode_bytes(wire.digests, name="pieces.digests", length=count * DIGEST_BYTES),
     )
 
@@ -377,7 +386,8 @@ def _user(text: msgspec.Raw) -> dict[str, Any]:
 def _per_rank(wire: Mapping[str, Mapping[str, msgspec.Raw]]) -> dict[int, dict[str, bytes]]:
     ranks: dict[int, dict[str, bytes]] = {}
     for rank, values in wire.items():
-        if not (rank.isascii() and rank.isdigit() and len(rank) <= _RANK_DIGITS_MAX):
+        # Canonical, or "3" and "03" would be two entries of one rank.
+        if not (rank.isdecimal() and len(rank) <= _RANK_DIGITS_MAX and str(int(rank)) == rank):
             raise CorruptCheckpointError("The manifest is damaged: a rank is not a number.", rank=rank[:100])
         ranks[int(rank)] = {name: bytes(text) for name, text in values.items()}
     return ranks

@@ -182,6 +182,7 @@ def _records(stream: bytes) -> dict[str, memoryview]:
     """The parts of the zip by name, without their common folder; nothing is copied or inflated."""
     view = memoryview(stream)
     records: dict[str, memoryview] = {}
+    folders: set[str] = set()
     try:
         with zipfile.ZipFile(io.BytesIO(stream)) as archive:
             entries = archive.infolist()
@@ -194,7 +195,8 @@ def _records(stream: bytes) -> dict[str, memoryview]:
             start = entry.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
             if entry.header_offset < 0 or start + entry.file_size > len(view):
                 raise DamagedStreamError("a record lies outside the stream")
-            name = entry.filename.partition("/")[2]
+            folder, _, name = entry.filename.partition("/")
+            folders.add(folder)
             if name in records:
                 raise DamagedStreamError(f"two records {name!r}")
             records[name] = view[start : start + entry.file_size]
@@ -203,6 +205,8 @@ def _records(stream: bytes) -> dict[str, memoryview]:
     except Exception as error:
         # zipfile has no list of what it raises on hostile directories.
         raise DamagedStreamError(f"no zip: {error}") from error
+    if len(folders) > 1:
+        raise DamagedStreamError("records in several folders")
     if "data.pkl" not in records or "version" not in records:
         raise DamagedStreamError("a record is missing")
     if sum(len(record) for record in records.values()) > len(stream):

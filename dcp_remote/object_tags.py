@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import array
 import io
-import json
 import pathlib
 import re
 import sys
@@ -32,6 +31,7 @@ from dcp_remote.object_tree import (
     fixed,
     from_base64,
     to_base64,
+    to_text,
 )
 
 # The constructor of a fraction divides by the greatest common divisor, in quadratic time.
@@ -76,7 +76,7 @@ def _encode_tuple(encoder: Encoder, value: tuple[object, ...]) -> Json:
 
 def _encode_set(encoder: Encoder, value: set[object] | frozenset[object]) -> Json:
     # Strings hash differently in every process; sorted, equal sets give equal bytes, which dedup compares.
-    return sorted(encoder.children(list(value)), key=json.dumps)
+    return sorted(encoder.children(list(value)), key=to_text)
 
 
 def _decode_set(decoder: Decoder, encoded: Json) -> set[object]:

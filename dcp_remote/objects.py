@@ -67,7 +67,12 @@ def encode_object(key: str, value: object, *, allow_pickle: bool = False) -> Enc
         raise
     except Exception as error:
         # Its own `__reduce__` may raise anything.
-        raise _refused(key, "An object cannot be stored: it cannot even be pickled.", refusals, error) from error
+        raise _refused(
+            key,
+            "An object cannot be pickled, so not even allow_pickle=True stores it. Keep it out of the state.",
+            refusals,
+            error,
+        ) from error
     try:
         load_restricted(stream)
     except (UnsafeStreamError, DamagedStreamError) as error:
@@ -201,6 +206,6 @@ def _refused(key: str, what: str, refusals: Sequence[Refusal], cause: Exception)
         types=", ".join(dict.fromkeys(refusal.type_name for refusal in named)),
         where=", ".join(refusal.where or "the object itself" for refusal in named),
         why="; ".join(dict.fromkeys(refusal.why for refusal in named)),
-        refused=len(refusals),
+        refused=len(refusals) if len(refusals) > len(named) else None,
         cause=cause,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcp_remote.digests import BLOCK_BYTES_MIN, DIGEST_BYTES, block_bytes, block_count, table_entries
+from dcp_remote.digests import BLOCK_BYTES_MIN, block_bytes, block_count
 from dcp_remote.dtypes import ITEM_BYTES
 from dcp_remote.manifest import RAW, Manifest
 from dcp_remote.ranges import Box, ByteRange, KiB, MiB, runs_of_box
@@ -80,7 +80,8 @@ class ReadPlan:
 
     Attributes:
         tables: Shards whose block tables are needed, to be fetched first.
-        ranges: The requests, largest first.
+        ranges: The requests, by shard and place: what belongs together arrives together, so that few objects are
+            half read, and held, at a time.
         segments: How many segments of each wanted piece there are.
         partial: Pieces of which not every block is fetched.
         users: For each piece, the numbers of the wants that it belongs to.
@@ -94,7 +95,7 @@ class ReadPlan:
 
 
 def want_box(manifest: Manifest, *, tensor: int, chunk: int, box: Box) -> Want:
-    """A part of a chunk of a tensor; `box` is relative to the chunk, and not empty.
+    """A part of a chunk of a `raw` tensor; `box` is relative to the chunk, and not empty.
 
     Rows that are nearer to each other than a block are wanted as one: no block lies between them.
     """
@@ -102,7 +103,8 @@ def want_box(manifest: Manifest, *, tensor: int, chunk: int, box: Box) -> Want:
     first, stop = int(tensors.piece_first[chunk]), int(tensors.piece_first[chunk + 1])
     sizes = tensors.sizes_of(chunk)
     kind = tensors.kind_of(tensor)
-    if box.sizes == sizes or kind.encoding != RAW:
+    assert kind.encoding == RAW, "a stream can only be read whole"
+    if box.sizes == sizes:
         return Want(first, stop, None)
     item = ITEM_BYTES[kind.dtype]
     runs = runs_of_box(sizes, box, gap=max(1, BLOCK_BYTES_MIN // item)) * item
@@ -126,9 +128,8 @@ def plan_reads(manifest: Manifest, wants: Sequence[Want]) -> ReadPlan:
         if mask is not None and not bool(mask.all()):
             partial.add(piece)
     segments.sort(key=lambda entry: (entry[0], entry[1].start))
-    ranges = sorted(_merge(segments), key=lambda r: -r.length)
     tables = sorted({int(manifest.pieces.shard[piece]) for piece in partial})
-    return ReadPlan(tuple(tables), tuple(ranges), counts, frozenset(partial), users)
+    return ReadPlan(tuple(tables), tuple(_merge(segments)), counts, frozenset(partial), users)
 
 
 def _touch(
@@ -206,18 +207,3 @@ def _merge(segments: Sequence[tuple[int, Segment]]) -> list[RangePlan]:
         group.append(segment)
     close()
     return ranges
-
-
-def table_positions(manifest: Manifest, shards: Sequence[int]) -> dict[int, int]:
-    """Where the digests of each piece's blocks begin in its shard's table, for the pieces of some shards."""
-    chosen = np.flatnonzero(np.isin(manifest.pieces.shard, np.asarray(shards, dtype=np.int64)))
-    order = chosen[np.lexsort((manifest.pieces.start[chosen], manifest.pieces.shard[chosen]))]
-    positions: dict[int, int] = {}
-    current, position = -1, 0
-    for piece in order.tolist():
-        shard = int(manifest.pieces.shard[piece])
-        if shard != current:
-            current, position = shard, 0
-        positions[piece] = position
-        position += table_entries(int(manifest.pieces.length[piece])) * DIGEST_BYTES
-    return positions

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,13 +23,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_remote.checkpoint import read_manifest
+from dcp_remote.crossing import crosses_ranks
 from dcp_remote.dcp_metadata import to_dcp_metadata
 from dcp_remote.errors import (
     CommitConflictError,
     DcpRemoteError,
     InvalidArgumentError,
 )
-from dcp_remote.location import is_location, open_location, reopen_location, require_positive, require_shared
+from dcp_remote.location import Location, is_location, require_budget, require_shared, require_timeout
 from dcp_remote.manifest import Manifest
 from dcp_remote.ranges import Box
 from dcp_remote.reading import Target, read_or_explain
@@ -37,6 +39,15 @@ from dcp_remote.targets import object_targets, tensor_target
 from dcp_remote.transfer import MEMORY_BUDGET_BYTES, RANGE_RETRY_SECONDS
 
 logger = logging.getLogger(__name__)
+
+
+class _Here(threading.local):
+    """What the load of this thread is about: torch runs a load in one thread, and several may use one reader."""
+
+    def __init__(self) -> None:
+        self.location: Location | None = None
+        self.load_id: str | None = None
+        self.manifest: Manifest | None = None
 
 
 class RemoteReader(StorageReader):
@@ -71,23 +82,33 @@ class RemoteReader(StorageReader):
     ) -> None:
         """See the class."""
         super().__init__()
-        require_positive(memory_budget_bytes=memory_budget_bytes, timeout_seconds=timeout_seconds)
+        require_budget(memory_budget_bytes)
+        require_timeout(timeout_seconds)
         self._timeout_seconds = timeout_seconds
-        self._storage_options = dict(storage_options) if storage_options else None
-        self._store = open_location(url, self._storage_options)
-        self._given = isinstance(url, ObjectStore)
+        self._url = Location.of(url, storage_options)
         self._allow_pickle = allow_pickle
         self._memory_budget_bytes = memory_budget_bytes
-        self._manifest: Manifest | None = None
-        self._load_id: str | None = None
+        self._here = _Here()
 
     def __repr__(self) -> str:
         """The URL; never an option."""
         return f"RemoteReader({self._store.url!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Configuration only."""
-        return {**self.__dict__, "_manifest": None, "_load_id": None}
+        """Configuration only, with credentials that were given by hand."""
+        return {name: value for name, value in self.__dict__.items() if name != "_here"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Without any load."""
+        self.__dict__.update(state, _here=_Here())
+
+    @property
+    def _location(self) -> Location:
+        return self._here.location or self._url
+
+    @property
+    def _store(self) -> ObjectStore:
+        return self._location.store
 
     @property
     def checkpoint_id(self) -> str:
@@ -97,7 +118,7 @@ class RemoteReader(StorageReader):
     @property
     def load_id(self) -> str | None:
         """Of the load under way, or the last one."""
-        return self._load_id
+        return self._here.load_id
 
     # ---- torch's protocol, in the order in which torch calls it
 
@@ -107,9 +128,9 @@ class RemoteReader(StorageReader):
         Raises:
             InvalidArgumentError: A plain path, where this reader's URL is not one.
         """
-        self._manifest = None
+        self._here.manifest = None
         if checkpoint_id is not None:
-            self._store = reopen_location(self._store, checkpoint_id, self._storage_options, given=self._given)
+            self._here.location = self._location.moved_to(checkpoint_id)
 
     # Not named `kwargs`: torch would take it for leave to try again with `rank=`, and then to drop the collectives on
     # this rank alone, which hangs all of them (state_dict_loader.py of torch 2.13).
@@ -124,28 +145,32 @@ class RemoteReader(StorageReader):
             CorruptCheckpointError: When used: the manifest is damaged.
             UnsupportedFormatError: When used: a newer version wrote it.
         """
-        self._load_id = os.urandom(16).hex()
-        self._manifest = None
+        self._here.load_id = os.urandom(16).hex()
+        self._here.manifest = None
         try:
             require_shared(self._store)
-            self._manifest = read_manifest(self._store, retry_seconds=self._timeout_seconds)
-            metadata = to_dcp_metadata(self._manifest)
+            manifest = read_manifest(self._store, retry_seconds=self._timeout_seconds)
+            metadata = to_dcp_metadata(manifest)
         except DcpRemoteError as error:
             return _UnreadMetadata(error)
+        self._here.manifest = manifest
         metadata.storage_meta = StorageMeta(
-            checkpoint_id=self.checkpoint_id, save_id=self._manifest.save_id, load_id=self._load_id
+            checkpoint_id=self.checkpoint_id, save_id=manifest.save_id, load_id=self._here.load_id
         )
         return metadata
 
+    @crosses_ranks
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # torch's signature
         """Nothing to set up: `read_metadata` has read all there is, or raises here what it could not raise there."""
         if isinstance(metadata, _UnreadMetadata):
             raise metadata.error
 
+    @crosses_ranks
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Note which save this rank is about to read."""
         return replace(plan, storage_data=self._read().save_id)
 
+    @crosses_ranks
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """See that all ranks read the same save; called on the coordinator.
 
@@ -161,6 +186,7 @@ class RemoteReader(StorageReader):
             )
         return plans
 
+    @crosses_ranks
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what this rank's plan asks for; the planner is called from this thread alone.
 
@@ -197,9 +223,11 @@ class RemoteReader(StorageReader):
         return is_location(checkpoint_id)
 
     def _read(self) -> Manifest:
-        if self._manifest is None:
-            raise InvalidArgumentError("This reader has no load under way; it is used through torch's dcp.load.")
-        return self._manifest
+        if self._here.manifest is None:
+            raise InvalidArgumentError(
+                "This reader has no load under way in this thread; it is used through torch's dcp.load."
+            )
+        return self._here.manifest
 
     def _object(self, manifest: Manifest, planner: LoadPlanner, item: ReadItem) -> list[Target]:
         def deliver(value: object) -> None:

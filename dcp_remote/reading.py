@@ -17,7 +17,7 @@ from dcp_remote.errors import (
 )
 from dcp_remote.manifest import Manifest
 from dcp_remote.ranges import ByteRange
-from dcp_remote.read_plan import RangePlan, ReadPlan, Segment, Want, plan_reads, table_positions
+from dcp_remote.read_plan import RangePlan, ReadPlan, Segment, Want, plan_reads
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.transfer import Fetch, Fetched, download
@@ -44,7 +44,7 @@ class Target(Protocol):
         ...
 
 
-def read_targets(
+def read_or_explain(
     store: ObjectStore,
     manifest: Manifest,
     targets: Sequence[Target],
@@ -54,23 +54,35 @@ def read_targets(
 ) -> None:
     """Read everything that is wanted, in parallel, and verify every byte of it.
 
-    One GET per range of at most 8 MiB, and one per shard of which only parts of pieces are read (its block table).
+    One GET per range of at most 8 MiB, and one per shard of which only parts of pieces are read (its block table). If
+    a shard is gone, one more, to see whether the checkpoint still is what it was.
 
     Raises:
-        CorruptCheckpointError: Bytes are not those that were written; names the shard and the entry.
-        ObjectNotFoundError: A shard is gone.
+        CheckpointNotFoundError: It was removed or replaced while it was being read.
+        CorruptCheckpointError: Bytes are not those that were written, or a shard is missing; names shard and entry.
         StorageError: The store failed one request for longer than `retry_seconds`.
     """
-    plan = plan_reads(manifest, [target.want for target in targets])
-    reading = _Reading(manifest, plan, targets)
-    for fetched in download(
-        store, reading.table_fetches(), memory_budget_bytes=memory_budget_bytes, retry_seconds=retry_seconds
-    ):
-        reading.take_table(fetched)
-    for arrived in download(
-        store, reading.range_fetches(), memory_budget_bytes=memory_budget_bytes, retry_seconds=retry_seconds
-    ):
-        reading.take_range(arrived)
+    reading = _Reading(manifest, plan_reads(manifest, [target.want for target in targets]), targets)
+    try:
+        for fetched in download(
+            store, reading.table_fetches(), memory_budget_bytes=memory_budget_bytes, retry_seconds=retry_seconds
+        ):
+            reading.take_table(fetched)
+        for arrived in download(
+            store, reading.range_fetches(), memory_budget_bytes=memory_budget_bytes, retry_seconds=retry_seconds
+        ):
+            reading.take_range(arrived)
+    except ObjectNotFoundError as error:
+        head = commit.look(RetryingStore(store, Deadline(retry_seconds))).head
+        if head is None or head.save_id != manifest.save_id:
+            raise CheckpointNotFoundError(
+                "The checkpoint was removed or replaced while it was being read; load again.",
+                url=store.url,
+                save_id=manifest.save_id,
+            ) from error
+        raise CorruptCheckpointError(
+            "A shard of the checkpoint is missing. Use another checkpoint.", url=store.url, cause=error
+        ) from error
     assert not any(reading.open_pieces.values()), "every piece of the plan has arrived"
 
 
@@ -82,7 +94,6 @@ class _Reading:
         self._plan = plan
         self._targets = targets
         self._tables: dict[int, bytes] = {}
-        self._table_position = table_positions(manifest, plan.tables)
         self._digests: dict[int, bytearray] = {}
         self.open_pieces = dict.fromkeys(range(len(targets)), 0)
         for numbers in plan.users.values():
@@ -146,7 +157,7 @@ class _Reading:
         piece = segment.piece
         if piece in self._plan.partial:
             shard = int(self._manifest.pieces.shard[piece])
-            first = self._table_position[piece] + segment.block_first * DIGEST_BYTES
+            first = (int(self._manifest.pieces.table[piece]) + segment.block_first) * DIGEST_BYTES
             if self._tables[shard][first : first + len(blocks)] != blocks:
                 raise _corrupt(fetch, self._name(piece))
             return
@@ -182,32 +193,3 @@ def _corrupt(fetch: Fetch[int] | Fetch[RangePlan], entry: str) -> CorruptCheckpo
         start=fetch.start,
         length=fetch.length,
     )
-
-
-def read_or_explain(
-    store: ObjectStore,
-    manifest: Manifest,
-    targets: Sequence[Target],
-    *,
-    memory_budget_bytes: int,
-    retry_seconds: float,
-) -> None:
-    """Read all targets; if a shard is gone, look whether the checkpoint still is what it was.
-
-    Raises:
-        CheckpointNotFoundError: It was removed or replaced while it was being read.
-        CorruptCheckpointError: It is still there, without one of its shards, or with other bytes.
-    """
-    try:
-        read_targets(store, manifest, targets, memory_budget_bytes=memory_budget_bytes, retry_seconds=retry_seconds)
-    except ObjectNotFoundError as error:
-        head = commit.look(RetryingStore(store, Deadline(retry_seconds))).head
-        if head is None or head.save_id != manifest.save_id:
-            raise CheckpointNotFoundError(
-                "The checkpoint was removed or replaced while it was being read; load again.",
-                url=store.url,
-                save_id=manifest.save_id,
-            ) from error
-        raise CorruptCheckpointError(
-            "A shard of the checkpoint is missing. Use another checkpoint.", url=store.url, cause=error
-        ) from error

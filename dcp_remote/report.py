@@ -1,13 +1,19 @@
 """What a rank tells the coordinator after writing: columns, not an object per item. Pure, without torch.
 
-torch gathers these from all ranks; at 1,000 items a rank, columns are an eighth of torch's own `WriteResult`s.
+torch pickles these and gathers them from all ranks, so they are pickled as a manifest is written: packed columns, and
+a word that many tensors share only once. Measured for 1,000 tensors with names of 30 bytes: 71 KB, digests of 16 KB
+included, where torch's own `WriteResult`s of its file system writer, without any, take 106 KB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
+import numpy as np
+
+from dcp_remote.columns import decode_column, encode_column
 from dcp_remote.manifest import Pieces, Shards
 from dcp_remote.ranges import I64
 
@@ -57,3 +63,51 @@ class RankReport:
     pieces: Pieces
     inline: Mapping[str, bytes]
     stored: tuple[ReportedObject, ...]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with packed columns."""
+        packed = _packed(self) | {
+            "shards": _packed(self.shards),
+            "pieces": _packed(self.pieces),
+            "dtypes": _indexed(self.dtypes),
+            "encodings": _indexed(self.encodings),
+            "chunk_hint": encode_column(self.chunk_hint + 1),  # a column has no negative numbers
+        }
+        return _unpickled, (packed,)
+
+
+def _unpickled(packed: Mapping[str, Any]) -> RankReport:
+    values = _unpacked(packed)
+    return RankReport(
+        **values
+        | {
+            "shards": Shards(**_unpacked(packed["shards"])),
+            "pieces": Pieces(**_unpacked(packed["pieces"])),
+            "dtypes": _of_index(packed["dtypes"]),
+            "encodings": _of_index(packed["encodings"]),
+            "chunk_hint": values["chunk_hint"] - 1,
+        }
+    )
+
+
+def _packed(record: RankReport | Shards | Pieces) -> dict[str, object]:
+    """The fields of a record; each column as text, which no other field is."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: encode_column(value) if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+def _unpacked(packed: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: decode_column(value, name=name) if isinstance(value, str) else value for name, value in packed.items()
+    }
+
+
+def _indexed(words: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """The distinct words, and of each its number among them."""
+    number = {word: n for n, word in enumerate(dict.fromkeys(words))}
+    return tuple(number), encode_column(np.array([number[word] for word in words], dtype=np.int64))
+
+
+def _of_index(indexed: tuple[Sequence[str], str]) -> tuple[str, ...]:
+    distinct, numbers = indexed
+    return tuple(distinct[n] for n in decode_column(numbers, name="words").tolist())

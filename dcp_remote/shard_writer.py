@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from dcp_remote.digests import block_bytes, block_digests, digest, piece_digest, table_entries
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
-from dcp_remote.manifest import JSON, RAW, Pieces, Shards
+from dcp_remote.manifest import DIMENSIONS_MAX, JSON, RAW, Pieces, Shards
+from dcp_remote.names import top_level_key
 from dcp_remote.objects import EncodedObject, encode_object, encode_stream
 from dcp_remote.packing import Item, Piece, pack, piece_label
 from dcp_remote.ranges import I64, KiB, MiB, firsts
@@ -22,7 +23,7 @@ from dcp_remote.report import RankReport, ReportedObject
 from dcp_remote.serialization import dtype_name, encoding_of, is_copied, run_bytes
 from dcp_remote.shard import SHARD_BYTES_MAX, HeaderEntry, ShardNames, header
 from dcp_remote.storage.base import Buffer
-from dcp_remote.transfer import Uploads
+from dcp_remote.transfer import Prepared, Uploads
 
 # Objects up to this size stand in the manifest, where they cost no request and can be read by eye; more of them than
 # the total would make every rank's read of the manifest slow.
@@ -46,6 +47,7 @@ class _WrittenShard:
     item: I64
     start: I64
     length: I64
+    table_first: I64
     digests: bytes
 
 
@@ -78,7 +80,7 @@ class _Items:
     def _top(self, write_item: WriteItem) -> str:
         paths = self.plan.planner_data
         path = paths.get(write_item.index.fqn) if isinstance(paths, dict) else None
-        return str(path[0]) if path else write_item.index.fqn.partition(".")[0]
+        return top_level_key(path)
 
     def _bytes(self, write_item: WriteItem, data: bytes, encoding: str) -> Item[Source]:
         self.drawn.append((write_item, encoding))
@@ -106,8 +108,20 @@ class _Items:
                 shape=tuple(tensor.shape),
                 planned_shape=tuple(planned.chunk.sizes),
             )
+        if tensor.dim() > DIMENSIONS_MAX:
+            raise InvalidArgumentError(
+                "A tensor has more dimensions than a manifest can say.", tensor=name, limit=DIMENSIONS_MAX
+            )
         encoding, stream = encoding_of(name, tensor, allow_pickle=self.allow_pickle)
         if encoding != RAW:
+            if planned.chunk.sizes != planned.size:
+                raise InvalidArgumentError(
+                    "A part of a sharded tensor is of a kind whose elements alone do not say everything, and that "
+                    "cannot be put together again. Save the whole tensor, or its plain parts.",
+                    tensor=name,
+                    type=f"{type(tensor).__module__}.{type(tensor).__qualname__}",
+                    layout=tensor.layout,
+                )
             return self._bytes(write_item, stream, encoding)
         self.drawn.append((write_item, encoding))
         return Item(
@@ -150,6 +164,7 @@ def write_shards(
     for number, pieces in enumerate(pack(items, shard_bytes_max=shard_bytes_max)):
         claimed_bytes = sum(piece.length for piece in pieces if _is_held(piece, of_the_state=of_the_state))
         uploads.claim(claimed_bytes)
+        _wait_for_devices(pieces)
         key = names.key(number)
         uploads.submit(key, partial(_prepare, key, pieces), claimed_bytes=claimed_bytes)
     return _report(rank, items.drawn, uploads.finish(), inline)
@@ -198,12 +213,19 @@ def _gives_the_state_itself(planner: SavePlanner) -> TypeGuard[DefaultSavePlanne
 def _is_held(piece: Piece[Source], *, of_the_state: bool) -> bool:
     """Whether sending a piece takes memory beyond the state."""
     source = piece.item.source
-    if isinstance(source, torch.Tensor) and (is_copied(source) or not of_the_state):
-        return True
-    return piece.length < JOIN_BYTES
+    in_place = isinstance(source, torch.Tensor) and of_the_state and not is_copied(source)
+    return not in_place or piece.length < JOIN_BYTES
 
 
-def _prepare(key: str, pieces: Sequence[Piece[Source]]) -> tuple[list[Buffer], _WrittenShard]:
+def _wait_for_devices(pieces: Sequence[Piece[Source]]) -> None:
+    """Until what the caller's streams still have to write is written: workers copy on streams of their own."""
+    sources = [piece.item.source for piece in pieces]
+    devices = {source.device for source in sources if isinstance(source, torch.Tensor) and source.device.type != "cpu"}
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def _prepare(key: str, pieces: Sequence[Piece[Source]]) -> Prepared[_WrittenShard]:
     """Called in a worker thread: the buffers of a shard, digested on the way."""
     views: list[memoryview] = []
     tables: list[bytes] = []
@@ -216,6 +238,8 @@ def _prepare(key: str, pieces: Sequence[Piece[Source]]) -> tuple[list[Buffer], _
             else memoryview(source)[piece.start : piece.stop]
         )
         assert len(view) == piece.length
+        if len(view) < JOIN_BYTES:
+            view = memoryview(bytes(view))
         views.append(view)
         blocks = block_digests(view, size_bytes=block_bytes(piece.length))
         piece_digests.append(piece_digest(blocks))
@@ -225,6 +249,7 @@ def _prepare(key: str, pieces: Sequence[Piece[Source]]) -> tuple[list[Buffer], _
     front = header([_header_entry(piece) for piece in pieces], table_length=len(table)) + table
     lengths = np.array([piece.length for piece in pieces], dtype=np.int64)
     starts = len(front) + firsts(lengths)
+    entries = np.array([table_entries(piece.length) for piece in pieces], dtype=np.int64)
     written = _WrittenShard(
         key=key,
         size_bytes=int(starts[-1]),
@@ -233,9 +258,25 @@ def _prepare(key: str, pieces: Sequence[Piece[Source]]) -> tuple[list[Buffer], _
         item=np.array([piece.number for piece in pieces], dtype=np.int64),
         start=starts[:-1],
         length=lengths,
+        table_first=np.where(entries > 0, firsts(entries)[:-1], 0),
         digests=b"".join(piece_digests),
     )
-    return [front, *_joined(views)], written
+    return Prepared([front, *_joined(views)], written, partial(_check_unchanged, pieces, views, piece_digests))
+
+
+def _check_unchanged(
+    pieces: Sequence[Piece[Source]], views: Sequence[memoryview], piece_digests: Sequence[bytes]
+) -> None:
+    """Tensors are sent from where they lie: what was changed meanwhile was sent changed, and no digest fits it."""
+    for piece, view, expected in zip(pieces, views, piece_digests, strict=True):
+        if len(view) < JOIN_BYTES:
+            continue  # a copy, made before it was digested
+        if piece_digest(block_digests(view, size_bytes=block_bytes(piece.length))) != expected:
+            raise SaveFailedError(
+                "A tensor was changed while it was being saved. Nothing may write to the state until dcp.save returns; "
+                "dcp.async_save makes a copy first.",
+                tensor=piece.item.name,
+            )
 
 
 def _header_entry(piece: Piece[Source]) -> HeaderEntry:
@@ -302,6 +343,7 @@ def _report(
             shard=np.repeat(np.arange(len(shards)), [len(shard.item) for shard in shards]).astype(np.int64),
             start=np.concatenate([none, *(shard.start for shard in shards)]),
             length=np.concatenate([none, *(shard.length for shard in shards)]),
+            table=np.concatenate([none, *(shard.table_first for shard in shards)]),
             digests=b"".join(shard.digests for shard in shards),
         ),
         inline=inline,

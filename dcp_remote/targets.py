@@ -135,8 +135,8 @@ class BytesTarget:
 
     def complete(self) -> None:
         """Hand it over."""
-        self._done(bytes(self._buffer()))
-        self._data = None
+        data, self._data = bytes(self._buffer()), None
+        self._done(data)
 
     def _buffer(self) -> bytearray:
         if self._data is None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -37,8 +38,25 @@ RANGE_BYTES_MAX = 8 * MiB
 # How long one range is retried. A load has no deadline of its own: as long as bytes arrive, it goes on.
 RANGE_RETRY_SECONDS = 300.0
 
-# What is spent on removing the shards of a failed save before the error is raised; gc removes what is left.
-CLEANUP_SECONDS = 30.0
+# What is spent on removing the shards of a failed save before the error is raised: the other ranks wait for it, and an
+# orphan costs less than they do.
+CLEANUP_SECONDS = 5.0
+
+
+def _submitted(pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T]:
+    """Call it in a worker thread; or here and now, if the interpreter is about to exit and starts no thread any more.
+
+    That is when the last background save of a script runs: it must be slow rather than lost.
+    """
+    try:
+        return pool.submit(call)
+    except RuntimeError:
+        future: Future[T] = Future()
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  # handed over, as a worker thread does
+            future.set_exception(error)
+        return future
 
 
 class _Patience:
@@ -57,24 +75,26 @@ class _Patience:
         self._over.wait(seconds)
 
 
-class _Announcement:
-    """Says once that the store fails: somebody may be watching, and wonder what the job is waiting for."""
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[T]):
+    """An object that is ready to be sent.
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._made = False
+    Attributes:
+        buffers: Its bytes.
+        report: What `finish` gives for it.
+        check: Called when it was sent; raises if what was sent cannot be what was meant.
+    """
 
-    def retry(self, verb: str, key: str, error: Exception) -> None:
-        level = logging.DEBUG if self._made else logging.WARNING
-        self._made = True
-        logger.log(level, "The store failed; trying again. url=%s verb=%s key=%s cause=%s", self._url, verb, key, error)
+    buffers: Sequence[Buffer]
+    report: T
+    check: Callable[[], None]
 
 
 class Uploads(Generic[T]):
     """Puts the shards of one rank in one save, several at a time.
 
     Use as a context manager. If the block raises, or an upload fails, everything that was put is deleted (best effort,
-    30 s), also what is still on its way when it arrives: no manifest can name it. Until `finish` returns, nobody has
+    5 s), also what is still on its way when it arrives: no manifest can name it. Until `finish` returns, nobody has
     been told of any key.
 
     Args:
@@ -90,7 +110,6 @@ class Uploads(Generic[T]):
         self._rank = rank
         self._deadline = deadline
         self._retries: dict[str, int] = {}
-        self._announcement = _Announcement(store.url)
         self._patience = _Patience()
         self._sender = RetryingStore(
             store,
@@ -132,11 +151,11 @@ class Uploads(Generic[T]):
                 self._raise_failure()
                 if self._deadline.expired():
                     raise self._timeout()
-                self._changed.wait(min(self._deadline.remaining_seconds(), 1.0))
+                self._changed.wait(self._deadline.remaining_seconds())
             self._claimed_bytes += size_bytes
         self._raise_failure()
 
-    def submit(self, key: str, prepare: Callable[[], tuple[Sequence[Buffer], T]], *, claimed_bytes: int) -> None:
+    def submit(self, key: str, prepare: Callable[[], Prepared[T]], *, claimed_bytes: int) -> None:
         """Put one object in the background.
 
         Args:
@@ -144,7 +163,7 @@ class Uploads(Generic[T]):
             prepare: Gives what to send, and what to report; called in a worker thread.
             claimed_bytes: What was claimed for it; free again when it is done.
         """
-        self._futures[self._pool.submit(self._put, key, prepare, claimed_bytes)] = key
+        self._futures[_submitted(self._pool, partial(self._put, key, prepare, claimed_bytes))] = key
 
     def finish(self) -> list[T]:
         """Wait for all of them; their reports in the order of submission.
@@ -167,11 +186,12 @@ class Uploads(Generic[T]):
         """How many requests had to be sent again so far."""
         return sum(self._retries.values())
 
-    def _put(self, key: str, prepare: Callable[[], tuple[Sequence[Buffer], T]], claimed_bytes: int) -> T:
+    def _put(self, key: str, prepare: Callable[[], Prepared[T]], claimed_bytes: int) -> T:
         try:
-            buffers, report = prepare()
-            self._sender.put(key, buffers)
-            return report
+            prepared = prepare()
+            self._sender.put(key, prepared.buffers)
+            prepared.check()
+            return prepared.report
         except BaseException as error:
             with self._changed:
                 self._failure = self._failure or (key, error)
@@ -181,24 +201,21 @@ class Uploads(Generic[T]):
                 self._claimed_bytes -= min(claimed_bytes, self._budget_bytes)
                 self._changed.notify_all()
 
-    def _count_retry(self, verb: str, key: str, error: Exception) -> None:
+    def _count_retry(self, _verb: str, key: str, _error: Exception) -> None:
         self._retries[key] = self._retries.get(key, 0) + 1
-        self._announcement.retry(verb, key, error)
 
     def _raise_failure(self) -> None:
         if self._failure is None:
             return
         key, error = self._failure
-        # What the user must do stands in the cause; what is not an error of ours says it all in its details.
-        reason = f" {error.what}" if isinstance(error, DcpRemoteError) else ""
-        raise SaveFailedError(
-            f"Rank {self._rank} could not write a shard; nothing of the save counts.{reason}",
-            rank=self._rank,
-            url=self._store.url,
-            shard=key,
-            attempts=self._retries.get(key, 0) + 1,
-            cause=error,
-        ) from error
+        # What the user must do stands in the cause, if that is an error of ours: said once, and first.
+        what = f"Rank {self._rank} could not write a shard; nothing of the save counts."
+        details: dict[str, object] = {"cause": error}
+        if isinstance(error, DcpRemoteError):
+            what = f"{what} {error.what}"
+            details = {**error.details, "cause": type(error).__name__}
+        details |= {"rank": self._rank, "url": self._store.url, "shard": key, "attempts": self._retries.get(key, 0) + 1}
+        raise SaveFailedError(what, **details) from error
 
     def _timeout(self) -> SaveTimeoutError:
         waiting = [key for future, key in self._futures.items() if not future.done()]
@@ -224,13 +241,16 @@ class Uploads(Generic[T]):
             return
         try:
             failed = dict(RetryingStore(self._store, Deadline(CLEANUP_SECONDS)).delete(keys))
-        except DcpRemoteError as error:
-            logger.warning("Could not remove %d shards of a failed save; gc will. cause=%s", len(keys), error)
+        except Exception as error:  # noqa: BLE001  # whatever it is must not hide the error that is on its way
+            logger.warning("%d shards of a failed save stay as orphans. cause=%s", len(keys), error)
             return
         if failed:
             key, cause = next(iter(failed.items()))
             logger.warning(
-                "Could not remove %d shards of a failed save; gc will. key=%s cause=%s", len(failed), key, cause
+                "%d shards of a failed save stay as orphans. key=%s cause=%s",
+                len(failed),
+                key,
+                cause,
             )
 
 
@@ -291,13 +311,11 @@ def download(
         CorruptCheckpointError: An object is shorter than its manifest says.
     """
     patience = _Patience()
-    announcement = _Announcement(store.url)
 
     def receive(fetch: Fetch[T]) -> Fetched[T]:
         data = fetch.into if fetch.into is not None else memoryview(bytearray(fetch.length))
         deadline = Deadline(retry_seconds, patience.clock)
-        patient = RetryingStore(store, deadline, sleep=patience.pause, on_retry=announcement.retry)
-        patient.get_into(fetch.key, fetch.start, data)
+        RetryingStore(store, deadline, sleep=patience.pause).get_into(fetch.key, fetch.start, data)
         return Fetched(fetch, data, fetch.digest(data))
 
     upcoming = iter(fetches)
@@ -313,7 +331,7 @@ def download(
                 and (not held_bytes or held_bytes + waiting.held_bytes <= memory_budget_bytes)
             ):
                 held_bytes += waiting.held_bytes
-                running.add(pool.submit(receive, waiting))
+                running.add(_submitted(pool, partial(receive, waiting)))
                 waiting = next(upcoming, None)
             done, running = wait(running, return_when=FIRST_COMPLETED)
             while done:

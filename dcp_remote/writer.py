@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -25,14 +26,16 @@ from torch.futures import Future
 
 from dcp_remote import commit, manifest_json
 from dcp_remote.commit import Slot
+from dcp_remote.crossing import crosses_ranks
 from dcp_remote.dcp_metadata import SaveInfo, to_manifest
 from dcp_remote.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
     InvalidArgumentError,
     SaveFailedError,
+    UnsupportedFormatError,
 )
-from dcp_remote.location import is_location, open_location, reopen_location, require_positive, require_shared
+from dcp_remote.location import Location, is_location, require_budget, require_shared, require_timeout
 from dcp_remote.ranges import MiB
 from dcp_remote.report import RankReport
 from dcp_remote.shard import SHARD_BYTES_MAX, ShardNames
@@ -43,8 +46,14 @@ from dcp_remote.transfer import MEMORY_BUDGET_BYTES, Uploads
 
 logger = logging.getLogger(__name__)
 
-# torch's own default for a process group with gloo; a save that takes longer fails in the group anyway.
-SAVE_TIMEOUT_SECONDS = 1800.0
+# Below the 30 minutes after which a gloo group gives up by default: a rank that is late must be able to say why while
+# the others still wait for it.
+SAVE_TIMEOUT_SECONDS = 1500.0
+
+try:
+    _WRITER = {"dcp_remote": version("dcp-remote"), "torch": str(torch.__version__)}
+except PackageNotFoundError:  # copied into somebody's tree
+    _WRITER = {"dcp_remote": "unknown", "torch": str(torch.__version__)}
 
 # Shards are no larger than the budget, as one that is copied takes all of its size; but a budget below this would make
 # more requests than it saves memory.
@@ -55,6 +64,7 @@ _BUDGET_BYTES_MIN = 1 * MiB
 class _Save:
     """One attempt to save, on one rank; `slot` is the coordinator's."""
 
+    store: ObjectStore
     save_id: str
     rank: int
     began_seconds: float
@@ -62,8 +72,24 @@ class _Save:
     slot: Slot | None
 
 
+class _Here(threading.local):
+    """What the save of this thread is about.
+
+    torch runs a save in one thread. With `async_save` several may use one writer at a time, and must never finish one
+    another's.
+    """
+
+    def __init__(self) -> None:
+        self.location: Location | None = None
+        self.next_save_id: str | None = None
+        self.save: _Save | None = None
+
+
 class RemoteWriter(StorageWriter):
     """Writes a checkpoint by itself: `dcp.save(state, storage_writer=RemoteWriter("s3://bucket/checkpoint"))`.
+
+    Nothing may change the state until `dcp.save` returns: tensors are sent from where they lie, and one that was
+    changed meanwhile fails the save. `dcp.async_save` copies first.
 
     The checkpoint exists once `dcp.save` returns, whole; if it raises, then either the old one is as it was, or (when
     only the last collective failed) the new one is committed: an error means "not confirmed". Killed at any moment, it
@@ -77,10 +103,11 @@ class RemoteWriter(StorageWriter):
     Args:
         url: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///…`, a path, `memory://name` (one process only), or an
             `ObjectStore` of your own.
-        overwrite: Replace a checkpoint that is committed here. Its shards stay until gc removes them.
+        overwrite: Replace a checkpoint that is committed here. Its shards stay in the bucket, as orphans.
         allow_pickle: Also store objects that only code can load. Whoever loads them must trust the bucket.
         storage_options: Endpoint, region, credentials and so on, by the names that boto3 and fsspec use.
-        memory_budget_bytes: Bound of the copies in memory beyond the state, per rank.
+        memory_budget_bytes: Bound of the copies in memory beyond the state, per rank. Objects that are no tensors come
+            on top, encoded.
         timeout_seconds: Of a save, on each rank; requests are repeated until then.
 
     Raises:
@@ -102,24 +129,34 @@ class RemoteWriter(StorageWriter):
     ) -> None:
         """See the class."""
         super().__init__()
-        require_positive(memory_budget_bytes=memory_budget_bytes, timeout_seconds=timeout_seconds)
-        self._storage_options = dict(storage_options) if storage_options else None
-        self._store = open_location(url, self._storage_options)
-        self._given = isinstance(url, ObjectStore)
+        require_budget(memory_budget_bytes)
+        require_timeout(timeout_seconds)
+        self._url = Location.of(url, storage_options)
         self._overwrite = overwrite
         self._allow_pickle = allow_pickle
         self._memory_budget_bytes = memory_budget_bytes
         self._timeout_seconds = timeout_seconds
-        self._save_id: str | None = None
-        self._save: _Save | None = None
+        self._here = _Here()
 
     def __repr__(self) -> str:
         """The URL; never an option."""
         return f"RemoteWriter({self._store.url!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Configuration only: a save in progress stays where it is."""
-        return {**self.__dict__, "_save": None, "_save_id": None}
+        """Configuration only, with credentials that were given by hand: a save in progress stays where it is."""
+        return {name: value for name, value in self.__dict__.items() if name != "_here"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Without any save."""
+        self.__dict__.update(state, _here=_Here())
+
+    @property
+    def _location(self) -> Location:
+        return self._here.location or self._url
+
+    @property
+    def _store(self) -> ObjectStore:
+        return self._location.store
 
     @property
     def checkpoint_id(self) -> str:
@@ -129,7 +166,7 @@ class RemoteWriter(StorageWriter):
     @property
     def save_id(self) -> str | None:
         """Of the save under way, or the last one; each rank has its own, and the coordinator's is committed."""
-        return self._save_id
+        return self._here.next_save_id or (self._here.save.save_id if self._here.save is not None else None)
 
     # ---- torch's protocol, in the order in which torch calls it
 
@@ -139,16 +176,17 @@ class RemoteWriter(StorageWriter):
         Raises:
             InvalidArgumentError: A plain path, where this writer's URL is not one: torch would make it a local folder.
         """
-        self._save = None
+        self._here.save = None
         if checkpoint_id is not None:
-            self._store = reopen_location(self._store, checkpoint_id, self._storage_options, given=self._given)
+            self._here.location = self._location.moved_to(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         """Begin a save: a fresh `save_id`."""
-        self._save_id = uuid.uuid4().hex
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+        self._here.next_save_id = uuid.uuid4().hex
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._here.next_save_id)
 
     # The parameter named `kwargs` is how torch knows that it may pass `rank=` (state_dict_saver.py of torch 2.13).
+    @crosses_ranks
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # torch's signature
         """Start the clock; the coordinator looks at what is here, in one request.
 
@@ -165,23 +203,37 @@ class RemoteWriter(StorageWriter):
         require_shared(self._store)
         deadline = Deadline(self._timeout_seconds)
         slot = self._look(deadline) if is_coordinator else None
-        self._save_id = self._save_id or uuid.uuid4().hex
-        self._save = _Save(
-            save_id=self._save_id,
+        # Never an earlier one again, whoever calls us: a commit that is in doubt is settled by it.
+        save_id, self._here.next_save_id = self._here.next_save_id or uuid.uuid4().hex, None
+        self._here.save = _Save(
+            store=self._store,
+            save_id=save_id,
             rank=int(kwargs.get("rank") or 0),
             began_seconds=time.monotonic(),
             deadline=deadline,
             slot=slot,
         )
 
+    @crosses_ranks
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is: names are chosen when writing, so that a cached plan can be written again."""
+        """As it is: shards are named when they are written, so that a cached plan can be written again.
+
+        Raises:
+            InvalidArgumentError: A name that JSON cannot say; told now, not when everything is uploaded.
+        """
+        for item in plan.items:
+            if not item.index.fqn.isascii() and not _is_unicode(item.index.fqn):
+                raise InvalidArgumentError(
+                    "A name in the state dict is not Unicode: it has half of a surrogate pair.",
+                    name=ascii(item.index.fqn)[:200],
+                )
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """As they are."""
         return plans
 
+    @crosses_ranks
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Put this rank's shards; returns when they are all there.
 
@@ -194,7 +246,7 @@ class RemoteWriter(StorageWriter):
         """
         save = self._current()
         with Uploads[Any](
-            self._store, rank=save.rank, deadline=save.deadline, memory_budget_bytes=self._memory_budget_bytes
+            save.store, rank=save.rank, deadline=save.deadline, memory_budget_bytes=self._memory_budget_bytes
         ) as uploads:
             report = write_shards(
                 plan,
@@ -214,10 +266,11 @@ class RemoteWriter(StorageWriter):
             uploads.retries,
         )
         future: Future[list[WriteResult]] = Future()
-        # One result for all items: torch only passes them on, and columns are an eighth of its own objects.
+        # One result for all items: torch only passes them on.
         future.set_result([WriteResult(MetadataIndex(f"rank {save.rank}"), written, report)])
         return future
 
+    @crosses_ranks
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit; called on the coordinator. `metadata` is not changed: torch may have cached it.
 
@@ -235,21 +288,23 @@ class RemoteWriter(StorageWriter):
             save_id=save.save_id,
             replaces=save.slot.lineage,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            writer={"dcp_remote": version("dcp-remote"), "torch": str(torch.__version__)},
+            writer=_WRITER,
         )
         manifest = to_manifest(metadata, reports, info)
         try:
             body = manifest_json.encode(manifest)
-        except CorruptCheckpointError as error:
+            # Nothing is committed that no reader takes.
+            manifest_json.decode(body)
+        except (CorruptCheckpointError, UnsupportedFormatError) as error:
             raise SaveFailedError(
                 "What the ranks wrote does not fit together; nothing was committed.", cause=error
             ) from error
         commit.commit(
-            RetryingStore(self._store, save.deadline), save.slot, body, save_id=save.save_id, deadline=save.deadline
+            RetryingStore(save.store, save.deadline), save.slot, body, save_id=save.save_id, deadline=save.deadline
         )
         logger.info(
             "committed %s: %d bytes in %d shards by %d ranks, %.1f s",
-            self._store.url,
+            save.store.url,
             manifest.total_bytes,
             len(manifest.shards.keys),
             manifest.world_size,
@@ -279,6 +334,16 @@ class RemoteWriter(StorageWriter):
         return slot
 
     def _current(self) -> _Save:
-        if self._save is None:
-            raise InvalidArgumentError("This writer has no save under way; it is used through torch's dcp.save.")
-        return self._save
+        if self._here.save is None:
+            raise InvalidArgumentError(
+                "This writer has no save under way in this thread; it is used through torch's dcp.save."
+            )
+        return self._here.save
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -46,7 +46,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     assert start == b'{"xxh3-128":"%s",' % xxhash.xxh3_128_hexdigest(rest).encode()
     manifest: dict[str, Any] = json.loads(data)
     assert manifest["format"] == "dcp_remote manifest"
-    assert (manifest["version"], manifest["requires"]) == ("1-draft", [])
+    assert (manifest["version"], manifest["requires"]) == ("1-draft.1", [])
     assert manifest["kind"] == "checkpoint"
     return manifest
 
@@ -64,13 +64,13 @@ def read(folder: Path) -> dict[str, Any]:
         table = (folder / key).read_bytes()[start:stop]
         assert xxhash.xxh3_128_digest(table) == digest
         tables[key] = [table[i : i + 16] for i in range(0, len(table), 16)]
-    places = [column(manifest["pieces"][name]) for name in ("shard", "start", "length")]
+    places = [column(manifest["pieces"][name]) for name in ("shard", "start", "length", "table")]
     pieces = []
-    for shard, start, length, digest in zip(*places, digests(manifest["pieces"]["digests"]), strict=True):
+    for shard, start, length, first, digest in zip(*places, digests(manifest["pieces"]["digests"]), strict=True):
         data = (folder / shards["keys"][shard]).read_bytes()[start : start + length]
         found = blocks_of(data)
         assert xxhash.xxh3_128_digest(b"".join(found)) == digest
-        assert len(found) == 1 or set(found) <= set(tables[shards["keys"][shard]])
+        assert len(found) == 1 or found == tables[shards["keys"][shard]][first : first + len(found)]
         pieces.append(data)
     parts = iter(pieces)
     shape, offsets, sizes = (iter(column(c)) for c in (tensors["shape"], chunks["offsets"], chunks["sizes"]))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import numpy as np
 from hypothesis import strategies as st
 
+from dcp_remote import manifest_json
 from dcp_remote.digests import DIGEST_BYTES, table_entries
 from dcp_remote.dtypes import ITEM_BYTES
 from dcp_remote.manifest import (
@@ -79,7 +80,11 @@ def build(
     data_starts = [8 + 2 + int(random.integers(0, 300)) + table for table in tables]
     ends = list(data_starts)
     starts: list[int] = []
+    table_firsts: list[int] = []
+    filled = [0] * count
     for shard, length in zip(shard_of, lengths, strict=True):
+        table_firsts.append(filled[shard] if table_entries(length) else 0)
+        filled[shard] += table_entries(length)
         starts.append(ends[shard])
         ends[shard] += length + gap_bytes
     kinds = list(dict.fromkeys(layout.kind for layout in layouts))
@@ -117,6 +122,7 @@ def build(
             shard=column(shard_of),
             start=column(starts),
             length=column(lengths),
+            table=column(table_firsts),
             digests=random.bytes(DIGEST_BYTES * len(lengths)),
         ),
         inline=dict(inline or {}),
@@ -201,6 +207,13 @@ def manifests(draw: st.DrawFn) -> Manifest:
     )
 
 
+def decode(data: bytes) -> Manifest:
+    """The manifest of a checkpoint; a tombstone is none."""
+    manifest = manifest_json.decode(data)
+    assert manifest is not None
+    return manifest
+
+
 def plain(value: object) -> object:
     """A manifest as lists, tuples, dicts and scalars, to compare and to print."""
     if isinstance(value, np.ndarray):
@@ -212,9 +225,18 @@ def plain(value: object) -> object:
     return tuple(plain(item) for item in value) if isinstance(value, tuple) else value
 
 
+def assert_sound_head(manifest: Manifest) -> None:
+    """What is said of the save itself."""
+    assert manifest.world_size >= 1
+    assert all(0 <= rank < manifest.world_size for rank in manifest.per_rank)
+    assert len(manifest.replaces) <= 64
+    assert all(re.fullmatch("[0-9a-f]{32}", save_id) for save_id in (manifest.save_id, *manifest.replaces))
+
+
 def assert_sound(manifest: Manifest) -> None:
     """Everything that a manifest promises, looked at one number at a time; shares no code with `check`."""
     shards, pieces, tensors = manifest.shards, manifest.pieces, manifest.tensors
+    assert_sound_head(manifest)
     count = len(shards.keys)
     assert len(set(shards.keys)) == count == len(shards.sizes) == len(shards.data_starts) == len(shards.table_lengths)
     assert len(shards.table_digests) == 16 * count
@@ -223,14 +245,15 @@ def assert_sound(manifest: Manifest) -> None:
         assert ".." not in key
         assert key.isprintable()
     bytes_of: list[list[range]] = [[] for _ in range(count)]
-    tables = [0] * count
-    rows = zip(pieces.shard.tolist(), pieces.start.tolist(), pieces.length.tolist(), strict=True)
-    for shard, start, length in rows:
+    tables = shards.table_lengths.tolist()
+    rows = zip(*(getattr(pieces, name).tolist() for name in ("shard", "start", "length", "table")), strict=True)
+    for shard, start, length, first in rows:
         assert int(shards.data_starts[shard]) <= start < start + length <= int(shards.sizes[shard])
         bytes_of[shard].append(range(start, start + length))
-        tables[shard] += 16 * table_entries(length)
+        entries = table_entries(length)
+        assert 0 <= first <= (tables[shard] // 16 - entries if entries else 0)
     assert len(pieces.digests) == 16 * len(pieces.shard)
-    assert tables == shards.table_lengths.tolist()
+    assert all(table % 16 == 0 for table in tables)
     assert all(10 + table <= start for table, start in zip(tables, shards.data_starts.tolist(), strict=True))
     for ranges in bytes_of:
         ranges.sort(key=lambda r: r.start)
@@ -268,4 +291,3 @@ def assert_sound(manifest: Manifest) -> None:
     assert first == len(pieces.shard)
     names = list(manifest.names())
     assert sorted(names) == sorted(set(names)) == sorted([*tensors.names, *objects])
-    assert manifest.world_size >= 1

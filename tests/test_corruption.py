@@ -27,6 +27,7 @@ from dcp_remote.errors import (
 from dcp_remote.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing.ranks import LocalShards, State, load_as_ranks, save_as_ranks
+from tests.manifests import decode
 from tests.strategies import Whole, dealt, random_whole, same_bits
 
 # One shard per rank and top-level key: two matrices of six blocks, a scalar and a text of two blocks.
@@ -70,7 +71,7 @@ def saved() -> Saved:
         ):
             state[top][rest] = part
     save_as_ranks(states, lambda: RemoteWriter(store))
-    return Saved(store, manifest_json.decode(store.space.objects[MANIFEST_KEY].data))
+    return Saved(store, decode(store.space.objects[MANIFEST_KEY].data))
 
 
 def whole_template() -> State:

@@ -16,14 +16,15 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
-from dcp_remote import RemoteWriter, manifest_json
+from dcp_remote import RemoteReader, RemoteWriter, load, manifest_json
 from dcp_remote.dcp_metadata import SaveInfo, to_dcp_metadata, to_manifest
-from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError
-from dcp_remote.manifest import Manifest
+from dcp_remote.errors import InvalidArgumentError, SaveFailedError, UnsupportedFormatError
+from dcp_remote.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.manifest_check import check
 from dcp_remote.report import RankReport
 from dcp_remote.storage import MemoryStore
-from dcp_remote.testing.ranks import State, save_as_ranks, shard
+from dcp_remote.testing.ranks import LocalShards, State, load_as_ranks, save_as_ranks, shard
+from tests.manifests import decode, plain
 from tests.strategies import AnyDtypePlanner, Case, cases
 from tests.test_resharding import saved_states
 
@@ -42,8 +43,10 @@ class Planned:
         return check(to_manifest(self.metadata, self.reports, INFO))
 
 
-def planned(states: list[State], planner: Callable[[], Any] = AnyDtypePlanner) -> Planned:
-    """Save, and keep what the coordinator was given."""
+def planned(
+    states: list[State], planner: Callable[[], Any] = AnyDtypePlanner, store: MemoryStore | None = None
+) -> Planned:
+    """Save without a commit, and keep what the coordinator was given."""
     kept: list[Planned] = []
 
     class Keeping(RemoteWriter):
@@ -52,7 +55,7 @@ def planned(states: list[State], planner: Callable[[], Any] = AnyDtypePlanner) -
             reports = [result.storage_data for written in results for result in pickle.loads(pickle.dumps(written))]
             kept.append(Planned(metadata, reports))
 
-    store = MemoryStore()
+    store = store or MemoryStore()
     save_as_ranks(states, lambda: Keeping(store), planner)
     return kept[0]
 
@@ -72,7 +75,7 @@ def test_metadata_survives_the_manifest(case: Case) -> None:
     """Of any sharded state: into a manifest, its document, and back, equal to torch's; which is not changed by it."""
     given_ = planned(saved_states(case))
     before = pickle.dumps(given_.metadata)
-    manifest = manifest_json.decode(manifest_json.encode(given_.manifest()))
+    manifest = decode(manifest_json.encode(given_.manifest()))
     found = to_dcp_metadata(manifest)
     assert found.state_dict_metadata == given_.metadata.state_dict_metadata
     assert list(found.state_dict_metadata) == list(given_.metadata.state_dict_metadata)
@@ -194,6 +197,46 @@ def test_the_first_rank_that_wrote_a_chunk_counts() -> None:
     assert "twin" in manifest.shards.keys[int(manifest.pieces.shard[piece])]
 
 
+def test_a_shard_of_which_only_some_pieces_are_named() -> None:
+    """Three ranks write one matrix of 400 KB and one text; the second alone writes more behind them in its shard.
+
+    The first rank's count. The digests of what the second is needed for begin in the middle of its block table, and
+    nothing is needed of the third. Read whole, by rows (which go by the tables), and without a template.
+    """
+    store = MemoryStore()
+    generator = torch.Generator().manual_seed(5)
+    x, other_x, y = (torch.randn(1000, 100, generator=generator) for _ in range(3))
+    text, other_text, note = (letter * 400_000 for letter in "abc")
+    first = {"m": {"x": x, "text": text}}
+    second = {"m": {"x": other_x, "text": other_text, "y": y, "note": note}}
+    saves = [planned([state], store=store) for state in (first, second, first)]
+    reports = [replace(save.reports[0], rank=rank) for rank, save in enumerate(saves)]
+    manifest = check(to_manifest(saves[1].metadata, reports, INFO))
+    assert manifest.shards.keys == (*reports[0].shards.keys, *reports[1].shards.keys)
+    assert len(manifest.shards.keys) == 2
+    assert manifest.pieces.shard.tolist() == [0, 1, 0, 1]
+    assert sorted(manifest.pieces.table.tolist())[:2] == [0, 7]
+    assert int(manifest.shards.table_lengths[1]) == 4 * 7 * 16
+    store.put(MANIFEST_KEY, [manifest_json.encode(manifest)])
+    for found in (load(store)["m"], loaded(store, {"x": torch.zeros(1000, 100), "y": torch.zeros(1000, 100)})):
+        assert torch.equal(found["x"], x)
+        assert torch.equal(found["y"], y)
+        assert (found["text"], found["note"]) == (text, note)
+    rows = {name: LocalShards((1000, 100), torch.float32, [((600, 0), torch.zeros(20, 100))]) for name in ("x", "y")}
+    found = loaded(store, rows)
+    for name, whole in (("x", x), ("y", y)):
+        ((_, part),) = found[name].chunks
+        assert torch.equal(part, whole[600:620])
+
+
+def loaded(store: MemoryStore, tensors: State) -> State:
+    """Read into these, and the objects with them."""
+    state: State = {"m": {**tensors, "text": "", "note": ""}}
+    load_as_ranks([state], lambda: RemoteReader(store))
+    inner: State = state["m"]
+    return inner
+
+
 @pytest.mark.parametrize(
     "data", [["a list"], {"w": "no tuple"}, {"w": (1.5,)}, {"w": (True,)}, {1: ("w",)}, {"w": (b"x",)}, object()]
 )
@@ -221,17 +264,38 @@ def test_properties_survive(properties: TensorProperties) -> None:
     meta = good.metadata.state_dict_metadata["t"]
     assert isinstance(meta, TensorStorageMetadata)
     changed = replace(good.metadata, state_dict_metadata={"t": replace(meta, properties=properties)})
-    manifest = manifest_json.decode(manifest_json.encode(replace(good, metadata=changed).manifest()))
+    manifest = decode(manifest_json.encode(replace(good, metadata=changed).manifest()))
     assert to_dcp_metadata(manifest).state_dict_metadata == changed.state_dict_metadata
 
 
 @pytest.mark.parametrize("change", [{"layout": "no_layout"}, {"layout": "float32"}, {"memory_format": "round"}])
 def test_properties_that_torch_does_not_know(change: dict[str, Any]) -> None:
-    """A manifest may say anything; a name of torch's that is no layout is none."""
+    """A newer torch may; a name of torch's that is no layout is none."""
     manifest = three_ranks().manifest()
     kinds = tuple(replace(kind, **change) for kind in manifest.tensors.kinds)
-    with pytest.raises(CorruptCheckpointError):
+    with pytest.raises(UnsupportedFormatError):
         to_dcp_metadata(replace(manifest, tensors=replace(manifest.tensors, kinds=kinds)))
+
+
+def test_a_memory_format_that_has_no_word() -> None:
+    """It is not taken for another one; the tensor is named."""
+    good = planned([{"t": torch.zeros(4, dtype=torch.int8)}])
+    meta = good.metadata.state_dict_metadata["t"]
+    assert isinstance(meta, TensorStorageMetadata)
+    properties = TensorProperties(dtype=torch.int8, memory_format=torch.channels_last_3d)
+    changed = replace(good.metadata, state_dict_metadata={"t": replace(meta, properties=properties)})
+    with pytest.raises(InvalidArgumentError) as caught:
+        replace(good, metadata=changed).manifest()
+    assert caught.value.details["tensor"] == "t"
+
+
+def test_reports_are_small() -> None:
+    """Pickled, for 1,000 tensors of differing sizes: measured at 70,855 bytes, of which 45,900 are names and digests."""
+    state: State = {f"model.layers.{n // 10}.block.{n % 10}.weight": torch.ones(300 + n % 5) for n in range(1000)}
+    (report,) = planned([state]).reports
+    data = pickle.dumps(report)
+    assert len(data) < 85_000
+    assert plain(pickle.loads(data)) == plain(report)
 
 
 def test_a_state_of_nothing() -> None:

@@ -16,13 +16,13 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_remote import envelope
+from dcp_remote import envelope, manifest_json
 from dcp_remote.envelope import COMPRESS_FROM_BYTES, seal, unseal
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
-from dcp_remote.manifest import JSON, TORCH, Manifest, TensorKind
-from dcp_remote.manifest_json import REPLACES_MAX, decode, decode_head, encode, tombstone
+from dcp_remote.manifest import JSON, REPLACES_MAX, TORCH, Manifest, TensorKind
+from dcp_remote.manifest_json import decode_head, encode, tombstone
 from dcp_remote.ranges import Box, KiB, MiB
-from tests.manifests import Layout, ObjectLayout, assert_sound, build, manifests, plain
+from tests.manifests import Layout, ObjectLayout, assert_sound, build, decode, manifests, plain
 
 REFUSED = (CorruptCheckpointError, UnsupportedFormatError)
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -148,7 +148,7 @@ def columns_of(value: dict[str, Any]) -> list[tuple[str | int, ...]]:
     found = [
         path for path in places(value) if isinstance(item := holder(value, path)[path[-1]], str) and item[1:2] == ":"
     ]
-    assert len(found) == 14
+    assert len(found) == 15
     return found
 
 
@@ -245,10 +245,10 @@ def test_tombstones_are_no_checkpoints() -> None:
     data = tombstone("0" * 32, ("1" * 32,))
     head = decode_head(data)
     assert (head.kind, head.save_id, head.replaces) == ("tombstone", "0" * 32, ("1" * 32,))
+    assert manifest_json.decode(data) is None
+    assert manifest_json.decode(dump({**document(), "kind": "tombstone"})) is None
     with pytest.raises(CorruptCheckpointError, match="not that of a checkpoint"):
-        decode(data)
-    with pytest.raises(CorruptCheckpointError, match="not that of a checkpoint"):
-        decode(dump({**document(), "kind": "tombstone"}))
+        decode(dump({**document(), "kind": "grave"}))
 
 
 # ---- damaged and hostile bytes
@@ -362,7 +362,13 @@ def test_bombs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_frames_are_not_one_document() -> None:
-    """What follows the first frame is nobody's."""
+    """What follows the first frame is nobody's: a frame, or anything else."""
+    whole = zstandard.ZstdCompressor().compress(dump(document()))
+    assert plain(decode(whole)) == plain(example())
+    for more in (b"\0", b"\n", whole, zstandard.ZstdCompressor().compress(b"")):
+        for read in (decode, decode_head):
+            with pytest.raises(CorruptCheckpointError, match="cannot be decompressed"):
+                read(whole + more)
     one = zstandard.ZstdCompressor().compress(dump(document())[:100])
     other = zstandard.ZstdCompressor().compress(dump(document())[100:])
     with pytest.raises(CorruptCheckpointError):
@@ -404,10 +410,31 @@ def test_nothing_is_written_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -
         encode(replace(example(), world_size=0))
 
 
-def test_the_list_of_replaced_saves_is_cut() -> None:
-    """To what a commit looks at."""
-    many = tuple(f"{n:032x}" for n in range(1000))
-    assert decode_head(tombstone("f" * 32, many)).replaces == many[:REPLACES_MAX]
+def test_saves_go_by_ids_of_one_form() -> None:
+    """In heads, tombstones and whole documents; so many are replaced as a commit looks at, and not one more."""
+    many = tuple(f"{n:032x}" for n in range(REPLACES_MAX + 1))
+    assert decode_head(tombstone("f" * 32, many[1:])).replaces == many[1:]
+    assert decode(encode(replace(example(), replaces=many[1:]))).replaces == many[1:]
+    bad = ("", "f" * 31, "f" * 33, "F" * 32, "g" * 32, "f" * 32 + "\n", "\u0661" * 32)
+    changes: list[tuple[str, tuple[str, ...]]] = [("f" * 32, many), *((save_id, ()) for save_id in bad)]
+    changes += [("f" * 32, ("0" * 32, save_id)) for save_id in bad]
+    for save_id, replaces in changes:
+        with pytest.raises(CorruptCheckpointError, match=r"save_id|more saves"):
+            tombstone(save_id, replaces)
+        with pytest.raises(CorruptCheckpointError, match=r"save_id|more saves"):
+            encode(replace(example(), save_id=save_id, replaces=replaces))
+        for read in (decode, decode_head):
+            with pytest.raises(CorruptCheckpointError, match=r"save_id|more saves"):
+                read(dump({**document(), "save_id": save_id, "replaces": list(replaces)}))
+
+
+@pytest.mark.parametrize(
+    "rank", ["", "-1", "+1", "03", " 1", "1_0", "1.0", "\u0661", "\u00b2", "4", "9" * 10, "9" * 5000]
+)
+def test_ranks_have_one_name_each(rank: str) -> None:
+    """Decimal, without leading zeros, below the number of ranks that saved."""
+    with pytest.raises(CorruptCheckpointError, match="rank"):
+        decode(dump({**document(), "per_rank": {rank: {"rng": 1}}}))
 
 
 # ---- size

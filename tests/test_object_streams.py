@@ -146,16 +146,20 @@ def test_a_program_that_torch_save_does_not_write_is_refused(name: str) -> None:
 
 
 def test_zips_that_torch_save_does_not_write_are_corrupt() -> None:
-    """Compressed, foreign, doubled, missing, truncated, TorchScript, protocol 4, and no zip."""
+    """Compressed, foreign, doubled, missing, in two folders, truncated, TorchScript, protocol 4, and no zip."""
     good = save([torch.ones(2).to_sparse(), [1]])
     assert decode_torch(rezipped(good, {})) is not None
     doubled = io.BytesIO(good)
+    elsewhere = io.BytesIO(rezipped(good, {"version": None}))
+    with zipfile.ZipFile(elsewhere, "a") as archive:
+        archive.writestr("elsewhere/version", b"3")
     with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(doubled, "a") as archive:
         archive.writestr("archive/version", b"3")
     bad = [
         rezipped(good, {}, compression=zipfile.ZIP_DEFLATED),
         rezipped(good, {"constants.pkl": b"x"}),
         rezipped(good, {"data.pkl": None}),
+        elsewhere.getvalue(),
         rezipped(good, {"data/0": None}),
         rezipped(good, {"version": b"not a number"}),
         rezipped(good, {"byteorder": b"middle"}),

@@ -390,3 +390,9 @@ def test_any_tree_comes_back_exactly(tree: Any) -> None:
     """Random nesting of everything hashable and not: types and bits, through both ways in."""
     for decoded, expected in both_ways(tree):
         assert same(decoded, expected)
+
+
+def test_sets_are_sorted_by_the_text_that_is_written() -> None:
+    """By its UTF-8, which orders other than JSON with escapes (where "é" begins with a backslash) does."""
+    encoded = encode_object("k", {"é", "a", "😀", "Z", (1, "é"), (1, "z")})
+    assert json.loads(encoded.data)["$set"] == ["Z", "a", "é", "😀", {"$tuple": [1, "z"]}, {"$tuple": [1, "é"]}]

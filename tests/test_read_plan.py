@@ -16,7 +16,7 @@ from dcp_remote.dtypes import ITEM_BYTES
 from dcp_remote.manifest import RAW, Manifest, TensorKind
 from dcp_remote.manifest_check import check
 from dcp_remote.ranges import Box, KiB, MiB
-from dcp_remote.read_plan import ALONE_BYTES, GAP_BYTES, ReadPlan, Want, plan_reads, table_positions, want_box
+from dcp_remote.read_plan import ALONE_BYTES, GAP_BYTES, ReadPlan, Want, plan_reads, want_box
 from dcp_remote.transfer import RANGE_BYTES_MAX
 from tests.manifests import Layout, build, manifests
 
@@ -81,7 +81,8 @@ def assert_plan(manifest: Manifest, plan: ReadPlan, marks: Marks, users: dict[in
     partial = {piece for piece, count in blocks.items() if count * block_bytes(len(marks[piece])) < len(marks[piece])}
     assert plan.partial == partial
     assert plan.tables == tuple(sorted({int(manifest.pieces.shard[piece]) for piece in partial}))
-    assert [r.length for r in plan.ranges] == sorted((r.length for r in plan.ranges), reverse=True)
+    places = [(r.shard, r.start) for r in plan.ranges]
+    assert places == sorted(places)
 
 
 def plan_and_check(manifest: Manifest, boxes: Sequence[tuple[int, int, Box]], objects: Sequence[int] = ()) -> ReadPlan:
@@ -91,7 +92,11 @@ def plan_and_check(manifest: Manifest, boxes: Sequence[tuple[int, int, Box]], ob
     for tensor, chunk, box in boxes:
         for piece in mark_box(manifest, marks, tensor, chunk, box):
             users.setdefault(piece, []).append(len(wants))
-        wants.append(want_box(manifest, tensor=tensor, chunk=chunk, box=box))
+        if manifest.tensors.kind_of(tensor).encoding == RAW:
+            wants.append(want_box(manifest, tensor=tensor, chunk=chunk, box=box))
+        else:
+            first, stop = manifest.tensors.piece_first[chunk : chunk + 2].tolist()
+            wants.append(Want(first, stop, None))
     for number in objects:
         item = manifest.stored[number]
         stop = item.piece_first + item.pieces
@@ -171,20 +176,3 @@ def test_a_wanted_part_of_a_wanted_whole_needs_no_table() -> None:
         plan = plan_and_check(manifest, wants)
         assert plan.tables == ()
         assert len(plan.ranges) == 1
-
-
-@given(manifests(), st.sets(st.integers(0, 3)))
-def test_table_positions(manifest: Manifest, shards: set[int]) -> None:
-    """The digests of pieces of more than a block stand in the order of the pieces' places; others have none."""
-    expected: dict[int, int] = {}
-    pieces = manifest.pieces
-    for shard in shards:
-        position = 0
-        for _, piece in sorted((int(pieces.start[p]), p) for p in np.flatnonzero(pieces.shard == shard).tolist()):
-            expected[piece] = position
-            length = int(pieces.length[piece])
-            blocks = len(range(0, length, block_bytes(length)))
-            position += 16 * blocks if blocks > 1 else 0
-        if shard < len(manifest.shards.keys):
-            assert position == int(manifest.shards.table_lengths[shard])
-    assert table_positions(manifest, sorted(shards)) == expected

@@ -1,4 +1,4 @@
-"""Writer, reader and `load` through torch's own calls, in one process: what users of torch's checkpoints expect.
+"""Writer and reader through torch's own calls, in one process: what users of torch's checkpoints expect.
 
 `dcp.save` and `dcp.load` are torch's; the store is one in memory whose requests are recorded, or a folder.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -43,6 +41,7 @@ from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
 from dcp_remote.testing import RecordingStore
 from dcp_remote.testing.ranks import load_as_ranks, save_as_ranks, shard
+from tests.states import blank_state, equal, state_of_training
 
 
 @pytest.fixture
@@ -59,44 +58,6 @@ def failure(call: Callable[[], object]) -> BaseException:
     with pytest.raises(CheckpointException) as caught:
         call()
     return caught.value.failures[0][0]
-
-
-def state_of_training() -> dict[str, Any]:
-    """A model, its optimizer, a step and a schedule, nested as torch's own functions nest them."""
-    generator = torch.Generator().manual_seed(1)
-    return {
-        "model": {"weight": torch.randn(7, 5, generator=generator), "bias": torch.randn(7, generator=generator)},
-        "optim": {
-            "state": {"weight": {"step": torch.tensor(3.0), "exp_avg": torch.randn(7, 5, generator=generator)}},
-            "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": ["weight", "bias"]}],
-        },
-        "step": 3,
-        "schedule": {"last_lr": [0.1, 0.05], "name": "cosine", "none": None},
-    }
-
-
-def blank_state() -> dict[str, Any]:
-    """A template for it."""
-    return {
-        "model": {"weight": torch.zeros(7, 5), "bias": torch.zeros(7)},
-        "optim": {
-            "state": {"weight": {"step": torch.tensor(0.0), "exp_avg": torch.zeros(7, 5)}},
-            "param_groups": [{"lr": 0.0, "betas": (0.0, 0.0), "params": []}],
-        },
-        "step": 0,
-        "schedule": {"last_lr": [], "name": "", "none": 1},
-    }
-
-
-def equal(left: object, right: object) -> bool:
-    """Equal types and values all the way down."""
-    if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
-        return isinstance(right, dict) and left.keys() == right.keys() and all(equal(left[k], right[k]) for k in left)
-    if isinstance(left, (list, tuple)):
-        return type(left) is type(right) and len(left) == len(right) and all(map(equal, left, right))
-    return type(left) is type(right) and left == right
 
 
 # ---- the five lines of the README, and what they cost
@@ -720,52 +681,7 @@ def test_with_a_process_group(store: RecordingStore) -> None:
     assert equal(template, state)
 
 
-# ---- without a template
-
-
-def test_load_chooses_by_names_and_patterns(store: RecordingStore) -> None:
-    """Globs, several of them, exact names with brackets in them; only what is asked for is read."""
-    state = state_of_training() | {"odd": {"[x]": torch.tensor(1), "*": torch.tensor(2)}}
-    dcp.save(state, storage_writer=RemoteWriter(store))
-    store.clear()
-    assert equal(load(store, keys="model.*"), {"model": state["model"]})
-    assert [verb for verb, _ in store.calls] == ["get", "get_into"]
-    assert equal(load(store, keys=["step", "model.b*"]), {"model": {"bias": state["model"]["bias"]}, "step": 3})
-    assert equal(load(store, keys="odd.[x]"), {"odd": {"[x]": torch.tensor(1)}})
-    assert equal(load(store, keys="*"), state)
-    assert equal(load(store), state)
-    assert load(store, keys=[]) == {}
-
-
-def test_load_names_what_is_near(store: RecordingStore) -> None:
-    """A typing error is told the names like it; a pattern that fits nothing, the top-level names."""
-    dcp.save(state_of_training(), storage_writer=RemoteWriter(store))
-    for wrong, near in (("model.wieght", "model.weight"), ("zzz*", "optim"), ("optim.state.weight.exp_av", "exp_avg")):
-        with pytest.raises(InvalidArgumentError) as caught:
-            load(store, keys=["step", wrong])
-        assert caught.value.details["key"] == wrong
-        assert near in str(caught.value.details["near"])
-
-
-def test_load_restores_the_nesting(store: RecordingStore) -> None:
-    """Lists and dictionaries at every depth, in their order; keys that are numbers are the strings that torch makes."""
-    state: dict[str, Any] = {
-        "z": [torch.tensor(0), {"a": [1, [torch.tensor(1), 2]], "b": "x"}, 5],
-        "a": {"0": torch.tensor(3), 1: torch.tensor(4)},
-        "m": (1, 2),
-        "dotted.name": {"x.y": torch.tensor(5)},
-    }
-    dcp.save(state, storage_writer=RemoteWriter(store))
-    found = load(store)
-    assert equal(found, state | {"a": {"0": torch.tensor(3), "1": torch.tensor(4)}})
-    assert list(found) == list(state)
-
-
-def test_load_puts_sharded_tensors_together(store: RecordingStore) -> None:
-    """Saved by six ranks in two dimensions, uneven: whole tensors, of their dtype."""
-    whole = torch.randn(5, 7, dtype=torch.float64)
-    save_as_ranks([{"m": {"w": part}} for part in shard(whole, 6, (3, 2))], lambda: RemoteWriter(store))
-    assert equal(load(store), {"m": {"w": whole}})
+# ---- replaced while it is read
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read(store: RecordingStore) -> None:
@@ -787,58 +703,3 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(store: RecordingStore) -
     planner.set_up_planner({"w": torch.zeros(3)}, metadata)
     with pytest.raises(CheckpointNotFoundError, match="load again"):
         reader.read_data(planner.create_local_plan(), planner)
-
-
-# ---- memory
-
-MEASURE = """
-import resource, sys, threading, torch
-import torch.distributed.checkpoint as dcp
-from dcp_remote import RemoteReader, RemoteWriter
-MiB = 2**20
-
-def now(field):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(field)) * 1024
-
-def filled(value):
-    # Touched, so that the pages count as state; and one tensor is not contiguous.
-    return {"plain": torch.full((SIZE // 4,), value), "turned": torch.full((512, SIZE // 1024), value).t()}
-
-warm = {"w": torch.ones(9)}
-dcp.save(warm, storage_writer=RemoteWriter(URL + "/warm", overwrite=True), no_dist=True)
-dcp.load(warm, storage_reader=RemoteReader(URL + "/warm"), no_dist=True)
-state = filled(1.0 if ACTION == "save" else 0.0)
-before = now("VmRSS:")
-with open("/proc/self/clear_refs", "w") as refs:
-    refs.write("5")
-if ACTION == "save":
-    dcp.save(state, storage_writer=RemoteWriter(URL + "/x", memory_budget_bytes=BUDGET), no_dist=True)
-else:
-    dcp.load(state, storage_reader=RemoteReader(URL + "/x", memory_budget_bytes=BUDGET), no_dist=True)
-print(now("VmHWM:") - before)
-assert bool((state["plain"] == 1).all()) and bool((state["turned"] == 1).all())
-"""
-
-
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is reset through Linux's /proc"
-)
-def test_memory_beyond_the_state_is_the_budget(tmp_path: Path) -> None:
-    """In a fresh process, save and load 128 MiB contiguous and 256 MiB not contiguous with a budget of 32 MiB.
-
-    The peak of resident memory above the state stays below the budget and 32 MiB, which eight threads and what they
-    are just copying take.
-    """
-    size_bytes, budget_bytes = 128 * 2**20, 32 * 2**20
-    for action in ("save", "load"):
-        settings = f"URL = 'file://{tmp_path}'\nSIZE = {size_bytes}\nBUDGET = {budget_bytes}\nACTION = {action!r}\n"
-        result = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", settings + MEASURE],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
-        assert int(result.stdout) < budget_bytes + 32 * 2**20, action

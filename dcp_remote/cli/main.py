@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 it failed and the message says why, 2 the command line is 
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from dcp_remote.cli import show
+from dcp_remote.cli.terminal import printable
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 
 _FAILED, _USAGE = 1, 2
@@ -29,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal's encoding has no bytes for is escaped too, as Python does on standard error.
+        sys.stdout.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         show.run(
@@ -51,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(error: DcpRemoteError, code: int) -> int:
-    print(f"dcp-remote: {error}", file=sys.stderr)  # a command line talks by printing
+    print(printable(f"dcp-remote: {error}"), file=sys.stderr)  # a command line talks by printing
     return code
 
 

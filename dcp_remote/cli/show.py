@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
 from dcp_remote.checkpoint import read_manifest
-from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.cli.terminal import printable
 from dcp_remote.manifest import Manifest
+from dcp_remote.names import chosen_names, top_level_key
+from dcp_remote.object_tree import from_text
 from dcp_remote.storage import open_store
 
 # A terminal is not a disk: whoever wants more asks for it by pattern.
@@ -17,6 +18,9 @@ _VALUE_CHARACTERS_MAX = 60
 
 # Somebody looks at a terminal: an outage is told in seconds, not retried for minutes.
 _RETRY_SECONDS = 10.0
+
+# Entries that lie at the top of the state dict themselves, as a step or a model's flat state dict does.
+_TOP_LEVEL = "(top level)"
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STEP = 1024
@@ -36,16 +40,20 @@ def run(
 
     Raises:
         CheckpointNotFoundError: No checkpoint is committed here.
+        CorruptCheckpointError: The manifest, or a value in it, is damaged.
         InvalidArgumentError: No entry fits a pattern.
     """
     store = open_store(url, storage_options)
     manifest = read_manifest(store, retry_seconds=_RETRY_SECONDS)
-    names = _chosen(manifest, patterns)
+    names = list(manifest.names())
+    if patterns:
+        names = chosen_names(names, patterns, paths=manifest.flatten)
     if as_json:
-        json.dump(_document(store.url, manifest, names), out, indent=2)
-        out.write("\n")
+        # All of it before the first byte: half a document would be worse than the error alone.
+        out.write(json.dumps(_document(store.url, manifest, names), indent=2) + "\n")
         return
-    out.writelines(line + "\n" for line in _lines(store.url, manifest, names if patterns else None))
+    lines = list(_lines(store.url, manifest, names if patterns else None))
+    out.writelines(printable(line) + "\n" for line in lines)
 
 
 def human_bytes(size_bytes: int) -> str:
@@ -56,15 +64,6 @@ def human_bytes(size_bytes: int) -> str:
             return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= _STEP
     raise AssertionError("the last unit takes everything")
-
-
-def _chosen(manifest: Manifest, patterns: Sequence[str]) -> list[str]:
-    names = list(manifest.names())
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            tops = sorted({name.partition(".")[0] for name in names})
-            raise InvalidArgumentError("No entry fits this name or pattern.", key=pattern, top_level=", ".join(tops))
-    return [name for name in names if not patterns or any(fnmatch.fnmatchcase(name, p) for p in patterns)]
 
 
 def _facts(url: str, manifest: Manifest) -> dict[str, object]:
@@ -97,7 +96,7 @@ def _entry(manifest: Manifest, name: str) -> dict[str, object]:
             "bytes": _tensor_bytes(manifest, number),
         }
     if name in manifest.inline:
-        return {"value": json.loads(manifest.inline[name])}
+        return {"value": from_text(name, manifest.inline[name])}
     stored = manifest.stored_index[name]
     span = slice(stored.piece_first, stored.piece_first + stored.pieces)
     return {"encoding": stored.encoding, "bytes": int(manifest.pieces.length[span].sum())}
@@ -131,6 +130,7 @@ def _line(manifest: Manifest, name: str) -> str:
         dtype, size = manifest.tensors.kind_of(number).dtype, human_bytes(_tensor_bytes(manifest, number))
         return f"{dtype} {shape}, {size} in {chunks} chunk{'s' * (chunks != 1)}"
     if name in manifest.inline:
+        from_text(name, manifest.inline[name])  # raises if damaged: who read the manifest left values unread
         text = manifest.inline[name].decode("utf-8")
         return text if len(text) <= _VALUE_CHARACTERS_MAX else f"{text[:_VALUE_CHARACTERS_MAX]}…"
     entry = _entry(manifest, name)
@@ -140,8 +140,7 @@ def _line(manifest: Manifest, name: str) -> str:
 def _summary(manifest: Manifest) -> Iterator[str]:
     groups: dict[str, list[int]] = {}
     for name in manifest.names():
-        path = manifest.flatten.get(name) if manifest.flatten else None
-        top = str(path[0]) if path else name.partition(".")[0]
+        top = top_level_key(manifest.flatten.get(name) if manifest.flatten else None)
         count = groups.setdefault(top, [0, 0, 0])
         number = manifest.tensors.index.get(name)
         if number is None:
@@ -149,9 +148,10 @@ def _summary(manifest: Manifest) -> Iterator[str]:
         else:
             count[0] += 1
             count[2] += _tensor_bytes(manifest, number)
-    width = max(map(len, groups), default=0)
+    titles = {top: printable(top) or _TOP_LEVEL for top in groups}
+    width = max(map(len, titles.values()), default=0)
     for top, (tensors, objects, size_bytes) in groups.items():
-        yield f"{top:<{width}}  {tensors} tensors, {objects} objects, {human_bytes(size_bytes)}"
+        yield f"{titles[top]:<{width}}  {tensors} tensors, {objects} objects, {human_bytes(size_bytes)}"
     if groups:
         yield ""
         yield "To list entries: dcp-remote show <url> --key 'model.*'"

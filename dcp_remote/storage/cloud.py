@@ -152,7 +152,7 @@ class CloudStore:
             result = obstore.put(client, path, body, mode=mode, use_multipart=False)
             return Version(etag=result["e_tag"], generation=result["version"])
 
-        return self._ask("put", key, request)
+        return self._ask("put", key, request, settled_later=condition != "any")
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
         """See `ObjectStore.list`. A request for each thousand objects; more, where `prefix` ends within a name."""
@@ -270,16 +270,24 @@ class CloudStore:
                 failed[key] = error
         return failed
 
-    def _ask(self, verb: str, key: str, request: Callable[[], _Answer]) -> _Answer:
-        """Send a request, and raise what went wrong as an error of ours."""
+    def _ask(self, verb: str, key: str, request: Callable[[], _Answer], *, settled_later: bool = False) -> _Answer:
+        """Send a request, and raise what went wrong as an error of ours.
+
+        Args:
+            verb: For the error.
+            key: For the error.
+            request: Sends it.
+            settled_later: Somebody has to find out whether it was carried out. A time-out then stays one, whatever a
+                diagnosis says afterwards of the bucket: that is no answer to this request.
+        """
         try:
             return request()
         except DcpRemoteError:  # of ours already, though some are OSErrors and ValueErrors, too
             raise
-        except FAILURES as error:
-            self._fail(error, verb=verb, key=key)
+        except Exception as error:  # noqa: BLE001  # `KINDS` has a row for everything
+            self._fail(error, verb=verb, key=key, settled_later=settled_later)
 
-    def _fail(self, error: Exception, *, verb: str, key: str) -> NoReturn:
+    def _fail(self, error: Exception, *, verb: str, key: str, settled_later: bool) -> NoReturn:
         url = f"{self.url}/{key}" if key else self.url
         secrets = self._connections.secrets()
         failure: CloudError | None = None
@@ -293,6 +301,8 @@ class CloudStore:
             else:
                 verdict = self._connections.look(self._parsed.prefix, reuse=True)
             failure = verdict.error(verb=verb, url=url) if verdict is not None else None
+            if failure is not None and settled_later:
+                failure = TransientStorageError(failure.what, **failure.details)
         elif isinstance(error, FileNotFoundError) and verb == "put":
             # A bucket that is there answers no put so: obstore makes a failed condition of a swap of what is absent.
             failure = translate(error, verb=verb, url=url, secrets=secrets, what=NO_SUCH_BUCKET)

@@ -142,9 +142,15 @@ _ADVICE = {
     "SignatureDoesNotMatch": "The secret key is not that of the access key.",
 }
 
+# S3 tells no 404 to those who may not list: a first save, and a load of what is not there, look denied to them.
+_DENIED_ADVICE = (
+    "A job needs s3:GetObject and s3:PutObject on the objects, and s3:ListBucket on the bucket: without that, S3 "
+    "refuses also to say that an object is not there."
+)
+
 _WHAT: dict[Kind, str] = {
     StorageError: "The store failed.",
-    TransientStorageError: "The store did not answer as it should: a timeout, a broken connection or an error of its.",
+    TransientStorageError: "The store did not answer as it should: a timeout, a lost connection or its own error.",
     ObjectNotFoundError: "There is no such object.",
     ConditionFailedError: "The object is not in the state that this write asks for.",
     PermissionDeniedError: "The store refused the request: these credentials (or their lack) do not allow it.",
@@ -187,7 +193,11 @@ def translate(error: BaseException, *, verb: str, url: str, secrets: Sequence[st
     text = str(error)
     # For people alone: nothing is decided by it.
     code = _first(r"<Code>(\w{1,64})</Code>", text)
-    what = " ".join(part for part in (what or _WHAT[kind], _ADVICE.get(code or "")) if part)
+    what = " ".join(
+        part
+        for part in (what or _WHAT[kind], _ADVICE.get(code or "") or (_DENIED_ADVICE if code == "AccessDenied" else ""))
+        if part
+    )
     details = {"verb": verb, "url": url, "code": code, "cause": _cause(text, secrets)}
     return kind(what, **{name: value for name, value in details.items() if value})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import random as random_module
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +13,8 @@ from typing import NoReturn, TypeVar
 from dcp_remote.errors import InvalidArgumentError, StorageError, TransientStorageError
 from dcp_remote.storage.base import Buffer, Condition, ObjectInfo, ObjectStore, Version
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
+
+logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
@@ -113,12 +117,27 @@ class _Terms:
     on_retry: Callable[[Verb, str, StorageError], None] | None
 
 
+# Somebody may be watching, and wonder what the job is waiting for; but a log is not a list of requests.
+_TOLD_EVERY_SECONDS = 60.0
+_told: dict[str, float] = {}  # when it was last told of a URL, for all its stores in this process
+
+
+def _tell(url: str, request: Request, error: StorageError) -> None:
+    now = time.monotonic()
+    level = logging.DEBUG if now - _told.get(url, -math.inf) < _TOLD_EVERY_SECONDS else logging.WARNING
+    if level == logging.WARNING:
+        _told[url] = now
+    logger.log(level, "The store failed; trying again. verb=%s key=%s cause=%s", request.verb, request.key, error)
+
+
 class RetryingStore(WrappedStore):
     """Repeats what failed for now, under one deadline.
 
     Repeated: `head`, `get`, `get_into`; `put` with the condition "any"; of `delete` the keys that failed for now;
     `list` from the last key that was given on. Sent once: a conditional `put`, because after a lost answer only its
     caller can tell its own earlier attempt from another's (`dcp_remote.commit` does).
+
+    While it repeats, that is logged as a warning, at most once a minute.
 
     In the end the last `TransientStorageError` is raised anew, with the number of attempts and the seconds they took.
 
@@ -153,7 +172,7 @@ class RetryingStore(WrappedStore):
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
         """See `ObjectStore.list`. After a failure it goes on behind the last key; what was given is not given again."""
-        attempts = _Attempts(self._terms, self._named("list", prefix))
+        attempts = _Attempts(self._terms, self._named("list", prefix), self.url)
         while True:
             try:
                 for info in self._store.list(prefix, after=after):
@@ -167,7 +186,7 @@ class RetryingStore(WrappedStore):
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         """See `ObjectStore.delete`. Keys that still fail for now at the end are reported, not raised."""
         failed: dict[str, StorageError] = {}
-        attempts = _Attempts(self._terms, self._named("delete", *keys))
+        attempts = _Attempts(self._terms, self._named("delete", *keys), self.url)
         while True:
             try:
                 answer = self._store.delete(keys)
@@ -184,7 +203,7 @@ class RetryingStore(WrappedStore):
             keys = list(for_now)
 
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
-        attempts = _Attempts(self._terms, request)
+        attempts = _Attempts(self._terms, request, self.url)
         while True:
             try:
                 return send()
@@ -195,8 +214,9 @@ class RetryingStore(WrappedStore):
 class _Attempts:
     """The attempts of one request."""
 
-    def __init__(self, terms: _Terms, request: Request) -> None:
+    def __init__(self, terms: _Terms, request: Request, url: str) -> None:
         self._terms = terms
+        self._url = url
         self._request = request
         self._failed = 0
         self._begin_seconds = terms.deadline.elapsed_seconds()
@@ -214,6 +234,7 @@ class _Attempts:
         )
         if delay_seconds is None:
             raise self.last_error(error)
+        _tell(self._url, request, error)
         if terms.on_retry is not None:
             terms.on_retry(request.verb, request.key, error)
         terms.sleep(delay_seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,12 @@ import torch
 from dcp_remote import RemoteWriter
 from dcp_remote.cli import main
 from dcp_remote.cli.show import human_bytes
+from dcp_remote.cli.terminal import printable
+from dcp_remote.manifest import MANIFEST_KEY, TensorKind
+from dcp_remote.manifest_json import encode
+from dcp_remote.ranges import Box
 from dcp_remote.testing.ranks import save_as_ranks
+from tests.manifests import Layout, build
 
 
 @pytest.fixture
@@ -52,6 +58,30 @@ def test_json_is_a_document(checkpoint: str, capsys: pytest.CaptureFixture[str])
     assert document["entries"]["optim.lr"] == {"value": 0.5}
 
 
+def test_entries_at_the_top_are_one_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flat state dict, as FSDP gives it, a step, and a key that is called like the group."""
+    state = {
+        "layers.0.w": torch.zeros(2),
+        "layers.1.w": torch.zeros(2),
+        "step": 3,
+        "(top level)": {"w": torch.zeros(1)},
+    }
+    save_as_ranks([state], lambda: RemoteWriter(tmp_path / "ck"))
+    assert main(["show", str(tmp_path / "ck")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    groups = [line for line in lines if "objects," in line]
+    assert groups == ["(top level)  2 tensors, 1 objects, 16 B", "(top level)  1 tensors, 0 objects, 4 B"]
+
+
+def test_a_name_in_brackets_is_no_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`a[0].w` beside `a0.w`: the name wins, as in `load`."""
+    save_as_ranks([{"a[0]": {"w": 1}, "a0": {"w": 2}}], lambda: RemoteWriter(tmp_path / "ck"))
+    assert main(["show", str(tmp_path / "ck"), "--key", "a[0].w"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "a[0].w  1" in lines
+    assert "a0.w  2" not in lines
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
@@ -79,6 +109,80 @@ def test_damaged_manifest_is_told(checkpoint: str, capsys: pytest.CaptureFixture
     path.write_bytes(path.read_bytes()[:-10])
     assert main(["show", checkpoint]) == 1
     assert "damaged or truncated" in capsys.readouterr().err
+
+
+def put_manifest(folder: Path, *, name: str = "w", inline: dict[str, bytes]) -> str:
+    """A manifest that no writer of ours would make: an empty tensor, and values that are taken as they are."""
+    manifest = build([Layout(name, TensorKind("float32"), (0,), (Box((0,), (0,)),), ((),))], inline=inline)
+    (folder / MANIFEST_KEY).write_bytes(encode(manifest))
+    return str(folder)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(
+    "value",
+    [b'"\xff"', b'{"a":1,"a":2}', b"1e999", b"123456789012345678901", b"[" * 500 + b"]" * 500],
+    ids=["not UTF-8", "a name twice", "no float", "no 64 bits", "too deep"],
+)
+def test_damaged_value_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: bytes, *, as_json: bool
+) -> None:
+    """The manifest is sound but for a value, which is read only when it is listed: named, and nothing is printed."""
+    url = put_manifest(tmp_path, inline={"good": b"1", "bad": value})
+    assert main(["show", url]) == 0
+    assert main(["show", url, "--key", "good"]) == 0
+    capsys.readouterr()
+    assert main(["show", url, "--key", "*", *(["--json"] if as_json else [])]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "key='bad'" in captured.err
+
+
+HOSTILE = "a\x1b]0;owned\x07\x1b[2J\r\nfake  1\x9b31m\u202eb\x7f\u2028"
+
+
+def is_harmless(output: str) -> bool:
+    """Nothing but what is seen, and line ends."""
+    return all(line.isprintable() for line in output.split("\n"))
+
+
+def test_names_and_values_do_not_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ANSI and C1 sequences, line breaks, direction marks: in a tensor's name, a key at the top, a value, an error."""
+    value = json.dumps(HOSTILE, ensure_ascii=False).encode() + b"\n"
+    value = value.replace(b"\x7f", b"\x7f\xc2\x9b2J")
+    url = put_manifest(tmp_path, name=HOSTILE, inline={"value": value, "step": b"3"})
+    for arguments in ([], ["--key", "*"], ["--json"]):
+        assert main(["show", url, *arguments]) == 0
+        out = capsys.readouterr().out
+        assert is_harmless(out)
+        assert not any(line.startswith("fake") for line in out.splitlines())
+        if arguments == ["--json"]:
+            assert json.loads(out)["entries"][HOSTILE]["dtype"] == "float32"
+    assert main(["show", url, "--key", HOSTILE + "x"]) == 2
+    captured = capsys.readouterr()
+    assert is_harmless(captured.err)
+    assert captured.err.count("\n") == 1
+    assert r"\x1b]0;owned" in captured.err
+
+
+def test_printable_text() -> None:
+    """What is seen stays as it is, what is not is escaped as Python writes it; tried on every character there is."""
+    assert printable("Größe 3×4, 日本語 🙂 \\n") == "Größe 3×4, 日本語 🙂 \\n"
+    assert printable("\x1b[0m\n\ud800\u202e") == r"\x1b[0m\n\ud800\u202e"
+    everything = printable("".join(map(chr, range(sys.maxunicode + 1))))
+    assert everything.isprintable()
+    assert everything.encode()
+
+
+def test_a_terminal_that_knows_only_ascii(checkpoint: str) -> None:
+    """In a process of its own: what its encoding has no bytes for is escaped, and no traceback."""
+    command = [sys.executable, "-c", "import sys; from dcp_remote.cli import main; sys.exit(main(sys.argv[1:]))"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    shown = subprocess.run(
+        [*command, "show", checkpoint, "--key", "model.w"], env=environment, capture_output=True, check=True
+    )
+    assert rb"model.w  float32 3\xd74" in shown.stdout
 
 
 def test_starts_without_torch_and_survives_a_closed_pipe(checkpoint: str) -> None:

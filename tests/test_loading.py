@@ -1,0 +1,123 @@
+"""`load`: a checkpoint, or part of it, read without a template in one process.
+
+The store is one in memory whose requests are recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_remote import RemoteWriter, load
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.manifest import MANIFEST_KEY, TensorKind
+from dcp_remote.manifest_json import encode
+from dcp_remote.ranges import Box
+from dcp_remote.storage import MemoryStore
+from dcp_remote.testing import RecordingStore
+from dcp_remote.testing.ranks import save_as_ranks, shard
+from tests.manifests import Layout, build
+from tests.states import equal, state_of_training
+
+
+@pytest.fixture
+def store() -> RecordingStore:
+    return RecordingStore(MemoryStore())
+
+
+def test_load_chooses_by_names_and_patterns(store: RecordingStore) -> None:
+    """Globs, several of them, exact names with brackets in them; only what is asked for is read."""
+    state = state_of_training() | {"odd": {"[x]": torch.tensor(1), "*": torch.tensor(2)}}
+    dcp.save(state, storage_writer=RemoteWriter(store))
+    store.clear()
+    assert equal(load(store, keys="model.*"), {"model": state["model"]})
+    assert [verb for verb, _ in store.calls] == ["get", "get_into"]
+    assert equal(load(store, keys=["step", "model.b*"]), {"model": {"bias": state["model"]["bias"]}, "step": 3})
+    assert equal(load(store, keys="odd.[x]"), {"odd": {"[x]": torch.tensor(1)}})
+    assert equal(load(store, keys="*"), state)
+    assert equal(load(store), state)
+    assert load(store, keys=[]) == {}
+
+
+def test_load_names_what_is_near(store: RecordingStore) -> None:
+    """A typing error is told the names like it; a pattern that fits nothing, the top-level keys."""
+    dcp.save(state_of_training(), storage_writer=RemoteWriter(store))
+    for wrong, near in (("model.wieght", "model.weight"), ("zzz*", None), ("optim.state.weight.exp_av", "exp_avg")):
+        with pytest.raises(InvalidArgumentError) as caught:
+            load(store, keys=["step", wrong])
+        assert caught.value.details["key"] == wrong
+        found = caught.value.details["near"]
+        assert found is None if near is None else near in str(found)
+        assert caught.value.details["top_level"] == "model, optim, schedule, step"
+
+
+def test_a_name_in_brackets_is_no_pattern(store: RecordingStore) -> None:
+    """`a[0].w` beside `a0.w`, which the same text chooses as a pattern: the name wins."""
+    state = {"a[0]": {"w": torch.tensor(1)}, "a0": {"w": torch.tensor(2)}, "*": torch.tensor(3)}
+    dcp.save(state, storage_writer=RemoteWriter(store))
+    assert equal(load(store, keys="a[0].w"), {"a[0]": {"w": torch.tensor(1)}})
+    assert equal(load(store, keys="a[0]*"), {"a0": {"w": torch.tensor(2)}})
+    assert equal(load(store, keys="*"), {"*": torch.tensor(3)})
+
+
+def test_load_keeps_the_places_of_a_list(store: RecordingStore) -> None:
+    """What was not chosen of a list is None, up to the last that was chosen; in a dictionary it is left out."""
+    layers = [{"w": torch.tensor(n), "b": n} for n in range(4)]
+    dcp.save({"m": {"l": layers}, "step": 1}, storage_writer=RemoteWriter(store))
+    assert equal(load(store, keys="m.l.1*"), {"m": {"l": [None, layers[1]]}})
+    assert equal(load(store, keys=["m.l.2.w", "m.l.0.b"]), {"m": {"l": [{"b": 0}, None, {"w": torch.tensor(2)}]}})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"memory_budget_bytes": 0}, {"memory_budget_bytes": -1}, {"timeout_seconds": 0}, {"timeout_seconds": -0.5}],
+)
+def test_load_refuses_bounds_that_are_not_above_zero(store: RecordingStore, wrong: dict[str, Any]) -> None:
+    """Before a request."""
+    with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
+        load(store, **wrong)
+    assert store.calls == []
+
+
+def test_a_tensor_that_does_not_fit_is_told_before_anything_is_read(store: RecordingStore) -> None:
+    """A manifest of a tensor of 2**50 bytes, more than an address space has: named, with its size; the rest loads."""
+    whole = Box((0,), (2**48,))
+    manifest = build(
+        [
+            Layout("small", TensorKind("float32"), (0,), (Box((0,), (0,)),), ((),)),
+            Layout("model.huge", TensorKind("float32"), (2**48,), (whole,), ((2**50,),)),
+        ],
+        inline={"step": b"3"},
+    )
+    store.put(MANIFEST_KEY, [encode(manifest)])
+    store.clear()
+    with pytest.raises(InvalidArgumentError, match="keys") as caught:
+        load(store)
+    assert caught.value.details["tensor"] == "model.huge"
+    assert caught.value.details["bytes"] == 2**50
+    assert store.calls == [("get", MANIFEST_KEY)]
+    assert equal(load(store, keys=["small", "step"]), {"small": torch.zeros(0), "step": 3})
+
+
+def test_load_restores_the_nesting(store: RecordingStore) -> None:
+    """Lists and dictionaries at every depth, in their order; keys that are numbers are the strings that torch makes."""
+    state: dict[str, Any] = {
+        "z": [torch.tensor(0), {"a": [1, [torch.tensor(1), 2]], "b": "x"}, 5],
+        "a": {"0": torch.tensor(3), 1: torch.tensor(4)},
+        "m": (1, 2),
+        "dotted.name": {"x.y": torch.tensor(5)},
+    }
+    dcp.save(state, storage_writer=RemoteWriter(store))
+    found = load(store)
+    assert equal(found, state | {"a": {"0": torch.tensor(3), "1": torch.tensor(4)}})
+    assert list(found) == list(state)
+
+
+def test_load_puts_sharded_tensors_together(store: RecordingStore) -> None:
+    """Saved by six ranks in two dimensions, uneven: whole tensors, of their dtype."""
+    whole = torch.randn(5, 7, dtype=torch.float64)
+    save_as_ranks([{"m": {"w": part}} for part in shard(whole, 6, (3, 2))], lambda: RemoteWriter(store))
+    assert equal(load(store), {"m": {"w": whole}})
