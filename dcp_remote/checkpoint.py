@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dcp_remote import manifest_json
 from dcp_remote.envelope import STORED_BYTES_MAX
-from dcp_remote.errors import CheckpointNotFoundError, ObjectNotFoundError
+from dcp_remote.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    UnsupportedFormatError,
+)
 from dcp_remote.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.retrying import Deadline, RetryingStore
@@ -27,7 +32,10 @@ def read_manifest(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECO
         content = RetryingStore(store, Deadline(retry_seconds)).get(MANIFEST_KEY, limit_bytes=STORED_BYTES_MAX)
     except ObjectNotFoundError as error:
         raise _not_found(store) from error
-    manifest = manifest_json.decode(content.data)
+    try:
+        manifest = manifest_json.decode(content.data)
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        raise type(error)(error.what, **{"url": store.url, **error.details}) from error
     if manifest is None:
         raise _not_found(store)
     return manifest

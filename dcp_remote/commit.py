@@ -24,7 +24,7 @@ from dcp_remote.errors import (
     TransientStorageError,
     UnsupportedFormatError,
 )
-from dcp_remote.manifest import MANIFEST_KEY
+from dcp_remote.manifest import MANIFEST_KEY, REPLACES_MAX
 from dcp_remote.manifest_json import Head
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.retrying import Deadline
@@ -60,7 +60,7 @@ class Slot:
     @property
     def lineage(self) -> tuple[str, ...]:
         """The saves that a manifest put over this one replaces, newest first."""
-        return (self.head.save_id, *self.head.replaces)[: manifest_json.REPLACES_MAX] if self.head else ()
+        return (self.head.save_id, *self.head.replaces)[:REPLACES_MAX] if self.head else ()
 
 
 def look(store: ObjectStore) -> Slot:
@@ -156,8 +156,7 @@ def _lost(
     # Told all saves since we looked, we know that ours is none of them. A manifest that was removed, or replaced by
     # something that cannot be read, tells nothing; and a long list forgets its end.
     told = now.head is not None and (
-        len(now.head.replaces) < manifest_json.REPLACES_MAX
-        or (slot.head is not None and slot.head.save_id in now.head.replaces)
+        len(now.head.replaces) < REPLACES_MAX or (slot.head is not None and slot.head.save_id in now.head.replaces)
     )
     if unclear and not told:
         return _unknown(store, save_id, failure)

@@ -97,8 +97,9 @@ def _check_shards(shards: Shards) -> None:
     headers = shards.data_starts - shards.table_lengths
     if bool((headers < _HEADER_BYTES_MIN).any() or (shards.data_starts > shards.sizes).any()):
         raise _damaged("a block table lies outside its shard")
-    # A table is read whole. A piece that has entries is longer than a block, and so than half its entries' blocks.
-    if bool((shards.table_lengths // DIGEST_BYTES * BLOCK_BYTES_MIN > 2 * (shards.sizes - shards.data_starts)).any()):
+    # A table is read whole. A piece that has entries is longer than a block, and so than half of its entries' blocks.
+    entries_max = (shards.sizes - shards.data_starts) // (BLOCK_BYTES_MIN // 2)
+    if bool((shards.table_lengths // DIGEST_BYTES > entries_max).any()):
         raise _damaged("a block table is larger than that of any data in its shard")
     # In floats, which do not wrap around: no sum of lengths of pieces that lie in shards can do so then, either.
     if float(shards.sizes.sum(dtype=np.float64)) > VALUE_MAX:

@@ -27,7 +27,6 @@ from dcp_remote.manifest import (
     TensorKind,
     Tensors,
 )
-from dcp_remote.manifest import REPLACES_MAX as REPLACES_MAX  # noqa: PLC0414  # for commits, which read heads here
 from dcp_remote.manifest_check import check, check_saves
 from dcp_remote.ranges import I64, MiB
 

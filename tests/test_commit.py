@@ -23,8 +23,8 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
-from dcp_remote.manifest import MANIFEST_KEY
-from dcp_remote.manifest_json import REPLACES_MAX, decode_head, tombstone
+from dcp_remote.manifest import MANIFEST_KEY, REPLACES_MAX
+from dcp_remote.manifest_json import decode_head, tombstone
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Buffer, Condition, Content, Version
 from dcp_remote.storage.retrying import Deadline

@@ -290,7 +290,7 @@ def test_a_memory_format_that_has_no_word() -> None:
 
 
 def test_reports_are_small() -> None:
-    """Pickled, for 1,000 tensors of differing sizes: measured at 70,855 bytes, of which 45,900 are names and digests."""
+    """Pickled, for 1,000 tensors of differing sizes: 70,855 bytes when measured, 45,900 of them names and digests."""
     state: State = {f"model.layers.{n // 10}.block.{n % 10}.weight": torch.ones(300 + n % 5) for n in range(1000)}
     (report,) = planned([state]).reports
     data = pickle.dumps(report)

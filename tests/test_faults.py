@@ -28,11 +28,11 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.manifest import MANIFEST_KEY
-from dcp_remote.manifest_json import decode
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, matching, nth
 from dcp_remote.testing.ranks import State, load_as_ranks, save_as_ranks, shard
+from tests.manifests import decode
 
 _Answer = TypeVar("_Answer")
 

@@ -143,7 +143,11 @@ CONTRADICTIONS: list[tuple[Callable[[Manifest], Manifest], str]] = [
     (pieces(table=put(0, 1)), "outside the block table"),
     (pieces(table=put(5, 1)), "outside the block table"),
     (pieces(table=put(5, 2**53)), "outside the block table"),
-    (shards(table_lengths=put(1, 64)), "larger than that of any data"),
+    (shards(table_lengths=put(1, 128)), "larger than that of any data"),
+    (
+        shards(table_lengths=put(1, 2**52), data_starts=put(1, 2**52 + 100), sizes=put(1, 2**52 + 200)),
+        "larger than that",
+    ),
     (lambda m: replace(m, save_id="x" * 32), "save_id"),
     (lambda m: replace(m, replaces=("0" * 31,)), "save_id"),
     (lambda m: replace(m, replaces=("0" * 32,) * 65), "more saves"),
