@@ -38,6 +38,9 @@ def load(
 
     For one process: a notebook, an export, an inspection. One GET for the manifest, and one per range of 8 MiB.
 
+    Keys are strings, as torch flattens them: an optimizer's own `state_dict()`, whose keys are integers, comes back
+    with "0" and "1", which `load_state_dict` takes without a word and does not use. Restore one by `dcp.load`.
+
     Args:
         url: As for `RemoteWriter`.
         keys: Names, or patterns of them such as `"model.*"`, as `dcp-remote show` lists them; None reads everything.
