@@ -222,7 +222,10 @@ def _wait_for_devices(pieces: Sequence[Piece[Source]]) -> None:
     sources = [piece.item.source for piece in pieces]
     devices = {source.device for source in sources if isinstance(source, torch.Tensor) and source.device.type != "cpu"}
     for device in devices:
-        torch.accelerator.current_stream(device).synchronize()
+        # CUDA and XPU have streams; MPS has one queue, and a copy from it waits by itself.
+        current_stream = getattr(getattr(torch, device.type, None), "current_stream", None)
+        if current_stream is not None:
+            current_stream(device).synchronize()
 
 
 def _prepare(key: str, pieces: Sequence[Piece[Source]]) -> Prepared[_WrittenShard]:
