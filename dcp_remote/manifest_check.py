@@ -43,6 +43,11 @@ _HEADER_BYTES_MIN = 10
 LIST_ENTRIES_MAX = 10_000_000
 
 
+# Objects and streams are read whole, and nothing but the manifest says how long they are. At 8 MiB a request, 4 TiB
+# make half a million.
+STREAM_BYTES_MAX = 4 * 1024**4
+
+
 def check(manifest: Manifest) -> Manifest:
     """Check a manifest's numbers against each other; called before one is written, and after one is read.
 
@@ -192,6 +197,9 @@ def _check_chunk_lengths(tensors: Tensors, pieces: Pieces) -> None:
     wrong = raw[kind_of] & (stored != elements * item[kind_of]) if len(kind_of) else np.zeros(0, dtype=bool)
     # A stream is never empty, whatever the tensor's shape.
     wrong |= ~raw[kind_of] & (stored == 0) if len(kind_of) else wrong
+    streams = int(stored[~raw[kind_of]].sum()) if len(kind_of) else 0
+    if streams + int(pieces.length[int(tensors.piece_first[-1]) :].sum()) > STREAM_BYTES_MAX:
+        raise _damaged("its objects are longer than any", limit_bytes=STREAM_BYTES_MAX)
     if bool(wrong.any()):
         name = tensors.names[int(tensor_of[int(np.flatnonzero(wrong)[0])])]
         raise _damaged("a chunk's pieces are not as long as the chunk", tensor=name)

@@ -271,6 +271,20 @@ def test_numbers_changed_at_random(manifest: Manifest, data: st.DataObject) -> N
     assert_sound(changed)
 
 
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        build([], [ObjectLayout(f"o{n}", TORCH, (2**41,)) for n in range(3)]),
+        build([Layout("t", TensorKind("float32", encoding=TORCH), (2,), (Box((0,), (2,)),), ((2**42 + 1,),))]),
+    ],
+    ids=["objects", "a stream"],
+)
+def test_objects_that_nobody_could_read(manifest: Manifest) -> None:
+    """They are read whole: a reader would plan a request for every 8 MiB that a hostile manifest claims."""
+    with pytest.raises(CorruptCheckpointError, match="longer than any"):
+        check(manifest)
+
+
 def test_json_objects_may_be_stored() -> None:
     """JSON that was too large to stand in the manifest."""
     manifest = build([], [ObjectLayout("o", JSON, (math.prod((3, 5)),))])
