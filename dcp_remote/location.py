@@ -68,6 +68,26 @@ class Location:
         return type(self)(open_store(checkpoint_id, self.options), self.options)
 
 
+class Here(threading.local):
+    """What the save or load of this thread is about; of a reader or writer that several threads may use at a time.
+
+    torch runs a save or a load in one thread, and `async_save` several of them in several: they must never finish one
+    another's. Each thread begins with the location that was given, and so does whoever unpickles it.
+
+    Args:
+        given: Where the reader or writer was told to go when it was made.
+    """
+
+    def __init__(self, given: Location) -> None:
+        """See the class; called anew in each thread that comes by."""
+        self.given = given
+        self.location = given
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """The configuration, with credentials that were given by hand: nothing of what is under way."""
+        return type(self), (self.given,)
+
+
 def is_location(checkpoint_id: str | os.PathLike[str]) -> bool:
     """Whether it can be parsed."""
     try:

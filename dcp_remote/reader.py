@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,7 +29,7 @@ from dcp_remote.errors import (
     DcpRemoteError,
     InvalidArgumentError,
 )
-from dcp_remote.location import Location, is_location, require_budget, require_shared, require_timeout
+from dcp_remote.location import Here, Location, is_location, require_budget, require_shared, require_timeout
 from dcp_remote.manifest import Manifest
 from dcp_remote.ranges import Box
 from dcp_remote.reading import Target, read_or_explain
@@ -41,11 +40,11 @@ from dcp_remote.transfer import MEMORY_BUDGET_BYTES, RANGE_RETRY_SECONDS
 logger = logging.getLogger(__name__)
 
 
-class _Here(threading.local):
-    """What the load of this thread is about: torch runs a load in one thread, and several may use one reader."""
+class _Here(Here):
+    """The load of this thread."""
 
-    def __init__(self) -> None:
-        self.location: Location | None = None
+    def __init__(self, given: Location) -> None:
+        super().__init__(given)
         self.load_id: str | None = None
         self.manifest: Manifest | None = None
 
@@ -57,7 +56,8 @@ class RemoteReader(StorageReader):
     range of at most 8 MiB that it needs, and one small one per shard of which it needs only parts of pieces. No code
     runs on load. If it raises, the template holds parts of the checkpoint and must not be used.
 
-    A reader can be used for several loads, one after another. It pickles its configuration, never a connection.
+    A reader can be used for several loads, one after another, or at a time from several threads. It pickles its
+    configuration, with credentials that were given by hand, and never a connection.
 
     Args:
         url: As for `RemoteWriter`.
@@ -85,30 +85,17 @@ class RemoteReader(StorageReader):
         require_budget(memory_budget_bytes)
         require_timeout(timeout_seconds)
         self._timeout_seconds = timeout_seconds
-        self._url = Location.of(url, storage_options)
         self._allow_pickle = allow_pickle
         self._memory_budget_bytes = memory_budget_bytes
-        self._here = _Here()
+        self._here = _Here(Location.of(url, storage_options))
 
     def __repr__(self) -> str:
         """The URL; never an option."""
         return f"RemoteReader({self._store.url!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Configuration only, with credentials that were given by hand."""
-        return {name: value for name, value in self.__dict__.items() if name != "_here"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Without any load."""
-        self.__dict__.update(state, _here=_Here())
-
-    @property
-    def _location(self) -> Location:
-        return self._here.location or self._url
-
     @property
     def _store(self) -> ObjectStore:
-        return self._location.store
+        return self._here.location.store
 
     @property
     def checkpoint_id(self) -> str:
@@ -123,14 +110,14 @@ class RemoteReader(StorageReader):
     # ---- torch's protocol, in the order in which torch calls it
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Go on to another checkpoint, with the same options; None keeps the URL. Makes no request.
+        """Go on to another checkpoint in this thread, with the same options; None keeps the URL. Makes no request.
 
         Raises:
             InvalidArgumentError: A plain path, where this reader's URL is not one.
         """
         self._here.manifest = None
         if checkpoint_id is not None:
-            self._here.location = self._location.moved_to(checkpoint_id)
+            self._here.location = self._here.location.moved_to(checkpoint_id)
 
     # Not named `kwargs`: torch would take it for leave to try again with `rank=`, and then to drop the collectives on
     # this rank alone, which hangs all of them (state_dict_loader.py of torch 2.13).

@@ -10,11 +10,7 @@ from typing import Protocol
 
 from dcp_remote import commit
 from dcp_remote.digests import DIGEST_BYTES, block_bytes, block_count, block_digests, digest, piece_digest
-from dcp_remote.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    ObjectNotFoundError,
-)
+from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError, ObjectNotFoundError
 from dcp_remote.manifest import Manifest
 from dcp_remote.ranges import ByteRange
 from dcp_remote.read_plan import RangePlan, ReadPlan, Segment, Want, plan_reads

@@ -8,9 +8,7 @@ from typing import cast
 import torch
 
 from dcp_remote.dtypes import ITEM_BYTES
-from dcp_remote.errors import (
-    InvalidArgumentError,
-)
+from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.manifest import JSON, RAW, Manifest
 from dcp_remote.objects import EncodedObject, Encoding, decode_object
 from dcp_remote.ranges import Box, ByteRange, boxes_of_run, only_run

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -35,7 +34,7 @@ from dcp_remote.errors import (
     SaveFailedError,
     UnsupportedFormatError,
 )
-from dcp_remote.location import Location, is_location, require_budget, require_shared, require_timeout
+from dcp_remote.location import Here, Location, is_location, require_budget, require_shared, require_timeout
 from dcp_remote.ranges import MiB
 from dcp_remote.report import RankReport
 from dcp_remote.shard import SHARD_BYTES_MAX, ShardNames
@@ -72,15 +71,11 @@ class _Save:
     slot: Slot | None
 
 
-class _Here(threading.local):
-    """What the save of this thread is about.
+class _Here(Here):
+    """The save of this thread."""
 
-    torch runs a save in one thread. With `async_save` several may use one writer at a time, and must never finish one
-    another's.
-    """
-
-    def __init__(self) -> None:
-        self.location: Location | None = None
+    def __init__(self, given: Location) -> None:
+        super().__init__(given)
         self.next_save_id: str | None = None
         self.save: _Save | None = None
 
@@ -98,7 +93,8 @@ class RemoteWriter(StorageWriter):
     Costs: one GET and one PUT by the coordinator, one PUT per shard of at most 64 MiB. CPU tensors that are contiguous
     are sent from where they lie; everything else is copied a shard at a time.
 
-    A writer can be used for several saves, one after another. It pickles its configuration, never a connection.
+    A writer can be used for several saves, one after another, or at a time from several threads (`async_save`). It
+    pickles its configuration, with credentials that were given by hand, and never a connection.
 
     Args:
         url: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///…`, a path, `memory://name` (one process only), or an
@@ -131,32 +127,19 @@ class RemoteWriter(StorageWriter):
         super().__init__()
         require_budget(memory_budget_bytes)
         require_timeout(timeout_seconds)
-        self._url = Location.of(url, storage_options)
         self._overwrite = overwrite
         self._allow_pickle = allow_pickle
         self._memory_budget_bytes = memory_budget_bytes
         self._timeout_seconds = timeout_seconds
-        self._here = _Here()
+        self._here = _Here(Location.of(url, storage_options))
 
     def __repr__(self) -> str:
         """The URL; never an option."""
         return f"RemoteWriter({self._store.url!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Configuration only, with credentials that were given by hand: a save in progress stays where it is."""
-        return {name: value for name, value in self.__dict__.items() if name != "_here"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Without any save."""
-        self.__dict__.update(state, _here=_Here())
-
-    @property
-    def _location(self) -> Location:
-        return self._here.location or self._url
-
     @property
     def _store(self) -> ObjectStore:
-        return self._location.store
+        return self._here.location.store
 
     @property
     def checkpoint_id(self) -> str:
@@ -171,14 +154,14 @@ class RemoteWriter(StorageWriter):
     # ---- torch's protocol, in the order in which torch calls it
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Go on to another checkpoint, with the same options; None keeps the URL. Makes no request.
+        """Go on to another checkpoint in this thread, with the same options; None keeps the URL. Makes no request.
 
         Raises:
             InvalidArgumentError: A plain path, where this writer's URL is not one: torch would make it a local folder.
         """
         self._here.save = None
         if checkpoint_id is not None:
-            self._here.location = self._location.moved_to(checkpoint_id)
+            self._here.location = self._here.location.moved_to(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         """Begin a save: a fresh `save_id`."""
