@@ -244,24 +244,26 @@ def sweep_temporaries(folder: str, *, trust_locks: bool) -> None:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
-                if _is_stale(entry.path, trust_locks=trust_locks):
-                    os.unlink(entry.path)
+                _remove_if_stale(entry.path, trust_locks=trust_locks)
 
 
-def _is_stale(path: str, *, trust_locks: bool) -> bool:
+def _remove_if_stale(path: str, *, trust_locks: bool) -> None:
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
-        return False
+        return
     if not trust_locks:
-        return time.time() - status.st_mtime > _STALE_TEMPORARY_SECONDS
+        if time.time() - status.st_mtime > _STALE_TEMPORARY_SECONDS:
+            os.unlink(path)
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Under the lock: a writer that has made its file, and not locked it yet, must not take it for its own now.
+        os.unlink(path)
     except BlockingIOError:
-        return False
+        return
     finally:
         _unlock(descriptor)
-    return True
 
 
 def make_folders(path: str) -> None:

@@ -371,6 +371,25 @@ def test_sweeping_without_locks_goes_by_age(tmp_path: Path) -> None:
     sweep_temporaries(str(tmp_path / "missing"), trust_locks=True)
 
 
+def test_what_is_swept_is_locked_until_its_name_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the moment of removal a writer that made the file tries to lock it: it must learn that it lost it."""
+    path = tmp_path / "made, not locked yet"
+    path.touch()
+    unpatched = os.unlink
+    removed: list[str] = []
+
+    def unlink(name: str) -> None:
+        with path.open() as writer, pytest.raises(BlockingIOError):
+            fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        removed.append(name)
+        unpatched(name)
+
+    monkeypatch.setattr("dcp_remote.storage.files.os.unlink", unlink)
+    sweep_temporaries(str(tmp_path), trust_locks=True)
+    assert removed == [str(path)]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_folders_and_objects_exclude_each_other(store: LocalStore) -> None:
     """A key that is a folder, and a key below an object: refused with the reason, and nothing is left."""
     store.put("a/b", [b"x"])
