@@ -20,7 +20,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install lint format typecheck pytest test demo clean
+.PHONY: help install lint format typecheck pytest test torture demo clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,12 @@ pytest: $(INSTALLED) ## Run the tests alone; ARGS="-k manifest -x" goes to pytes
 	$(PYTHON) -m pytest $(ARGS)
 
 test: lint typecheck pytest ## Everything that CI checks
+
+# Of each part that could go on for ever; `make test` runs the same parts for two seconds each.
+TORTURE_SECONDS := 60
+
+torture: $(INSTALLED) ## Attack the core at length and print figures; TORTURE_SECONDS=3600 makes it long
+	$(PYTHON) -m pytest -m torture --torture-seconds $(TORTURE_SECONDS) $(ARGS)
 
 demo: $(INSTALLED) ## Train on a local S3 server, kill the job in mid-save, resume at other world sizes
 	$(PYTHON) examples/demo.py

@@ -1,4 +1,4 @@
-"""What tests of several folders share."""
+"""What tests of several folders share, and the options and figures of the campaign against the core."""
 
 from __future__ import annotations
 
@@ -7,6 +7,34 @@ from collections.abc import Iterator
 import pytest
 
 from dcp_remote.testing.servers import S3Server, moto_server
+from tests.figures import figures
+
+# For each part that could go on for ever (a fuzzer, random schedules). `make test` runs all of them that short.
+_SECONDS = 2.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--torture-seconds",
+        type=float,
+        default=_SECONDS,
+        help=f"time for each part of the campaign that has no end of its own (default {_SECONDS:g})",
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if figures:
+        terminalreporter.section("the campaign against the core")
+        for figure, number in sorted(figures.items()):
+            terminalreporter.write_line(f"{number:>12,} {figure}")
+
+
+@pytest.fixture
+def torture_seconds(request: pytest.FixtureRequest) -> float:
+    """How long a part of the campaign that has no end of its own may take."""
+    seconds = request.config.getoption("--torture-seconds")
+    assert isinstance(seconds, float)
+    return seconds
 
 
 @pytest.fixture(scope="session")

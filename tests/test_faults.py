@@ -39,6 +39,8 @@ _Answer = TypeVar("_Answer")
 Lost: TypeAlias = Literal["request", "response"]
 OLD, NEW, THIRD = 1.0, 2.0, 3.0
 
+pytestmark = pytest.mark.torture
+
 
 class CrashError(BaseException):
     """Stands for the end of the process: nothing catches it, and every later request raises it, too."""

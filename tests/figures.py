@@ -1,0 +1,24 @@
+"""What the campaign against the core did, counted where it is done and printed at the end of a run of the tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal, TypeAlias
+
+Figure: TypeAlias = Literal[
+    "requests failed",  # by a fault that a store was given
+    "crashes",  # of simulated processes, at a request
+    "ranks killed",  # SIGKILL to a real process
+    "ranks stopped",  # SIGSTOP
+    "hooks that raised",  # on a real rank
+    "attacks",  # hostile inputs written by hand
+    "generated attacks",  # by hypothesis
+    "fuzz executions",  # by atheris
+]
+
+figures: Counter[str] = Counter()
+
+
+def count(figure: Figure, number: int = 1) -> None:
+    """Add to a figure."""
+    figures[figure] += number
