@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from dcp_remote import manifest_json
 from dcp_remote.envelope import STORED_BYTES_MAX
 from dcp_remote.errors import (
@@ -11,9 +13,46 @@ from dcp_remote.errors import (
     UnsupportedFormatError,
 )
 from dcp_remote.manifest import MANIFEST_KEY, Manifest
-from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.transfer import RANGE_RETRY_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What lies at the manifest's key, checked.
+
+    Attributes:
+        data: As it is stored.
+        version: Of the object.
+        manifest: None of a tombstone: no checkpoint is here.
+    """
+
+    data: bytes
+    version: Version
+    manifest: Manifest | None
+
+    @property
+    def shard_keys(self) -> tuple[str, ...]:
+        """The shards that it names."""
+        return self.manifest.shards.keys if self.manifest is not None else ()
+
+
+def read_stored(store: ObjectStore) -> Stored | None:
+    """Read and check what lies at the manifest's key; one GET. None if nothing does.
+
+    Raises:
+        CorruptCheckpointError: It is damaged.
+        UnsupportedFormatError: A newer version wrote it.
+    """
+    try:
+        content = store.get(MANIFEST_KEY, limit_bytes=STORED_BYTES_MAX)
+    except ObjectNotFoundError:
+        return None
+    try:
+        return Stored(content.data, content.version, manifest_json.decode(content.data))
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        raise type(error)(error.what, **{"url": store.url, **error.details}) from error
 
 
 def read_manifest(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Manifest:
@@ -28,17 +67,10 @@ def read_manifest(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECO
         CorruptCheckpointError: The manifest is damaged.
         UnsupportedFormatError: A newer version wrote it.
     """
-    try:
-        content = RetryingStore(store, Deadline(retry_seconds)).get(MANIFEST_KEY, limit_bytes=STORED_BYTES_MAX)
-    except ObjectNotFoundError as error:
-        raise _not_found(store) from error
-    try:
-        manifest = manifest_json.decode(content.data)
-    except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        raise type(error)(error.what, **{"url": store.url, **error.details}) from error
-    if manifest is None:
+    stored = read_stored(RetryingStore(store, Deadline(retry_seconds)))
+    if stored is None or stored.manifest is None:
         raise _not_found(store)
-    return manifest
+    return stored.manifest
 
 
 def _not_found(store: ObjectStore) -> CheckpointNotFoundError:

@@ -156,13 +156,14 @@ def _lost(
     # Told all saves since we looked, we know that ours is none of them. A manifest that was removed, or replaced by
     # something that cannot be read, tells nothing; and a long list forgets its end.
     told = now.head is not None and (
-        len(now.head.replaces) < REPLACES_MAX or (slot.head is not None and slot.head.save_id in now.head.replaces)
+        len(now.head.replaces) < REPLACES_MAX
+        or (slot.head is not None and slot.head.save_id in (now.head.save_id, *now.head.replaces))
     )
     if unclear and not told:
         return _unknown(store, save_id, failure)
     return CommitConflictError(
-        "Another save was committed here meanwhile, or the manifest was removed; this save was not committed. Load, "
-        "then save again.",
+        "Another save was committed here meanwhile, or the manifest or orphans were removed; this save was not "
+        "committed. Look at what is here, then save again.",
         url=store.url,
         save_id=save_id,
         committed=now.head.save_id if now.head else now.unreadable,

@@ -5,6 +5,7 @@ Reading is typed and bounded: version and required features first, then the docu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -42,6 +43,9 @@ CHECKPOINT, TOMBSTONE = "checkpoint", "tombstone"
 
 # Notes, not data: as Python objects they take up to 30 times their length.
 USER_BYTES_MAX = 1 * MiB
+
+# Behind the seal of a document that was put again as it is, so that its version is new.
+_NONCE = re.compile(rb'\{"nonce":"[0-9a-f]{32}",')
 
 # A rank of a billion is none.
 _RANK_DIGITS_MAX = 9
@@ -286,6 +290,22 @@ def tombstone(save_id: str, replaces: tuple[str, ...]) -> bytes:
     check_saves(save_id, replaces)
     head = _Head(format=FORMAT, version=VERSION, kind=TOMBSTONE, save_id=save_id, replaces=list(replaces))
     return seal(msgspec.json.encode(head))
+
+
+def renewed(data: bytes, nonce: str) -> bytes:
+    """The same document, checkpoint or tombstone, in other bytes: an object of equal bytes could have an equal version.
+
+    Args:
+        data: As it is stored.
+        nonce: 32 lower-case hex digits, fresh.
+
+    Raises:
+        CorruptCheckpointError: It is damaged.
+    """
+    text = unseal(data)
+    match = _NONCE.match(text)
+    rest = text[match.end() :] if match else text[1:]
+    return seal(b'{"nonce":"%s",%s' % (nonce.encode(), rest))
 
 
 def _head(text: bytes) -> Head:

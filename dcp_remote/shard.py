@@ -10,6 +10,7 @@ of names to dtype, shape and data offsets, data without holes; an optional `__me
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ SHARD_BYTES_MAX = 64 * MiB
 
 # safetensors refuses headers above 100 MB; this many entries stay below it with names of 5,000 characters each.
 ITEMS_PER_SHARD_MAX = 16_384
+
+SHARDS_PREFIX = "shards/"
+# What `ShardNames` gives, and nobody else would.
+_WRITTEN_KEY = re.compile(rf"{SHARDS_PREFIX}[0-9a-f]{{2}}/rank-\d{{5,}}-[0-9a-f]{{16}}-\d{{4,}}\.safetensors", re.ASCII)
 
 TABLE_NAME = "__dcp_remote_blocks__"
 _RESERVED = "__metadata__"
@@ -92,4 +97,9 @@ class ShardNames:
     def key(self, number: int) -> str:
         """Of the n-th shard, relative to the checkpoint; two hex digits of its hash spread the keys."""
         name = f"rank-{self.rank:05d}-{self.token}-{number:04d}.safetensors"
-        return f"shards/{xxhash.xxh3_64_hexdigest(name.encode())[:2]}/{name}"
+        return f"{SHARDS_PREFIX}{xxhash.xxh3_64_hexdigest(name.encode())[:2]}/{name}"
+
+
+def is_written_key(key: str) -> bool:
+    """Whether a key, relative to the checkpoint, is one that `ShardNames` gives: a shard that a save of ours put."""
+    return _WRITTEN_KEY.fullmatch(key) is not None

@@ -28,6 +28,8 @@ ROOMS = [
     "storage.cloud_errors",
     "storage.cloud_clients",
     "storage.cloud",
+    "storage.fsspec_client",
+    "storage.fsspec",
     "storage.__init__",
     "dtypes",
     "digests",
@@ -44,6 +46,7 @@ ROOMS = [
     "read_plan",
     "commit",
     "checkpoint",
+    "gc",
     "reading",
     "object_tree",
     "names",
@@ -84,6 +87,8 @@ ROOMS_WITH_CLIENTS = {
     "storage.cloud_clients",
     "storage.cloud_errors",
     "storage.cloud_options",
+    "storage.fsspec",
+    "storage.fsspec_client",
     "testing.servers",
 }
 

@@ -6,16 +6,22 @@ inside what is sent, and inside a `FaultyStore` what arrives.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
-from dcp_remote.errors import TransientStorageError
-from dcp_remote.storage.base import Content, ObjectStore
+from dcp_remote.errors import DcpRemoteError, TransientStorageError
+from dcp_remote.storage.base import Buffer, Condition, Content, ObjectStore, Version
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 
 _Answer = TypeVar("_Answer")
+
+# What is lost: the request, which then is never carried out; the response, after it was; or, of a put or a delete, the
+# response of a request that is still on its way, and is carried out later. What is read late is read for nobody.
+Lost: TypeAlias = Literal["request", "response", "late"]
 
 # Whether a request is hit, by verb, key and its number among all requests of the store (from 1).
 Predicate: TypeAlias = Callable[[Verb, str, int], bool]
@@ -83,16 +89,18 @@ class Fault:
     """One thing that goes wrong.
 
     Attributes:
-        lost: The "request", which then is not carried out; or the "response", after it was.
+        lost: See `Lost`.
         when: Which requests are hit. Of a `delete` the request is hit if one of its keys is.
         persistent: Hit every such request, not only the first.
         error: Makes what is raised instead of a `TransientStorageError`.
+        later_by: How many requests come before one that is "late"; None if it waits for `FaultyStore.settle`.
     """
 
-    lost: Literal["request", "response"]
+    lost: Lost
     when: Predicate
     persistent: bool = False
     error: Callable[[], BaseException] | None = None
+    later_by: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,28 +114,31 @@ class _Nth:
 
 def nth(
     number: int,
-    lost: Literal["request", "response"],
+    lost: Lost,
     *,
     persistent: bool = False,
     error: Callable[[], BaseException] | None = None,
+    later_by: int | None = None,
 ) -> Fault:
     """The `number`-th request of a store is hit (from 1); if `persistent`, every later one as well.
 
     For a fault loop: fail the first request, then the second, until a run is through before its fault is reached
     (`FaultyStore.hits` is empty).
     """
-    return Fault(lost=lost, when=_Nth(number, onwards=persistent), persistent=persistent, error=error)
+    when = _Nth(number, onwards=persistent)
+    return Fault(lost=lost, when=when, persistent=persistent, error=error, later_by=later_by)
 
 
 def matching(
     when: Predicate,
-    lost: Literal["request", "response"],
+    lost: Lost,
     *,
     persistent: bool = False,
     error: Callable[[], BaseException] | None = None,
+    later_by: int | None = None,
 ) -> Fault:
     """The first request for which `when(verb, key, number)` is true is hit; if `persistent`, every one."""
-    return Fault(lost=lost, when=when, persistent=persistent, error=error)
+    return Fault(lost=lost, when=when, persistent=persistent, error=error, later_by=later_by)
 
 
 class _Faults:
@@ -138,6 +149,7 @@ class _Faults:
         self.number = 0
         self.spent: set[int] = set()
         self.hits: list[Request] = []
+        self.late: list[tuple[float, Callable[[], object]]] = []
 
     def __reduce__(self) -> tuple[object, ...]:
         return _Faults, ()
@@ -165,19 +177,41 @@ class FaultyStore(WrappedStore):
         with self._faults.lock:
             return list(self._faults.hits)
 
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        """See `ObjectStore.put`. What may be carried out late has left its buffers behind."""
+        if any(fault.lost == "late" for fault in self._plan):
+            buffers = [bytes(buffer) for buffer in buffers]
+        return super().put(key, buffers, condition=condition)
+
+    def settle(self) -> None:
+        """Carry out what is late: nothing is on its way any more."""
+        self._carry_out(upto=math.inf)
+
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
-        fault = self._next_fault(request)
+        number, fault = self._next_fault(request)
+        self._carry_out(upto=number)
         if fault is None:
             return send()
         if fault.lost == "response":
             send()
+        if fault.lost == "late" and request.verb in ("put", "delete"):
+            due = math.inf if fault.later_by is None else number + fault.later_by + 1
+            with self._faults.lock:
+                self._faults.late.append((due, send))
         if fault.error is not None:
             raise fault.error()
-        raise TransientStorageError(
-            f"An injected fault: the {fault.lost} was lost.", verb=request.verb, key=request.key
-        )
+        lost = "request" if fault.lost == "request" else "response"
+        raise TransientStorageError(f"An injected fault: the {lost} was lost.", verb=request.verb, key=request.key)
 
-    def _next_fault(self, request: Request) -> Fault | None:
+    def _carry_out(self, *, upto: float) -> None:
+        with self._faults.lock:
+            due = [send for number, send in self._faults.late if number <= upto]
+            self._faults.late = [(number, send) for number, send in self._faults.late if number > upto]
+        for send in due:
+            with contextlib.suppress(DcpRemoteError):  # whatever it is answered, nobody hears it
+                send()
+
+    def _next_fault(self, request: Request) -> tuple[int, Fault | None]:
         with self._faults.lock:
             self._faults.number += 1
             number = self._faults.number
@@ -188,5 +222,5 @@ class FaultyStore(WrappedStore):
                     if not fault.persistent:
                         self._faults.spent.add(index)
                     self._faults.hits.append(request)
-                    return fault
-        return None
+                    return number, fault
+            return number, None

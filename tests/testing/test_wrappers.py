@@ -130,6 +130,30 @@ def test_faults_have_a_direction(
     assert [request.key for request in faulty.hits] == [key for key in "abcde" if key not in answered]
 
 
+def test_what_is_late_is_carried_out_later() -> None:
+    """Two puts and a delete: one comes before the next request but one, the others when all is settled.
+
+    A put that comes late sends what its buffer held then; one that is refused by then is nobody's error.
+    """
+    memory = MemoryStore()
+    faulty = FaultyStore(memory, [nth(1, "late", later_by=1), nth(2, "late"), nth(4, "late"), nth(5, "late")])
+    buffer = bytearray(b"then")
+    for key in "ab":
+        with pytest.raises(TransientStorageError, match="the response was lost"):
+            faulty.put(key, [buffer], condition="absent")
+    buffer[:] = b"now."
+    assert list(memory.list()) == []
+    assert [info.key for info in faulty.list()] == ["a"]
+    with pytest.raises(TransientStorageError):
+        faulty.delete(["a"])
+    with pytest.raises(TransientStorageError):
+        faulty.head("a")  # and nothing is read later
+    memory.put("b", [b"another's"])
+    assert memory.get("a", limit_bytes=9).data == b"then"
+    faulty.settle()
+    assert [(info.key, info.size_bytes) for info in memory.list()] == [("b", 9)]
+
+
 def test_faults_by_predicate() -> None:
     """The first put below a prefix, through a child, and every delete that has one of many keys."""
     memory = MemoryStore()

@@ -1,0 +1,185 @@
+"""Removing orphans: shards that no manifest names, left by saves that were cut off, failed or replaced. No torch.
+
+A shard of a save under way looks just the same. So the manifest is moved to a new version first, or a tombstone put
+where there is none: a save that began before can no longer commit, since it will find another version than it saw. What
+was listed before that belongs to such a save, or to the checkpoint, or to nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from dcp_remote import manifest_json
+from dcp_remote.checkpoint import Stored, read_stored
+from dcp_remote.errors import (
+    CommitConflictError,
+    ConditionFailedError,
+    InvalidArgumentError,
+    StorageError,
+    TransientStorageError,
+)
+from dcp_remote.manifest import MANIFEST_KEY
+from dcp_remote.shard import SHARDS_PREFIX, is_written_key
+from dcp_remote.storage.base import ObjectInfo, ObjectStore
+from dcp_remote.storage.retrying import Deadline, RetryingStore
+
+logger = logging.getLogger(__name__)
+
+# Far longer than a save: what is younger may be a save under way, which removing orphans would make fail.
+GRACE_SECONDS = 24 * 3600.0
+
+TIMEOUT_SECONDS = 1500.0
+
+# S3 takes a thousand keys a request.
+_KEYS_PER_DELETE = 1000
+
+# A place whose manifest changes that often is in use.
+_ROUNDS_MAX = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Orphans:
+    """Shards that no manifest names.
+
+    Attributes:
+        old: Older than the grace; these are removed.
+        young: Not older: perhaps of a save under way.
+    """
+
+    old: tuple[ObjectInfo, ...]
+    young: tuple[ObjectInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What `remove_orphans` did.
+
+    Attributes:
+        removed: Is gone.
+        kept: The young.
+        failed: Could not be deleted, with the reason, by key.
+    """
+
+    removed: tuple[ObjectInfo, ...]
+    kept: tuple[ObjectInfo, ...]
+    failed: dict[str, StorageError] = field(default_factory=dict)
+
+
+def orphans(listed: Iterable[ObjectInfo], named: Iterable[str], *, now_seconds: float, grace_seconds: float) -> Orphans:
+    """Sort what lies below `shards/`. Pure.
+
+    Args:
+        listed: All objects there; one that has no name of a shard of ours is not ours to remove.
+        named: Keys in the manifest.
+        now_seconds: Unix time, by the clock that dates `listed`.
+        grace_seconds: Age from which an orphan is old; 0 takes each for old, also one whose date is yet to come.
+
+    Raises:
+        InvalidArgumentError: The grace is negative.
+    """
+    if not grace_seconds >= 0:
+        raise InvalidArgumentError("The grace must be at least 0.", grace_seconds=grace_seconds)
+
+    living = frozenset(named)
+    found = [info for info in listed if info.key not in living and is_written_key(info.key)]
+
+    def is_old(info: ObjectInfo) -> bool:
+        return grace_seconds == 0 or now_seconds - info.modified_seconds >= grace_seconds
+
+    return Orphans(
+        old=tuple(info for info in found if is_old(info)), young=tuple(info for info in found if not is_old(info))
+    )
+
+
+def find_orphans(
+    store: ObjectStore,
+    *,
+    grace_seconds: float = GRACE_SECONDS,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    clock: Callable[[], float] = time.time,
+) -> Orphans:
+    """What `remove_orphans` would remove, if this machine's clock agrees with the store's. Changes nothing.
+
+    Costs a LIST (a request per thousand shards) and a GET.
+
+    Raises:
+        CorruptCheckpointError: The manifest is damaged: what it named cannot be known.
+        UnsupportedFormatError: A newer version wrote it.
+    """
+    store = RetryingStore(store, Deadline(timeout_seconds))
+    # Listed first: what a save puts after this is not in the list, whatever it commits.
+    listed = list(store.list(SHARDS_PREFIX))
+    return _orphans(listed, read_stored(store), now_seconds=clock(), grace_seconds=grace_seconds)
+
+
+def remove_orphans(
+    store: ObjectStore,
+    *,
+    grace_seconds: float = GRACE_SECONDS,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    clock: Callable[[], float] = time.time,
+) -> Removal:
+    """Remove the shards that no manifest names and that are older than a grace, by the store's clock.
+
+    Where nothing is that old, nothing is written. Otherwise a save that is under way here will fail with
+    `CommitConflictError`. The checkpoint itself stays as it is: only the version of its manifest changes. Killed at any
+    moment, this leaves the checkpoint whole, and the rest of the orphans for the next time.
+
+    Costs beside the LIST and the GET: a conditional PUT of the manifest, a HEAD, a DELETE per thousand orphans.
+
+    Raises:
+        InvalidArgumentError: The store cannot replace an object on condition.
+        CommitConflictError: The manifest changed again and again: somebody is saving here. Nothing was removed.
+        CorruptCheckpointError: The manifest is damaged: what it named cannot be known.
+        UnsupportedFormatError: A newer version wrote it.
+    """
+    if not store.capabilities.compare_and_swap:
+        raise InvalidArgumentError(
+            "This store cannot replace an object on condition, and so cannot tell orphans from a save under way.",
+            url=store.url,
+            reason=store.capabilities.swap_refusal,
+        )
+    store = RetryingStore(store, Deadline(timeout_seconds))
+    failure: StorageError | None = None
+    for _ in range(_ROUNDS_MAX):
+        listed = list(store.list(SHARDS_PREFIX))
+        stored = read_stored(store)
+        seen = _orphans(listed, stored, now_seconds=clock(), grace_seconds=grace_seconds)
+        if not seen.old:
+            return Removal(removed=(), kept=seen.young)
+        nonce = uuid.uuid4().hex
+        body = manifest_json.tombstone(nonce, ()) if stored is None else manifest_json.renewed(stored.data, nonce)
+        try:
+            store.put(MANIFEST_KEY, [body], condition="absent" if stored is None else stored.version)
+        except (ConditionFailedError, TransientStorageError) as error:
+            # Refused, or not answered: whether it was carried out does not matter to whoever begins again.
+            failure = error
+            continue
+        now_seconds = store.head(MANIFEST_KEY).modified_seconds
+        return _removed(store, _orphans(listed, stored, now_seconds=now_seconds, grace_seconds=grace_seconds))
+    raise CommitConflictError(
+        "The manifest changed again and again, or could not be written; nothing was removed. Is a job saving here?",
+        url=store.url,
+        cause=failure,
+    ) from failure
+
+
+def _orphans(
+    listed: Iterable[ObjectInfo], stored: Stored | None, *, now_seconds: float, grace_seconds: float
+) -> Orphans:
+    named = () if stored is None else stored.shard_keys
+    return orphans(listed, named, now_seconds=now_seconds, grace_seconds=grace_seconds)
+
+
+def _removed(store: ObjectStore, found: Orphans) -> Removal:
+    failed: dict[str, StorageError] = {}
+    keys = [info.key for info in found.old]
+    for first in range(0, len(keys), _KEYS_PER_DELETE):
+        failed.update(store.delete(keys[first : first + _KEYS_PER_DELETE]))
+    removed = tuple(info for info in found.old if info.key not in failed)
+    logger.info("%s: removed %d orphans, %d failed", store.url, len(removed), len(failed))
+    return Removal(removed=removed, kept=found.young, failed=failed)

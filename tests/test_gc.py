@@ -1,0 +1,312 @@
+"""Removing orphans: what is removed and what is not, beside saves, at each request of each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_remote import RemoteWriter, load, manifest_json
+from dcp_remote.checkpoint import read_stored
+from dcp_remote.errors import (
+    CheckpointNotFoundError,
+    CommitConflictError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    SaveFailedError,
+)
+from dcp_remote.gc import Orphans, find_orphans, orphans, remove_orphans
+from dcp_remote.manifest import MANIFEST_KEY
+from dcp_remote.shard import ShardNames
+from dcp_remote.storage import LocalStore, MemoryStore, ObjectInfo, ObjectStore, Version
+from dcp_remote.storage.wrapper import Request, WrappedStore
+from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from dcp_remote.testing.ranks import save_as_ranks
+from tests.manifests import decode
+
+_Answer = TypeVar("_Answer")
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
+
+
+def save(store: ObjectStore, value: float) -> None:
+    """Of two ranks with a shard each."""
+    states = [{"a": torch.full((2,), value)}, {"b": torch.full((3,), value)}]
+    save_as_ranks(states, lambda: RemoteWriter(store, overwrite=True, timeout_seconds=30))
+
+
+def found(store: ObjectStore) -> float | None:
+    try:
+        state = load(store)
+    except CheckpointNotFoundError:
+        return None
+    assert bool((state["a"] == state["a"][0]).all())
+    assert bool((state["b"] == state["a"][0]).all())
+    return float(state["a"][0])
+
+
+def put_orphans(store: ObjectStore, count: int = 2) -> set[str]:
+    keys = {ShardNames(rank).key(0) for rank in range(count)}
+    for key in keys:
+        store.put(key, [b"an orphan"])
+    return keys
+
+
+def keys(store: ObjectStore) -> set[str]:
+    return {info.key for info in store.list()}
+
+
+def named(store: MemoryStore) -> set[str]:
+    return {MANIFEST_KEY, *decode(store.space.objects[MANIFEST_KEY].data).shards.keys}
+
+
+def _info(key: str, *, modified_seconds: float) -> ObjectInfo:
+    return ObjectInfo(key=key, size_bytes=1, version=Version(etag="e"), modified_seconds=modified_seconds)
+
+
+def test_what_is_an_orphan() -> None:
+    """Named, old, young, just as old as the grace, from the future; and what no save of ours would have put."""
+    named_one, old, young, edge, future = (
+        _info(ShardNames(0).key(0), modified_seconds=at) for at in (0, 9, 11, 10, 99)
+    )
+    foreign = _info("shards/ab/model.safetensors", modified_seconds=0)
+    below = _info(f"shards/ab/{ShardNames(0).key(0)}", modified_seconds=0)
+    listed = [named_one, old, young, edge, future, foreign, below]
+    assert orphans(listed, [named_one.key], now_seconds=20, grace_seconds=10) == Orphans(
+        old=(old, edge), young=(young, future)
+    )
+    everything = orphans(listed, [named_one.key], now_seconds=20, grace_seconds=0)
+    assert everything == Orphans(old=(old, young, edge, future), young=())
+    for grace_seconds in (-1.0, float("nan")):
+        with pytest.raises(InvalidArgumentError):
+            orphans(listed, [], now_seconds=20, grace_seconds=grace_seconds)
+
+
+def test_orphans_of_a_save_that_was_cut_off_and_of_one_that_was_replaced() -> None:
+    """Beside a checkpoint that has replaced another: its shards stay, and the checkpoint loads as before."""
+    store = MemoryStore()
+    save(store, 1.0)
+    replaced = named(store) - {MANIFEST_KEY}
+    save(store, 2.0)
+    cut_off = put_orphans(store)
+    store.put("shards/README", [b"somebody's"])
+    assert {info.key for info in find_orphans(store, grace_seconds=0).old} == replaced | cut_off
+    assert {info.key for info in remove_orphans(store, grace_seconds=0).removed} == replaced | cut_off
+    assert keys(store) == named(store) | {"shards/README"}
+    assert found(store) == 2.0
+    assert find_orphans(store, grace_seconds=0) == Orphans(old=(), young=())
+
+
+def test_nothing_is_written_where_nothing_is_old() -> None:
+    """Orphans of now and a grace of a day: a LIST and a GET, and a save under way is left alone."""
+    store = MemoryStore()
+    put_orphans(store)
+    for act in (find_orphans, remove_orphans):
+        recording = RecordingStore(store)
+        act(recording)
+        assert recording.calls == [("list", "shards/"), ("get", MANIFEST_KEY)]
+
+
+def test_requests() -> None:
+    """1,500 orphans: one LIST here, the manifest read and put again, its time asked for, two deletes."""
+    store = MemoryStore()
+    save(store, 1.0)
+    put_orphans(store, 1500)
+    recording = RecordingStore(store)
+    assert len(remove_orphans(recording, grace_seconds=0).removed) == 1500
+    assert [verb for verb, _ in recording.calls] == ["list", "get", "put", "head", "delete", "delete"]
+
+
+class LaterStore(WrappedStore):
+    """A store whose clock is ahead: it dates what it holds so many seconds later."""
+
+    def __init__(self, store: ObjectStore, ahead_seconds: float) -> None:
+        super().__init__(store)
+        self._ahead_seconds = ahead_seconds
+
+    def head(self, key: str) -> ObjectInfo:
+        info = super().head(key)
+        return replace(info, modified_seconds=info.modified_seconds + self._ahead_seconds)
+
+
+def test_age_is_by_the_store_s_clock() -> None:
+    """Orphans of now; this machine's clock is a year ahead, then the store's: only the latter removes them."""
+    year_seconds = 365 * 24 * 3600.0
+    store = MemoryStore()
+    save(store, 1.0)
+    written = put_orphans(store)
+    now_seconds = store.head(MANIFEST_KEY).modified_seconds
+    removal = remove_orphans(store, clock=lambda: now_seconds + year_seconds)
+    assert (removal.removed, {info.key for info in removal.kept}) == ((), written)
+    later = LaterStore(store, year_seconds)
+    assert {info.key for info in remove_orphans(later, clock=lambda: now_seconds + year_seconds).removed} == written
+
+
+class MeanwhileStore(WrappedStore):
+    """Somebody else acts on the wrapped store just before the n-th request is carried out, or just after."""
+
+    def __init__(self, store: ObjectStore, number: int, act: Callable[[], object], *, after: bool) -> None:
+        super().__init__(store)
+        self._numbers = itertools.count(1)
+        self._number = number
+        self._act = act
+        self._after = after
+        self.acted = False
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        due = next(self._numbers) == self._number
+        if due and not self._after:
+            self._meanwhile()
+        try:
+            return send()
+        finally:
+            if due and self._after:
+                self._meanwhile()
+
+    def _meanwhile(self) -> None:
+        self.acted = True
+        self._act()
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("overwriting", [False, True])
+def test_orphans_removed_at_each_request_of_a_save(*, overwriting: bool, after: bool) -> None:
+    """The save commits what is whole, or is told that it did not; what was there before is whole then."""
+    outcomes: set[type[BaseException] | None] = set()
+    for number in itertools.count(1):
+        store = MemoryStore()
+        if overwriting:
+            save(store, 1.0)
+        put_orphans(store)
+
+        def clean(store: MemoryStore = store) -> None:
+            remove_orphans(store, grace_seconds=0)
+
+        saving = MeanwhileStore(store, number, clean, after=after)
+        try:
+            save(saving, 2.0)
+        except (CommitConflictError, SaveFailedError) as error:
+            outcomes.add(type(error))
+            assert found(store) == (1.0 if overwriting else None)
+        else:
+            outcomes.add(None)
+            assert found(store) == 2.0
+        save(store, 3.0)
+        clean()
+        assert keys(store) == named(store)
+        assert found(store) == 3.0
+        if not saving.acted:
+            break
+    assert outcomes == {CommitConflictError, None}
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_save_at_each_request_of_a_removal(*, begun: bool, after: bool) -> None:
+    """Either the save is committed and whole, or it is told that it is not; a removal never tears a checkpoint.
+
+    The other save does all its work at that moment; or it began before the removal, and only commits then.
+    """
+    for number in itertools.count(1):
+        store = MemoryStore()
+        save(store, 1.0)
+        put_orphans(store)
+        committed: list[float] = []
+
+        def commit(store: MemoryStore = store, committed: list[float] = committed) -> None:
+            save(store, 2.0)
+            committed.append(2.0)
+
+        removing = MeanwhileStore(store, number, commit, after=after)
+
+        def remove(removing: MeanwhileStore = removing) -> None:
+            remove_orphans(removing, grace_seconds=0)
+
+        if begun:
+            # The removal runs between the shards of an outer save and its manifest.
+            outer = MeanwhileStore(store, 4, remove, after=False)
+            with pytest.raises(CommitConflictError):
+                save(outer, 4.0)
+        else:
+            remove()
+        assert found(store) == (2.0 if committed else 1.0)
+        if not removing.acted:
+            return
+
+
+def test_a_place_that_changes_again_and_again() -> None:
+    """A save is committed before each conditional put: nothing is removed."""
+    store = MemoryStore()
+    save(store, 1.0)
+    written = put_orphans(store)
+
+    class BusyStore(WrappedStore):
+        def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+            if request.verb == "put":
+                save(store, 2.0)
+            return send()
+
+    with pytest.raises(CommitConflictError, match="nothing was removed"):
+        remove_orphans(BusyStore(store), grace_seconds=0)
+    assert written < keys(store)
+
+
+def test_what_cannot_be_deleted_is_reported() -> None:
+    """Denied for good: each key with its reason."""
+    store = MemoryStore()
+    written = put_orphans(store)
+    denied = matching(
+        lambda verb, key, number: verb == "delete",
+        "request",
+        persistent=True,
+        error=lambda: PermissionDeniedError("This may not be deleted."),
+    )
+    with pytest.raises(PermissionDeniedError):
+        remove_orphans(FaultyStore(store, [denied]), grace_seconds=0)
+    assert written < keys(store)
+
+
+def test_a_damaged_manifest_stops_everything() -> None:
+    """What it named cannot be known, so that all shards might be its."""
+    store = MemoryStore()
+    save(store, 1.0)
+    before = keys(store)
+    store.put(MANIFEST_KEY, [store.space.objects[MANIFEST_KEY].data[:-1]])
+    for act in (find_orphans, remove_orphans):
+        with pytest.raises(CorruptCheckpointError):
+            act(store, grace_seconds=0)
+    assert keys(store) == before
+
+
+def test_a_store_without_swaps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder on a network file system: orphans can be shown there, and not be removed."""
+    monkeypatch.setattr("dcp_remote.storage.local.swap_refusal", lambda path: "it is on a network file system")
+    store = LocalStore(tmp_path)
+    put_orphans(store)
+    assert len(find_orphans(store, grace_seconds=0).old) == 2
+    with pytest.raises(InvalidArgumentError, match="cannot tell orphans from a save under way"):
+        remove_orphans(store, grace_seconds=0)
+    assert len(keys(store)) == 2
+
+
+def test_the_document_stays_the_same() -> None:
+    """Put again three times, of a checkpoint and of a tombstone: other bytes each time, equal length, equal meaning."""
+    store = MemoryStore()
+    dcp.save({"a": torch.ones(2), "n": 1}, storage_writer=RemoteWriter(store), no_dist=True)
+    stored = read_stored(store)
+    assert stored is not None
+    for data in (stored.data, manifest_json.tombstone("0" * 32, ("1" * 32,))):
+        seen = [data]
+        for digit in "abc":
+            seen.append(manifest_json.renewed(seen[-1], digit * 32))
+            assert manifest_json.decode_head(seen[-1]) == manifest_json.decode_head(data)
+            assert repr(manifest_json.decode(seen[-1])) == repr(manifest_json.decode(data))
+        assert len(set(seen)) == 4
+        assert len({len(one) for one in seen[1:]}) == 1
