@@ -52,6 +52,7 @@ ROOMS = [
     "names",
     "cli.terminal",
     "cli.show",
+    "cli.gc",
     "cli.main",
     "cli.__init__",
     LINE,

@@ -10,12 +10,13 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from dcp_remote.cli import show
+from dcp_remote.cli import gc, show
 from dcp_remote.cli.terminal import printable
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
+from dcp_remote.gc import GRACE_SECONDS
 
 _FAILED, _USAGE = 1, 2
 
@@ -36,13 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        show.run(
-            options.url,
-            storage_options=_storage_options(options),
-            patterns=options.key,
-            as_json=options.json,
-            out=sys.stdout,
-        )
+        command: Callable[[argparse.Namespace], None] = options.run
+        command(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output (`head`, say) has gone; Python must not complain about it once more when it exits.
@@ -66,12 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dcp-remote {version('dcp-remote')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    where = _where()
     shown = commands.add_parser(
         "show",
+        parents=[where],
         help="say what a checkpoint holds",
         description="Say what a checkpoint holds, from its manifest alone: one GET.",
     )
-    shown.add_argument("url", help="s3://bucket/checkpoint, gs://…, az://…, file:///…, or a path")
+    shown.set_defaults(run=_show)
     shown.add_argument(
         "--key",
         action="append",
@@ -80,13 +78,56 @@ def _parser() -> argparse.ArgumentParser:
         help="list the entries of this name or pattern, such as 'model.*'; repeatable",
     )
     shown.add_argument("--json", action="store_true", help="print a JSON document instead of text")
-    shown.add_argument("--endpoint-url", help="of a server that speaks S3")
-    shown.add_argument("--profile", help="of the AWS configuration")
-    shown.add_argument("--region", help="of the bucket")
-    shown.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="any other storage option; repeatable"
+    collected = commands.add_parser(
+        "gc",
+        parents=[where],
+        help="remove shards that no manifest names",
+        description="Say which shards no manifest names: what is left of saves that were cut off, failed or replaced. "
+        "With --delete they are removed; a save that is under way here at that moment fails then.",
+    )
+    collected.set_defaults(run=_gc)
+    collected.add_argument("--delete", action="store_true", help="remove them; without this nothing is changed")
+    collected.add_argument(
+        "--grace-hours",
+        type=float,
+        default=GRACE_SECONDS / 3600,
+        metavar="HOURS",
+        help="leave what is younger (default: %(default)g)",
     )
     return parser
+
+
+def _where() -> argparse.ArgumentParser:
+    """The arguments of all commands."""
+    where = argparse.ArgumentParser(add_help=False)
+    where.add_argument("url", help="s3://bucket/checkpoint, gs://…, az://…, file:///…, or a path")
+    where.add_argument("--endpoint-url", help="of a server that speaks S3")
+    where.add_argument("--profile", help="of the AWS configuration")
+    where.add_argument("--region", help="of the bucket")
+    where.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="any other storage option; repeatable"
+    )
+    return where
+
+
+def _show(options: argparse.Namespace) -> None:
+    show.run(
+        options.url,
+        storage_options=_storage_options(options),
+        patterns=options.key,
+        as_json=options.json,
+        out=sys.stdout,
+    )
+
+
+def _gc(options: argparse.Namespace) -> None:
+    gc.run(
+        options.url,
+        storage_options=_storage_options(options),
+        grace_hours=options.grace_hours,
+        delete=options.delete,
+        out=sys.stdout,
+    )
 
 
 def _storage_options(options: argparse.Namespace) -> dict[str, object]:

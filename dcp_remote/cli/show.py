@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
 from dcp_remote.checkpoint import read_manifest
-from dcp_remote.cli.terminal import printable
+from dcp_remote.cli.terminal import human_bytes, printable
 from dcp_remote.manifest import Manifest
 from dcp_remote.names import chosen_names, top_level_key
 from dcp_remote.object_tree import from_text
@@ -21,9 +21,6 @@ _RETRY_SECONDS = 10.0
 
 # Entries that lie at the top of the state dict themselves, as a step or a model's flat state dict does.
 _TOP_LEVEL = "(top level)"
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_STEP = 1024
 
 
 def run(
@@ -54,16 +51,6 @@ def run(
         return
     lines = list(_lines(store.url, manifest, names if patterns else None))
     out.writelines(printable(line) + "\n" for line in lines)
-
-
-def human_bytes(size_bytes: int) -> str:
-    """`1.5 GiB` for 1610612736."""
-    size = float(size_bytes)
-    for unit in _UNITS:
-        if size < _STEP or unit == _UNITS[-1]:
-            return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= _STEP
-    raise AssertionError("the last unit takes everything")
 
 
 def _facts(url: str, manifest: Manifest) -> dict[str, object]:

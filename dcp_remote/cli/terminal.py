@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_STEP = 1024
+
 
 def printable(text: str) -> str:
     """One line, with everything escaped that is no graphic character or plain space.
@@ -13,3 +16,13 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def human_bytes(size_bytes: int) -> str:
+    """`1.5 GiB` for 1610612736."""
+    size = float(size_bytes)
+    for unit in _UNITS:
+        if size < _STEP or unit == _UNITS[-1]:
+            return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= _STEP
+    raise AssertionError("the last unit takes everything")

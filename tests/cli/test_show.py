@@ -13,8 +13,7 @@ import torch
 
 from dcp_remote import RemoteWriter
 from dcp_remote.cli import main
-from dcp_remote.cli.show import human_bytes
-from dcp_remote.cli.terminal import printable
+from dcp_remote.cli.terminal import human_bytes, printable
 from dcp_remote.manifest import MANIFEST_KEY, TensorKind
 from dcp_remote.manifest_json import encode
 from dcp_remote.ranges import Box
