@@ -17,11 +17,9 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 import pytest
-import torch
 
-from dcp_remote import RemoteReader, RemoteWriter, commit, load, transfer
+from dcp_remote import RemoteReader, commit, transfer
 from dcp_remote.errors import (
-    CheckpointNotFoundError,
     CommitUnknownError,
     ConditionFailedError,
     DcpRemoteError,
@@ -34,9 +32,9 @@ from dcp_remote.manifest import MANIFEST_KEY
 from dcp_remote.storage import MemoryStore, ObjectStore, retrying
 from dcp_remote.storage.wrapper import Verb
 from dcp_remote.testing import Fault, FaultyStore, matching, nth
-from dcp_remote.testing.ranks import State, load_as_ranks, save_as_ranks, shard
+from dcp_remote.testing.ranks import load_as_ranks
 from tests.figures import count
-from tests.manifests import decode
+from tests.valued_states import found, named, save, shards_in, states, value_of
 
 pytestmark = pytest.mark.torture
 
@@ -45,8 +43,6 @@ OLD, NEW, NEXT = 1.0, 2.0, 3.0
 # Of one operation: three failures in a row take milliseconds. What fails for ever is given up soon.
 PATIENCE_SECONDS = 30.0
 FOR_EVER_SECONDS = 0.1
-
-ROWS = 6
 
 Way: TypeAlias = Literal[
     "request lost",
@@ -110,41 +106,6 @@ def fault(way: Way, number: int) -> Fault:
     return faults[way]
 
 
-def states(value: float, world_size: int) -> list[State]:
-    """Two top-level keys with tensors, sharded and replicated, and an object: two shards on each rank or so."""
-    parts = shard(torch.full((ROWS, 3), value), world_size, (world_size, 1))
-    return [{"model": {"w": part, "r": torch.full((2,), value)}, "optim": {"m": part}, "n": value} for part in parts]
-
-
-def save(store: ObjectStore, value: float, world_size: int, *, timeout_seconds: float = PATIENCE_SECONDS) -> None:
-    save_as_ranks(
-        states(value, world_size),
-        lambda: RemoteWriter(store, overwrite=True, timeout_seconds=timeout_seconds),
-    )
-
-
-def found(store: MemoryStore) -> float | None:
-    """Which state is there, whole; None if there is no checkpoint."""
-    try:
-        state = load(store)
-    except CheckpointNotFoundError:
-        return None
-    value = state["n"]
-    assert isinstance(value, float)
-    for tensor in (state["model"]["w"], state["model"]["r"], state["optim"]["m"]):
-        assert bool((tensor == value).all())
-    return value
-
-
-def keys(store: MemoryStore) -> set[str]:
-    return set(store.space.objects)
-
-
-def named(store: MemoryStore) -> set[str]:
-    """The manifest and what it names."""
-    return {MANIFEST_KEY, *decode(store.space.objects[MANIFEST_KEY].data).shards.keys}
-
-
 @dataclass(frozen=True, slots=True)
 class Told:
     """How an operation ended, and which states its caller may find after that.
@@ -194,7 +155,7 @@ def check(store: MemoryStore, faulty: FaultyStore, promise: Told, world_size: in
     removal = remove_orphans(store, grace_seconds=0.0)
     assert removal.failed == {}
     assert removal.kept == ()
-    assert keys(store) == named(store)
+    assert shards_in(store) == named(store)
     assert found(store) == NEXT
 
 
@@ -214,7 +175,9 @@ def test_a_save_survives_what_happens_once(way: Way, world_size: int, *, overwri
     for number in itertools.count(1):
         store, before = prepared(overwriting=overwriting, world_size=world_size)
         faulty = FaultyStore(store, [fault(way, number)])
-        promise = told(partial(save, faulty, NEW, world_size), before=before, value=NEW)
+        promise = told(
+            partial(save, faulty, NEW, world_size, timeout_seconds=PATIENCE_SECONDS), before=before, value=NEW
+        )
         assert promise.error is None
         check(store, faulty, promise, world_size, settle_last=settle_last)
         if not faulty.hits:
@@ -297,11 +260,7 @@ def test_a_load_is_right_or_fails(way: Way, world_size: int) -> None:
         assert bool(failures) == (way in FOR_EVER and bool(faulty.hits))
         assert all("attempts" in error.details for error in failures)
         if not failures:
-            for template in templates:
-                sharded = (template["model"]["w"], template["optim"]["m"])
-                chunks = [template["model"]["r"], *(chunk for part in sharded for _, chunk in part.chunks)]
-                assert all(bool((chunk == NEW).all()) for chunk in chunks)
-                assert template["n"] == NEW
+            assert all(value_of(template) == NEW for template in templates)
         count("requests failed", len(faulty.hits))
         if not faulty.hits:
             assert number > 2 * world_size
@@ -386,5 +345,5 @@ def history(seed: int) -> None:
     assert found(store) in possible
     save(store, NEXT, 2)
     remove_orphans(store, grace_seconds=0.0)
-    assert keys(store) == named(store)
+    assert shards_in(store) == named(store)
     assert found(store) == NEXT

@@ -1,7 +1,7 @@
-"""Every request of a save and of a load fails in turn, in both directions: what is told is true, what is there whole.
+"""What a user is told when a save or a load fails, and what lies in the store: crashes, refusals, stalls, deadlines.
 
-The first request fails, then the second, until a run is through before its fault is reached. What lies in the store
-afterwards is read past the faults. Ranks are simulated in one process; the pauses of retries are real, and short.
+What lies in the store is read past the faults. Ranks are simulated in one process; the pauses of retries are real, and
+short. `test_fault_matrix.py` fails every request in every way.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeVar
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_remote import RemoteReader, RemoteWriter, load, transfer
+from dcp_remote import RemoteWriter, load, transfer
 from dcp_remote.errors import (
-    CheckpointNotFoundError,
     CommitConflictError,
     CommitUnknownError,
     PermissionDeniedError,
@@ -31,12 +30,11 @@ from dcp_remote.manifest import MANIFEST_KEY
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, matching, nth
-from dcp_remote.testing.ranks import State, load_as_ranks, save_as_ranks, shard
-from tests.manifests import decode
+from tests.figures import count
+from tests.valued_states import found, save, shards_in
 
 _Answer = TypeVar("_Answer")
 
-Lost: TypeAlias = Literal["request", "response"]
 OLD, NEW, THIRD = 1.0, 2.0, 3.0
 
 pytestmark = pytest.mark.torture
@@ -44,43 +42,6 @@ pytestmark = pytest.mark.torture
 
 class CrashError(BaseException):
     """Stands for the end of the process: nothing catches it, and every later request raises it, too."""
-
-
-def states(value: float, world_size: int) -> list[State]:
-    """Two top-level keys with tensors, sharded and replicated, and an object: two shards on each rank or so."""
-    parts = shard(torch.full((world_size * 2, 3), value), world_size, (world_size, 1))
-    return [{"model": {"w": part, "r": torch.full((2,), value)}, "optim": {"m": part}, "n": value} for part in parts]
-
-
-def found(store: MemoryStore) -> float | None:
-    """Which of the states is there, whole; None if there is no checkpoint."""
-    try:
-        state = load(store)
-    except CheckpointNotFoundError:
-        return None
-    value = state["n"]
-    assert isinstance(value, float)
-    for tensor in (state["model"]["w"], state["model"]["r"], state["optim"]["m"]):
-        assert bool((tensor == value).all())
-    return value
-
-
-def shards_in(store: MemoryStore) -> set[str]:
-    return {key for key in store.space.objects if key != MANIFEST_KEY}
-
-
-def named_shards(store: MemoryStore) -> set[str]:
-    """Those of the manifest, if there is one."""
-    if MANIFEST_KEY not in store.space.objects:
-        return set()
-    return set(decode(store.space.objects[MANIFEST_KEY].data).shards.keys)
-
-
-def save(store: ObjectStore, value: float, world_size: int, *, timeout_seconds: float = 60.0) -> None:
-    save_as_ranks(
-        states(value, world_size),
-        lambda: RemoteWriter(store, overwrite=True, timeout_seconds=timeout_seconds),
-    )
 
 
 def stores(*, overwriting: bool, world_size: int) -> Iterator[tuple[int, MemoryStore]]:
@@ -95,24 +56,9 @@ def stores(*, overwriting: bool, world_size: int) -> Iterator[tuple[int, MemoryS
 @pytest.mark.parametrize("overwriting", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("lost", ["request", "response"])
-def test_one_lost_request_does_not_fail_a_save(*, lost: Lost, world_size: int, overwriting: bool) -> None:
-    """Each in turn, once: the save succeeds, and the store holds it and no shard that nobody names."""
-    for number, store in stores(overwriting=overwriting, world_size=world_size):
-        before = shards_in(store)
-        faulty = FaultyStore(store, [nth(number, lost)])
-        save(faulty, NEW, world_size)
-        assert found(store) == NEW
-        assert shards_in(store) == before | named_shards(store)
-        if not faulty.hits:
-            assert number > 2 + world_size
-            return
-    pytest.fail("a save has not a hundred requests")
-
-
-@pytest.mark.parametrize("overwriting", [False, True])
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("lost", ["request", "response"])
-def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(*, lost: Lost, world_size: int, overwriting: bool) -> None:
+def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(
+    *, lost: Literal["request", "response"], world_size: int, overwriting: bool
+) -> None:
     """The process ends at each request in turn, before it or after it was carried out; then the next save succeeds.
 
     Only after the manifest was put is it the new one.
@@ -127,6 +73,7 @@ def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(*, lost: Lost, world_s
             crashed = True
         assert crashed == bool(faulty.hits)
         seen.add(found(store))
+        count("crashes", crashed)
         committing = bool(faulty.hits) and faulty.hits[0].key == MANIFEST_KEY and faulty.hits[0].verb == "put"
         if crashed and not (committing and lost == "response"):
             assert found(store) == (OLD if overwriting else None)
@@ -138,31 +85,6 @@ def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(*, lost: Lost, world_s
             assert seen == {OLD if overwriting else None, NEW}
             return
     pytest.fail("a save has not a hundred requests")
-
-
-@pytest.mark.parametrize("lost", ["request", "response"])
-def test_one_lost_request_does_not_fail_a_load(lost: Lost) -> None:
-    """Each in turn, once, for three ranks that read what two saved: right bits, whatever the first attempt left."""
-    store = MemoryStore()
-    save(store, NEW, 2)
-    for number in range(1, 100):
-        faulty = FaultyStore(store, [nth(number, lost)])
-        templates: list[State] = [
-            {"model": {"w": part, "r": torch.zeros(2)}, "optim": {"m": other}, "n": 0.0}
-            for part, other in zip(
-                shard(torch.zeros(4, 3), 3, (1, 3)), shard(torch.zeros(4, 3), 3, (3, 1)), strict=True
-            )
-        ]
-        load_as_ranks(templates, lambda: RemoteReader(faulty))  # noqa: B023  # called here
-        for template in templates:
-            sharded = (template["model"]["w"], template["optim"]["m"])
-            chunks = [template["model"]["r"], *(chunk for part in sharded for _, chunk in part.chunks)]
-            assert all(bool((chunk == NEW).all()) for chunk in chunks)
-            assert template["n"] == NEW
-        if not faulty.hits:
-            assert number > 6
-            return
-    pytest.fail("a load has not a hundred requests")
 
 
 def _puts_a_shard_of_rank_1(verb: Verb, key: str, number: int) -> bool:
@@ -186,7 +108,7 @@ def _deletes(verb: Verb, key: str, number: int) -> bool:
 
 
 @pytest.mark.parametrize("lost", ["request", "response"])
-def test_shards_that_never_go_through(lost: Lost) -> None:
+def test_shards_that_never_go_through(lost: Literal["request", "response"]) -> None:
     """Rank 1 of 3 fails until its deadline: named with its shard and its attempts; its shards are gone again.
 
     The old checkpoint is there, and the next save replaces it.
