@@ -20,6 +20,10 @@ SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "az", "file", "memory")
 
 _KNOWN = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///path, memory://name/prefix, or a path"
 
+_FILE_SYSTEMS = (
+    "A file system of fsspec (s3fs, local) is opened by `dcp_remote.storage.open_fsspec_store(filesystem, path)`."
+)
+
 # What other tools call the same place.
 _ALIASES: dict[str, Scheme] = {
     "s3a": "s3",
@@ -37,6 +41,9 @@ _ALIASES: dict[str, Scheme] = {
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 # `s3:/bucket`, `s3:bucket`, `s3//bucket`: no URL, and hardly ever meant as a path.
 _NEAR_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)(?P<mark>:/|:|//)(?!/)(?P<rest>.*)", re.DOTALL)
+
+# `simplecache::s3://bucket/prefix`: as a path it would be a strange folder on this machine.
+_CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::(?=.*://)", re.DOTALL)
 
 # Loose: the store knows its own rules. `$` for Azure's $root; `:`, `@` and `%` would be user info or an escape.
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9$._-]*")
@@ -122,13 +129,16 @@ def parse_url(url: str | os.PathLike[str]) -> ParsedUrl:
     Raises:
         InvalidArgumentError: The message says what to write instead.
     """
-    text = os.fspath(url)
+    given: object = url  # whatever a user passes
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else given
     if not isinstance(text, str):
-        raise InvalidArgumentError("The URL must be a str or a path of str.", type=type(text).__name__)
+        raise InvalidArgumentError(f"The URL must be a str or a path of str. {_FILE_SYSTEMS}", type=type(text).__name__)
     if not text.strip():
         raise InvalidArgumentError(f"The URL is empty. Write {_KNOWN}.")
     if match := _URL.fullmatch(text):
         return _parse_with_scheme(text, scheme=match["scheme"].lower(), rest=match["rest"])
+    if match := _CHAIN.match(text):
+        raise InvalidArgumentError(f"fsspec's chains are no URLs here. {_FILE_SYSTEMS}", url=f"{match[0]}…")
     if _URL.match(text.strip()):
         _refuse("The URL has spaces before it.", text.strip())
     if match := _NEAR_URL.fullmatch(text):
@@ -197,7 +207,7 @@ def _refuse_scheme(text: str, *, scheme: str, rest: str) -> NoReturn:
     elif scheme in ("http", "https"):
         hint = f"Name the bucket, and pass the server as storage_options['endpoint_url']. Write {_KNOWN}."
     else:
-        hint = f"Write {_KNOWN}."
+        hint = f"Write {_KNOWN}. {_FILE_SYSTEMS}"
     _refuse(f"Unknown scheme {scheme!r}. {hint}", text)
 
 

@@ -1,9 +1,10 @@
-"""Stores: where the bytes lie. `open_store` gives the one that a URL names."""
+"""Stores: where the bytes lie. `open_store` gives that of a URL, `open_fsspec_store` that of a file system."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.storage.base import (
@@ -19,6 +20,9 @@ from dcp_remote.storage.local import LocalStore
 from dcp_remote.storage.memory import MemoryStore
 from dcp_remote.url import parse_url
 
+if TYPE_CHECKING:
+    from dcp_remote.storage.fsspec import open_fsspec_store
+
 __all__ = [
     "Buffer",
     "Capabilities",
@@ -29,8 +33,22 @@ __all__ = [
     "ObjectInfo",
     "ObjectStore",
     "Version",
+    "open_fsspec_store",
     "open_store",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # When first used: it brings fsspec and the clients of the clouds.
+    if name == "open_fsspec_store":
+        from dcp_remote.storage.fsspec import open_fsspec_store
+
+        return open_fsspec_store
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, object] | None = None) -> ObjectStore:

@@ -1,0 +1,629 @@
+"""s3fs's file systems as stores, by the shipped suite and against servers that say what they were sent; refusals."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import os
+import pickle
+import random
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from zipfile import ZipFile
+
+import boto3
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from aiobotocore.session import AioSession  # type: ignore[import-untyped]  # it comes without types
+from fsspec import AbstractFileSystem
+from fsspec.implementations.cached import CachingFileSystem, SimpleCacheFileSystem, WholeFileCacheFileSystem
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.http import HTTPFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.zip import ZipFileSystem
+from s3fs import S3FileSystem
+
+from dcp_remote import RemoteReader, RemoteWriter
+from dcp_remote.checkpoint import read_manifest
+from dcp_remote.errors import (
+    CheckpointNotFoundError,
+    ConditionFailedError,
+    CorruptCheckpointError,
+    DcpRemoteError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    StorageError,
+    TransientStorageError,
+)
+from dcp_remote.storage import LocalStore, open_fsspec_store, open_store
+from dcp_remote.storage.base import Condition, ObjectStore, Version
+from dcp_remote.storage.fsspec_client import Body
+from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
+from dcp_remote.testing.store_suite import StoreSuite
+from dcp_remote.url import parse_url
+
+SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
+MODIFIED = "Mon, 01 Jan 2024 00:00:00 GMT"
+OBJECT_HEADERS = {"ETag": '"abc"', "Last-Modified": MODIFIED}
+
+
+def file_system(server: S3Server | ScriptedServer, **options: object) -> S3FileSystem:
+    """As a user makes one, and not one that an earlier test made."""
+    given = {"key": "testing", "secret": SECRET, "endpoint_url": server.endpoint_url, **options}
+    return S3FileSystem(**given, skip_instance_cache=True)
+
+
+def open_on(server: ScriptedServer, path: str = "bucket/prefix", **options: object) -> ObjectStore:
+    return open_fsspec_store(file_system(server, **options), path)
+
+
+def error_answer(status: int, code: str) -> HttpAnswer:
+    return HttpAnswer(status, f"<Error><Code>{code}</Code><Message>No: {SECRET}</Message></Error>".encode())
+
+
+@pytest.fixture(scope="module")
+def raw_s3(s3_server: S3Server) -> Any:
+    """boto3's client of the same server."""
+    return boto3.client("s3", **s3_server.storage_options)  # type: ignore[call-overload]  # its arguments by name
+
+
+@pytest.fixture(scope="module")
+def bucket(s3_server: S3Server) -> ObjectStore:
+    """One client for the whole suite: botocore makes one in a fifth of a second."""
+    s3_server.create_bucket("suite-s3fs")
+    return open_fsspec_store(file_system(s3_server), "suite-s3fs")
+
+
+class TestS3fsOnMoto(StoreSuite):
+    """The contract, below a prefix of its own for each test, and boto3 to look past the store."""
+
+    version_is_digest = True
+
+    @pytest.fixture
+    def store(self, bucket: ObjectStore) -> ObjectStore:
+        return bucket.child(uuid.uuid4().hex)
+
+    @pytest.fixture(autouse=True)
+    def _look_past(self, raw_s3: Any) -> None:
+        self.client = raw_s3
+
+    def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None:
+        place = parse_url(store.url)
+        self.client.put_object(Bucket=place.bucket, Key=f"{place.prefix}/{key}", Body=data)
+
+    def raw_read(self, store: ObjectStore, key: str) -> bytes:
+        place = parse_url(store.url)
+        return bytes(self.client.get_object(Bucket=place.bucket, Key=f"{place.prefix}/{key}")["Body"].read())
+
+
+def test_one_of_eight_file_systems_creates(s3_server: S3Server) -> None:
+    """Eight threads, each with a file system and a client of its own: one wins, and its bytes are there."""
+    s3_server.create_bucket("eight-creators")
+    stores = [
+        open_fsspec_store(file_system(s3_server, max_concurrency=number + 1), "eight-creators") for number in range(8)
+    ]
+
+    def create(number: int) -> bool:
+        try:
+            stores[number].put("key", [b"%d" % number], condition="absent")
+        except ConditionFailedError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(create, range(8)))
+    assert sum(won) == 1
+    assert stores[0].get("key", limit_bytes=1).data == b"%d" % won.index(True)
+
+
+def test_nothing_is_believed_of_the_caches(s3_server: S3Server, raw_s3: Any) -> None:
+    """The file system has listed the folder and looked for a file; then boto3 puts it, and the store sees it."""
+    s3_server.create_bucket("cached-listing")
+    filesystem = file_system(s3_server)
+    store = open_fsspec_store(filesystem, "cached-listing/run")
+    raw_s3.put_object(Bucket="cached-listing", Key="run/a", Body=b"1")
+    assert filesystem.ls("cached-listing/run") == ["cached-listing/run/a"]
+    assert not filesystem.exists("cached-listing/run/b")
+    raw_s3.put_object(Bucket="cached-listing", Key="run/b", Body=b"2")
+    assert filesystem.ls("cached-listing/run") == ["cached-listing/run/a"], "the cache is not there: nothing is shown"
+    assert [info.key for info in store.list()] == ["a", "b"]
+    assert store.head("b").size_bytes == 1
+    with pytest.raises(ConditionFailedError):
+        store.put("b", [b"3"], condition="absent")
+
+
+def test_a_put_is_one_request() -> None:
+    """Record every request of puts under all conditions, of all kinds of bodies: one PUT each, with its checksum."""
+    big = bytes(range(256)) * 10_000
+    with scripted_server(lambda _: HttpAnswer(headers=OBJECT_HEADERS)) as server:
+        store = open_on(server, s3_additional_kwargs={"ServerSideEncryption": "AES256", "IfMatch": '"theirs"'})
+        assert store.put("any", [big, memoryview(big)[1:], b"end"]) == Version(etag='"abc"')
+        store.put("absent", [b"12", b"", memoryview(bytearray(b"34"))], condition="absent")
+        store.put("swap", [b"12"], condition=Version(etag='"old"', generation="v1"))
+        store.put("empty", [], condition="absent")
+    any_, absent, swap, empty = server.requests
+    assert [request.method for request in server.requests] == ["PUT"] * 4
+    assert any_.path.partition("?")[0] == "/bucket/prefix/any"
+    assert any_.body == big + big[1:] + b"end"
+    assert "if-match" not in any_.headers
+    assert "if-none-match" not in any_.headers
+    assert (absent.body, absent.headers["if-none-match"]) == (b"1234", "*")
+    assert (swap.headers["if-match"], empty.body) == ('"old"', b"")
+    for request in server.requests:
+        assert request.headers["x-amz-checksum-crc32"]
+        assert request.headers["content-length"] == str(len(request.body))
+        assert request.headers["x-amz-server-side-encryption"] == "AES256"
+    assert empty.headers["x-amz-checksum-crc32"] == "AAAAAA=="  # the CRC-32 of nothing is 0
+
+
+def test_reads_are_one_request() -> None:
+    """Record head, get and get_into: one each; get_into asks for exactly its range."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if "range" in request.headers:
+            return HttpAnswer(206, b"2345", {**OBJECT_HEADERS, "Content-Range": "bytes 2-5/10"})
+        return HttpAnswer(200, b"0123456789", OBJECT_HEADERS)
+
+    with scripted_server(answer) as server:
+        store = open_on(server)
+        assert store.head("key").version == Version(etag='"abc"')
+        assert store.get("key", limit_bytes=10).data == b"0123456789"
+        buffer = bytearray(4)
+        store.get_into("key", 2, memoryview(buffer))
+        assert buffer == b"2345"
+    assert [request.method for request in server.requests] == ["HEAD", "GET", "GET"]
+    assert server.requests[2].headers["range"] == "bytes=2-5"
+
+
+# Status, code, and what a put under this condition makes of it.
+REFUSED = [
+    (403, "AccessDenied", "any", PermissionDeniedError),
+    (403, "SignatureDoesNotMatch", "absent", PermissionDeniedError),
+    (400, "ExpiredToken", "any", PermissionDeniedError),
+    (404, "NoSuchBucket", "any", ObjectNotFoundError),
+    (404, "NoSuchBucket", "swap", ObjectNotFoundError),
+    (404, "NoSuchKey", "swap", ConditionFailedError),
+    (412, "PreconditionFailed", "absent", ConditionFailedError),
+    (409, "ConditionalRequestConflict", "absent", ConditionFailedError),
+    (409, "OperationAborted", "any", TransientStorageError),
+    (400, "RequestTimeout", "any", TransientStorageError),
+    (400, "BadDigest", "absent", TransientStorageError),
+    (400, "EntityTooLarge", "any", StorageError),
+    (429, "TooManyRequests", "any", TransientStorageError),
+    (500, "InternalError", "absent", TransientStorageError),
+    (501, "NotImplemented", "absent", StorageError),
+    (503, "SlowDown", "absent", TransientStorageError),
+]
+
+
+def test_what_s3_refuses() -> None:
+    """A put of two megabytes for each: one request, whatever s3fs and botocore would repeat; an error of our own class.
+
+    The store quotes a secret, which is neither in the error nor in what it is raised from.
+    """
+    conditions: dict[str, Condition] = {"any": "any", "absent": "absent", "swap": Version(etag='"old"')}
+    answers = [error_answer(status, code) for status, code, *_ in REFUSED]
+    with scripted_server(lambda _: answers[len(server.requests) - 1]) as server:
+        store = open_on(server)
+        for number, (status, code, condition, kind) in enumerate(REFUSED):
+            with pytest.raises(StorageError) as caught:
+                store.put("key", [b"x" * 2_000_000], condition=conditions[condition])
+            assert len(server.requests) == number + 1, (status, code)
+            assert type(caught.value) is kind, (status, code)
+            assert caught.value.details["code"] == code
+            assert SECRET not in str(caught.value)
+            assert caught.value.__cause__ is None
+            assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_pages_that_are_no_answer() -> None:
+    """A proxy's page instead of XML, and an answer without what S3 always says."""
+    page = HttpAnswer(200, b"<html><p>busy", OBJECT_HEADERS)
+    with scripted_server(lambda _: page) as server, pytest.raises(TransientStorageError):
+        next(open_on(server).list())
+    with scripted_server(lambda _: HttpAnswer(200, b"0123")) as server, pytest.raises(StorageError):
+        open_on(server).head("key")
+
+
+def listing(keys: list[str], **more: str) -> bytes:
+    entries = "".join(
+        f"<Contents><Key>{key}</Key><LastModified>2024-01-01T00:00:00.000Z</LastModified><ETag>&quot;abc&quot;</ETag>"
+        f"<Size>{0 if key.endswith('/') else 1}</Size></Contents>"
+        for key in keys
+    )
+    others = "".join(f"<{name}>{value}</{name}>" for name, value in more.items())
+    return f"<ListBucketResult>{others}{entries}</ListBucketResult>".encode()
+
+
+def test_listing_by_pages() -> None:
+    """Two pages, the second empty but for a marker; the first request names where to begin, the second the token."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if "continuation-token=next" in request.path:
+            return HttpAnswer(200, listing(["prefix/d/", "prefix/e"], IsTruncated="false"))
+        return HttpAnswer(200, listing(["prefix/b", "prefix/c"], IsTruncated="true", NextContinuationToken="next"))
+
+    with scripted_server(answer) as server:
+        store = open_on(server)
+        assert [info.key for info in store.list(after="a")] == ["b", "c", "e"]
+        first, second = server.requests
+    assert "start-after=prefix%2Fa" in first.path
+    assert "start-after" not in second.path
+
+
+def test_listings_that_cannot_be_trusted() -> None:
+    """Each is refused: what a listing leaves out could be deleted by mistake, or kept for ever."""
+    pages = [
+        (listing(["prefix/b", "prefix/a"]), "in order"),
+        (listing(["prefix/a", "prefix/a"]), "in order"),
+        (listing(["elsewhere/a"]), "in order"),
+        (listing(["prefix/a/../b"]), "no checkpoint has"),
+        (listing(["prefix/a"], IsTruncated="true"), "NextContinuationToken"),
+        (listing([], IsTruncated="true", NextContinuationToken="same"), "does not go on"),
+    ]
+    answers: list[bytes] = []
+    with scripted_server(lambda _: HttpAnswer(200, answers[-1])) as server:
+        store = open_on(server)
+        for page, problem in pages:
+            answers.append(page)
+            with pytest.raises(StorageError, match=problem):
+                list(store.list("a" if b"elsewhere" in page else ""))
+
+
+def test_each_failed_delete_is_reported() -> None:
+    """Four keys in one request: one deleted, one denied, one failed for now, one that was not there."""
+    codes = {"denied": "AccessDenied", "later": "InternalError", "gone": "NoSuchKey"}
+    errors = "".join(f"<Error><Key>prefix/{key}</Key><Code>{code}</Code></Error>" for key, code in codes.items())
+    body = f"<DeleteResult>{errors}</DeleteResult>".encode()
+    with scripted_server(lambda _: HttpAnswer(200, body)) as server:
+        failed = open_on(server).delete(["deleted", *codes])
+        assert len(server.requests) == 1
+    assert {key: type(error) for key, error in failed.items()} == {
+        "denied": PermissionDeniedError,
+        "later": TransientStorageError,
+    }
+
+
+def test_a_delete_that_fails_whole_is_reported_for_every_key() -> None:
+    """1,001 keys are two requests; the first is refused, and the second is sent all the same."""
+    keys = [f"{number:04}" for number in range(1001)]
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return HttpAnswer(200, b"<DeleteResult/>") if b"1000" in request.body else error_answer(503, "SlowDown")
+
+    with scripted_server(answer) as server:
+        failed = open_on(server).delete(keys)
+        assert len(server.requests) == 2
+    assert list(failed) == keys[:1000]
+    assert {type(error) for error in failed.values()} == {TransientStorageError}
+
+
+def test_a_large_object_is_refused_before_its_body() -> None:
+    """A body that never comes: its length alone is refused."""
+    headers = {**OBJECT_HEADERS, "Content-Length": "1000000000"}
+    with scripted_server(lambda _: HttpAnswer(200, b"", headers, cut_bytes=0)) as server:
+        with pytest.raises(CorruptCheckpointError, match="size_bytes=1000000000"):
+            open_on(server).get("key", limit_bytes=100)
+        assert len(server.requests) == 1
+
+
+def test_answers_that_are_not_the_range() -> None:
+    """Four bytes are asked for; what comes is shorter, longer, from elsewhere, the whole object, or breaks off."""
+
+    def part(body: bytes, content_range: str, cut_bytes: int | None = None) -> HttpAnswer:
+        return HttpAnswer(206, body, {**OBJECT_HEADERS, "Content-Range": content_range}, cut_bytes=cut_bytes)
+
+    cases: list[tuple[HttpAnswer, type[DcpRemoteError]]] = [
+        (part(b"01", "bytes 0-1/2"), CorruptCheckpointError),
+        (part(b"012345678", "bytes 0-8/9"), StorageError),
+        (part(b"0123", "bytes 4-7/8"), StorageError),
+        (HttpAnswer(200, b"0123", OBJECT_HEADERS), StorageError),
+        (part(b"0123", "bytes 0-3/4", cut_bytes=2), TransientStorageError),
+    ]
+    with scripted_server(lambda _: cases[len(server.requests) - 1][0]) as server:
+        store = open_on(server)
+        for number, (answer, kind) in enumerate(cases):
+            with pytest.raises(DcpRemoteError) as caught:
+                store.get_into("key", 0, memoryview(bytearray(4)))
+            assert type(caught.value) is kind, answer
+            assert len(server.requests) == number + 1
+
+
+def test_stalled_requests_end() -> None:
+    """A server that accepts and never answers, and the file system's own limit of a tenth of a second: each verb."""
+    calls: list[Callable[[ObjectStore], object]] = [
+        lambda store: store.get("key", limit_bytes=10),
+        lambda store: store.get_into("key", 0, memoryview(bytearray(4))),
+        lambda store: store.head("key"),
+        lambda store: store.put("key", [b"x" * 100_000], condition="absent"),
+        lambda store: next(store.list()),
+    ]
+    with scripted_server(lambda _: HttpAnswer(silent=True)) as server:
+        store = open_on(server, config_kwargs={"read_timeout": 0.1})
+        for call in calls:
+            with pytest.raises(TransientStorageError):
+                call(store)
+        assert isinstance(store.delete(["key"])["key"], TransientStorageError)
+
+
+def test_a_dead_endpoint_is_transient() -> None:
+    """A port that nobody listens on: a refused connection may be a server that restarts."""
+    with scripted_server(lambda _: HttpAnswer()) as server:
+        store = open_on(server)
+    with pytest.raises(TransientStorageError) as caught:
+        store.put("key", [b"x"], condition="absent")
+    assert SECRET not in str(caught.value)
+
+
+def test_a_missing_bucket_is_named(s3_server: S3Server) -> None:
+    """No bucket is created, and each verb says what is missing; a load as well, which first finds no manifest."""
+    store = open_fsspec_store(file_system(s3_server), "no-such-bucket/run")
+    for call in (lambda: store.put("key", [b"x"]), lambda: store.get("key", limit_bytes=1), lambda: next(store.list())):
+        with pytest.raises(ObjectNotFoundError, match="The bucket does not exist"):
+            call()
+    with pytest.raises(CheckpointNotFoundError, match="The bucket does not exist"):
+        read_manifest(store)
+    s3_server.create_bucket("a-bucket-without-run")
+    with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+        read_manifest(open_fsspec_store(file_system(s3_server), "a-bucket-without-run"))
+
+
+def test_missing_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An environment without any: refused before anything is sent; `anon` needs none."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    with scripted_server(lambda _: HttpAnswer(headers=OBJECT_HEADERS)) as server:
+        with pytest.raises(PermissionDeniedError, match="credentials"):
+            open_on(server, key=None, secret=None).put("key", [b"x"])
+        assert server.requests == []
+        open_on(server, key=None, secret=None, anon=True).put("key", [b"x"])
+        assert "authorization" not in server.requests[0].headers
+
+
+def test_credentials_that_were_found_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A secret and a token from the environment, and a store that quotes both in its refusal."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "a-session-token")
+    body = f"<Error><Code>AccessDenied</Code><Message>{SECRET} a-session-token</Message></Error>".encode()
+    with scripted_server(lambda _: HttpAnswer(403, body)) as server:
+        with pytest.raises(PermissionDeniedError) as caught:
+            open_on(server, key=None, secret=None).put("key", [b"x"])
+        assert server.requests[0].headers["x-amz-security-token"] == "a-session-token"
+    assert SECRET not in str(caught.value)
+    assert "a-session-token" not in str(caught.value)
+
+
+def test_secrets_are_in_no_repr(s3_server: S3Server) -> None:
+    """The store's, and what stands behind it."""
+    store: Any = open_fsspec_store(file_system(s3_server), "bucket/p")
+    assert repr(store) == "FsspecStore('s3://bucket/p')"
+    assert SECRET not in repr(store._connection.configuration())
+
+
+@pytest.mark.parametrize("path", ["bucket/a/b", "s3://bucket/a/b", "s3a://bucket/a/b/", "/bucket/a/b"])
+def test_paths_of_s3(path: str, s3_server: S3Server) -> None:
+    """With and without protocol and slashes, alone and below a DirFileSystem."""
+    assert open_fsspec_store(file_system(s3_server), path).url == "s3://bucket/a/b"
+
+
+def test_paths_below_a_folder(s3_server: S3Server, tmp_path: Path) -> None:
+    """DirFileSystem is unwrapped, once and twice; nothing leads out of it."""
+    inner = DirFileSystem(path="bucket/a", fs=file_system(s3_server))
+    assert open_fsspec_store(DirFileSystem(path="b", fs=inner), "c").url == "s3://bucket/a/b/c"
+    assert open_fsspec_store(inner, "").url == "s3://bucket/a"
+    folder = DirFileSystem(path=str(tmp_path), fs=LocalFileSystem())
+    assert open_fsspec_store(folder, "run").url == LocalStore(tmp_path / "run").url
+    for path in ("../b", "b/../../c", "/b"):
+        with pytest.raises(InvalidArgumentError):
+            open_fsspec_store(inner, path)
+        with pytest.raises(InvalidArgumentError):
+            open_fsspec_store(folder, path)
+
+
+@pytest.mark.parametrize("path", ["", "bucket?versionId=1", "bucket/a//b", "bucket/../b", "user@bucket"])
+def test_paths_that_are_none(path: str, s3_server: S3Server) -> None:
+    with pytest.raises(InvalidArgumentError):
+        open_fsspec_store(file_system(s3_server), path)
+
+
+def test_local_file_systems_are_served_by_our_own_store(tmp_path: Path) -> None:
+    """A plain path, a URL and a Path; and a round trip, seen as a file."""
+    for path in (str(tmp_path / "run"), f"file://{tmp_path}/run", tmp_path / "run"):
+        store = open_fsspec_store(LocalFileSystem(auto_mkdir=True), path)
+        assert isinstance(store, LocalStore)
+        assert store.url == LocalStore(tmp_path / "run").url
+    store.put("key", [b"x"], condition="absent")
+    assert (tmp_path / "run" / "key").read_bytes() == b"x"
+    with pytest.raises(ConditionFailedError):
+        store.put("key", [b"y"], condition="absent")
+
+
+def derived(base: Any, **attributes: object) -> Callable[[Path], AbstractFileSystem]:
+    """A file system of a class of its own: of a library that is not installed here, or that overrides anything."""
+    return lambda _: type("Derived", (base,), attributes)()
+
+
+def zip_file_system(folder: Path) -> ZipFileSystem:
+    with ZipFile(folder / "archive.zip", "w") as archive:
+        archive.writestr("a", "b")
+    return ZipFileSystem(str(folder / "archive.zip"))
+
+
+def cached(kind: type[AbstractFileSystem]) -> Callable[[Path], AbstractFileSystem]:
+    return lambda folder: kind(fs=LocalFileSystem(), cache_storage=str(folder / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        pytest.param(derived(AbstractFileSystem, protocol=("gs", "gcs")), "gs://bucket/prefix", id="gcsfs"),
+        pytest.param(derived(AbstractFileSystem, protocol=("abfs", "az")), "az://container/prefix", id="adlfs"),
+        pytest.param(derived(AbstractFileSystem, protocol="own"), "a look and then a write", id="unheard-of"),
+        pytest.param(derived(S3FileSystem), "pass an S3FileSystem itself", id="derived from s3fs"),
+        pytest.param(derived(LocalFileSystem), "pass the path itself", id="derived from local"),
+        pytest.param(lambda _: MemoryFileSystem(), "memory://name/prefix", id="memory"),
+        pytest.param(lambda _: HTTPFileSystem(), "on the condition that nobody else has", id="http"),
+        pytest.param(lambda _: DirFileSystem(path="a", fs=MemoryFileSystem()), "memory://name", id="dir of memory"),
+        pytest.param(zip_file_system, "one file", id="zip"),
+        pytest.param(cached(SimpleCacheFileSystem), "from a cache", id="simplecache"),
+        pytest.param(cached(WholeFileCacheFileSystem), "from a cache", id="filecache"),
+        pytest.param(cached(CachingFileSystem), "from a cache", id="blockcache"),
+        pytest.param(lambda _: "s3://bucket", "no file system of fsspec", id="no file system"),
+    ],
+)
+def test_refusals(make: Callable[[Path], AbstractFileSystem], reason: str, tmp_path: Path) -> None:
+    """Each file system that cannot keep a checkpoint, or is not known to; the message says why, and what is taken."""
+    with pytest.raises(InvalidArgumentError, match=reason) as caught:
+        open_fsspec_store(make(tmp_path), "bucket/prefix")
+    assert "s3fs.S3FileSystem" in str(caught.value)
+
+
+def test_pickles_carry_no_client(s3_server: S3Server) -> None:
+    """Pickled before the first request and after, and opened by a process that was spawned."""
+    s3_server.create_bucket("pickled-s3fs")
+    store = open_fsspec_store(file_system(s3_server), "pickled-s3fs/p")
+    before = pickle.dumps(store)
+    store.put("key", [b"content"])
+    assert pickle.dumps(store) == before
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).get('key', limit_bytes=9).data.decode())"
+    done = subprocess.run([sys.executable, "-c", code], input=before, capture_output=True, check=True)
+    assert done.stdout.decode().strip() == "content"
+
+
+def test_file_systems_of_other_event_loops(s3_server: S3Server) -> None:
+    """One for asynchronous use is taken; one with a session works here, and is not sent elsewhere."""
+    s3_server.create_bucket("other-loops")
+    open_fsspec_store(file_system(s3_server, asynchronous=True), "other-loops").put("a", [b"x"], condition="absent")
+    store = open_fsspec_store(file_system(s3_server, session=AioSession()), "other-loops")
+    assert [info.key for info in store.list()] == ["a"]
+    with pytest.raises(InvalidArgumentError, match="session"):
+        pickle.dumps(store)
+
+
+FORK = """
+import os, sys, warnings
+from s3fs import S3FileSystem
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.storage import open_fsspec_store
+warnings.simplefilter("ignore")  # that a process with threads forks, which is the point
+filesystem = S3FileSystem(key="testing", secret="testing", endpoint_url=sys.argv[1])
+def in_child(store):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            store.put("key", [b"x"])
+            os._exit(1)
+        except InvalidArgumentError as error:
+            os._exit(2 if "spawn" in str(error) else 3)
+        finally:
+            os._exit(4)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+store = open_fsspec_store(filesystem, "forked-s3fs")
+print(in_child(store), end=" ")
+store.put("key", [b"x"])
+print(in_child(store), in_child(open_fsspec_store(filesystem, "forked-s3fs")))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_forks_after_the_first_request_are_refused(s3_server: S3Server) -> None:
+    """Fork before the first request (works), and after it: the old store is refused, a new one works."""
+    s3_server.create_bucket("forked-s3fs")
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, s3_server.endpoint_url], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["1", "2", "1"]
+
+
+@contextmanager
+def recording_proxy(server: S3Server) -> Iterator[ScriptedServer]:
+    """A server that hands every request on, and remembers it: what a client sends, and not what a store is asked."""
+    about_the_connection = {"connection", "expect", "transfer-encoding", "date", "server"}
+
+    def forward(request: HttpRequest) -> HttpAnswer:
+        headers = {name: value for name, value in request.headers.items() if name not in about_the_connection}
+        connection = http.client.HTTPConnection(urlsplit(server.endpoint_url).netloc, timeout=30)
+        try:
+            connection.request(request.method, request.path, request.body, headers)
+            response = connection.getresponse()
+            answer = response.read()
+        finally:
+            connection.close()
+        kept = {name: value for name, value in response.headers.items() if name.lower() not in about_the_connection}
+        return HttpAnswer(response.status, answer, kept)
+
+    with scripted_server(forward) as proxy:
+        yield proxy
+
+
+def test_a_save_and_a_load(s3_server: S3Server) -> None:
+    """`dcp.save` through s3fs is three requests; `dcp.load` gives the state back through it and through our own URL.
+
+    Every object is the same by both stores.
+    """
+    s3_server.create_bucket("saved-by-s3fs")
+    state = {"model": {"weight": torch.arange(50_000.0).reshape(250, 200), "bias": torch.ones(7)}}
+    url = "s3://saved-by-s3fs/run/step-1"
+    with recording_proxy(s3_server) as proxy:
+        store = open_fsspec_store(file_system(proxy), "saved-by-s3fs/run/step-1")
+        dcp.save(state, storage_writer=RemoteWriter(store))
+        assert [request.method for request in proxy.requests] == ["GET", "PUT", "PUT"]
+        assert [request.headers.get("if-none-match") for request in proxy.requests[1:]][-1] == "*"
+        with pytest.raises(dcp.CheckpointException, match="There is a checkpoint here already"):
+            dcp.save(state, storage_writer=RemoteWriter(store))
+        dcp.save(state, storage_writer=RemoteWriter(store, overwrite=True))
+        own = open_store(url, s3_server.storage_options)
+        for reader in (RemoteReader(store), RemoteReader(url, storage_options=s3_server.storage_options)):
+            loaded = {"model": {"weight": torch.zeros(250, 200), "bias": torch.zeros(7)}}
+            dcp.load(loaded, storage_reader=reader)
+            assert all(torch.equal(state["model"][name], loaded["model"][name]) for name in state["model"])
+        assert [info.key for info in store.list()] == [info.key for info in own.list()]
+        for info in own.list():
+            assert store.get(info.key, limit_bytes=info.size_bytes) == own.get(info.key, limit_bytes=info.size_bytes)
+
+
+def test_a_body_reads_like_one_file() -> None:
+    """Buffers of random sizes against a BytesIO of the same bytes: reads and seeks, always the same ones."""
+    rng = random.Random(13)
+    for _ in range(50):
+        buffers = [rng.randbytes(rng.choice((0, 1, 2, 10, 300))) for _ in range(rng.randrange(8))]
+        body, model = Body(buffers), io.BytesIO(b"".join(buffers))
+        assert body.size_bytes == len(model.getvalue())
+        for _ in range(20):
+            if rng.random() < 0.5:
+                size_bytes = rng.choice((0, 1, 5, 100, 2000, -1))
+                assert body.read(size_bytes) == model.read(size_bytes)
+            else:
+                place = rng.randrange(body.size_bytes + 1)
+                whence, offset = rng.choice(((0, place), (1, place - model.tell()), (2, place - body.size_bytes)))
+                assert body.seek(offset, whence) == model.seek(offset, whence)
+            assert body.tell() == model.tell()
+
+
+def test_a_file_system_is_no_url(s3_server: S3Server) -> None:
+    """Passed where a URL or a store goes: an error of ours, which names the way."""
+    for use in (RemoteWriter, RemoteReader, open_store):
+        with pytest.raises(InvalidArgumentError, match="open_fsspec_store"):
+            use(file_system(s3_server))
+
+
+@pytest.mark.parametrize("url", ["simplecache::s3://bucket/run", "dir::file:///run", "zip://a::s3://user:pw@bucket/b"])
+def test_chains_of_fsspec_are_no_paths(url: str) -> None:
+    """What fsspec chains would be strange names of local folders: refused, and nothing of them is echoed."""
+    with pytest.raises(InvalidArgumentError, match="open_fsspec_store") as caught:
+        open_store(url)
+    assert "pw" not in str(caught.value)
