@@ -138,7 +138,8 @@ def commit(
             refusals += 1
             if refusals >= _REFUSALS_MAX and not unclear:
                 raise StorageError(
-                    "The store keeps refusing a conditional write although nothing changed; it may not support them.",
+                    "The store keeps refusing a conditional write although nothing changed: it may not support them, "
+                    "or want ETags without quotes, as Ceph 16 does (on S3 storage_options={'etag_quotes': False}).",
                     url=store.url,
                     attempts=refusals,
                 ) from failure

@@ -75,6 +75,7 @@ ROOMS = [
     # Shipped for whoever writes a store: nothing above imports it.
     "testing.wrappers",
     "testing.servers",
+    "testing.ceph",
     "testing.store_suite",
     "testing.ranks",
     "testing.rank_pool",
@@ -91,6 +92,7 @@ ROOMS_WITH_CLIENTS = {
     "storage.fsspec",
     "storage.fsspec_client",
     "testing.servers",
+    "testing.ceph",
 }
 
 

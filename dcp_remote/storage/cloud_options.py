@@ -82,9 +82,10 @@ class S3Options:
         anon: Send no credentials at all.
         addressing_style: "path" or "virtual"; botocore chooses by default.
         verify: False accepts any certificate; a path names a file of certificates to trust.
-        sign_payload: Sign the body as well (costs a SHA-256 over it, 0.5 CPU seconds per GiB).
+        sign_payload: Sign the body as well (costs a SHA-256 over it, 0.5 CPU seconds per GiB). By it alone servers
+            verify a body that ignore the newer checksums, as Ceph 16 does.
         checksum_algorithm: What the server verifies a body by: "CRC64NVME" (default), "SHA256", or "none" for servers
-            that know neither.
+            that refuse both.
         etag_quotes: False sends ETags in conditions without their quotes, as Ceph 16 demands.
         connect_timeout_seconds: How long a connection may take to open.
     """

@@ -1,0 +1,281 @@
+"""A real S3 server on this machine, for tests: Ceph's gateway, with one monitor and one OSD, all in memory.
+
+moto shows what a client does; this shows what a store does with it: conditions decided among writers that race,
+signatures checked, bodies that end too early refused. Needs Ceph's programs, on Debian 12:
+
+    apt-get install --no-install-recommends ceph-mon ceph-osd radosgw
+
+That is Ceph 16. It wants ETags in conditions without quotes, verifies of a body its length, its MD5 and the SHA-256
+of a signed payload, and knows none of S3's newer checksums: it takes them without a look.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from botocore.config import Config
+from botocore.session import Session
+
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.testing.servers import S3Server
+
+_PROGRAMS = ("ceph-mon", "ceph-osd", "monmaptool", "osdmaptool", "radosgw", "radosgw-admin", "setpriv")
+
+# A second or two alone, on a busy machine many times that.
+_START_SECONDS_MAX = 120.0
+
+_POLL_SECONDS = 0.05
+
+# Enough for the shards of tests; what does not fit is refused, and not swapped out.
+_MEMORY_BYTES = 2 * 1024**3
+
+_USER = "testing"
+
+# What a report of a failure quotes of a log.
+_LOG_CHARACTERS_MAX = 2000
+
+_CONFIGURATION = """
+[global]
+fsid = {fsid}
+# With names and fsid, and no `mon host`: a client that learns these from the monitor sometimes speaks before it has.
+monmap = {folder}/monmap
+public addr = 127.0.0.1
+cluster addr = 127.0.0.1
+ms bind ipv6 = false
+
+# Whoever reaches the loopback interface may do everything; S3's own keys are checked all the same.
+auth cluster required = none
+auth service required = none
+auth client required = none
+
+# Everything lies in the folder that is removed at the end; logs are what a daemon prints. Nobody asks for its socket.
+keyring = {folder}/keyring
+log to file = false
+log to stderr = true
+mon cluster log to file = false
+admin socket =
+pid file =
+
+# One copy of everything, on the one OSD that there is.
+osd pool default size = 1
+osd pool default min size = 1
+osd crush chooseleaf type = 0
+mon allow pool size one = true
+osd pool default pg num = 8
+osd pool default pgp num = 8
+osd pool default pg autoscale mode = off
+mon max pg per osd = 1000
+
+# The gateway begins by making its pools, each a change of the map that waits this long for others; by default a second.
+paxos propose interval = 0.02
+
+# When a request that found no OSD yet is sent again; by default after five seconds.
+objecter tick interval = 0.2
+
+# The monitor's few megabytes lie on a disk whose other contents are none of its business.
+mon data avail crit = 1
+mon data avail warn = 2
+
+[mon.a]
+mon data = {folder}/mon
+
+[osd.0]
+osd data = {folder}/osd
+osd objectstore = memstore
+memstore device bytes = {memory_bytes}
+
+[client.rgw]
+rgw data = {folder}/rgw
+rgw frontends = beast endpoint=127.0.0.1:{port}
+rgw enable usage log = false
+"""
+
+
+def ceph_is_installed() -> bool:
+    """Whether the programs that `ceph_gateway` starts are there, of version 16: later ones want another start."""
+    if not all(map(shutil.which, _PROGRAMS)):
+        return False
+    said = subprocess.run(["radosgw", "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    return said.startswith("ceph version 16.")
+
+
+@dataclass(frozen=True, slots=True)
+class CephGateway(S3Server):
+    """A gateway that runs."""
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """What to pass as `storage_options`: everything that Ceph 16 can do, bodies that it verifies included."""
+        return self._credentials | {"etag_quotes": False, "sign_payload": True, "checksum_algorithm": "none"}
+
+    @property
+    def _credentials(self) -> dict[str, str]:
+        return {
+            "endpoint_url": self.endpoint_url,
+            "region_name": "us-east-1",
+            "aws_access_key_id": _USER,
+            "aws_secret_access_key": _USER,
+        }
+
+    def client(self) -> Any:
+        """A client of botocore, to look past a store; it sends none of the newer checksums."""
+        # `Any`: botocore makes its clients' classes while it runs.
+        session: Any = Session()
+        config = Config(request_checksum_calculation="when_required")
+        return session.create_client("s3", **self._credentials, config=config)
+
+    def create_bucket(self, name: str) -> None:
+        """Create a bucket, in one request; one that exists already stays as it is.
+
+        Raises:
+            botocore.exceptions.ClientError: The server refused.
+        """
+        self.client().create_bucket(Bucket=name)
+
+
+@contextmanager
+def ceph_gateway() -> Iterator[CephGateway]:
+    """Run a gateway while the block runs. What it stores is lost with it.
+
+    Starts in a second or two. Its three processes are killed at the end of the block, however that comes. Should this
+    thread die without, the kernel kills them, and a temporary folder of a few megabytes stays.
+
+    Raises:
+        InvalidArgumentError: Ceph 16 is not installed, or did not start within two minutes; the message quotes what the
+            process that failed said last.
+    """
+    if not ceph_is_installed():
+        missing = [program for program in _PROGRAMS if shutil.which(program) is None]
+        raise InvalidArgumentError("Ceph 16 is not installed.", missing=", ".join(missing) or None)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dcp-remote-ceph-")))
+        mon_port, port = (stack.enter_context(_reserved_port()).getsockname()[1] for _ in range(2))
+        cluster = _Cluster(folder, stack)
+        fsid = str(uuid.uuid4())
+        cluster.configuration.write_text(
+            _CONFIGURATION.format(folder=folder, fsid=fsid, mon_port=mon_port, port=port, memory_bytes=_MEMORY_BYTES)
+        )
+        for name in ("mon", "osd", "rgw"):
+            (folder / name).mkdir()
+
+        # A monitor that knows of itself alone is a quorum.
+        monmap = ["--create", "--fsid", fsid, "--addv", "a", f"[v1:127.0.0.1:{mon_port}]", str(folder / "monmap")]
+        osdmap = str(folder / "osdmap")
+        cluster.run("monmaptool", *monmap)
+        cluster.run("osdmaptool", "--createsimple", "1", osdmap)
+        cluster.run("ceph-mon", "-i", "a", "--mkfs", "--osdmap", osdmap)
+        cluster.start("ceph-mon", "-i", "a")
+        cluster.run("ceph-osd", "-i", "0", "--mkfs")
+        cluster.start("ceph-osd", "-i", "0")
+
+        # Both would make the pools that are not there yet: one after the other. They wait for the OSD by themselves.
+        user = ["user", "create", "--uid", _USER, "--display-name", _USER]
+        keys = ["--access-key", _USER, "--secret-key", _USER]
+        cluster.run("radosgw-admin", "-n", "client.rgw", *user, *keys)
+        gateway = cluster.start("radosgw", "-n", "client.rgw")
+        cluster.wait(lambda: _answers(port), "radosgw")
+        yield CephGateway(endpoint_url=f"http://127.0.0.1:{port}", pid=gateway.pid)
+
+
+class _Cluster:
+    """The daemons of one cluster, and commands to it that end early when a daemon does."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.configuration = folder / "ceph.conf"
+        self._folder = folder
+        self._stack = stack
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._deadline = time.monotonic() + _START_SECONDS_MAX
+
+    def start(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start a daemon, which is killed when the stack closes: what it stores is worth nothing afterwards."""
+        process = self._open(program, "-f", "--no-mon-config", *arguments)
+        self._stack.callback(_kill, process)
+        self._daemons[program] = process
+        return process
+
+    def run(self, program: str, *arguments: str) -> None:
+        """Run a command to its end."""
+        process = self._open(program, *arguments)
+        try:
+            self.wait(lambda: process.poll() is not None, program)
+        finally:
+            _kill(process)
+        if process.returncode != 0:
+            raise self._failure(program, "failed", exit_status=process.returncode)
+
+    def wait(self, ready: Callable[[], bool], program: str) -> None:
+        """Look until `ready`; what is waited for is named when a daemon has died, or time is up."""
+        while not ready():
+            for daemon, process in self._daemons.items():
+                if process.poll() is not None:
+                    raise self._failure(daemon, "died while the server started", exit_status=process.returncode)
+            if time.monotonic() > self._deadline:
+                raise self._failure(program, "was not ready in time", seconds=_START_SECONDS_MAX)
+            time.sleep(_POLL_SECONDS)
+
+    def _open(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
+        with self._log(program).open("ab") as log:
+            return subprocess.Popen(
+                # The kernel ends it with this process, should that have no time for it.
+                ["setpriv", "--pdeathsig", "KILL", program, "--conf", str(self.configuration), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(),
+                process_group=0,  # Ctrl-C is for this process alone, which then ends the others
+            )
+
+    def _log(self, program: str) -> Path:
+        return self._folder / f"{program}.out"
+
+    def _failure(self, program: str, how: str, **details: object) -> InvalidArgumentError:
+        said = self._log(program).read_text(errors="replace").splitlines()
+        # Errors are of level -1, and would drown in the rest: a daemon that ends early often crashes as well.
+        errors = [line for line in said if " -1 " in line]
+        log = "\n".join(errors or said)[-_LOG_CHARACTERS_MAX:]
+        return InvalidArgumentError(f"Ceph's {program} {how}.", **details, log=log)
+
+
+def _environment() -> dict[str, str]:
+    """Nothing that points to another cluster, and no Python but the system's: `ceph` is a script."""
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(("CEPH_", "PYTHON", "VIRTUAL_ENV"))
+    }
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def _reserved_port() -> socket.socket:
+    """A port that only a server that asks for it by number gets: bound, reusable, and not listened at."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
+
+
+def _answers(port: int) -> bool:
+    """Whether an S3 server lists the buckets of nobody."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except OSError:
+        return False
+    finally:
+        connection.close()
