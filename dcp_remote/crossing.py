@@ -29,11 +29,19 @@ def crosses_ranks(method: Callable[P, R]) -> Callable[P, R]:
         try:
             return method(*args, **kwargs)
         except BaseException as error:
-            if survives_pickling(error):
+            crossing = portable(error)
+            if crossing is error:
                 raise
-            raise DcpRemoteError("An error that cannot be sent to the other ranks.", cause=error) from error
+            raise crossing from error
 
     return guarded
+
+
+def portable(error: BaseException) -> BaseException:
+    """The error itself if it can be pickled in both directions; otherwise one of ours that names it."""
+    if survives_pickling(error):
+        return error
+    return DcpRemoteError("An error that cannot be sent to the other ranks.", cause=error)
 
 
 def survives_pickling(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ from typing import Self
 
 import torch.distributed as dist
 
+from dcp_remote.crossing import portable
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.url import parse_url
@@ -82,6 +83,26 @@ class Here(threading.local):
         """See the class; called anew in each thread that comes by."""
         self.given = given
         self.location = given
+        self._refusal: BaseException | None = None
+
+    def move_to(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        """Go on to another checkpoint, or stay if it is None. Never raises: `raise_refusal` does.
+
+        torch calls `reset` before its collectives, where a rank that raises leaves all others waiting for it.
+        """
+        self._refusal = None
+        if checkpoint_id is None:
+            return
+        try:
+            self.location = self.location.moved_to(checkpoint_id)
+        except Exception as error:  # noqa: BLE001  # kept, to be raised
+            self._refusal = portable(error)
+
+    def raise_refusal(self) -> None:
+        """Raise what `move_to` held back, once; called where torch tells the other ranks."""
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise refusal
 
     def __reduce__(self) -> tuple[object, ...]:
         """The configuration, with credentials that were given by hand: nothing of what is under way."""

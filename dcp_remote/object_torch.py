@@ -53,6 +53,20 @@ def _swap_to_little(data: np.ndarray[Any, np.dtype[np.uint8]], name: str) -> np.
     return data if sys.byteorder == "little" else data.reshape(-1, unit_bytes)[:, ::-1].reshape(-1)
 
 
+def lacks_memory(tensor: torch.Tensor) -> bool:
+    """Whether elements of a plain strided tensor lie in no memory: it was freed, as FSDP does, or never there.
+
+    torch does not look: it would read what lies behind the end, or crash.
+    """
+    if not tensor.numel() or tensor.device.type not in ("cpu", "cuda"):
+        return False
+    if tensor._is_zerotensor():
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    stop = tensor.storage_offset() + last + 1
+    return stop * tensor.element_size() > tensor.untyped_storage().nbytes()
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is torch.strided
@@ -73,6 +87,8 @@ def _name(value: torch.dtype | torch.layout) -> str:
 def _encode_tensor(encoder: Encoder, value: torch.Tensor) -> Json:
     if not _is_plain(value):
         raise NotEncodableError("is not a plain dense CPU tensor")
+    if lacks_memory(value):
+        raise NotEncodableError("its memory was freed, or it never had any")
     if vars(value):
         raise NotEncodableError("has attributes of its own")
     storage = value.untyped_storage()

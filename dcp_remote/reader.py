@@ -10,23 +10,23 @@ import io
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_remote.checkpoint import read_manifest
-from dcp_remote.crossing import crosses_ranks
+from dcp_remote.crossing import crosses_ranks, portable
 from dcp_remote.dcp_metadata import to_dcp_metadata
 from dcp_remote.errors import (
     CommitConflictError,
-    DcpRemoteError,
     InvalidArgumentError,
 )
 from dcp_remote.location import Here, Location, is_location, require_budget, require_shared, require_timeout
@@ -34,7 +34,7 @@ from dcp_remote.manifest import Manifest
 from dcp_remote.ranges import Box
 from dcp_remote.reading import Target, read_or_explain
 from dcp_remote.storage import ObjectStore
-from dcp_remote.targets import object_targets, tensor_target
+from dcp_remote.targets import object_targets, require_writable, stored_layout, tensor_target
 from dcp_remote.transfer import MEMORY_BUDGET_BYTES, RANGE_RETRY_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -112,15 +112,14 @@ class RemoteReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Go on to another checkpoint in this thread, with the same options; None keeps the URL. Makes no request.
 
-        Raises:
-            InvalidArgumentError: A plain path, where this reader's URL is not one.
+        What cannot be opened is told with the failures of `read_metadata`.
         """
         self._here.manifest = None
-        if checkpoint_id is not None:
-            self._here.location = self._here.location.moved_to(checkpoint_id)
+        self._here.move_to(checkpoint_id)
 
     # Not named `kwargs`: torch would take it for leave to try again with `rank=`, and then to drop the collectives on
     # this rank alone, which hangs all of them (state_dict_loader.py of torch 2.13).
+    @crosses_ranks
     def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
         """Read and check the manifest; one GET, on every rank.
 
@@ -131,15 +130,18 @@ class RemoteReader(StorageReader):
             CheckpointNotFoundError: When used: no checkpoint is committed here.
             CorruptCheckpointError: When used: the manifest is damaged.
             UnsupportedFormatError: When used: a newer version wrote it.
+            InvalidArgumentError: When used: `reset` was given what cannot be opened, or a plain path where this
+                reader's URL is not one.
         """
         self._here.load_id = os.urandom(16).hex()
         self._here.manifest = None
         try:
+            self._here.raise_refusal()
             require_shared(self._store)
             manifest = read_manifest(self._store, retry_seconds=self._timeout_seconds)
             metadata = to_dcp_metadata(manifest)
-        except DcpRemoteError as error:
-            return _UnreadMetadata(error)
+        except Exception as error:  # noqa: BLE001  # kept, to be raised when it is used
+            return _UnreadMetadata(portable(error))
         self._here.manifest = manifest
         metadata.storage_meta = StorageMeta(
             checkpoint_id=self.checkpoint_id, save_id=manifest.save_id, load_id=self._here.load_id
@@ -181,15 +183,20 @@ class RemoteReader(StorageReader):
             CorruptCheckpointError: Bytes are not those that were written.
             CheckpointNotFoundError: The checkpoint was removed or replaced meanwhile.
             UnsafeObjectError: An object needs code to load, and `allow_pickle` is False.
+            InvalidArgumentError: A template cannot take what is read: a sparse one for a dense tensor, or an expanded
+                one; nothing was read then, unless the planner is one that makes templates when they are asked for.
         """
         began_seconds = time.monotonic()
         manifest = self._read()
         targets: list[Target] = []
+        # Looked at before a byte is read. What other planners give is looked at when they are asked for it: they may
+        # make it then, and keep it in memory until it is complete.
+        template_of = planner.lookup_tensor if _gives_the_state_itself(planner) else None
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 targets += self._object(manifest, planner, item)
             else:
-                targets.append(self._tensor(manifest, planner, item))
+                targets.append(self._tensor(manifest, planner, item, template_of))
         read_or_explain(
             self._store,
             manifest,
@@ -217,17 +224,25 @@ class RemoteReader(StorageReader):
         return self._here.manifest
 
     def _object(self, manifest: Manifest, planner: LoadPlanner, item: ReadItem) -> list[Target]:
+        name = item.storage_index.fqn
+        own = type(planner).load_bytes is DefaultLoadPlanner.load_bytes
+
         def deliver(value: object) -> None:
-            # torch's planner unpickles without restriction: it may only ever see a stream that we wrote just now.
-            stream = io.BytesIO()
-            torch.save(value, stream)
-            stream.seek(0)
-            planner.load_bytes(item, stream)
+            planner.load_bytes(item, _fresh_stream(name, value, protocol=4 if own else 2))
 
-        return object_targets(manifest, item.storage_index.fqn, deliver, allow_pickle=self._allow_pickle)
+        return object_targets(manifest, name, deliver, allow_pickle=self._allow_pickle)
 
-    def _tensor(self, manifest: Manifest, planner: LoadPlanner, item: ReadItem) -> Target:
+    def _tensor(
+        self,
+        manifest: Manifest,
+        planner: LoadPlanner,
+        item: ReadItem,
+        template_of: Callable[[MetadataIndex], torch.Tensor] | None,
+    ) -> Target:
         tensor, chunk = _chunk_of(manifest, item.storage_index)
+        if template_of is not None:
+            layout = stored_layout(manifest.tensors.kind_of(tensor))
+            require_writable(item.dest_index.fqn, template_of(item.dest_index), layout=layout)
         return tensor_target(
             manifest,
             tensor=tensor,
@@ -242,7 +257,7 @@ class RemoteReader(StorageReader):
 class _UnreadMetadata(Metadata):
     """Stands for metadata that could not be read: whoever looks into it gets the error."""
 
-    def __init__(self, error: DcpRemoteError) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
 
     @property
@@ -256,6 +271,35 @@ class _UnreadMetadata(Metadata):
     @property
     def storage_meta(self) -> NoReturn:  # type: ignore[override]  # the same
         raise self.error
+
+
+def _gives_the_state_itself(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
+    """Whether what the planner resolves is what lies in the state; others may make a tensor to be copied later."""
+    return isinstance(planner, DefaultLoadPlanner) and all(
+        getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
+        for name in ("resolve_tensor", "lookup_tensor", "transform_tensor")
+    )
+
+
+def _fresh_stream(name: str, value: object, *, protocol: int) -> io.BytesIO:
+    """An object as torch's planner takes it; that unpickles without restriction, and may only see what we wrote now.
+
+    Protocol 2, torch's own, forgets the fold of a time and takes no string of 4 GiB; torch's restricted unpickler,
+    which a planner may well use, reads no other.
+    """
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream, pickle_protocol=protocol)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise InvalidArgumentError(
+            "An object cannot be handed to torch's planner: torch.save does not take it. dcp_remote.load reads it.",
+            object=name,
+            cause=error,
+        ) from error
+    stream.seek(0)
+    return stream
 
 
 def _chunk_of(manifest: Manifest, index: MetadataIndex) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dcp_remote.dtypes import ITEM_BYTES
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 from dcp_remote.manifest import RAW
+from dcp_remote.object_torch import lacks_memory
 from dcp_remote.objects import EncodedObject, Encoding, decode_object, encode_stream
 from dcp_remote.ranges import Box, MiB, boxes_of_run
 
@@ -61,8 +62,8 @@ def encoding_of(name: str, tensor: torch.Tensor, *, allow_pickle: bool) -> tuple
         The encoding, and the stream; no stream where the elements are stored.
 
     Raises:
-        InvalidArgumentError: A tensor without data (on the meta device, or fake), of a dtype that is not known here, or
-            that `torch.save` refuses; or a host that is not little-endian.
+        InvalidArgumentError: A tensor without data (on the meta device, fake, or freed), of a dtype that is not known
+            here, or that `torch.save` refuses; or a host that is not little-endian.
         UnsafeObjectError: A tensor subclass whose stream needs code to load.
     """
     if sys.byteorder != "little":
@@ -79,8 +80,11 @@ def encoding_of(name: str, tensor: torch.Tensor, *, allow_pickle: bool) -> tuple
         raise InvalidArgumentError(
             "A tensor on the meta device has no data to save; materialize the module first.", tensor=name
         )
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    if plain and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested:
+    if is_plain(tensor) and not tensor.is_quantized and not tensor.is_nested:
+        if lacks_memory(tensor):
+            raise InvalidArgumentError(
+                "A tensor has no data to save: its memory was freed, or it never had any.", tensor=name
+            )
         return RAW, b""
     stream = io.BytesIO()
     try:
@@ -110,6 +114,11 @@ def decode_tensor(name: str, encoding: str, data: bytes, *, sizes: tuple[int, ..
             "What is stored as a tensor is none of its shape.", tensor=name, type=type(value).__name__, shape=sizes
         )
     return value
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is strided and of no subclass that could mean anything else by its elements."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout == torch.strided
 
 
 def is_copied(tensor: torch.Tensor) -> bool:

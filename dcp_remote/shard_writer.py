@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_remote.digests import block_bytes, block_digests, digest, piece_digest, table_entries
-from dcp_remote.errors import InvalidArgumentError, SaveFailedError
+from dcp_remote.errors import InvalidArgumentError, SaveFailedError, UnsafeObjectError
 from dcp_remote.manifest import DIMENSIONS_MAX, JSON, RAW, Pieces, Shards
 from dcp_remote.names import top_level_key
 from dcp_remote.objects import EncodedObject, encode_object, encode_stream
@@ -195,7 +196,15 @@ def _encode_object(write_item: WriteItem, planner: SavePlanner, *, allow_pickle:
     if _gives_the_state_itself(planner):
         # torch's planner would `torch.save` the object into a stream of over a kilobyte, only for us to read it back.
         return encode_object(name, planner.lookup_object(write_item.index), allow_pickle=allow_pickle)
-    stream = planner.resolve_data(write_item)
+    try:
+        stream = planner.resolve_data(write_item)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        # What a pickler raises names a type, but not the key.
+        raise UnsafeObjectError(
+            "The planner cannot pickle an object, so not even allow_pickle=True stores it. Keep it out of the state.",
+            key=name,
+            cause=error,
+        ) from error
     if isinstance(stream, torch.Tensor):
         raise InvalidArgumentError("The planner gave a tensor for an object's item.", object=name)
     return encode_stream(name, stream.getvalue(), allow_pickle=allow_pickle)
@@ -203,10 +212,9 @@ def _encode_object(write_item: WriteItem, planner: SavePlanner, *, allow_pickle:
 
 def _gives_the_state_itself(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     """Whether what the planner resolves is what lies in the state; others may make a copy (in bfloat16, say)."""
-    return (
-        isinstance(planner, DefaultSavePlanner)
-        and type(planner).resolve_data is DefaultSavePlanner.resolve_data
-        and type(planner).transform_object is DefaultSavePlanner.transform_object
+    return isinstance(planner, DefaultSavePlanner) and all(
+        getattr(type(planner), name) is getattr(DefaultSavePlanner, name)
+        for name in ("resolve_data", "lookup_object", "transform_object")
     )
 
 

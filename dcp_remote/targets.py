@@ -9,7 +9,8 @@ import torch
 
 from dcp_remote.dtypes import ITEM_BYTES
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.manifest import JSON, RAW, Manifest
+from dcp_remote.manifest import JSON, RAW, Manifest, TensorKind
+from dcp_remote.object_torch import lacks_memory
 from dcp_remote.objects import EncodedObject, Encoding, decode_object
 from dcp_remote.ranges import Box, ByteRange, boxes_of_run, only_run
 from dcp_remote.read_plan import Want, want_box
@@ -18,8 +19,10 @@ from dcp_remote.serialization import (
     byte_view,
     copy_into,
     decode_tensor,
+    dtype_name,
     dtype_of,
     is_copied,
+    is_plain,
     narrow,
     tensor_from,
 )
@@ -54,6 +57,7 @@ class TensorTarget:
         kind = manifest.tensors.kind_of(tensor)
         self._item_bytes = ITEM_BYTES[kind.dtype]
         self._dtype = dtype_of(kind.dtype)
+        self._layout = stored_layout(kind)
         self._resolve = resolve
         self._commit = commit
         self._destination: torch.Tensor | None = None
@@ -79,14 +83,19 @@ class TensorTarget:
                 continue
             begin = (start - first) * item
             source = tensor_from(data[begin : begin + box.elements * item], self._dtype, box.sizes)
-            copy_into(
-                narrow(destination, common.relative_to(self._box.offsets)),
-                narrow(source, common.relative_to(box.offsets)),
-            )
+            try:
+                copy_into(
+                    narrow(destination, common.relative_to(self._box.offsets)),
+                    narrow(source, common.relative_to(box.offsets)),
+                )
+            except RuntimeError as error:
+                raise _uncopyable(self._name, destination, source, error) from error
 
     def complete(self) -> None:
-        """Hand the destination back."""
-        self._commit(self._resolved())
+        """Hand the destination back, and let go of it: a load may have a hundred thousand of them."""
+        destination = self._resolved()
+        self._destination = self._memory = None
+        self._commit(destination)
 
     def _resolved(self) -> torch.Tensor:
         if self._destination is not None:
@@ -99,6 +108,7 @@ class TensorTarget:
                 asked=self._box.sizes,
                 given=tuple(destination.shape),
             )
+        require_writable(self._name, destination, layout=self._layout)
         first = only_run(self._sizes, self._box)
         if first is not None and destination.dtype == self._dtype and not is_copied(destination):
             self._memory = byte_view(destination)
@@ -111,14 +121,16 @@ class BytesTarget:
     """A whole object or stream, read into memory.
 
     Args:
+        name: For the error.
         want: All its pieces.
         length: In bytes.
         done: Called with it when it is complete.
     """
 
-    def __init__(self, want: Want, *, length: int, done: Callable[[bytes], None]) -> None:
+    def __init__(self, name: str, want: Want, *, length: int, done: Callable[[bytes], None]) -> None:
         """See the class."""
         self.want = want
+        self._name = name
         self._length = length
         self._done = done
         self._data: bytearray | None = None
@@ -138,7 +150,12 @@ class BytesTarget:
 
     def _buffer(self) -> bytearray:
         if self._data is None:
-            self._data = bytearray(self._length)
+            try:
+                self._data = bytearray(self._length)
+            except MemoryError as error:
+                raise InvalidArgumentError(
+                    "An object does not fit into the memory of this process.", object=self._name, bytes=self._length
+                ) from error
         return self._data
 
 
@@ -158,7 +175,7 @@ def object_targets(
         deliver(decode_object(name, EncodedObject(encoding, data), allow_pickle=allow_pickle))
 
     want = Want(stored.piece_first, stored.piece_first + stored.pieces, None)
-    return [BytesTarget(want, length=want_bytes(manifest, want), done=done)]
+    return [BytesTarget(name, want, length=want_bytes(manifest, want), done=done)]
 
 
 def tensor_target(
@@ -180,12 +197,60 @@ def tensor_target(
     def done(data: bytes) -> None:
         source = decode_tensor(name, kind.encoding, data, sizes=sizes, allow_pickle=allow_pickle)
         destination = resolve()
-        with torch.no_grad():
-            destination.copy_(narrow(source, box))
+        require_writable(name, destination, layout=stored_layout(kind))
+        try:
+            with torch.no_grad():
+                destination.copy_(narrow(source, box))
+        except RuntimeError as error:
+            raise _uncopyable(name, destination, source, error) from error
         commit(destination)
 
     want = Want(int(manifest.tensors.piece_first[chunk]), int(manifest.tensors.piece_first[chunk + 1]), None)
-    return BytesTarget(want, length=want_bytes(manifest, want), done=done)
+    return BytesTarget(name, want, length=want_bytes(manifest, want), done=done)
+
+
+def stored_layout(kind: TensorKind) -> str:
+    """In which layout a tensor is read, by the name torch gives it; a planner may have made it dense to be saved."""
+    return "strided" if kind.encoding == RAW else kind.layout
+
+
+def require_writable(name: str, destination: torch.Tensor, *, layout: str) -> None:
+    """See that a tensor of this layout can be copied into a template; torch's own errors name no tensor.
+
+    Raises:
+        InvalidArgumentError: The template has another layout, several elements at one place in memory, or no memory.
+    """
+    found = str(destination.layout).removeprefix("torch.")
+    if found != layout:
+        raise InvalidArgumentError(
+            "A tensor cannot be loaded into a template of another layout.", tensor=name, saved=layout, template=found
+        )
+    if destination.is_meta or (is_plain(destination) and lacks_memory(destination)):
+        raise InvalidArgumentError(
+            "A template has no memory to load into: it is on the meta device, or its memory was freed.", tensor=name
+        )
+    if layout == "strided" and any(
+        size > 1 and not stride for size, stride in zip(destination.shape, destination.stride(), strict=True)
+    ):
+        # Read by parts, each part would overwrite the one before, and torch would say nothing.
+        raise InvalidArgumentError(
+            "Elements of a template share one place in memory, as those of an expanded tensor do; clone() it first.",
+            tensor=name,
+            shape=tuple(destination.shape),
+            strides=destination.stride(),
+        )
+
+
+def _uncopyable(
+    name: str, destination: torch.Tensor, source: torch.Tensor, cause: RuntimeError
+) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "torch cannot copy a tensor into its template.",
+        tensor=name,
+        saved=f"{dtype_name(source.dtype)} {tuple(source.shape)}",
+        template=f"{dtype_name(destination.dtype)} {tuple(destination.shape)}",
+        cause=cause,
+    )
 
 
 def want_bytes(manifest: Manifest, want: Want) -> int:

@@ -30,6 +30,7 @@ from dcp_remote.dcp_metadata import SaveInfo, to_manifest
 from dcp_remote.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
+    DcpRemoteError,
     InvalidArgumentError,
     SaveFailedError,
     UnsupportedFormatError,
@@ -156,15 +157,20 @@ class RemoteWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Go on to another checkpoint in this thread, with the same options; None keeps the URL. Makes no request.
 
-        Raises:
-            InvalidArgumentError: A plain path, where this writer's URL is not one: torch would make it a local folder.
+        What cannot be opened is told by `storage_meta`, which torch calls where it tells the other ranks.
         """
         self._here.save = None
-        if checkpoint_id is not None:
-            self._here.location = self._here.location.moved_to(checkpoint_id)
+        self._here.move_to(checkpoint_id)
 
+    @crosses_ranks
     def storage_meta(self) -> StorageMeta | None:
-        """Begin a save: a fresh `save_id`."""
+        """Begin a save: a fresh `save_id`.
+
+        Raises:
+            InvalidArgumentError: `reset` was given what cannot be opened, or a plain path where this writer's URL is
+                not one: torch would make it a local folder.
+        """
+        self._here.raise_refusal()
         self._here.next_save_id = uuid.uuid4().hex
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._here.next_save_id)
 
@@ -183,6 +189,7 @@ class RemoteWriter(StorageWriter):
                 "use_collectives=False is not supported: without a coordinator nobody could commit one manifest for "
                 "all ranks. Leave it at True."
             )
+        self._here.raise_refusal()
         require_shared(self._store)
         deadline = Deadline(self._timeout_seconds)
         slot = self._look(deadline) if is_coordinator else None
@@ -212,6 +219,7 @@ class RemoteWriter(StorageWriter):
                 )
         return plan
 
+    @crosses_ranks
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """As they are."""
         return plans
@@ -282,9 +290,14 @@ class RemoteWriter(StorageWriter):
             raise SaveFailedError(
                 "What the ranks wrote does not fit together; nothing was committed.", cause=error
             ) from error
-        commit.commit(
-            RetryingStore(save.store, save.deadline), save.slot, body, save_id=save.save_id, deadline=save.deadline
-        )
+        try:
+            commit.commit(
+                RetryingStore(save.store, save.deadline), save.slot, body, save_id=save.save_id, deadline=save.deadline
+            )
+        except DcpRemoteError as error:
+            # If the other ranks have given up, torch's next collective fails, and its error is all that anybody sees.
+            logger.error("not confirmed as committed: %s: %s", save.store.url, error)  # noqa: TRY400  # raised as well
+            raise
         logger.info(
             "committed %s: %d bytes in %d shards by %d ranks, %.1f s",
             save.store.url,

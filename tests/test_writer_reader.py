@@ -154,10 +154,13 @@ def test_a_plain_checkpoint_id_is_refused_where_the_url_is_none(tmp_path: Path) 
     name = uuid.uuid4().hex
     writer, reader = RemoteWriter(f"memory://{name}/a"), RemoteReader(f"memory://{name}/a")
     for checkpoint_id in (tmp_path / "b", str(tmp_path / "b"), "b"):
-        with pytest.raises(InvalidArgumentError, match="plain path"):
-            dcp.save({"x": 1}, storage_writer=writer, checkpoint_id=checkpoint_id)
-        with pytest.raises(InvalidArgumentError, match="plain path"):
-            dcp.load({"x": 1}, storage_reader=reader, checkpoint_id=checkpoint_id)
+        for attempt in (
+            lambda: dcp.save({"x": 1}, storage_writer=writer, checkpoint_id=checkpoint_id),  # noqa: B023  # called here
+            lambda: dcp.load({"x": 1}, storage_reader=reader, checkpoint_id=checkpoint_id),  # noqa: B023
+        ):
+            error = failure(attempt)
+            assert isinstance(error, InvalidArgumentError)
+            assert "plain path" in str(error)
     dcp.save({"x": 1}, storage_writer=writer, checkpoint_id=f"memory://{name}/b")
     template = {"x": 0}
     dcp.load(template, storage_reader=reader, checkpoint_id=f"memory://{name}/b")
@@ -170,10 +173,12 @@ def test_a_store_of_ones_own_stays_in_use(store: RecordingStore) -> None:
     """Another checkpoint_id would leave the given store, and what wraps it, without a word: refused."""
     given = store.child("a")
     writer, reader = RemoteWriter(given), RemoteReader(given)
-    with pytest.raises(InvalidArgumentError, match="store"):
-        dcp.save({"x": 1}, storage_writer=writer, checkpoint_id="memory://elsewhere/a")
-    with pytest.raises(InvalidArgumentError, match="store"):
-        dcp.load({"x": 1}, storage_reader=reader, checkpoint_id="memory://elsewhere/a")
+    for error in (
+        failure(lambda: dcp.save({"x": 1}, storage_writer=writer, checkpoint_id="memory://elsewhere/a")),
+        failure(lambda: dcp.load({"x": 1}, storage_reader=reader, checkpoint_id="memory://elsewhere/a")),
+    ):
+        assert isinstance(error, InvalidArgumentError)
+        assert "store" in str(error)
     assert store.calls == []
 
 
