@@ -93,7 +93,7 @@ def _whole_tensor(manifest: Manifest, number: int, flat: dict[str, Any], *, allo
                 name, kind.encoding, data, sizes=tensors.shape_of(number), allow_pickle=allow_pickle
             )
 
-        return [BytesTarget(want, length=want_bytes(manifest, want), done=done)]
+        return [BytesTarget(name, want, length=want_bytes(manifest, want), done=done)]
     whole = flat[name] = _empty(name, dtype_of(kind.dtype), tensors.shape_of(number))
     targets: list[Target] = []
     for chunk in range(first, first + int(tensors.chunks[number])):

@@ -42,6 +42,8 @@ _HEADER_BYTES_MIN = 10
 # Lists in the flatten mapping: their length is that of a path's index, and an entry that nobody saved costs 8 bytes.
 LIST_ENTRIES_MAX = 10_000_000
 
+# torch walks a state dict recursively, and Python stops it here.
+PATH_PARTS_MAX = 1_000
 
 # Objects and streams are read whole, and nothing but the manifest says how long they are. At 8 MiB a request, 4 TiB
 # make half a million.
@@ -152,6 +154,10 @@ def _checked_shape(tensors: Tensors, number: int) -> tuple[int, ...]:
 
 def _check_pieces(manifest: Manifest) -> None:
     shards, pieces, tensors = manifest.shards, manifest.pieces, manifest.tensors
+    for item in manifest.stored:
+        # First, or a negative count would make up for too many pieces of chunks.
+        if item.pieces < 1:
+            raise _damaged("a stored object has no pieces", object=item.name)
     count = len(pieces.shard)
     if count != int(tensors.piece_first[-1]) + sum(item.pieces for item in manifest.stored):
         raise _damaged("the pieces are not those of the chunks and objects")
@@ -219,7 +225,7 @@ def _check_objects(manifest: Manifest) -> None:
             raise UnsupportedFormatError(
                 "An object's encoding is unknown to this version.", object=item.name, encoding=item.encoding
             )
-        if item.piece_first != first or item.pieces < 1:
+        if item.piece_first != first:
             raise _damaged("a stored object has no pieces of its own", object=item.name)
         first += item.pieces
     total = len(names) + len(manifest.tensors.names)
@@ -235,6 +241,8 @@ def _check_flatten(manifest: Manifest) -> None:
     root: dict[str | int, Any] = {}
     paths = [*manifest.flatten.values(), *((name,) for name in manifest.names() if name not in manifest.flatten)]
     for path in paths:
+        if len(path) > PATH_PARTS_MAX:
+            raise _damaged("an entry lies deeper in the state dict than any", path=path[:3], parts=len(path))
         node: dict[str | int, Any] | None = root
         for part in path[:-1]:
             node = node.setdefault(part, {}) if node is not None else None

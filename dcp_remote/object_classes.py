@@ -16,6 +16,10 @@ from dcp_remote.errors import UnsafeObjectError
 from dcp_remote.object_tree import Decoder, Encoder, Json, NotEncodableError, Tag, expect, fields
 
 
+# Of a module's name in a message.
+_MODULE_CHARACTERS_MAX = 200
+
+
 def class_tag(kind: type) -> Tag | None:
     """The tag of a namedtuple's or an enumeration's class, None for any other class."""
     if _is_namedtuple(kind):
@@ -70,12 +74,18 @@ def _loaded_class(decoder: Decoder, encoded: Json) -> type:
     kind = _find_class(module, qualname)
     if kind is None:
         raise UnsafeObjectError(
-            f"A stored object is of a class that is not loaded, and loading imports nothing: import {module[:200]}"
+            f"A stored object is of a class that is not loaded, and loading imports nothing: import {_shown(module)}"
             " before loading.",
             key=decoder.key,
             types=f"{module}.{qualname}"[:400],
         )
     return kind
+
+
+def _shown(module: str) -> str:
+    # Words of somebody else in a sentence of ours: a name, or in quotes and without commands for a terminal.
+    is_name = all(part.isidentifier() for part in module.split("."))
+    return module[:_MODULE_CHARACTERS_MAX] if is_name else ascii(module[:_MODULE_CHARACTERS_MAX])
 
 
 def _changed(decoder: Decoder, kind: type, how: str) -> UnsafeObjectError:

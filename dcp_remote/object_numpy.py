@@ -56,7 +56,8 @@ _BUFFER_POSITIONS_MAX = {"MT19937": 624, "Philox": 4}
 # Seeds are a few words; these bounds keep the mixing of a hostile one short.
 _SEED_BITS_MAX = 2**12
 _SEED_WORDS_MAX = 2**12
-_POOL_SIZE_MIN = 4  # numpy's own
+# numpy's own, which hardly anybody changes; it is mixed in quadratic time.
+_POOL_SIZE_MIN, _POOL_SIZE_MAX = 4, 256
 
 
 def decode_shape(encoded: Json) -> list[int]:
@@ -271,7 +272,7 @@ def _check_seed(entropy: Any, spawn_key: Any, pool_size: int) -> None:
     words = [*entropy, *spawn_key]
     if any(type(word) is not int or not 0 <= word < 2**_SEED_BITS_MAX for word in words):
         raise NotEncodableError("its seed is not of plain integers")
-    if len(words) > _SEED_WORDS_MAX or not _POOL_SIZE_MIN <= pool_size <= _SEED_WORDS_MAX:
+    if len(words) > _SEED_WORDS_MAX or not _POOL_SIZE_MIN <= pool_size <= _POOL_SIZE_MAX:
         raise NotEncodableError("its seed is too long")
 
 

@@ -30,6 +30,7 @@ from dcp_remote.object_tree import (
     fields,
     fixed,
     from_base64,
+    require_spread,
     to_base64,
     to_text,
 )
@@ -75,12 +76,14 @@ def _encode_tuple(encoder: Encoder, value: tuple[object, ...]) -> Json:
 
 
 def _encode_set(encoder: Encoder, value: set[object] | frozenset[object]) -> Json:
+    require_spread(value)
     # Strings hash differently in every process; sorted, equal sets give equal bytes, which dedup compares.
     return sorted(encoder.children(list(value)), key=to_text)
 
 
 def _decode_set(decoder: Decoder, encoded: Json) -> set[object]:
     values = decoder.values(encoded)
+    require_spread(values)
     decoded = set(values)
     if len(decoded) != len(values):
         raise ValueError("an element stands twice")

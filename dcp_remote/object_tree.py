@@ -13,7 +13,8 @@ import math
 import re
 import struct
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -34,6 +35,10 @@ INT_TEXT_LENGTH_MAX = len(str(INT_MIN))
 # this size it counts as shared: `[text] * 1_000_000` must not become a million texts.
 REPEATED_ITEMS_MAX = 64
 REPEATED_BYTES_MAX = 1024
+
+# Keys of one hash are compared each with each, and whoever chooses the keys can choose their hash: a hundred thousand
+# would take minutes. Honest keys share one with a few others, such as -1 with -2.
+COLLISIONS_MAX = 100
 
 _CONTAINERS = (list, dict, tuple, frozenset)
 
@@ -126,6 +131,7 @@ class Encoder:
 
     def pairs(self, mapping: Mapping[Any, object]) -> list[Json]:
         """The items of a mapping as `[[key, value], …]`, in order."""
+        require_spread(mapping)
         return [[self.child(key, key), self.child(key, value)] for key, value in mapping.items()]
 
     def claim(self, identity: Hashable, value: object) -> None:
@@ -221,11 +227,10 @@ class Decoder:
 
     def pairs(self, encoded: Json) -> dict[Any, Any]:
         """What `Encoder.pairs` wrote; equal keys are refused."""
-        decoded: dict[Any, Any] = {}
-        for pair in expect(encoded, list):
-            key, value = self.values(fixed(pair, 2))
-            decoded[key] = value
-        if len(decoded) != len(expect(encoded, list)):
+        pairs = [self.values(fixed(pair, 2)) for pair in expect(encoded, list)]
+        require_spread([key for key, _ in pairs])
+        decoded = dict(pairs)
+        if len(decoded) != len(pairs):
             self.corrupt("a key stands twice")
         return decoded
 
@@ -251,6 +256,16 @@ class Decoder:
         except Exception as error:
             # What the constructors of forty types raise on hostile values is no list worth keeping.
             raise CorruptCheckpointError("A stored object is damaged.", key=self.key, tag=name, cause=error) from error
+
+
+def require_spread(keys: Collection[Hashable]) -> None:
+    """See that no more than `COLLISIONS_MAX` keys of a mapping, or elements of a set, have one hash.
+
+    Raises:
+        NotEncodableError: They have. Of what is decoded, that makes it corrupt.
+    """
+    if len(keys) > COLLISIONS_MAX and max(Counter(map(hash, keys)).values()) > COLLISIONS_MAX:
+        raise NotEncodableError(f"more than {COLLISIONS_MAX} of its keys have one hash")
 
 
 def expect(encoded: object, kind: type) -> Any:

@@ -14,7 +14,8 @@ from typing import Literal, TypeAlias
 from dcp_remote.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedFormatError
 from dcp_remote.object_classes import CLASS_TAGS, class_tag
 from dcp_remote.object_numpy import NUMPY_TAGS
-from dcp_remote.object_streams import DamagedStreamError, UnsafeStreamError, load_restricted, load_trusted, save
+from dcp_remote.object_program import DamagedStreamError, UnsafeStreamError
+from dcp_remote.object_streams import load_restricted, load_trusted, save
 from dcp_remote.object_tags import INNER_TAGS, PYTHON_TAGS
 from dcp_remote.object_torch import TORCH_TAGS
 from dcp_remote.object_tree import Decoder, Encoder, Json, Refusal, Tag, from_text, to_text, type_name

@@ -14,12 +14,17 @@ import numpy as np
 
 from dcp_remote.digests import BLOCK_BYTES_MIN, block_bytes, block_count
 from dcp_remote.dtypes import ITEM_BYTES
+from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.manifest import RAW, Manifest
 from dcp_remote.ranges import Box, ByteRange, KiB, MiB, runs_of_box
 from dcp_remote.transfer import RANGE_BYTES_MAX
 
 # Ranges of one shard that are this near are fetched as one: 16 KiB cost less than a request.
 GAP_BYTES = 16 * KiB
+
+# At 8 MiB each these are 16 TiB, which no process takes in at once; their list takes half a gigabyte. What asks for
+# more was led to do so by sizes that somebody made up.
+RANGES_MAX = 2**21
 
 # A range of this size goes alone, so that it can be read straight into its destination.
 ALONE_BYTES = 1 * MiB
@@ -112,7 +117,11 @@ def want_box(manifest: Manifest, *, tensor: int, chunk: int, box: Box) -> Want:
 
 
 def plan_reads(manifest: Manifest, wants: Sequence[Want]) -> ReadPlan:
-    """Turn wants into requests; each block is fetched once, however many wants touch it."""
+    """Turn wants into requests; each block is fetched once, however many wants touch it.
+
+    Raises:
+        InvalidArgumentError: So much is wanted that the list of requests would not fit into memory.
+    """
     users: dict[int, list[int]] = {}
     blocks: dict[int, np.ndarray | None] = {}  # None: all of them
     for number, want in enumerate(wants):
@@ -120,7 +129,17 @@ def plan_reads(manifest: Manifest, wants: Sequence[Want]) -> ReadPlan:
     segments: list[tuple[int, Segment]] = []
     partial: set[int] = set()
     counts: dict[int, int] = {}
+    ranges = 0
     for piece, mask in blocks.items():
+        length = int(manifest.pieces.length[piece])
+        wanted_bytes = length if mask is None else int(mask.sum()) * block_bytes(length)
+        ranges += wanted_bytes // RANGE_BYTES_MAX
+        if ranges > RANGES_MAX:
+            raise InvalidArgumentError(
+                "This is more than one process can read at once. Choose what to load by `keys`, or load into the "
+                "shards of several ranks.",
+                limit_bytes=RANGES_MAX * RANGE_BYTES_MAX,
+            )
         cut = _segments(manifest, piece, mask)
         counts[piece] = len(cut)
         shard = int(manifest.pieces.shard[piece])

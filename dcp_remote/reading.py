@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from dcp_remote import commit
-from dcp_remote.digests import DIGEST_BYTES, block_bytes, block_count, block_digests, digest, piece_digest
+from dcp_remote.digests import (
+    DIGEST_BYTES,
+    block_bytes,
+    block_count,
+    block_digests,
+    digest,
+    piece_digest,
+    table_entries,
+)
 from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError, ObjectNotFoundError
 from dcp_remote.manifest import Manifest
 from dcp_remote.ranges import ByteRange
@@ -90,6 +98,7 @@ class _Reading:
         self._plan = plan
         self._targets = targets
         self._tables: dict[int, bytes] = {}
+        self._entries: dict[int, bytes] = {}
         self._digests: dict[int, bytearray] = {}
         self.open_pieces = dict.fromkeys(range(len(targets)), 0)
         for numbers in plan.users.values():
@@ -152,9 +161,8 @@ class _Reading:
     def _verify(self, segment: Segment, blocks: bytes, fetch: Fetch[RangePlan]) -> None:
         piece = segment.piece
         if piece in self._plan.partial:
-            shard = int(self._manifest.pieces.shard[piece])
-            first = (int(self._manifest.pieces.table[piece]) + segment.block_first) * DIGEST_BYTES
-            if self._tables[shard][first : first + len(blocks)] != blocks:
+            first = segment.block_first * DIGEST_BYTES
+            if self._table_entries(piece, fetch)[first : first + len(blocks)] != blocks:
                 raise _corrupt(fetch, self._name(piece))
             return
         count = block_count(int(self._manifest.pieces.length[piece]))
@@ -163,6 +171,22 @@ class _Reading:
         last = self._open_segments[piece] == 1
         if last and piece_digest(bytes(self._digests.pop(piece))) != self._manifest.pieces.digest(piece):
             raise _corrupt(fetch, self._name(piece))
+
+    def _table_entries(self, piece: int, fetch: Fetch[RangePlan]) -> bytes:
+        """The digests of all blocks of a piece, from its shard's table; they are those of the digest in the manifest.
+
+        Or a table that somebody made up would let who reads a part see other bytes than who reads the whole.
+        """
+        entries = self._entries.get(piece)
+        if entries is None:
+            pieces = self._manifest.pieces
+            first = int(pieces.table[piece]) * DIGEST_BYTES
+            stop = first + table_entries(int(pieces.length[piece])) * DIGEST_BYTES
+            entries = self._tables[int(pieces.shard[piece])][first:stop]
+            if piece_digest(entries) != pieces.digest(piece):
+                raise _corrupt(fetch, self._name(piece))
+            self._entries[piece] = entries
+        return entries
 
     def _close(self, segment: Segment) -> None:
         self._open_segments[segment.piece] -= 1

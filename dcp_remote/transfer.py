@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +35,10 @@ DOWNLOADS_IN_FLIGHT = 8
 
 # How much one range asks for. Larger ones are slower down (facts: 1.2 s/GiB at 64 MiB, 0.65 s at 8 MiB).
 RANGE_BYTES_MAX = 8 * MiB
+
+# From this size on, the memory of a range is used again by the next. What malloc gives to eight threads and gets back,
+# it keeps in as many arenas: 6 GiB, read by such ranges with a budget of 64 MiB, took 129.
+_REUSED_BYTES_MIN = 1 * MiB
 
 # How long one range is retried. A load has no deadline of its own: as long as bytes arrive, it goes on.
 RANGE_RETRY_SECONDS = 300.0
@@ -289,6 +294,29 @@ class Fetched(Generic[T]):
     digest: bytes
 
 
+class _Buffers:
+    """Memory for ranges that have no place to go to; for one thread. What it holds is what was in use at a time."""
+
+    def __init__(self) -> None:
+        self._unused: list[mmap.mmap] = []
+        self._used: dict[int, mmap.mmap] = {}  # by the id of the view that was given
+
+    def take(self, length: int) -> memoryview:
+        """So many bytes, of any content."""
+        if not _REUSED_BYTES_MIN <= length <= RANGE_BYTES_MAX:
+            return memoryview(bytearray(length))
+        memory = self._unused.pop() if self._unused else mmap.mmap(-1, RANGE_BYTES_MAX)
+        view = memoryview(memory)[:length]
+        self._used[id(view)] = memory
+        return view
+
+    def give_back(self, view: memoryview) -> None:
+        """Whoever was given it is through with it."""
+        memory = self._used.pop(id(view), None)
+        if memory is not None:
+            self._unused.append(memory)
+
+
 def download(
     store: ObjectStore,
     fetches: Iterable[Fetch[T]],
@@ -311,9 +339,13 @@ def download(
         CorruptCheckpointError: An object is shorter than its manifest says.
     """
     patience = _Patience()
+    buffers = _Buffers()
 
-    def receive(fetch: Fetch[T]) -> Fetched[T]:
-        data = fetch.into if fetch.into is not None else memoryview(bytearray(fetch.length))
+    def begin(fetch: Fetch[T]) -> Future[Fetched[T]]:
+        data = fetch.into if fetch.into is not None else buffers.take(fetch.length)
+        return _submitted(pool, partial(receive, fetch, data))
+
+    def receive(fetch: Fetch[T], data: memoryview) -> Fetched[T]:
         deadline = Deadline(retry_seconds, patience.clock)
         RetryingStore(store, deadline, sleep=patience.pause).get_into(fetch.key, fetch.start, data)
         return Fetched(fetch, data, fetch.digest(data))
@@ -331,13 +363,14 @@ def download(
                 and (not held_bytes or held_bytes + waiting.held_bytes <= memory_budget_bytes)
             ):
                 held_bytes += waiting.held_bytes
-                running.add(_submitted(pool, partial(receive, waiting)))
+                running.add(begin(waiting))
                 waiting = next(upcoming, None)
             done, running = wait(running, return_when=FIRST_COMPLETED)
             while done:
                 fetched = done.pop().result()
                 yield fetched
                 held_bytes -= fetched.fetch.held_bytes
+                buffers.give_back(fetched.data)
                 del fetched  # or its buffer would outlive its place in the budget
     finally:
         patience.give_up()

@@ -11,7 +11,6 @@ Figure: TypeAlias = Literal[
     "ranks killed",  # SIGKILL to a real process
     "ranks stopped",  # SIGSTOP
     "hooks that raised",  # on a real rank
-    "trainings continued",  # from what was loaded, to the bit
     "attacks",  # hostile inputs written by hand
     "generated attacks",  # by hypothesis
     "fuzz executions",  # by atheris
