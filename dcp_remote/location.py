@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -24,10 +24,12 @@ class Location:
     Attributes:
         store: Opened at the checkpoint.
         options: Of the URL that it was opened by; None if the store itself was given.
+        process: That was told of it, whichever has unpickled it since.
     """
 
     store: ObjectStore
     options: Mapping[str, object] | None = field(repr=False)  # some are secrets
+    process: int = field(default_factory=os.getpid, repr=False)
 
     @classmethod
     def of(cls, url: str | os.PathLike[str] | ObjectStore, options: Mapping[str, object] | None) -> Self:
@@ -66,7 +68,7 @@ class Location:
                 checkpoint_id=os.fspath(checkpoint_id),
                 url=self.store.url,
             )
-        return type(self)(open_store(checkpoint_id, self.options), self.options)
+        return replace(self, store=open_store(checkpoint_id, self.options))
 
 
 class Here(threading.local):
@@ -118,18 +120,25 @@ def is_location(checkpoint_id: str | os.PathLike[str]) -> bool:
     return True
 
 
-def require_shared(store: ObjectStore) -> None:
-    """Refuse a store that other ranks cannot see.
+def require_shared(location: Location) -> None:
+    """Refuse a store that those who should see it cannot see.
 
     Raises:
-        InvalidArgumentError: There are several processes, and the store is of this one alone.
+        InvalidArgumentError: The store is of one process alone, and there are several ranks; or this is not the process
+            that was told of it, but a child of it (as with `AsyncCheckpointerType.PROCESS`), whose memory dies with it.
     """
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if several and not store.capabilities.shared:
+    if location.store.capabilities.shared:
+        return
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise InvalidArgumentError(
             "This store is seen by one process alone, and the job has several.",
-            url=store.url,
+            url=location.store.url,
             world_size=dist.get_world_size(),
+        )
+    if location.process != os.getpid():
+        raise InvalidArgumentError(
+            "This store is seen by one process alone, and this is another than the one that it was opened in.",
+            url=location.store.url,
         )
 
 

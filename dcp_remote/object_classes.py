@@ -15,7 +15,6 @@ from typing import Any
 from dcp_remote.errors import UnsafeObjectError
 from dcp_remote.object_tree import Decoder, Encoder, Json, NotEncodableError, Tag, expect, fields
 
-
 # Of a module's name in a message.
 _MODULE_CHARACTERS_MAX = 200
 

@@ -137,7 +137,7 @@ class RemoteReader(StorageReader):
         self._here.manifest = None
         try:
             self._here.raise_refusal()
-            require_shared(self._store)
+            require_shared(self._here.location)
             manifest = read_manifest(self._store, retry_seconds=self._timeout_seconds)
             metadata = to_dcp_metadata(manifest)
         except Exception as error:  # noqa: BLE001  # kept, to be raised when it is used

@@ -34,6 +34,7 @@ class RankReport:
 
     Attributes:
         rank: In the process group.
+        url: Where to; the keys of the shards are relative to it, and so it must be the coordinator's.
         shards: That it put.
         names: The tensors that it wrote chunks of.
         dtypes: Of each of them, as written.
@@ -50,6 +51,7 @@ class RankReport:
     """
 
     rank: int
+    url: str
     shards: Shards
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -91,14 +93,15 @@ def _unpickled(packed: Mapping[str, Any]) -> RankReport:
 
 
 def _packed(record: RankReport | Shards | Pieces) -> dict[str, object]:
-    """The fields of a record; each column as text, which no other field is."""
+    """The fields of a record; each column as text, which no other field but the URL is."""
     values = {field.name: getattr(record, field.name) for field in fields(record)}
     return {name: encode_column(value) if isinstance(value, np.ndarray) else value for name, value in values.items()}
 
 
 def _unpacked(packed: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: decode_column(value, name=name) if isinstance(value, str) else value for name, value in packed.items()
+        name: decode_column(value, name=name) if isinstance(value, str) and name != "url" else value
+        for name, value in packed.items()
     }
 
 

@@ -143,6 +143,7 @@ def write_shards(
     names: ShardNames,
     *,
     rank: int,
+    url: str,
     allow_pickle: bool,
     shard_bytes_max: int = SHARD_BYTES_MAX,
 ) -> RankReport:
@@ -156,6 +157,7 @@ def write_shards(
         uploads: Sends the shards; everything is there when this returns.
         names: Of the shards, used by nobody else.
         rank: For the report.
+        url: For the report.
         allow_pickle: Store objects that need code to load.
         shard_bytes_max: Bytes of data in a shard.
     """
@@ -168,7 +170,7 @@ def write_shards(
         _wait_for_devices(pieces)
         key = names.key(number)
         uploads.submit(key, partial(_prepare, key, pieces), claimed_bytes=claimed_bytes)
-    return _report(rank, items.drawn, uploads.finish(), inline)
+    return _report(rank, url, items.drawn, uploads.finish(), inline)
 
 
 def _encode_objects(
@@ -311,7 +313,11 @@ def _joined(views: Sequence[memoryview]) -> Iterator[Buffer]:
 
 
 def _report(
-    rank: int, drawn: Sequence[tuple[WriteItem, str]], shards: Sequence[_WrittenShard], inline: dict[str, bytes]
+    rank: int,
+    url: str,
+    drawn: Sequence[tuple[WriteItem, str]],
+    shards: Sequence[_WrittenShard],
+    inline: dict[str, bytes],
 ) -> RankReport:
     none = np.zeros(0, dtype=np.int64)
     item = np.concatenate([none, *(shard.item for shard in shards)])
@@ -335,6 +341,7 @@ def _report(
     hints = [w.index.index for w in chunks]
     return RankReport(
         rank=rank,
+        url=url,
         shards=Shards(
             keys=tuple(shard.key for shard in shards),
             sizes=np.array([shard.size_bytes for shard in shards], dtype=np.int64),

@@ -190,7 +190,7 @@ class RemoteWriter(StorageWriter):
                 "all ranks. Leave it at True."
             )
         self._here.raise_refusal()
-        require_shared(self._store)
+        require_shared(self._here.location)
         deadline = Deadline(self._timeout_seconds)
         slot = self._look(deadline) if is_coordinator else None
         # Never an earlier one again, whoever calls us: a commit that is in doubt is settled by it.
@@ -245,6 +245,7 @@ class RemoteWriter(StorageWriter):
                 uploads,
                 ShardNames(save.rank),
                 rank=save.rank,
+                url=save.store.url,
                 allow_pickle=self._allow_pickle,
                 shard_bytes_max=min(self._shard_bytes_max, max(self._memory_budget_bytes, _BUDGET_BYTES_MIN)),
             )
@@ -266,6 +267,7 @@ class RemoteWriter(StorageWriter):
         """Commit; called on the coordinator. `metadata` is not changed: torch may have cached it.
 
         Raises:
+            InvalidArgumentError: Ranks wrote to different URLs; nothing is committed.
             SaveFailedError: The reports leave a gap, or a dtype is not the planned one; nothing is committed.
             CommitConflictError: Another save was committed since this one began.
             CommitUnknownError: The store never said.
@@ -275,6 +277,16 @@ class RemoteWriter(StorageWriter):
         reports = [result.storage_data for written in results for result in written]
         if not all(isinstance(report, RankReport) for report in reports):
             raise InvalidArgumentError("The results are not those of RemoteWriter: ranks use different writers.")
+        for report in reports:
+            if report.url != save.store.url:
+                raise InvalidArgumentError(
+                    "Ranks save to different URLs at a time, so that no manifest can name what all of them wrote; "
+                    "nothing was committed. A name that is made of the time or of random numbers must be made on one "
+                    "rank; and saves that overlap need a process group each.",
+                    url=save.store.url,
+                    rank=report.rank,
+                    url_of_rank=report.url,
+                )
         info = SaveInfo(
             save_id=save.save_id,
             replaces=save.slot.lineage,

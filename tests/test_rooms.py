@@ -60,6 +60,7 @@ ROOMS = [
     "object_classes",
     "object_numpy",
     "object_torch",
+    "object_program",
     "object_streams",
     "objects",
     "serialization",

@@ -337,5 +337,5 @@ def test_copies_that_a_lookup_makes_count_against_the_budget(store: RecordingSto
         planner.set_up_planner(state, None, True)
         with Claims(store, rank=0, deadline=Deadline(60), memory_budget_bytes=2**30) as uploads:
             plan = planner.create_local_plan()
-            write_shards(plan, planner, uploads, ShardNames(0), rank=0, allow_pickle=False)
+            write_shards(plan, planner, uploads, ShardNames(0), rank=0, url=store.url, allow_pickle=False)
         assert uploads.claimed == expected_bytes

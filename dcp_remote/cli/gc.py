@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from dcp_remote.cli.terminal import human_bytes, printable
+from dcp_remote.cli.terminal import counted, human_bytes, printable
 from dcp_remote.errors import StorageError
 from dcp_remote.gc import find_orphans, remove_orphans
 from dcp_remote.storage import ObjectInfo, open_store
@@ -54,4 +54,4 @@ def run(url: str, *, storage_options: Mapping[str, object], grace_hours: float, 
 
 def _say(out: TextIO, infos: Sequence[ObjectInfo], what: str) -> None:
     size = human_bytes(sum(info.size_bytes for info in infos))
-    out.write(f"{len(infos)} shard{'s' * (len(infos) != 1)}, {size}: {what}\n")
+    out.write(f"{counted(len(infos), 'shard')}, {size}: {what}\n")

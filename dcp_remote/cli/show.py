@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
 from dcp_remote.checkpoint import read_manifest
-from dcp_remote.cli.terminal import human_bytes, printable
+from dcp_remote.cli.terminal import counted, human_bytes, printable
 from dcp_remote.manifest import Manifest
 from dcp_remote.names import chosen_names, top_level_key
 from dcp_remote.object_tree import from_text
@@ -101,7 +101,8 @@ def _lines(url: str, manifest: Manifest, names: Sequence[str] | None) -> Iterato
     width = max(map(len, facts))
     for name, value in facts.items():
         yield f"{name.replace('_', ' '):<{width}}  {value}"
-    yield ""
+    if any(True for _ in manifest.names()):
+        yield ""
     if names is None:
         yield from _summary(manifest)
         return
@@ -138,7 +139,8 @@ def _summary(manifest: Manifest) -> Iterator[str]:
     titles = {top: printable(top) or _TOP_LEVEL for top in groups}
     width = max(map(len, titles.values()), default=0)
     for top, (tensors, objects, size_bytes) in groups.items():
-        yield f"{titles[top]:<{width}}  {tensors} tensors, {objects} objects, {human_bytes(size_bytes)}"
+        numbers = f"{counted(tensors, 'tensor')}, {counted(objects, 'object')}, {human_bytes(size_bytes)}"
+        yield f"{titles[top]:<{width}}  {numbers}"
     if groups:
         yield ""
         yield "To list entries: dcp-remote show <url> --key 'model.*'"

@@ -26,3 +26,8 @@ def human_bytes(size_bytes: int) -> str:
             return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= _STEP
     raise AssertionError("the last unit takes everything")
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 tensor`, `2 tensors`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
