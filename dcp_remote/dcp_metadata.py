@@ -27,6 +27,10 @@ from dcp_remote.ranges import I64, firsts, joined
 from dcp_remote.report import RankReport
 from dcp_remote.serialization import dtype_name, dtype_of
 
+# Looked up here and not in torch, which imports some of what it is asked for by name.
+_LAYOUTS = {
+    str(layout).removeprefix("torch."): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)
+}
 _MEMORY_FORMATS = {
     "contiguous": torch.contiguous_format,
     "channels_last": torch.channels_last,
@@ -75,9 +79,9 @@ def _planner_data(flatten: Mapping[str, tuple[str | int, ...]] | None) -> object
 
 
 def _properties(kind: TensorKind) -> TensorProperties:
-    layout = getattr(torch, kind.layout, None)
+    layout = _LAYOUTS.get(kind.layout)
     memory_format = _MEMORY_FORMATS.get(kind.memory_format)
-    if not isinstance(layout, torch.layout) or memory_format is None:
+    if layout is None or memory_format is None:
         # The manifest's digest was right: a newer torch, or a newer version of ours, has more of them.
         raise UnsupportedFormatError(
             "A tensor has a layout or memory format that is unknown here; load it with a newer torch or dcp_remote.",

@@ -31,13 +31,17 @@ _Error = TypeVar("_Error", bound="DcpRemoteError")
 Detail = str | int | float | bool | None
 
 
+# Names and numbers are those of whoever wrote the checkpoint: an error is read by people, and crosses ranks.
+_DETAIL_CHARACTERS_MAX = 1_000
+
+
 class DcpRemoteError(Exception):
     """The base of all errors of this package.
 
     Args:
         what: What happened and what to do about it, in one or two sentences.
-        **details: The values involved. Anything but numbers, booleans and None is kept as its string, so that the
-            error can always be pickled.
+        **details: The values involved. Anything but numbers, booleans and None is kept as its string, cut where it is
+            long, so that the error can always be pickled.
     """
 
     def __init__(self, what: str, /, **details: object) -> None:
@@ -65,12 +69,15 @@ def _rebuild(kind: type[_Error], what: str, details: dict[str, Detail]) -> _Erro
 
 
 def _plain(value: object) -> Detail:
-    if value is None or type(value) in (str, int, float, bool):
+    if value is None or type(value) in (int, float, bool):
+        if type(value) is int and abs(value) >= 2**64:
+            return f"<an integer of {value.bit_length()} bits>"
         return value  # type: ignore[return-value]  # the types were compared by identity, which mypy does not follow
     try:
-        return f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else str(value)
+        text = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else str(value)
     except Exception:  # noqa: BLE001  # an error is told even if one of its values cannot be
         return f"<{type(value).__name__}>"
+    return text if len(text) <= _DETAIL_CHARACTERS_MAX else f"{text[:_DETAIL_CHARACTERS_MAX]}…"
 
 
 class CheckpointNotFoundError(DcpRemoteError, FileNotFoundError):

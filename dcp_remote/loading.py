@@ -90,7 +90,12 @@ def _whole_tensor(manifest: Manifest, number: int, flat: dict[str, Any], *, allo
 
         def done(data: bytes) -> None:
             flat[name] = decode_tensor(
-                name, kind.encoding, data, sizes=tensors.shape_of(number), allow_pickle=allow_pickle
+                name,
+                kind.encoding,
+                data,
+                dtype=kind.dtype,
+                sizes=tensors.shape_of(number),
+                allow_pickle=allow_pickle,
             )
 
         return [BytesTarget(name, want, length=want_bytes(manifest, want), done=done)]

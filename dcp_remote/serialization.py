@@ -100,18 +100,24 @@ def encoding_of(name: str, tensor: torch.Tensor, *, allow_pickle: bool) -> tuple
     return encoded.encoding, encoded.data
 
 
-def decode_tensor(name: str, encoding: str, data: bytes, *, sizes: tuple[int, ...], allow_pickle: bool) -> torch.Tensor:
+def decode_tensor(
+    name: str, encoding: str, data: bytes, *, dtype: str, sizes: tuple[int, ...], allow_pickle: bool
+) -> torch.Tensor:
     """The tensor of a stream that `encoding_of` made; on the CPU.
 
     Raises:
-        CorruptCheckpointError: The stream is damaged, or holds no tensor of these sizes.
+        CorruptCheckpointError: The stream is damaged, or holds no tensor of this dtype and these sizes.
         UnsafeObjectError: It needs code to load and `allow_pickle` is False.
     """
     # `manifest_check` knows only encodings of objects, and "raw".
     value = decode_object(name, EncodedObject(cast("Encoding", encoding), data), allow_pickle=allow_pickle)
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) != sizes:
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != sizes or dtype_name(value.dtype) != dtype:
         raise CorruptCheckpointError(
-            "What is stored as a tensor is none of its shape.", tensor=name, type=type(value).__name__, shape=sizes
+            "What is stored as a tensor is none of its dtype and shape.",
+            tensor=name,
+            type=type(value).__name__,
+            dtype=dtype,
+            shape=sizes,
         )
     return value
 

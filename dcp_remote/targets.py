@@ -195,7 +195,7 @@ def tensor_target(
     name, sizes = manifest.tensors.names[tensor], manifest.tensors.sizes_of(chunk)
 
     def done(data: bytes) -> None:
-        source = decode_tensor(name, kind.encoding, data, sizes=sizes, allow_pickle=allow_pickle)
+        source = decode_tensor(name, kind.encoding, data, dtype=kind.dtype, sizes=sizes, allow_pickle=allow_pickle)
         destination = resolve()
         require_writable(name, destination, layout=stored_layout(kind))
         try:

@@ -216,21 +216,21 @@ def test_encodings() -> None:
     for tensor in kinds_of_tensors().values():
         encoding, stream = encoding_of("t", tensor, allow_pickle=False)
         assert encoding == TORCH
-        assert shown(decode_tensor("t", encoding, stream, sizes=tuple(tensor.shape), allow_pickle=False)) == shown(
-            tensor
-        )
+        dtype = dtype_name(tensor.dtype)
+        found = decode_tensor("t", encoding, stream, dtype=dtype, sizes=tuple(tensor.shape), allow_pickle=False)
+        assert shown(found) == shown(tensor)
     assert encoding_of("t", torch.ones(1).as_subclass(Tagged), allow_pickle=True)[0] == PICKLE
 
 
 def test_a_stream_that_holds_no_tensor_is_refused() -> None:
-    """Whatever a manifest says of it; so is a tensor of another shape, and a stream that is cut off."""
-    for value in ({"no": "tensor"}, torch.ones(3)):
+    """Whatever a manifest says of it; so is a tensor of another shape or dtype, and a stream that is cut off."""
+    for value in ({"no": "tensor"}, torch.ones(3), torch.ones(2, dtype=torch.float64)):
         stream = io.BytesIO()
         torch.save(value, stream)
         with pytest.raises(CorruptCheckpointError, match="tensor"):
-            decode_tensor("t", TORCH, stream.getvalue(), sizes=(2,), allow_pickle=False)
+            decode_tensor("t", TORCH, stream.getvalue(), dtype="float32", sizes=(2,), allow_pickle=False)
         with pytest.raises(CorruptCheckpointError):
-            decode_tensor("t", TORCH, stream.getvalue()[:-20], sizes=(3,), allow_pickle=False)
+            decode_tensor("t", TORCH, stream.getvalue()[:-20], dtype="float32", sizes=(3,), allow_pickle=False)
 
 
 def test_a_tensor_without_data_is_refused(store: RecordingStore) -> None:

@@ -1,0 +1,170 @@
+"""Targets of a coverage-guided fuzzer: bytes that lie in a bucket, or are typed as a URL, against what reads them.
+
+    python tests/attacks/fuzz.py TARGET [CORPUS] [options of libFuzzer]
+    python tests/attacks/fuzz.py TARGET artifact-that-it-left         # carries out that one input again
+
+A target raises what its reader must not raise. Only the modules concerned are instrumented: torch is large.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+# Of each target, what guides the fuzzer. torch and numpy are known by what they raise.
+MODULES = {
+    "manifest": ["dcp_remote.envelope", "dcp_remote.manifest_json"],
+    "sealed": [f"dcp_remote.{name}" for name in ("columns", "manifest_json", "manifest_check", "tiling")],
+    "columns": ["dcp_remote.columns"],
+    "envelope": ["dcp_remote.envelope"],
+    "json": [f"dcp_remote.object_{name}" for name in ("tree", "tags", "classes", "numpy", "torch")],
+    "program": ["dcp_remote.object_program", "dcp_remote.object_streams", "pickletools"],
+    "zip": ["dcp_remote.object_streams", "zipfile"],
+    "url": ["dcp_remote.url"],
+}
+
+# What the programs of the fuzzer find as `data/0`.
+STORAGE_BYTES = 64
+
+
+def manifest(data: bytes) -> None:
+    """Bytes of `manifest.json`: few get past the digest."""
+    from dcp_remote import manifest_json
+    from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
+
+    for read in (manifest_json.decode_head, manifest_json.decode):
+        try:
+            read(data)
+        except (CorruptCheckpointError, UnsupportedFormatError):
+            continue
+
+
+def sealed(data: bytes) -> None:
+    """The JSON behind the digest, without its first two bytes; what is taken is written and read again."""
+    from dcp_remote import manifest_json
+    from dcp_remote.envelope import seal
+    from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
+
+    try:
+        found = manifest_json.decode(seal(b'{"' + data))
+    except (CorruptCheckpointError, UnsupportedFormatError):
+        return
+    if found is not None:
+        written = manifest_json.encode(found)
+        again = manifest_json.decode(written)
+        assert again is not None
+        assert manifest_json.encode(again) == written
+
+
+def columns(data: bytes) -> None:
+    """The text of a column; what is taken is written and read again."""
+    from dcp_remote.columns import decode_column, encode_column
+    from dcp_remote.errors import CorruptCheckpointError
+
+    try:
+        values = decode_column(data.decode("utf-8", "replace"), name="fuzz")
+    except CorruptCheckpointError:
+        return
+    assert values.tolist() == decode_column(encode_column(values), name="fuzz", count=len(values)).tolist()
+
+
+def envelope(data: bytes) -> None:
+    """A zstd frame without its magic number."""
+    from dcp_remote.envelope import unseal
+    from dcp_remote.errors import CorruptCheckpointError
+
+    try:
+        unseal(b"\x28\xb5\x2f\xfd" + data)
+    except CorruptCheckpointError:
+        return
+
+
+def _decode(encoding: str, data: bytes) -> object:
+    from dcp_remote.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedFormatError
+    from dcp_remote.objects import EncodedObject, decode_object
+
+    try:
+        return decode_object("k", EncodedObject(encoding, data))  # type: ignore[arg-type]  # one of the three
+    except (CorruptCheckpointError, UnsafeObjectError, UnsupportedFormatError):
+        return None
+
+
+def json(data: bytes) -> None:
+    """The text of an object; what is taken can be given to torch's planner, as a reader does."""
+    from dcp_remote.object_streams import save
+
+    save(_decode("json", data))
+
+
+def program(data: bytes) -> None:
+    """The pickle of a stream, between protocol and stop; what is taken can be given to torch's planner."""
+    from dcp_remote.object_streams import save
+
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + data + b".")
+        archive.writestr("archive/version", b"3\n")
+        archive.writestr("archive/data/0", bytes(STORAGE_BYTES))
+    save(_decode("torch", packed.getvalue()))
+
+
+def zip_(data: bytes) -> None:
+    """A stream, whole."""
+    _decode("torch", data)
+
+
+def url(data: bytes) -> None:
+    """What a user types; what is taken has one spelling."""
+    from dcp_remote.errors import InvalidArgumentError
+    from dcp_remote.url import check_key, parse_url
+
+    text = data.decode("utf-8", "surrogateescape")
+    try:
+        parsed = parse_url(text)
+    except InvalidArgumentError:
+        pass
+    else:
+        assert parse_url(parsed.canonical) == parsed
+    try:
+        check_key(text)
+    except InvalidArgumentError:
+        return
+    assert not text.startswith("/")
+    assert ".." not in text.split("/")
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "manifest": manifest,
+    "sealed": sealed,
+    "columns": columns,
+    "envelope": envelope,
+    "json": json,
+    "program": program,
+    "zip": zip_,
+    "url": url,
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Run a target for ever, or as long as libFuzzer is told to."""
+    name = arguments[1]
+    # It has no types, and wheels for Linux alone.
+    atheris: Any = importlib.import_module("atheris")
+    # What decoding is warned of is no finding, and would be told a thousand times.
+    warnings.simplefilter("ignore")
+    with atheris.instrument_imports(include=MODULES[name]):
+        for module in MODULES[name]:
+            importlib.import_module(module)
+    target = TARGETS[name]
+    target(b"")
+    atheris.Setup([arguments[0], *arguments[2:]], target)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main(sys.argv)

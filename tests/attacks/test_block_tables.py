@@ -1,0 +1,108 @@
+"""Tables of digests that were forged, moved, exchanged or shared: who reads a part sees what who reads all sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dcp_remote.columns import decode_bytes, encode_bytes
+from dcp_remote.digests import digest, table_entries
+from dcp_remote.errors import CorruptCheckpointError
+from tests.attacks.attacker import LOADS, SHAPE, Bucket, assert_refused, bucket, numbers, outcomes, with_number
+
+pytestmark = pytest.mark.torture
+
+LENGTH = SHAPE[0] * SHAPE[1] * 4
+
+
+def table_of(attacked: Bucket) -> tuple[str, int, int]:
+    """The key of the model's shard, and where its table begins and ends."""
+    shards = attacked.document()["shards"]
+    stop = numbers(shards["data_starts"])[0]
+    return shards["keys"][0], stop - numbers(shards["table_lengths"])[0], stop
+
+
+def with_table(attacked: Bucket, table: bytes) -> dict[str, Any]:
+    """Another table of the same length, and its true digest in the manifest."""
+    key, start, stop = table_of(attacked)
+    assert len(table) == stop - start
+    data = attacked.objects[key]
+    attacked.put(key, data[:start] + table + data[stop:])
+    document = attacked.document()
+    digests = decode_bytes(document["shards"]["table_digests"], name="table_digests")
+    document["shards"]["table_digests"] = encode_bytes(digest(table) + digests[16:])
+    attacked.commit(document)
+    return document
+
+
+def test_a_forged_table_for_forged_data() -> None:
+    """The block of the rows is exchanged, and its entry, and the table's digest: the piece's own digest tells."""
+    attacked = bucket()
+    key, start, stop = table_of(attacked)
+    data = bytearray(attacked.objects[key])
+    size = 65536
+    block = 4  # of rows 285 to 356
+    where = slice(stop + block * size, stop + (block + 1) * size)
+    data[where] = bytes(len(data[where]))
+    attacked.put(key, bytes(data))
+    table = bytearray(data[start:stop])
+    table[16 * block : 16 * block + 16] = digest(bytes(len(data[where])))
+    with_table(attacked, bytes(table))
+    for error in outcomes(attacked, LOADS).values():
+        assert isinstance(error, CorruptCheckpointError)
+
+
+@pytest.mark.parametrize("name", ["zeros", "reversed", "shifted"])
+def test_a_table_of_other_digests(name: str) -> None:
+    """With a true digest of its own; whole pieces do without it."""
+    attacked = bucket()
+    key, start, stop = table_of(attacked)
+    table = attacked.objects[key][start:stop]
+    entries = [table[at : at + 16] for at in range(0, len(table), 16)]
+    forged = {"zeros": [bytes(16)] * len(entries), "reversed": entries[::-1], "shifted": [*entries[1:], entries[0]]}
+    with_table(attacked, b"".join(forged[name]))
+    found = outcomes(attacked, LOADS)
+    assert isinstance(found["rows"], CorruptCheckpointError)
+    assert found["load"] is found["template"] is None
+
+
+def test_a_piece_that_points_to_other_entries() -> None:
+    """Behind its own: outside. In a table that is longer than it must be: to entries of another piece, or of nobody."""
+    assert table_entries(LENGTH) == 6
+    attacked = bucket()
+    document = attacked.document()
+    attacked.commit(with_number(document, "pieces.table", 0, lambda _: 1))
+    assert_refused(attacked, CorruptCheckpointError)
+
+
+def test_a_table_that_begins_elsewhere() -> None:
+    """In the header, so that it ends with entries of the true one: its digest is another, and so are the pieces'."""
+    attacked = bucket()
+    document = attacked.document()
+    key, start, stop = table_of(attacked)
+    longer = attacked.objects[key][start - 16 : stop]
+    digests = decode_bytes(document["shards"]["table_digests"], name="table_digests")
+    document["shards"]["table_digests"] = encode_bytes(digest(longer) + digests[16:])
+    attacked.commit(with_number(document, "shards.table_lengths", 0, lambda n: n + 16))
+    found = outcomes(attacked, LOADS)
+    assert isinstance(found["rows"], CorruptCheckpointError)
+    # Its entries begin at the second place now: said so, all is as it was.
+    attacked.commit(with_number(document, "pieces.table", 0, lambda _: 1))
+    assert set(outcomes(attacked, LOADS).values()) == {None}
+
+
+def test_digests_of_other_pieces() -> None:
+    """Exchanged among each other in the manifest: who loads all of it is told, whatever was read first."""
+    pieces = len(numbers(bucket().document()["pieces"]["start"]))
+    for one in range(pieces):
+        attacked = bucket()
+        document = attacked.document()
+        digests = decode_bytes(document["pieces"]["digests"], name="digests")
+        parts = [digests[at : at + 16] for at in range(0, len(digests), 16)]
+        parts[one], parts[(one + 1) % pieces] = parts[(one + 1) % pieces], parts[one]
+        document["pieces"]["digests"] = encode_bytes(b"".join(parts))
+        attacked.commit(document)
+        found = outcomes(attacked, LOADS)
+        assert isinstance(found["load"], CorruptCheckpointError)
+        assert isinstance(found["template"], CorruptCheckpointError)

@@ -1,0 +1,155 @@
+"""Names of entries as weapons: commands for terminals, megabytes, characters that no text has, patterns, paths."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dcp_remote import cli, load
+from dcp_remote.envelope import seal
+from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError
+from tests.attacks.attacker import LOOKS, Bucket, assert_refused, bucket, column, outcomes, show_text, with_number
+from tests.figures import count
+
+pytestmark = pytest.mark.torture
+
+NAMES = {
+    "nothing": "",
+    "NUL": "a\x00b",
+    "clear the screen": "\x1b[2J\x1b[H",
+    "title and bell": "\x1b]0;owned\x07",
+    "type a command": "\x1bP$q\x1b\\",
+    "one-byte command": "\x9b31m\x90q\x9c",
+    "a line of its own": "a\nsave_id  00000000000000000000000000000000",
+    "a line over another": "a\rb",
+    "from right to left": "\u202egnp.exe",
+    "invisible": "\u200b\u2060\ufeff",
+    "delete": "\x7f\x08\x08\x08",
+    "other separators of lines": "a\x85b\u2028c\u2029d",
+    "private": "\ue000\U000f0000",
+    "a pattern": "*[a-z]?",
+    "a path": "../../etc/passwd",
+    "of a module": "__import__('os').system('true')",
+    "formatting": "%s%n{0.__class__}",
+    "a megabyte": "x" * 1_000_000,
+    "a megabyte of combining marks": "e" + "\u0301" * 500_000,
+    "the name of the table": "__dcp_remote_blocks__",
+}
+
+
+def with_names(name: str) -> Bucket:
+    """The name in all places that hold one."""
+    attacked = bucket()
+    document = attacked.document()
+    tensors, stored = document["tensors"]["names"], document["objects"]["stored"]
+    document["flatten"][name] = [name, name]
+    del document["flatten"][tensors[0]]
+    tensors[0] = name
+    document["flatten"][f"{name}2"] = [f"{name}2"]
+    del document["flatten"][stored[0]["name"]]
+    stored[0]["name"] = f"{name}2"
+    document["created"] = document["writer"][name] = name
+    document["user"] = {name[:1000]: name[:1000]}
+    attacked.commit(document)
+    return attacked
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_terminal_shows_letters(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each way of `show`: lines of graphic characters, one for each entry, whatever the entries are called."""
+    attacked = with_names(NAMES[name])
+    lines = {}
+    for way, arguments in {"all": ["--key", "*"], "top": [], "json": ["--json"]}.items():
+        count("attacks")
+        assert cli.main(["show", attacked.store.url, *arguments]) == 0
+        shown = capsys.readouterr()
+        assert shown.err == ""
+        lines[way] = shown.out.splitlines()
+        assert shown.out == "\n".join(lines[way]) + "\n", "no other line breaks"
+        assert all(line.isprintable() for line in lines[way])
+    assert len(lines["all"]) == 11 + 6
+    entries: dict[str, Any] = json.loads("\n".join(lines["json"]))["entries"]
+    assert {NAMES[name], f"{NAMES[name]}2"} <= set(entries)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_a_name_all_the_same(name: str) -> None:
+    """What was saved under it is loaded under it, also where it is asked for by itself."""
+    count("attacks")
+    attacked = with_names(NAMES[name])
+    found = load(attacked.store)
+    assert found[NAMES[name]][NAMES[name]].shape == (400, 230)
+    [alone] = load(attacked.store, keys=[f"{NAMES[name]}2"]).values()
+    assert alone == found[f"{NAMES[name]}2"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_error_names_it_in_a_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shards of zeros, a shape that is another, and a pattern that nothing fits."""
+    attacked = with_names(NAMES[name])
+    document = attacked.document()
+    for key in document["shards"]["keys"]:
+        attacked.put(key, bytes(len(attacked.objects[key])))
+    complaints: list[DcpRemoteError] = []
+    with pytest.raises(CorruptCheckpointError) as damaged:
+        load(attacked.store)
+    complaints.append(damaged.value)
+    with pytest.raises(InvalidArgumentError) as unknown:
+        load(attacked.store, keys="nothing like this")
+    complaints.append(unknown.value)
+    attacked.commit(with_number(document, "tensors.shape", 0, lambda n: n + 1))
+    with pytest.raises(CorruptCheckpointError) as refused:
+        load(attacked.store)
+    complaints.append(refused.value)
+    for error in complaints:
+        count("attacks")
+        assert str(error).isprintable()
+        assert len(str(error)) < 4_000
+    assert cli.main(["show", attacked.store.url]) == 1
+    complaint = capsys.readouterr().err
+    assert complaint.removesuffix("\n").isprintable()
+    assert len(complaint) < 4_000
+
+
+@pytest.mark.parametrize("escape", ["\\ud800", "\\udfff", "a\\udc00b", "\\ud800\\ud800"])
+def test_a_name_that_is_no_text(escape: str) -> None:
+    """Lone surrogates cannot be written as UTF-8; the parser refuses them wherever a name can stand."""
+    text = json.dumps(bucket().document(), separators=(",", ":"))
+    for before in ('"model.weight"', '"notes"', '"step"', '"2.13.0+cpu"', '"user":{}'):
+        attacked = bucket()
+        after = f'"{escape}"' if before != '"user":{}' else f'"user":{{"{escape}":1}}'
+        changed = text.replace(before, after)
+        if before in text:
+            attacked.put("manifest.json", seal(changed.encode()))
+            assert_refused(attacked, CorruptCheckpointError)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"\x00", b"\n", b"\xe2\x82"]
+)
+def test_bytes_that_are_no_text(data: bytes) -> None:
+    """Not UTF-8, overlong, surrogates, beyond Unicode, control characters as they are, cut off."""
+    text = json.dumps(bucket().document(), separators=(",", ":")).encode()
+    attacked = bucket()
+    attacked.put("manifest.json", seal(text.replace(b'"model.weight"', b'"' + data + b'"')))
+    assert_refused(attacked, CorruptCheckpointError)
+
+
+def test_very_many_names() -> None:
+    """Summaries count, and messages name a few."""
+    attacked = bucket()
+    document = attacked.document()
+    names = {f"\x1b{n}": n for n in range(30_000)}
+    document["objects"]["inline"] |= names
+    document["flatten"] = None
+    # The objects, which are three so far, follow the three tensors.
+    document["objects"]["positions"] = column(range(3, 30_006))
+    attacked.commit(document)
+    found = outcomes(attacked, LOOKS)
+    assert set(found.values()) == {None}
+    assert len(show_text(attacked, patterns=()).splitlines()) < 20
+    with pytest.raises(InvalidArgumentError) as unknown:
+        load(attacked.store, keys="nothing like this")
+    assert len(str(unknown.value)) < 4_000

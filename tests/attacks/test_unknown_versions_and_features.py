@@ -1,0 +1,87 @@
+"""Manifests of the future, or that say so: refused by what they need, before anything else in them is looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dcp_remote.envelope import seal
+from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
+from dcp_remote.objects import EncodedObject, decode_object
+from tests.attacks.attacker import assert_harmless, assert_refused, bucket
+from tests.figures import count
+
+pytestmark = pytest.mark.torture
+
+NEWER: dict[str, dict[str, Any]] = {
+    "version": {"version": "2"},
+    "no version": {"version": ""},
+    "version of a megabyte": {"version": "9" * 1_000_000},
+    "version with commands for a terminal": {"version": "\x1b[2J\x1b]0;owned\x07"},
+    "version beside a document of any form": {"version": "2", "shards": 7, "tensors": None, "user": []},
+    "feature": {"requires": ["dedup"]},
+    "a hundred thousand features": {"requires": [f"feature {n}" for n in range(100_000)]},
+    "feature without a name": {"requires": [""]},
+    "digest": {"digest": "md5"},
+}
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_a_newer_document(name: str) -> None:
+    """Each victim is told to upgrade."""
+    attacked = bucket()
+    attacked.commit(attacked.document() | NEWER[name])
+    assert_refused(attacked, UnsupportedFormatError)
+
+
+@pytest.mark.parametrize("field", ["dtype", "encoding"])
+@pytest.mark.parametrize("value", ["float7", "", "load", "nn", "float32\x00", "Float32", "x" * 1_000_000])
+def test_a_newer_kind_of_tensor(field: str, value: str) -> None:
+    """What is no dtype or encoding may still be a name that torch has."""
+    attacked = bucket()
+    document = attacked.document()
+    document["tensors"]["kinds"][0][field] = value
+    attacked.commit(document)
+    assert_refused(attacked, UnsupportedFormatError)
+
+
+@pytest.mark.parametrize("encoding", ["yaml", "raw", "", "Pickle", "json\x00"])
+def test_a_newer_object(encoding: str) -> None:
+    """An encoding that nobody knows; and that of elements, which objects do not have."""
+    attacked = bucket()
+    document = attacked.document()
+    document["objects"]["stored"][0]["encoding"] = encoding
+    attacked.commit(document)
+    assert_refused(attacked, UnsupportedFormatError)
+
+
+@pytest.mark.parametrize("tag", ["$", "$$", "$Tuple", "$tuple ", "$__reduce__", "$os.system", "$numpy.load"])
+def test_a_newer_tag(tag: str) -> None:
+    """Names of tags are compared, not called."""
+    count("attacks")
+    with pytest.raises(UnsupportedFormatError):
+        decode_object("k", EncodedObject("json", b'{"%s":["true"]}' % tag.encode()))
+
+
+@pytest.mark.parametrize("changes", [{"format": "zarr"}, {"kind": "grave"}, {"version": 1}, {"requires": None}])
+def test_what_is_no_manifest(changes: dict[str, Any]) -> None:
+    """Of another format, or of no form at all."""
+    attacked = bucket()
+    attacked.commit(attacked.document() | changes)
+    assert_refused(attacked, CorruptCheckpointError)
+
+
+def test_fields_of_the_future_are_ignored() -> None:
+    """As many and as large as they like to be."""
+    attacked = bucket()
+    attacked.commit(attacked.document() | {f"future {n}": ["x" * 100] * 10 for n in range(1000)})
+    assert_harmless(attacked)
+
+
+@pytest.mark.parametrize("text", [b'{"":0}', b'{"version":"9"}', b'{"format":"dcp_remote manifest","version":"2"}'])
+def test_a_head_without_a_body(text: bytes) -> None:
+    """The little that all versions have in common, or less."""
+    attacked = bucket()
+    attacked.put("manifest.json", seal(text))
+    assert_refused(attacked, CorruptCheckpointError, UnsupportedFormatError)
