@@ -16,6 +16,9 @@ Figure: TypeAlias = Literal[
     "fuzz executions",  # by atheris
 ]
 
+# From this many seconds on, `--torture-seconds` asks for the whole campaign: what is large then is as large as it gets.
+LONG_SECONDS = 60
+
 figures: Counter[str] = Counter()
 
 

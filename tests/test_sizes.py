@@ -33,6 +33,7 @@ from dcp_remote.testing import RecordingStore
 from dcp_remote.testing.rank_pool import RankPool
 from dcp_remote.testing.ranks import LocalShards, assembled, load_as_ranks, save_as_ranks
 from dcp_remote.transfer import DOWNLOADS_IN_FLIGHT, Fetch, download
+from tests.figures import LONG_SECONDS
 from tests.states import equal
 
 pytestmark = pytest.mark.torture
@@ -53,9 +54,6 @@ SLACK_BYTES = 32 * MiB
 # Of one entry among very many, in the plans of torch, its metadata and ours. torch's own file system writer and reader
 # take 3.5 and 3.1 KiB.
 ENTRY_BYTES = 4.5 * KiB
-
-# From this many seconds on, `--torture-seconds` asks for the whole campaign.
-LONG_SECONDS = 60
 
 CALL_TIMEOUT_SECONDS = 900.0
 

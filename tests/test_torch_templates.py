@@ -24,6 +24,7 @@ from dcp_remote.shard import ITEMS_PER_SHARD_MAX
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from dcp_remote.testing.ranks import LocalShards, load_as_ranks, save_as_ranks, shard
+from tests.figures import LONG_SECONDS
 from tests.states import equal
 from tests.test_object_tags import same
 from tests.test_torch_expectations import State, assert_as_torch, load_into, of_both, outcome, save_and_load
@@ -342,12 +343,13 @@ def chunks(part: LocalShards) -> list[Any]:
     return [(offsets, chunk.tolist()) for offsets, chunk in part.chunks]
 
 
-def test_a_hundred_thousand_tiny_entries(store: RecordingStore) -> None:
+def test_very_many_tiny_entries(store: RecordingStore, torture_seconds: float) -> None:
     """Half of them tensors of 40 bytes and half objects: right again, in as few requests as the format allows.
 
-    A shard per 16,384 tensors, and one for the objects that no longer fit into the manifest, if there are any.
+    A hundred thousand in the long form of the campaign; `test_sizes.py` has as many tensors in any. A shard per 16,384
+    tensors, and one for the objects that no longer fit into the manifest, if there are any.
     """
-    count = 50_000
+    count = 50_000 if torture_seconds >= LONG_SECONDS else 20_000
     numbers = torch.arange(10.0 * count).reshape(count, 10)
     state: State = {
         "t": {f"{n:05}": numbers[n] for n in range(count)},
@@ -362,4 +364,4 @@ def test_a_hundred_thousand_tiny_entries(store: RecordingStore) -> None:
     assert store.count() == 1 + shards
     assert template["o"] == state["o"]
     assert torch.equal(torch.stack([*template["t"].values()]), numbers)
-    assert equal(load(store, keys=["t.00007", "o.49999"]), {"t": {"00007": numbers[7]}, "o": {"49999": (49_999, "x")}})
+    assert equal(load(store, keys=["t.00007", "o.19999"]), {"t": {"00007": numbers[7]}, "o": {"19999": (19_999, "x")}})
