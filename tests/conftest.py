@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,8 @@ from tests.figures import figures
 
 # For each part that could go on for ever (a fuzzer, random schedules). `make test` runs all of them that short.
 _SECONDS = 2.0
+
+_BEGAN = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,11 +25,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if figures:
-        terminalreporter.section("the campaign against the core")
-        for figure, number in sorted(figures.items()):
-            terminalreporter.write_line(f"{number:>12,} {figure}")
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_BEGAN] = time.monotonic()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not figures:
+        return
+    terminalreporter.section("the campaign against the core")
+    seconds = round(time.monotonic() - config.stash[_BEGAN])
+    for figure, number in [*sorted(figures.items()), ("seconds", seconds)]:
+        terminalreporter.write_line(f"{number:>12,} {figure}")
 
 
 @pytest.fixture
