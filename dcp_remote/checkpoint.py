@@ -38,17 +38,15 @@ class Stored:
         return self.manifest.shards.keys if self.manifest is not None else ()
 
 
-def read_stored(store: ObjectStore) -> Stored | None:
-    """Read and check what lies at the manifest's key; one GET. None if nothing does.
+def read_stored(store: ObjectStore) -> Stored:
+    """Read and check what lies at the manifest's key; one GET.
 
     Raises:
+        ObjectNotFoundError: Nothing does.
         CorruptCheckpointError: It is damaged.
         UnsupportedFormatError: A newer version wrote it.
     """
-    try:
-        content = store.get(MANIFEST_KEY, limit_bytes=STORED_BYTES_MAX)
-    except ObjectNotFoundError:
-        return None
+    content = store.get(MANIFEST_KEY, limit_bytes=STORED_BYTES_MAX)
     try:
         return Stored(content.data, content.version, manifest_json.decode(content.data))
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
@@ -67,8 +65,11 @@ def read_manifest(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECO
         CorruptCheckpointError: The manifest is damaged.
         UnsupportedFormatError: A newer version wrote it.
     """
-    stored = read_stored(RetryingStore(store, Deadline(retry_seconds)))
-    if stored is None or stored.manifest is None:
+    try:
+        stored = read_stored(RetryingStore(store, Deadline(retry_seconds)))
+    except ObjectNotFoundError as error:
+        raise _not_found(store) from error
+    if stored.manifest is None:
         raise _not_found(store)
     return stored.manifest
 

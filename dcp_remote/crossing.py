@@ -41,7 +41,9 @@ def portable(error: BaseException) -> BaseException:
     """The error itself if it can be pickled in both directions; otherwise one of ours that names it."""
     if survives_pickling(error):
         return error
-    return DcpRemoteError("An error that cannot be sent to the other ranks.", cause=error)
+    told = DcpRemoteError("An error that cannot be sent to the other ranks.", cause=error)
+    told.__cause__ = error
+    return told
 
 
 def survives_pickling(error: BaseException) -> bool:

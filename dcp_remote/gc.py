@@ -8,6 +8,7 @@ was listed before that belongs to such a save, or to the checkpoint, or to nobod
 from __future__ import annotations
 
 import logging
+import random
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from dcp_remote.errors import (
     CommitConflictError,
     ConditionFailedError,
     InvalidArgumentError,
+    ObjectNotFoundError,
     StorageError,
     TransientStorageError,
 )
@@ -32,13 +34,18 @@ logger = logging.getLogger(__name__)
 # Far longer than a save: what is younger may be a save under way, which removing orphans would make fail.
 GRACE_SECONDS = 24 * 3600.0
 
+# As long as a save: nobody waits for either, and a store that is down for minutes comes back.
 TIMEOUT_SECONDS = 1500.0
 
 # S3 takes a thousand keys a request.
 _KEYS_PER_DELETE = 1000
 
 # A place whose manifest changes that often is in use.
-_ROUNDS_MAX = 5
+_REFUSALS_MAX = 5
+
+# Before the next look, doubled each time, with full jitter.
+_FIRST_PAUSE_SECONDS = 0.1
+_PAUSE_SECONDS_MAX = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +88,7 @@ def orphans(listed: Iterable[ObjectInfo], named: Iterable[str], *, now_seconds: 
     Raises:
         InvalidArgumentError: The grace is negative.
     """
-    if not grace_seconds >= 0:
-        raise InvalidArgumentError("The grace must be at least 0.", grace_seconds=grace_seconds)
+    _require_grace(grace_seconds)
 
     living = frozenset(named)
     found = [info for info in listed if info.key not in living and is_written_key(info.key)]
@@ -107,13 +113,16 @@ def find_orphans(
     Costs a LIST (a request per thousand shards) and a GET.
 
     Raises:
+        InvalidArgumentError: The grace is negative.
+        StorageError: The store refused, or did not answer until the time was over.
         CorruptCheckpointError: The manifest is damaged: what it named cannot be known.
         UnsupportedFormatError: A newer version wrote it.
     """
+    _require_grace(grace_seconds)
     store = RetryingStore(store, Deadline(timeout_seconds))
     # Listed first: what a save puts after this is not in the list, whatever it commits.
     listed = list(store.list(SHARDS_PREFIX))
-    return _orphans(listed, read_stored(store), now_seconds=clock(), grace_seconds=grace_seconds)
+    return _orphans(listed, _stored(store), now_seconds=clock(), grace_seconds=grace_seconds)
 
 
 def remove_orphans(
@@ -122,18 +131,23 @@ def remove_orphans(
     grace_seconds: float = GRACE_SECONDS,
     timeout_seconds: float = TIMEOUT_SECONDS,
     clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+    uniform: Callable[[float, float], float] = random.uniform,
 ) -> Removal:
-    """Remove the shards that no manifest names and that are older than a grace, by the store's clock.
+    """Remove the shards that no manifest names and that are older than a grace.
 
-    Where nothing is that old, nothing is written. Otherwise a save that is under way here will fail with
-    `CommitConflictError`. The checkpoint itself stays as it is: only the version of its manifest changes. Killed at any
-    moment, this leaves the checkpoint whole, and the rest of the orphans for the next time.
+    Where nothing is that old by this machine's clock, nothing is written. What is then removed is that old by the
+    store's clock as well, which has dated an object just before. A save that is under way here when something is
+    written fails with `CommitConflictError`. The checkpoint stays as it is: only the version of its manifest changes.
+    Killed at any moment, this leaves the checkpoint whole, and the rest of the orphans for the next time.
 
     Costs beside the LIST and the GET: a conditional PUT of the manifest, a HEAD, a DELETE per thousand orphans.
 
     Raises:
-        InvalidArgumentError: The store cannot replace an object on condition.
+        InvalidArgumentError: The store cannot replace an object on condition; or the grace is negative.
         CommitConflictError: The manifest changed again and again: somebody is saving here. Nothing was removed.
+        StorageError: The store refused, or did not answer until the time was over. What could not be deleted for other
+            reasons is returned.
         CorruptCheckpointError: The manifest is damaged: what it named cannot be known.
         UnsupportedFormatError: A newer version wrote it.
     """
@@ -143,11 +157,13 @@ def remove_orphans(
             url=store.url,
             reason=store.capabilities.swap_refusal,
         )
-    store = RetryingStore(store, Deadline(timeout_seconds))
-    failure: StorageError | None = None
-    for _ in range(_ROUNDS_MAX):
+    _require_grace(grace_seconds)
+    deadline = Deadline(timeout_seconds)
+    store = RetryingStore(store, deadline)
+    pause, refusals = _FIRST_PAUSE_SECONDS, 0
+    while True:
         listed = list(store.list(SHARDS_PREFIX))
-        stored = read_stored(store)
+        stored = _stored(store)
         seen = _orphans(listed, stored, now_seconds=clock(), grace_seconds=grace_seconds)
         if not seen.old:
             return Removal(removed=(), kept=seen.young)
@@ -155,17 +171,35 @@ def remove_orphans(
         body = manifest_json.tombstone(nonce, ()) if stored is None else manifest_json.renewed(stored.data, nonce)
         try:
             store.put(MANIFEST_KEY, [body], condition="absent" if stored is None else stored.version)
-        except (ConditionFailedError, TransientStorageError) as error:
-            # Refused, or not answered: whether it was carried out does not matter to whoever begins again.
-            failure = error
-            continue
-        now_seconds = store.head(MANIFEST_KEY).modified_seconds
-        return _removed(store, _orphans(listed, stored, now_seconds=now_seconds, grace_seconds=grace_seconds))
-    raise CommitConflictError(
-        "The manifest changed again and again, or could not be written; nothing was removed. Is a job saving here?",
-        url=store.url,
-        cause=failure,
-    ) from failure
+        # Refused, or not answered: whether it was carried out does not matter to whoever begins again.
+        except ConditionFailedError as error:
+            refusals += 1
+            if refusals >= _REFUSALS_MAX:
+                raise CommitConflictError(
+                    "The manifest changed again and again; nothing was removed. Is a job saving here?",
+                    url=store.url,
+                    cause=error,
+                ) from error
+        except TransientStorageError:
+            if deadline.remaining_seconds() <= pause:
+                raise
+        else:
+            now_seconds = store.head(MANIFEST_KEY).modified_seconds
+            return _removed(store, _orphans(listed, stored, now_seconds=now_seconds, grace_seconds=grace_seconds))
+        sleep(uniform(0, pause))
+        pause = min(2 * pause, _PAUSE_SECONDS_MAX)
+
+
+def _require_grace(grace_seconds: float) -> None:
+    if not grace_seconds >= 0:
+        raise InvalidArgumentError("The grace must be at least 0.", grace_seconds=grace_seconds)
+
+
+def _stored(store: ObjectStore) -> Stored | None:
+    try:
+        return read_stored(store)
+    except ObjectNotFoundError:
+        return None
 
 
 def _orphans(

@@ -67,7 +67,7 @@ def lacks_memory(tensor: torch.Tensor) -> bool:
     return stop * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_dense_on_cpu(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
@@ -85,7 +85,7 @@ def _name(value: torch.dtype | torch.layout) -> str:
 
 
 def _encode_tensor(encoder: Encoder, value: torch.Tensor) -> Json:
-    if not _is_plain(value):
+    if not _is_dense_on_cpu(value):
         raise NotEncodableError("is not a plain dense CPU tensor")
     if lacks_memory(value):
         raise NotEncodableError("its memory was freed, or it never had any")

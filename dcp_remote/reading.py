@@ -192,6 +192,7 @@ class _Reading:
         self._open_segments[segment.piece] -= 1
         if self._open_segments[segment.piece]:
             return
+        self._entries.pop(segment.piece, None)
         for user in self._plan.users[segment.piece]:
             self.open_pieces[user] -= 1
             if not self.open_pieces[user]:

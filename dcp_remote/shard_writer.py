@@ -203,7 +203,8 @@ def _encode_object(write_item: WriteItem, planner: SavePlanner, *, allow_pickle:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         # What a pickler raises names a type, but not the key.
         raise UnsafeObjectError(
-            "The planner cannot pickle an object, so not even allow_pickle=True stores it. Keep it out of the state.",
+            "The planner failed to give an object as a stream; if that is for pickling it, not even allow_pickle=True "
+            "stores it. Keep it out of the state.",
             key=name,
             cause=error,
         ) from error

@@ -27,6 +27,9 @@ from dcp_remote.serialization import (
     tensor_from,
 )
 
+# RuntimeErrors of torch that say nothing of the template.
+_OUT_OF_THE_USERS_HANDS = (torch.OutOfMemoryError, torch.AcceleratorError)
+
 
 class TensorTarget:
     """A box of a chunk of a tensor, copied into a tensor of the box's shape.
@@ -88,6 +91,8 @@ class TensorTarget:
                     narrow(destination, common.relative_to(self._box.offsets)),
                     narrow(source, common.relative_to(box.offsets)),
                 )
+            except _OUT_OF_THE_USERS_HANDS:
+                raise
             except RuntimeError as error:
                 raise _uncopyable(self._name, destination, source, error) from error
 
@@ -201,6 +206,8 @@ def tensor_target(
         try:
             with torch.no_grad():
                 destination.copy_(narrow(source, box))
+        except _OUT_OF_THE_USERS_HANDS:
+            raise
         except RuntimeError as error:
             raise _uncopyable(name, destination, source, error) from error
         commit(destination)
@@ -218,7 +225,7 @@ def require_writable(name: str, destination: torch.Tensor, *, layout: str) -> No
     """See that a tensor of this layout can be copied into a template; torch's own errors name no tensor.
 
     Raises:
-        InvalidArgumentError: The template has another layout, several elements at one place in memory, or no memory.
+        InvalidArgumentError: The template has another layout, an expanded dimension, or no memory.
     """
     found = str(destination.layout).removeprefix("torch.")
     if found != layout:

@@ -295,9 +295,10 @@ class Fetched(Generic[T]):
 
 
 class _Buffers:
-    """Memory for ranges that have no place to go to; for one thread. What it holds is what was in use at a time."""
+    """Memory for ranges that have no place to go to; for one thread. What is kept for the next stays in the budget."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_budget_bytes: int) -> None:
+        self._kept_max = memory_budget_bytes // RANGE_BYTES_MAX  # a short range leaves the rest of its memory touched
         self._unused: list[mmap.mmap] = []
         self._used: dict[int, mmap.mmap] = {}  # by the id of the view that was given
 
@@ -313,7 +314,7 @@ class _Buffers:
     def give_back(self, view: memoryview) -> None:
         """Whoever was given it is through with it."""
         memory = self._used.pop(id(view), None)
-        if memory is not None:
+        if memory is not None and len(self._unused) + len(self._used) < self._kept_max:
             self._unused.append(memory)
 
 
@@ -339,7 +340,7 @@ def download(
         CorruptCheckpointError: An object is shorter than its manifest says.
     """
     patience = _Patience()
-    buffers = _Buffers()
+    buffers = _Buffers(memory_budget_bytes)
 
     def begin(fetch: Fetch[T]) -> Future[Fetched[T]]:
         data = fetch.into if fetch.into is not None else buffers.take(fetch.length)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -12,59 +12,32 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_remote import RemoteWriter, load, manifest_json
+from dcp_remote import RemoteWriter, manifest_json
 from dcp_remote.checkpoint import read_stored
 from dcp_remote.errors import (
-    CheckpointNotFoundError,
     CommitConflictError,
     CorruptCheckpointError,
     InvalidArgumentError,
     PermissionDeniedError,
     SaveFailedError,
+    StorageError,
+    TransientStorageError,
 )
 from dcp_remote.gc import Orphans, find_orphans, orphans, remove_orphans
 from dcp_remote.manifest import MANIFEST_KEY
 from dcp_remote.shard import ShardNames
 from dcp_remote.storage import LocalStore, MemoryStore, ObjectInfo, ObjectStore, Version
-from dcp_remote.storage.wrapper import Request, WrappedStore
+from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
-from dcp_remote.testing.ranks import save_as_ranks
-from tests.manifests import decode
+from tests.valued_states import found, named, put_orphans, save, shards_in
 
 _Answer = TypeVar("_Answer")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
 
 
-def save(store: ObjectStore, value: float) -> None:
-    """Of two ranks with a shard each."""
-    states = [{"a": torch.full((2,), value)}, {"b": torch.full((3,), value)}]
-    save_as_ranks(states, lambda: RemoteWriter(store, overwrite=True, timeout_seconds=30))
-
-
-def found(store: ObjectStore) -> float | None:
-    try:
-        state = load(store)
-    except CheckpointNotFoundError:
-        return None
-    assert bool((state["a"] == state["a"][0]).all())
-    assert bool((state["b"] == state["a"][0]).all())
-    return float(state["a"][0])
-
-
-def put_orphans(store: ObjectStore, count: int = 2) -> set[str]:
-    keys = {ShardNames(rank).key(0) for rank in range(count)}
-    for key in keys:
-        store.put(key, [b"an orphan"])
-    return keys
-
-
 def keys(store: ObjectStore) -> set[str]:
     return {info.key for info in store.list()}
-
-
-def named(store: MemoryStore) -> set[str]:
-    return {MANIFEST_KEY, *decode(store.space.objects[MANIFEST_KEY].data).shards.keys}
 
 
 def _info(key: str, *, modified_seconds: float) -> ObjectInfo:
@@ -92,14 +65,14 @@ def test_what_is_an_orphan() -> None:
 def test_orphans_of_a_save_that_was_cut_off_and_of_one_that_was_replaced() -> None:
     """Beside a checkpoint that has replaced another: its shards stay, and the checkpoint loads as before."""
     store = MemoryStore()
-    save(store, 1.0)
-    replaced = named(store) - {MANIFEST_KEY}
-    save(store, 2.0)
+    save(store, 1.0, 2)
+    replaced = named(store)
+    save(store, 2.0, 2)
     cut_off = put_orphans(store)
     store.put("shards/README", [b"somebody's"])
     assert {info.key for info in find_orphans(store, grace_seconds=0).old} == replaced | cut_off
     assert {info.key for info in remove_orphans(store, grace_seconds=0).removed} == replaced | cut_off
-    assert keys(store) == named(store) | {"shards/README"}
+    assert shards_in(store) == named(store) | {"shards/README"}
     assert found(store) == 2.0
     assert find_orphans(store, grace_seconds=0) == Orphans(old=(), young=())
 
@@ -117,7 +90,7 @@ def test_nothing_is_written_where_nothing_is_old() -> None:
 def test_requests() -> None:
     """1,500 orphans: one LIST here, the manifest read and put again, its time asked for, two deletes."""
     store = MemoryStore()
-    save(store, 1.0)
+    save(store, 1.0, 2)
     put_orphans(store, 1500)
     recording = RecordingStore(store)
     assert len(remove_orphans(recording, grace_seconds=0).removed) == 1500
@@ -140,7 +113,7 @@ def test_age_is_by_the_store_s_clock() -> None:
     """Orphans of now; this machine's clock is a year ahead, then the store's: only the latter removes them."""
     year_seconds = 365 * 24 * 3600.0
     store = MemoryStore()
-    save(store, 1.0)
+    save(store, 1.0, 2)
     written = put_orphans(store)
     now_seconds = store.head(MANIFEST_KEY).modified_seconds
     removal = remove_orphans(store, clock=lambda: now_seconds + year_seconds)
@@ -183,7 +156,7 @@ def test_orphans_removed_at_each_request_of_a_save(*, overwriting: bool, after: 
     for number in itertools.count(1):
         store = MemoryStore()
         if overwriting:
-            save(store, 1.0)
+            save(store, 1.0, 2)
         put_orphans(store)
 
         def clean(store: MemoryStore = store) -> None:
@@ -191,16 +164,16 @@ def test_orphans_removed_at_each_request_of_a_save(*, overwriting: bool, after: 
 
         saving = MeanwhileStore(store, number, clean, after=after)
         try:
-            save(saving, 2.0)
+            save(saving, 2.0, 2)
         except (CommitConflictError, SaveFailedError) as error:
             outcomes.add(type(error))
             assert found(store) == (1.0 if overwriting else None)
         else:
             outcomes.add(None)
             assert found(store) == 2.0
-        save(store, 3.0)
+        save(store, 3.0, 2)
         clean()
-        assert keys(store) == named(store)
+        assert shards_in(store) == named(store)
         assert found(store) == 3.0
         if not saving.acted:
             break
@@ -216,12 +189,12 @@ def test_a_save_at_each_request_of_a_removal(*, begun: bool, after: bool) -> Non
     """
     for number in itertools.count(1):
         store = MemoryStore()
-        save(store, 1.0)
+        save(store, 1.0, 2)
         put_orphans(store)
         committed: list[float] = []
 
         def commit(store: MemoryStore = store, committed: list[float] = committed) -> None:
-            save(store, 2.0)
+            save(store, 2.0, 2)
             committed.append(2.0)
 
         removing = MeanwhileStore(store, number, commit, after=after)
@@ -233,7 +206,7 @@ def test_a_save_at_each_request_of_a_removal(*, begun: bool, after: bool) -> Non
             # The removal runs between the shards of an outer save and its manifest.
             outer = MeanwhileStore(store, 4, remove, after=False)
             with pytest.raises(CommitConflictError):
-                save(outer, 4.0)
+                save(outer, 4.0, 2)
         else:
             remove()
         assert found(store) == (2.0 if committed else 1.0)
@@ -244,13 +217,13 @@ def test_a_save_at_each_request_of_a_removal(*, begun: bool, after: bool) -> Non
 def test_a_place_that_changes_again_and_again() -> None:
     """A save is committed before each conditional put: nothing is removed."""
     store = MemoryStore()
-    save(store, 1.0)
+    save(store, 1.0, 2)
     written = put_orphans(store)
 
     class BusyStore(WrappedStore):
         def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
             if request.verb == "put":
-                save(store, 2.0)
+                save(store, 2.0, 2)
             return send()
 
     with pytest.raises(CommitConflictError, match="nothing was removed"):
@@ -258,8 +231,31 @@ def test_a_place_that_changes_again_and_again() -> None:
     assert written < keys(store)
 
 
+class KeepingStore(WrappedStore):
+    """Deletes what it is told, but for the keys that it may not."""
+
+    def __init__(self, store: ObjectStore, kept: set[str]) -> None:
+        super().__init__(store)
+        self._kept = kept
+
+    def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
+        failed = dict(super().delete([key for key in keys if key not in self._kept]))
+        return failed | {key: PermissionDeniedError("Kept.", key=key) for key in keys if key in self._kept}
+
+
 def test_what_cannot_be_deleted_is_reported() -> None:
-    """Denied for good: each key with its reason."""
+    """One of two orphans is under a lock: it is returned with its reason, and the other is gone."""
+    store = MemoryStore()
+    save(store, 1.0, 2)
+    kept, other = sorted(put_orphans(store))
+    removal = remove_orphans(KeepingStore(store, {kept}), grace_seconds=0)
+    assert isinstance(removal.failed[kept], PermissionDeniedError)
+    assert [info.key for info in removal.removed] == [other]
+    assert shards_in(store) == named(store) | {kept}
+
+
+def test_a_job_that_may_not_delete() -> None:
+    """The whole request is denied: raised, and every orphan is still there."""
     store = MemoryStore()
     written = put_orphans(store)
     denied = matching(
@@ -273,10 +269,29 @@ def test_what_cannot_be_deleted_is_reported() -> None:
     assert written < keys(store)
 
 
+def test_a_store_that_throttles_is_waited_for() -> None:
+    """Ten conditional puts are answered 503, with a pause after each; if it never ends, the store's error is told."""
+    store = MemoryStore()
+    put_orphans(store)
+
+    def throttled(verb: Verb, key: str, number: int) -> bool:
+        return verb == "put"
+
+    pauses: list[float] = []
+    busy = FaultyStore(store, [matching(throttled, "request") for _ in range(10)])
+    removal = remove_orphans(busy, grace_seconds=0, sleep=pauses.append, uniform=lambda _, most: most)
+    assert len(removal.removed) == 2
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0]
+    put_orphans(store)
+    busy = FaultyStore(store, [matching(throttled, "request", persistent=True)])
+    with pytest.raises(TransientStorageError):
+        remove_orphans(busy, grace_seconds=0, timeout_seconds=0.2)
+
+
 def test_a_damaged_manifest_stops_everything() -> None:
     """What it named cannot be known, so that all shards might be its."""
     store = MemoryStore()
-    save(store, 1.0)
+    save(store, 1.0, 2)
     before = keys(store)
     store.put(MANIFEST_KEY, [store.space.objects[MANIFEST_KEY].data[:-1]])
     for act in (find_orphans, remove_orphans):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -139,13 +140,11 @@ def test_modes_of_the_default_stager_that_need_an_accelerator(pinned: bool, shar
 class CloningStager(AsyncStager):
     """A user's own, which copies at once."""
 
-    synchronized = 0
-
     def stage(self, state_dict: State) -> State:
         return copy.deepcopy(state_dict)
 
     def synchronize_staging(self) -> None:
-        self.synchronized += 1
+        """The copy is made."""
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -155,8 +154,14 @@ class LaterStager(CloningStager):
     """A user's own, which copies in a thread of its own and gives torch a future."""
 
     def stage(self, state_dict: State) -> Any:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(copy.deepcopy, state_dict)
+        pool = ThreadPoolExecutor(1)
+        future = pool.submit(self._copy, state_dict)
+        pool.shutdown(wait=False)
+        return future
+
+    def _copy(self, state_dict: State) -> State:
+        time.sleep(0.05)  # so that torch gets the future of a copy that is still to be made
+        return copy.deepcopy(state_dict)
 
 
 @pytest.mark.parametrize("make", [BlockingAsyncStager, CloningStager, LaterStager, lambda: None])

@@ -9,6 +9,7 @@ import torch
 from dcp_remote import RemoteWriter, load
 from dcp_remote.errors import CheckpointNotFoundError
 from dcp_remote.manifest import MANIFEST_KEY
+from dcp_remote.shard import ShardNames
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.testing.ranks import LocalShards, State, save_as_ranks, shard
 from tests.manifests import decode
@@ -63,3 +64,11 @@ def named(store: MemoryStore) -> set[str]:
     if MANIFEST_KEY not in store.space.objects:
         return set()
     return set(decode(store.space.objects[MANIFEST_KEY].data).shards.keys)
+
+
+def put_orphans(store: ObjectStore, count: int = 2) -> set[str]:
+    """As many shards that no manifest names, of a save that was cut off, say."""
+    orphans = {ShardNames(rank).key(0) for rank in range(count)}
+    for key in orphans:
+        store.put(key, [b"an orphan"])
+    return orphans

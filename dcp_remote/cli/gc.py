@@ -12,8 +12,8 @@ from dcp_remote.storage import ObjectInfo, open_store
 
 _HOUR_SECONDS = 3600.0
 
-# Somebody looks at a terminal; but an outage in the middle of deleting is worth some patience.
-_TIMEOUT_SECONDS = 60.0
+# Somebody looks at a terminal. Deleting has its own, longer patience: an outage in the middle is waited for.
+_LOOK_SECONDS = 60.0
 
 # Of what could not be deleted. The reasons are few, most often one.
 _FAILURES_SHOWN = 5
@@ -33,17 +33,19 @@ def run(url: str, *, storage_options: Mapping[str, object], grace_hours: float, 
         StorageError: Some could not be deleted.
         CommitConflictError: Somebody is saving here.
         CorruptCheckpointError: The manifest is damaged: what it named cannot be known.
+        UnsupportedFormatError: A newer version wrote it.
+        InvalidArgumentError: The grace is negative, or the store cannot replace an object on condition.
     """
     store = open_store(url, storage_options)
     grace_seconds = grace_hours * _HOUR_SECONDS
     if not delete:
-        found = find_orphans(store, grace_seconds=grace_seconds, timeout_seconds=_TIMEOUT_SECONDS)
+        found = find_orphans(store, grace_seconds=grace_seconds, timeout_seconds=_LOOK_SECONDS)
         _say(out, found.old, f"older than {grace_hours:g} hours that no manifest names")
         _say(out, found.young, "younger, perhaps of a save under way")
         if found.old:
             out.write("Nothing was changed. To remove the older ones, while nobody saves here: add --delete\n")
         return
-    removal = remove_orphans(store, grace_seconds=grace_seconds, timeout_seconds=_TIMEOUT_SECONDS)
+    removal = remove_orphans(store, grace_seconds=grace_seconds)
     _say(out, removal.removed, "removed")
     _say(out, removal.kept, f"kept: younger than {grace_hours:g} hours")
     shown = list(removal.failed.items())[:_FAILURES_SHOWN]

@@ -58,7 +58,8 @@ def _complain(error: DcpRemoteError, code: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dcp-remote", description="Checkpoints of PyTorch training in object storage, looked at without torch."
+        prog="dcp-remote",
+        description="Checkpoints of PyTorch training in object storage, looked at and cleaned up without torch.",
     )
     parser.add_argument("--version", action="version", version=f"dcp-remote {version('dcp-remote')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")

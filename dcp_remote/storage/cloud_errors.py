@@ -148,7 +148,7 @@ _DENIED_ADVICE = (
     "refuses also to say that an object is not there."
 )
 
-_WHAT: dict[Kind, str] = {
+WHAT: dict[Kind, str] = {
     StorageError: "The store failed.",
     TransientStorageError: "The store did not answer as it should: a timeout, a lost connection or its own error.",
     ObjectNotFoundError: "There is no such object.",
@@ -193,13 +193,14 @@ def translate(error: BaseException, *, verb: str, url: str, secrets: Sequence[st
     text = str(error)
     # For people alone: nothing is decided by it.
     code = _first(r"<Code>(\w{1,64})</Code>", text)
-    what = " ".join(
-        part
-        for part in (what or _WHAT[kind], _ADVICE.get(code or "") or (_DENIED_ADVICE if code == "AccessDenied" else ""))
-        if part
-    )
-    details = {"verb": verb, "url": url, "code": code, "cause": _cause(text, secrets)}
-    return kind(what, **{name: value for name, value in details.items() if value})
+    details = {"verb": verb, "url": url, "code": code, "cause": cause_of(text, secrets)}
+    return kind(advised(what or WHAT[kind], code), **{name: value for name, value in details.items() if value})
+
+
+def advised(what: str, code: str | None) -> str:
+    """What happened, and what to do about an error code of S3 where that is known."""
+    advice = _ADVICE.get(code or "") or (_DENIED_ADVICE if code == "AccessDenied" else "")
+    return f"{what} {advice}" if advice else what
 
 
 def chained(error: BaseException, secrets: Sequence[str]) -> BaseException | None:
@@ -207,7 +208,8 @@ def chained(error: BaseException, secrets: Sequence[str]) -> BaseException | Non
     return None if any(secret in str(error) for secret in secrets) else error
 
 
-def _cause(text: str, secrets: Sequence[str]) -> str:
+def cause_of(text: str, secrets: Sequence[str]) -> str:
+    """What a client said, in one short line without secrets."""
     visible, _, dump = text.partition(_DUMP)
     inner = _first(r"kind: (Timeout|Connect|Interrupted|Decode)\b", dump)
     for secret in secrets:
@@ -335,6 +337,6 @@ def _judge(
     if status == HTTPStatus.BAD_REQUEST:  # the same GET will be malformed the next time, too
         return Verdict(StorageError, "The store takes our requests for malformed.", (("code", code), endpoint))
     if listing and status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        return Verdict(PermissionDeniedError, _WHAT[PermissionDeniedError], (("code", code), endpoint))
+        return Verdict(PermissionDeniedError, WHAT[PermissionDeniedError], (("code", code), endpoint))
     # 403 is what a grant without s3:ListBucket answers for any missing object; 5xx and 429 are no news.
     return None

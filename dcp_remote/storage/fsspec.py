@@ -27,12 +27,11 @@ from dcp_remote.errors import (
     StorageError,
 )
 from dcp_remote.storage.base import Buffer, Capabilities, Condition, Content, ObjectInfo, ObjectStore, Version
-from dcp_remote.storage.cloud_errors import chained
+from dcp_remote.storage.cloud_errors import WHAT, advised, chained
 from dcp_remote.storage.cloud_options import Timeouts
 from dcp_remote.storage.fsspec_client import (
     KINDS_BY_CODE,
     NO_SUCH_BUCKET_CODE,
-    WHAT,
     Body,
     Call,
     Configuration,
@@ -341,7 +340,7 @@ class FsspecStore:
             kind = KINDS_BY_CODE.get(code, StorageError)
             if kind is ObjectNotFoundError:
                 continue  # absent counts as deleted
-            failure = kind(WHAT[kind], verb="delete", url=self._named(key or ""), code=code)
+            failure = kind(advised(WHAT[kind], code), verb="delete", url=self._named(key or ""), code=code)
             # What names none of the keys is said of all of them.
             failed.update(dict.fromkeys([key] if key is not None else keys, failure))
         return failed

@@ -28,7 +28,7 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage.base import Buffer, Condition
-from dcp_remote.storage.cloud_errors import NO_SUCH_BUCKET, CloudError, translate
+from dcp_remote.storage.cloud_errors import NO_SUCH_BUCKET, WHAT, CloudError, advised, cause_of, translate
 
 _Answer = TypeVar("_Answer")
 
@@ -48,9 +48,6 @@ _READ_BYTES = 1024 * 1024
 
 # Enough to ask for what was found already: an error is not held up for what it might have to hide.
 _SECRETS_SECONDS = 5.0
-
-# Enough for what a person wants to read.
-_CAUSE_CHARACTERS_MAX = 300
 
 # What S3's codes mean where the status does not tell; a failed part of DeleteObjects has nothing but a code.
 KINDS_BY_CODE: dict[str, type[StorageError]] = {
@@ -72,7 +69,6 @@ KINDS_BY_CODE: dict[str, type[StorageError]] = {
 
 # A status that is not here: from 500 on it is the server's own failure, for now; below it is about the request.
 _KINDS_BY_STATUS: dict[int, type[StorageError]] = {
-    HTTPStatus.NOT_MODIFIED: ConditionFailedError,
     HTTPStatus.UNAUTHORIZED: PermissionDeniedError,
     HTTPStatus.FORBIDDEN: PermissionDeniedError,
     HTTPStatus.NOT_FOUND: ObjectNotFoundError,
@@ -81,14 +77,6 @@ _KINDS_BY_STATUS: dict[int, type[StorageError]] = {
     HTTPStatus.PRECONDITION_FAILED: ConditionFailedError,
     HTTPStatus.TOO_MANY_REQUESTS: TransientStorageError,
     HTTPStatus.NOT_IMPLEMENTED: StorageError,
-}
-
-WHAT: dict[type[StorageError], str] = {
-    StorageError: "The store refused the request.",
-    TransientStorageError: "The store did not answer as it should: it is overloaded, or failed by itself.",
-    ObjectNotFoundError: "There is no such object.",
-    ConditionFailedError: "The object is not in the state that this write asks for.",
-    PermissionDeniedError: "The store refused the request: these credentials (or their lack) do not allow it.",
 }
 
 
@@ -236,18 +224,15 @@ def translated(
         secrets: What must not be shown, whoever echoes it.
         condition: Of a put.
     """
-    cause = str(error)
-    for secret in secrets:
-        cause = cause.replace(secret, "…")
+    cause = cause_of(str(error), secrets)
     if isinstance(error, ResponseParserError):  # a proxy's page, or half an answer: no word of S3
-        cause = cause[:_CAUSE_CHARACTERS_MAX]
         return TransientStorageError(WHAT[TransientStorageError], verb=verb, url=url, cause=cause)
     if not isinstance(error, ClientError):
         return translate(error, verb=verb, url=url, secrets=secrets)
     code = str(error.response.get("Error", {}).get("Code", ""))
     kind = _kind(code, status_of(error), condition)
-    what = NO_SUCH_BUCKET if code == NO_SUCH_BUCKET_CODE else WHAT[kind]
-    return kind(what, verb=verb, url=url, code=code, cause=cause[:_CAUSE_CHARACTERS_MAX])
+    what = NO_SUCH_BUCKET if code == NO_SUCH_BUCKET_CODE else advised(WHAT[kind], code)
+    return kind(what, verb=verb, url=url, code=code, cause=cause)
 
 
 def status_of(error: ClientError) -> int:

@@ -44,7 +44,7 @@ _MEMORY_BYTES = 2 * 1024**3
 _USER = "testing"
 
 # What a report of a failure quotes of a log.
-_LOG_CHARACTERS_MAX = 2000
+_LOG_CHARACTERS_MAX = 900
 
 _CONFIGURATION = """
 [global]
@@ -165,7 +165,7 @@ def ceph_gateway() -> Iterator[CephGateway]:
         cluster = _Cluster(folder, stack)
         fsid = str(uuid.uuid4())
         cluster.configuration.write_text(
-            _CONFIGURATION.format(folder=folder, fsid=fsid, mon_port=mon_port, port=port, memory_bytes=_MEMORY_BYTES)
+            _CONFIGURATION.format(folder=folder, fsid=fsid, port=port, memory_bytes=_MEMORY_BYTES)
         )
         for name in ("mon", "osd", "rgw"):
             (folder / name).mkdir()
@@ -250,10 +250,8 @@ class _Cluster:
 
 
 def _environment() -> dict[str, str]:
-    """Nothing that points to another cluster, and no Python but the system's: `ceph` is a script."""
-    return {
-        name: value for name, value in os.environ.items() if not name.startswith(("CEPH_", "PYTHON", "VIRTUAL_ENV"))
-    }
+    """Nothing that points to another cluster."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("CEPH_")}
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -121,6 +121,7 @@ def _load_into_template(attacked: Bucket) -> None:
     load_as_ranks([state], lambda: RemoteReader(attacked.watched))
     assert torch.equal(state["model"]["weight"], _state()["model"]["weight"])
     assert torch.equal(state["model"]["bias"], torch.ones(5))
+    assert torch.equal(state["sparse"].to_dense(), torch.eye(3))
     assert (state["step"], state["notes"], state["shared"]) == (3, NOTES, [[1, 2], [1, 2]])
 
 
@@ -172,11 +173,11 @@ def _error_of(victim: Callable[[Bucket], object], attacked: Bucket) -> DcpRemote
 
 
 def assert_refused(attacked: Bucket, *kinds: type[DcpRemoteError]) -> None:
-    """Every victim is told so, by one of these errors, after one request."""
+    """Every victim is told so, by one of these errors; each that looks through the wrapper after one request."""
     attacked.watched.clear()
     for name, error in outcomes(attacked, LOADS | LOOKS).items():
         assert isinstance(error, kinds), (name, error)
-    assert set(attacked.watched.calls) == {("get", MANIFEST_KEY)}, "the manifest alone tells"
+    assert attacked.watched.calls == [("get", MANIFEST_KEY)] * len(LOADS), "the manifest alone tells"
 
 
 def assert_harmless(attacked: Bucket) -> None:

@@ -31,7 +31,7 @@ def test_a_count_of_another_size(path: str, index: int, change: Callable[[int], 
 
 @pytest.mark.parametrize("path", [*COUNTS, "shards.sizes", "pieces.shard", "pieces.digests", "objects.positions"])
 def test_a_column_cut_or_prolonged(path: str) -> None:
-    """By an entry, to nothing, and to two million zeros."""
+    """By an entry, to nothing, and to three million zeros."""
     part, name = path.split(".")
     for change in ("cut", "nothing", "more", "many"):
         attacked = bucket()

@@ -321,7 +321,7 @@ def check_program(program: bytes) -> None:
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 def test_objects_as_streams(torture_seconds: float) -> None:
-    """Pickles of the opcodes that `torch.save` writes, in another order: three of four are refused."""
+    """Pickles of the opcodes that `torch.save` writes, in another order, most of which are refused."""
     run(check_program, torture_seconds, programs())
 
 

@@ -246,7 +246,10 @@ def listing(keys: list[str], **more: str) -> bytes:
 
 
 def test_listing_by_pages() -> None:
-    """Two pages, the second empty but for a marker; the first request names where to begin, the second the token."""
+    """Two pages, the second with the marker of a folder, which is none.
+
+    The first request names where to begin, the second the token.
+    """
 
     def answer(request: HttpRequest) -> HttpAnswer:
         if "continuation-token=next" in request.path:
