@@ -155,7 +155,8 @@ def _parse_with_scheme(text: str, *, scheme: str, rest: str) -> ParsedUrl:
             + (", and a `?` or `#` in the name of a file is written %3F or %23." if scheme == "file" else "."),
             text,
         )
-    if rest != rest.strip() or _BAD_CHARACTER.search(rest):
+    bare = rest.removesuffix("/")  # the last slash says nothing; what stands before it must not end in a space either
+    if rest != rest.strip() or bare != bare.rstrip() or _BAD_CHARACTER.search(rest):
         _refuse("The URL ends in a space, or has a control character or a backslash in it.", text)
     if scheme == "file":
         return _parse_file(text, rest)

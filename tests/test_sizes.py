@@ -32,7 +32,7 @@ from dcp_remote.storage.memory import MemoryStore
 from dcp_remote.testing import RecordingStore
 from dcp_remote.testing.rank_pool import RankPool
 from dcp_remote.testing.ranks import LocalShards, assembled, load_as_ranks, save_as_ranks
-from dcp_remote.transfer import DOWNLOADS_IN_FLIGHT, Fetch, download
+from dcp_remote.transfer import DOWNLOADS_IN_FLIGHT, Fetch, _Buffers, download
 from tests.figures import LONG_SECONDS
 from tests.states import equal
 
@@ -283,6 +283,17 @@ def test_memory_of_ranges_is_used_again() -> None:
     memories = [fetched.data.obj for fetched in download(store, fetches, memory_budget_bytes=BUDGET_BYTES)]
     assert len(memories) == 100
     assert len({id(memory) for memory in memories}) <= DOWNLOADS_IN_FLIGHT
+
+
+def test_memory_that_is_kept_is_within_the_budget() -> None:
+    """Eight short ranges fit into the budget at a time, but not the memory made for long ones: of that two are kept."""
+    buffers = _Buffers(16 * MiB)
+    first = [buffers.take(MiB) for _ in range(8)]
+    for view in first:
+        buffers.give_back(view)
+    second = [buffers.take(MiB) for _ in range(8)]
+    kept = {id(view.obj) for view in first} & {id(view.obj) for view in second}
+    assert len(kept) == 2
 
 
 # ---- small

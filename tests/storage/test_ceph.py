@@ -359,8 +359,10 @@ def test_a_job_that_is_killed_in_mid_save(ceph: CephGateway, bucket: str, rank_p
 # ---- the server itself
 
 START = """
-import sys, time
+import signal, time
 from dcp_remote.testing.ceph import ceph_gateway
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell is begun without
 with ceph_gateway():
     print("ready", flush=True)
     time.sleep(600)
