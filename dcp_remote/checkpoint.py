@@ -68,14 +68,21 @@ def read_manifest(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECO
     try:
         stored = read_stored(RetryingStore(store, Deadline(retry_seconds)))
     except ObjectNotFoundError as error:
-        raise _not_found(store) from error
+        raise not_found(store) from error
     if stored.manifest is None:
-        raise _not_found(store)
+        raise CheckpointNotFoundError(
+            "There is no committed checkpoint here: manifest.json is a tombstone, which was put when orphans were "
+            "removed. A save here replaces it.",
+            url=store.url,
+        )
     return stored.manifest
 
 
-def _not_found(store: ObjectStore) -> CheckpointNotFoundError:
-    # A store that knows more (no such bucket) says so, at the price of a request, on this path alone.
+def not_found(store: ObjectStore) -> CheckpointNotFoundError:
+    """The error that says that nothing lies at the manifest's key, and what may be the matter.
+
+    A store that knows more (no such bucket) says so, at the price of a request.
+    """
     explain = getattr(store, "explain_missing", None)
     reason = explain() if callable(explain) else None
     if reason:

@@ -162,9 +162,18 @@ def _lost(
     )
     if unclear and not told:
         return _unknown(store, save_id, failure)
+    if now.head is not None and (
+        not now.committed or (slot.head is not None and now.head.save_id == slot.head.save_id)
+    ):
+        return CommitConflictError(
+            "Orphans were removed here since this save began, and its shards may have been taken for such; it was not "
+            "committed. Save again.",
+            url=store.url,
+            save_id=save_id,
+        )
     return CommitConflictError(
-        "Another save was committed here meanwhile, or the manifest or orphans were removed; this save was not "
-        "committed. Look at what is here, then save again.",
+        "Another save was committed here meanwhile, or the manifest was removed; this save was not committed. Look at "
+        "what is here, then save again.",
         url=store.url,
         save_id=save_id,
         committed=now.head.save_id if now.head else now.unreadable,

@@ -8,6 +8,7 @@ was listed before that belongs to such a save, or to the checkpoint, or to nobod
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 import uuid
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from dcp_remote import manifest_json
-from dcp_remote.checkpoint import Stored, read_stored
+from dcp_remote.checkpoint import Stored, not_found, read_stored
 from dcp_remote.errors import (
     CommitConflictError,
     ConditionFailedError,
@@ -86,7 +87,7 @@ def orphans(listed: Iterable[ObjectInfo], named: Iterable[str], *, now_seconds: 
         grace_seconds: Age from which an orphan is old; 0 takes each for old, also one whose date is yet to come.
 
     Raises:
-        InvalidArgumentError: The grace is negative.
+        InvalidArgumentError: The grace is negative, or not finite.
     """
     _require_grace(grace_seconds)
 
@@ -112,8 +113,15 @@ def find_orphans(
 
     Costs a LIST (a request per thousand shards) and a GET.
 
+    Args:
+        store: Opened at the checkpoint's URL (`dcp_remote.storage.open_store`).
+        grace_seconds: Age from which an orphan is old.
+        timeout_seconds: Until when requests are repeated.
+        clock: For tests.
+
     Raises:
-        InvalidArgumentError: The grace is negative.
+        CheckpointNotFoundError: Nothing of a checkpoint is here: no manifest, and no shard of ours.
+        InvalidArgumentError: The grace is negative, or not finite.
         StorageError: The store refused, or did not answer until the time was over.
         CorruptCheckpointError: The manifest is damaged: what it named cannot be known.
         UnsupportedFormatError: A newer version wrote it.
@@ -122,7 +130,7 @@ def find_orphans(
     store = RetryingStore(store, Deadline(timeout_seconds))
     # Listed first: what a save puts after this is not in the list, whatever it commits.
     listed = list(store.list(SHARDS_PREFIX))
-    return _orphans(listed, _stored(store), now_seconds=clock(), grace_seconds=grace_seconds)
+    return _orphans(listed, _stored(store, listed), now_seconds=clock(), grace_seconds=grace_seconds)
 
 
 def remove_orphans(
@@ -143,8 +151,17 @@ def remove_orphans(
 
     Costs beside the LIST and the GET: a conditional PUT of the manifest, a HEAD, a DELETE per thousand orphans.
 
+    Args:
+        store: Opened at the checkpoint's URL (`dcp_remote.storage.open_store`).
+        grace_seconds: Age from which an orphan is removed; 0 removes all.
+        timeout_seconds: Until when requests are repeated.
+        clock: For tests.
+        sleep: For tests.
+        uniform: For tests.
+
     Raises:
-        InvalidArgumentError: The store cannot replace an object on condition; or the grace is negative.
+        CheckpointNotFoundError: Nothing of a checkpoint is here: no manifest, and no shard of ours.
+        InvalidArgumentError: The store cannot replace an object on condition; or the grace is negative, or not finite.
         CommitConflictError: The manifest changed again and again: somebody is saving here. Nothing was removed.
         StorageError: The store refused, or did not answer until the time was over. What could not be deleted for other
             reasons is returned.
@@ -163,7 +180,7 @@ def remove_orphans(
     pause, refusals = _FIRST_PAUSE_SECONDS, 0
     while True:
         listed = list(store.list(SHARDS_PREFIX))
-        stored = _stored(store)
+        stored = _stored(store, listed)
         seen = _orphans(listed, stored, now_seconds=clock(), grace_seconds=grace_seconds)
         if not seen.old:
             return Removal(removed=(), kept=seen.young)
@@ -191,14 +208,16 @@ def remove_orphans(
 
 
 def _require_grace(grace_seconds: float) -> None:
-    if not grace_seconds >= 0:
-        raise InvalidArgumentError("The grace must be at least 0.", grace_seconds=grace_seconds)
+    if not (math.isfinite(grace_seconds) and grace_seconds >= 0):
+        raise InvalidArgumentError("The grace must be at least 0, and finite.", grace_seconds=grace_seconds)
 
 
-def _stored(store: ObjectStore) -> Stored | None:
+def _stored(store: ObjectStore, listed: Iterable[ObjectInfo]) -> Stored | None:
     try:
         return read_stored(store)
-    except ObjectNotFoundError:
+    except ObjectNotFoundError as error:
+        if not any(is_written_key(info.key) for info in listed):
+            raise not_found(store) from error  # a wrong URL, most likely, which must not look like a clean one
         return None
 
 

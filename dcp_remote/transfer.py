@@ -247,12 +247,12 @@ class Uploads(Generic[T]):
         try:
             failed = dict(RetryingStore(self._store, Deadline(CLEANUP_SECONDS)).delete(keys))
         except Exception as error:  # noqa: BLE001  # whatever it is must not hide the error that is on its way
-            logger.warning("%d shards of a failed save stay as orphans. cause=%s", len(keys), error)
+            logger.warning("Shards of a failed save stay as orphans. shards=%d cause=%s", len(keys), error)
             return
         if failed:
             key, cause = next(iter(failed.items()))
             logger.warning(
-                "%d shards of a failed save stay as orphans. key=%s cause=%s",
+                "Shards of a failed save stay as orphans. shards=%d key=%s cause=%s",
                 len(failed),
                 key,
                 cause,

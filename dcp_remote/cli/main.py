@@ -46,12 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _FAILED
     except InvalidArgumentError as error:
         return _complain(error, _USAGE)
-    except DcpRemoteError as error:
+    except (DcpRemoteError, OSError) as error:  # a full disk behind our output, say
         return _complain(error, _FAILED)
     return 0
 
 
-def _complain(error: DcpRemoteError, code: int) -> int:
+def _complain(error: DcpRemoteError | OSError, code: int) -> int:
     print(printable(f"dcp-remote: {error}"), file=sys.stderr)  # a command line talks by printing
     return code
 
@@ -82,11 +82,14 @@ def _parser() -> argparse.ArgumentParser:
     collected = commands.add_parser(
         "gc",
         parents=[where],
+        allow_abbrev=False,  # nobody shall delete by half a word
         help="remove shards that no manifest names",
         description="Say which shards no manifest names: what is left of saves that were cut off, failed or replaced. "
-        "With --delete they are removed; a save that is under way here at that moment fails then.",
+        "With --delete they are removed; a save that is under way here at that moment fails then. Where there is no "
+        "manifest, a tombstone is put in its place first, which the next save replaces.",
     )
     collected.set_defaults(run=_gc)
+    collected.add_argument("--list", action="store_true", help="also print each of them")
     collected.add_argument("--delete", action="store_true", help="remove them; without this nothing is changed")
     collected.add_argument(
         "--grace-hours",
@@ -127,6 +130,7 @@ def _gc(options: argparse.Namespace) -> None:
         storage_options=_storage_options(options),
         grace_hours=options.grace_hours,
         delete=options.delete,
+        as_list=options.list,
         out=sys.stdout,
     )
 

@@ -121,7 +121,10 @@ def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[st
     s3fs = sys.modules.get("s3fs")  # whoever made a file system of it has imported it
     if s3fs is None or type(filesystem) is not s3fs.S3FileSystem:
         _refuse(filesystem)
-    parsed = parse_url(f"s3://{filesystem._strip_protocol(path).lstrip('/')}")
+    bare = filesystem._strip_protocol(path).lstrip("/")
+    if "://" in bare:
+        raise InvalidArgumentError("The path has the scheme of another file system: pass bucket/prefix.", path=path)
+    parsed = parse_url(f"s3://{bare}")
     return _reopen(parsed, Configuration(parsed.bucket, filesystem.storage_args, filesystem.storage_options))
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, TypeAlias, TypeVar
 
-from botocore.exceptions import ClientError, ResponseStreamingError
+from botocore.exceptions import ClientError, NoCredentialsError, ResponseStreamingError
 from botocore.parsers import ResponseParserError
 
 from dcp_remote.errors import (
@@ -42,6 +42,11 @@ NO_SUCH_BUCKET_CODE = "NoSuchBucket"
 
 # Arguments of s3fs that say how the caller runs, not where the bytes lie: the store runs by itself.
 _ARGUMENTS_OF_THE_CALLER = ("asynchronous", "loop", "skip_instance_cache")
+
+_NO_CREDENTIALS = (
+    "No credentials were found, and nothing was sent: give the file system `key` and `secret`, or `profile`, or put "
+    "them into the environment; `anon=True` reads public buckets without."
+)
 
 # A body is read in pieces of this, so that one that is longer than it should be is not kept.
 _READ_BYTES = 1024 * 1024
@@ -228,7 +233,8 @@ def translated(
     if isinstance(error, ResponseParserError):  # a proxy's page, or half an answer: no word of S3
         return TransientStorageError(WHAT[TransientStorageError], verb=verb, url=url, cause=cause)
     if not isinstance(error, ClientError):
-        return translate(error, verb=verb, url=url, secrets=secrets)
+        what = _NO_CREDENTIALS if isinstance(error, NoCredentialsError) else ""
+        return translate(error, verb=verb, url=url, secrets=secrets, what=what)
     code = str(error.response.get("Error", {}).get("Code", ""))
     kind = _kind(code, status_of(error), condition)
     what = NO_SUCH_BUCKET if code == NO_SUCH_BUCKET_CODE else advised(WHAT[kind], code)

@@ -221,7 +221,10 @@ class RankPool:
                 assert isinstance(connection, Connection)
                 rank = open_ranks.pop(connection)
                 answer = processes[rank].receive()
-                if isinstance(answer, RankFailure):
+                if isinstance(answer, _NotJoined):
+                    processes[rank].stop()
+                    failures[rank] = answer.failure
+                elif isinstance(answer, RankFailure):
                     failures[rank] = answer
                 else:
                     results[rank] = answer.value
@@ -246,6 +249,16 @@ class _Returned:
     """What a function returned."""
 
     value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _NotJoined:
+    """The group could not be made, as when another rank was killed meanwhile.
+
+    torch numbers its groups, and has counted this one on some ranks: this process would never meet the others again.
+    """
+
+    failure: RankFailure
 
 
 class _Process:
@@ -276,7 +289,7 @@ class _Process:
         with suppress(OSError):  # a process that died meanwhile answers with the end of its connection
             self.connection.send_bytes(pickle.dumps(call))
 
-    def receive(self) -> _Returned | RankFailure:
+    def receive(self) -> _Returned | RankFailure | _NotJoined:
         try:
             answer = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
@@ -284,7 +297,7 @@ class _Process:
             if status >= 0:
                 return RankFailure(f"the process left with status {status}")
             return RankFailure(f"the process was ended by {signal.Signals(-status).name}", signal=-status)
-        assert isinstance(answer, _Returned | RankFailure)
+        assert isinstance(answer, _Returned | RankFailure | _NotJoined)
         return answer
 
     def print_stacks(self) -> None:
@@ -347,6 +360,9 @@ def _receive_calls(connection: Connection, calls: queue.SimpleQueue[_Call]) -> N
 def _answer(store: dist.Store, call: _Call) -> bytes:
     try:
         _join_group(store, call)
+    except BaseException as error:  # noqa: BLE001  # as below
+        return pickle.dumps(_NotJoined(RankFailure(traceback.format_exc(), _portable(error))))
+    try:
         function, args = pickle.loads(call.work)
         return pickle.dumps(_Returned(function(*args)))
     except BaseException as error:  # noqa: BLE001  # whatever ends a function is the caller's to see
@@ -366,6 +382,11 @@ def _join_group(store: dist.Store, call: _Call) -> None:
         world_size=call.world_size,
         timeout=timedelta(seconds=call.group_timeout_seconds),
     )
+    # Nobody begins, and perhaps kills itself, while another is still connecting to it.
+    joined = f"call-{call.number}/joined"
+    if store.add(f"{joined}-ranks", 1) == call.world_size:
+        store.set(joined, "")
+    store.wait([joined], timedelta(seconds=call.group_timeout_seconds))
 
 
 def _portable(error: BaseException) -> BaseException | None:

@@ -198,3 +198,18 @@ def test_ranks_listen_on_the_loopback_interface_alone(rank_pool: RankPool) -> No
     for addresses in rank_pool.run(listening_addresses, ranks=(0, 1)):
         assert addresses
         assert set(addresses) <= loopback | {"00000000000000000000000001000000"}
+
+
+def test_a_group_that_cannot_be_made_does_no_harm_later() -> None:
+    """A rank is stopped before it joins: the other gives up, and later calls find all of them in one group again."""
+    with RankPool(2, group_timeout_seconds=1.0) as pool:
+        assert pool.run(reduced, 1) == [3, 3]
+        stopped = pool.pids[1]
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        with pytest.raises(RanksFailedError) as caught:
+            pool.run(reduced, 1, timeout_seconds=10.0)
+        assert set(caught.value.failures) == {0, 1}
+        assert stopped not in pool.pids
+        assert pool.run(reduced, 1) == [3, 3]
+        assert pool.run(reduced, 2) == [5, 5]
