@@ -71,44 +71,59 @@ class Location:
         return replace(self, store=open_store(checkpoint_id, self.options))
 
 
+class Whereabouts:
+    """Where a reader or writer was last told to go, by whichever thread; what it was told last may not be openable.
+
+    Args:
+        location: Where it is.
+        refusal: Why it is not where it was told to go; None if it is.
+    """
+
+    def __init__(self, location: Location, refusal: BaseException | None = None) -> None:
+        """See the class."""
+        self.now = location, refusal  # one assignment, which no thread sees half of
+
+
 class Here(threading.local):
     """What the save or load of this thread is about; of a reader or writer that several threads may use at a time.
 
     torch runs a save or a load in one thread, and `async_save` several of them in several: they must never finish one
-    another's. Each thread begins with the location that was given, and so does whoever unpickles it.
+    another's. A thread that is new, as `async_save` makes one for each save, begins where the writer was last told to
+    go; so does whoever unpickles it.
 
     Args:
-        given: Where the reader or writer was told to go when it was made.
+        last: Shared by the threads.
     """
 
-    def __init__(self, given: Location) -> None:
+    def __init__(self, last: Whereabouts) -> None:
         """See the class; called anew in each thread that comes by."""
-        self.given = given
-        self.location = given
-        self._refusal: BaseException | None = None
+        self._last = last
+        self.location, self._refusal = last.now
 
     def move_to(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         """Go on to another checkpoint, or stay if it is None. Never raises: `raise_refusal` does.
 
         torch calls `reset` before its collectives, where a rank that raises leaves all others waiting for it.
         """
-        self._refusal = None
         if checkpoint_id is None:
             return
         try:
-            self.location = self.location.moved_to(checkpoint_id)
+            self.location, self._refusal = self.location.moved_to(checkpoint_id), None
         except Exception as error:  # noqa: BLE001  # kept, to be raised
             self._refusal = portable(error)
+        self._last.now = self.location, self._refusal
 
     def raise_refusal(self) -> None:
-        """Raise what `move_to` held back, once; called where torch tells the other ranks."""
-        refusal, self._refusal = self._refusal, None
-        if refusal is not None:
-            raise refusal
+        """Raise what `move_to` held back, until it is told something better; called where torch tells the other ranks.
+
+        Not only once: whoever tries again without a `checkpoint_id` would replace the checkpoint before.
+        """
+        if self._refusal is not None:
+            raise self._refusal
 
     def __reduce__(self) -> tuple[object, ...]:
         """The configuration, with credentials that were given by hand: nothing of what is under way."""
-        return type(self), (self.given,)
+        return type(self), (Whereabouts(self.location, self._refusal),)
 
 
 def is_location(checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -10,7 +10,7 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeGuard
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from dcp_remote.aliases import layers
 from dcp_remote.checkpoint import read_manifest
 from dcp_remote.crossing import crosses_ranks, portable
 from dcp_remote.dcp_metadata import to_dcp_metadata
@@ -29,7 +30,15 @@ from dcp_remote.errors import (
     CommitConflictError,
     InvalidArgumentError,
 )
-from dcp_remote.location import Here, Location, is_location, require_budget, require_shared, require_timeout
+from dcp_remote.location import (
+    Here,
+    Location,
+    Whereabouts,
+    is_location,
+    require_budget,
+    require_shared,
+    require_timeout,
+)
 from dcp_remote.manifest import Manifest
 from dcp_remote.ranges import Box
 from dcp_remote.reading import Target, read_or_explain
@@ -43,8 +52,8 @@ logger = logging.getLogger(__name__)
 class _Here(Here):
     """The load of this thread."""
 
-    def __init__(self, given: Location) -> None:
-        super().__init__(given)
+    def __init__(self, last: Whereabouts) -> None:
+        super().__init__(last)
         self.load_id: str | None = None
         self.manifest: Manifest | None = None
 
@@ -87,7 +96,7 @@ class RemoteReader(StorageReader):
         self._timeout_seconds = timeout_seconds
         self._allow_pickle = allow_pickle
         self._memory_budget_bytes = memory_budget_bytes
-        self._here = _Here(Location.of(url, storage_options))
+        self._here = _Here(Whereabouts(Location.of(url, storage_options)))
 
     def __repr__(self) -> str:
         """The URL; never an option."""
@@ -112,7 +121,8 @@ class RemoteReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Go on to another checkpoint in this thread, with the same options; None keeps the URL. Makes no request.
 
-        What cannot be opened is told with the failures of `read_metadata`.
+        What cannot be opened is told with the failures of `read_metadata`, by each load until a later call names what
+        can. Threads that are new begin where the last call of any thread led.
         """
         self._here.manifest = None
         self._here.move_to(checkpoint_id)
@@ -179,6 +189,8 @@ class RemoteReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what this rank's plan asks for; the planner is called from this thread alone.
 
+        Of templates that share memory, as tied weights do, the last in the plan wins.
+
         Raises:
             CorruptCheckpointError: Bytes are not those that were written.
             CheckpointNotFoundError: The checkpoint was removed or replaced meanwhile.
@@ -188,22 +200,29 @@ class RemoteReader(StorageReader):
         """
         began_seconds = time.monotonic()
         manifest = self._read()
-        targets: list[Target] = []
         # Looked at before a byte is read. What other planners give is looked at when they are asked for it: they may
         # make it then, and keep it in memory until it is complete.
-        template_of = planner.lookup_tensor if _gives_the_state_itself(planner) else None
+        templates: dict[MetadataIndex, torch.Tensor] = {}
+        if _gives_the_state_itself(planner):
+            for item in plan.items:
+                if item.type != LoadItemType.BYTE_IO and item.dest_index not in templates:
+                    templates[item.dest_index] = planner.lookup_tensor(item.dest_index)
+        layer_of = dict(zip(templates, layers(list(templates.values())), strict=True))
+        targets: list[list[Target]] = [[] for _ in range(1 + max(layer_of.values(), default=0))]
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                targets += self._object(manifest, planner, item)
+                targets[0] += self._object(manifest, planner, item)
             else:
-                targets.append(self._tensor(manifest, planner, item, template_of))
-        read_or_explain(
-            self._store,
-            manifest,
-            targets,
-            memory_budget_bytes=self._memory_budget_bytes,
-            retry_seconds=self._timeout_seconds,
-        )
+                target = self._tensor(manifest, planner, item, templates.get(item.dest_index))
+                targets[layer_of.get(item.dest_index, 0)].append(target)
+        for layer in targets:
+            read_or_explain(
+                self._store,
+                manifest,
+                layer,
+                memory_budget_bytes=self._memory_budget_bytes,
+                retry_seconds=self._timeout_seconds,
+            )
         logger.info(
             "loaded %d items of %s in %.1f s", len(plan.items), self._store.url, time.monotonic() - began_seconds
         )
@@ -237,12 +256,12 @@ class RemoteReader(StorageReader):
         manifest: Manifest,
         planner: LoadPlanner,
         item: ReadItem,
-        template_of: Callable[[MetadataIndex], torch.Tensor] | None,
+        template: torch.Tensor | None,
     ) -> Target:
         tensor, chunk = _chunk_of(manifest, item.storage_index)
-        if template_of is not None:
+        if template is not None:
             layout = stored_layout(manifest.tensors.kind_of(tensor))
-            require_writable(item.dest_index.fqn, template_of(item.dest_index), layout=layout)
+            require_writable(item.dest_index.fqn, template, layout=layout)
         return tensor_target(
             manifest,
             tensor=tensor,

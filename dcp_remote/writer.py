@@ -35,7 +35,15 @@ from dcp_remote.errors import (
     SaveFailedError,
     UnsupportedFormatError,
 )
-from dcp_remote.location import Here, Location, is_location, require_budget, require_shared, require_timeout
+from dcp_remote.location import (
+    Here,
+    Location,
+    Whereabouts,
+    is_location,
+    require_budget,
+    require_shared,
+    require_timeout,
+)
 from dcp_remote.ranges import MiB
 from dcp_remote.report import RankReport
 from dcp_remote.shard import SHARD_BYTES_MAX, ShardNames
@@ -75,8 +83,8 @@ class _Save:
 class _Here(Here):
     """The save of this thread."""
 
-    def __init__(self, given: Location) -> None:
-        super().__init__(given)
+    def __init__(self, last: Whereabouts) -> None:
+        super().__init__(last)
         self.next_save_id: str | None = None
         self.save: _Save | None = None
 
@@ -132,7 +140,7 @@ class RemoteWriter(StorageWriter):
         self._allow_pickle = allow_pickle
         self._memory_budget_bytes = memory_budget_bytes
         self._timeout_seconds = timeout_seconds
-        self._here = _Here(Location.of(url, storage_options))
+        self._here = _Here(Whereabouts(Location.of(url, storage_options)))
 
     def __repr__(self) -> str:
         """The URL; never an option."""
@@ -157,7 +165,8 @@ class RemoteWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Go on to another checkpoint in this thread, with the same options; None keeps the URL. Makes no request.
 
-        What cannot be opened is told by `storage_meta`, which torch calls where it tells the other ranks.
+        What cannot be opened is told by `storage_meta`, which torch calls where it tells the other ranks, and by each
+        save until a later call names what can. Threads that are new begin where the last call of any thread led.
         """
         self._here.save = None
         self._here.move_to(checkpoint_id)

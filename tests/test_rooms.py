@@ -70,6 +70,7 @@ ROOMS = [
     "shard_writer",
     "writer",
     "targets",
+    "aliases",
     "loading",
     "reader",
     "__init__",

@@ -360,6 +360,42 @@ def test_cached_plans(store: RecordingStore) -> None:
     assert equal(load(store), {"x": torch.full((6,), 4.0), "n": 4})
 
 
+def async_save(state: dict[str, Any], writer: RemoteWriter) -> None:
+    """In a thread that is made for it."""
+    response = dcp.async_save(state, storage_writer=writer, no_dist=True)
+    assert isinstance(response, Future)
+    response.result()
+
+
+def test_where_a_writer_was_told_to_go_holds_for_new_threads_and_copies(tmp_path: Path) -> None:
+    """`reset`, then `async_save` without an id, as with torch's own writer; a copy goes there, too."""
+    writer = RemoteWriter(tmp_path / "a", overwrite=True)
+    writer.reset(tmp_path / "b")
+    async_save({"x": torch.ones(2)}, writer)
+    assert not (tmp_path / "a").exists()
+    dcp.save({"x": torch.zeros(2)}, storage_writer=pickle.loads(pickle.dumps(writer)), no_dist=True)
+    assert bool((load(tmp_path / "b")["x"] == 0).all())
+
+
+def test_where_a_writer_cannot_go_holds_too(tmp_path: Path) -> None:
+    """Told to go where nobody can: no later save, in this thread, another, or of a copy, replaces what was before."""
+    writer = RemoteWriter(tmp_path / "a", overwrite=True)
+    dcp.save({"x": torch.ones(2)}, storage_writer=writer, no_dist=True)
+    writer.reset("nowhere://else")
+    for attempt in (
+        lambda: dcp.save({"x": torch.zeros(2)}, storage_writer=writer, no_dist=True),
+        lambda: dcp.save({"x": torch.zeros(2)}, storage_writer=writer, no_dist=True),
+        lambda: async_save({"x": torch.zeros(2)}, writer),
+        lambda: dcp.save({"x": torch.zeros(2)}, storage_writer=pickle.loads(pickle.dumps(writer)), no_dist=True),
+    ):
+        error = failure(attempt)
+        assert isinstance(error, InvalidArgumentError)
+        assert "nowhere" in str(error)
+    assert bool((load(tmp_path / "a")["x"] == 1).all())
+    writer.reset(tmp_path / "a")
+    dcp.save({"x": torch.zeros(2)}, storage_writer=writer, no_dist=True)
+
+
 def test_planners_are_called_from_one_thread(store: RecordingStore) -> None:
     """Every call that resolves, commits or loads comes from the thread that called `dcp.save` or `dcp.load`."""
     threads: set[int] = set()

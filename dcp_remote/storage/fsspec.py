@@ -110,6 +110,7 @@ def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[st
     """
     path = os.fspath(path)
     while type(filesystem) is DirFileSystem:
+        path = path.removesuffix("/")
         if path:
             check_key(path)  # `..` would leave the folder
         path = "/".join(part for part in (filesystem.path, path) if part)

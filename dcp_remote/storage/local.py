@@ -316,8 +316,10 @@ class LocalStore:
 def _info(key: str, status: os.stat_result) -> ObjectInfo | None:
     if not stat.S_ISREG(status.st_mode):
         return None
+    # A file that is copied with its times (`cp -a`) is as young as the copy, and its manifest is perhaps on its way.
+    modified_ns = max(status.st_mtime_ns, status.st_ctime_ns)
     return ObjectInfo(
-        key=key, size_bytes=status.st_size, version=version_of(status), modified_seconds=status.st_mtime_ns / 1e9
+        key=key, size_bytes=status.st_size, version=version_of(status), modified_seconds=modified_ns / 1e9
     )
 
 
