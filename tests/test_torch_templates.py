@@ -346,7 +346,7 @@ def chunks(part: LocalShards) -> list[Any]:
 def test_very_many_tiny_entries(store: RecordingStore, torture_seconds: float) -> None:
     """Half of them tensors of 40 bytes and half objects: right again, in as few requests as the format allows.
 
-    A hundred thousand in the long form of the campaign; `test_sizes.py` has as many tensors in any. A shard per 16,384
+    A hundred thousand in the long form of the campaign, as in `test_sizes.py` of tensors alone. A shard per 16,384
     tensors, and one for the objects that no longer fit into the manifest, if there are any.
     """
     count = 50_000 if torture_seconds >= LONG_SECONDS else 20_000
