@@ -66,7 +66,7 @@ def unseal(data: bytes) -> bytes:
         raise CorruptCheckpointError("This is not a document of dcp_remote, or it is damaged.", bytes=len(text))
     rest = memoryview(text)[match.end() :]
     if digest(rest).hex().encode() != match[1]:
-        raise CorruptCheckpointError("The manifest is damaged or truncated: its digest is another.", bytes=len(text))
+        raise CorruptCheckpointError("The document is damaged or truncated: its digest is another.", bytes=len(text))
     return b"{" + rest
 
 
@@ -78,10 +78,10 @@ def _decompress(data: bytes) -> bytes:
         size_bytes = zstandard.frame_content_size(data)
         if size_bytes > DOCUMENT_BYTES_MAX:
             raise CorruptCheckpointError(
-                "The manifest is larger than any manifest.", bytes=size_bytes, limit_bytes=DOCUMENT_BYTES_MAX
+                "The document is larger than any manifest.", bytes=size_bytes, limit_bytes=DOCUMENT_BYTES_MAX
             )
         # One frame, and nothing behind it: bytes that no digest covers are nobody's.
         decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES_MAX)
         return decompressor.decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise CorruptCheckpointError("The manifest is damaged: it cannot be decompressed.", cause=error) from error
+        raise CorruptCheckpointError("The document is damaged: it cannot be decompressed.", cause=error) from error

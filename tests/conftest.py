@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from dcp_remote.testing.servers import S3Server, moto_server
@@ -14,6 +15,10 @@ from tests.figures import figures
 _SECONDS = 2.0
 
 _BEGAN = pytest.StashKey[float]()
+
+# No example is too slow: on a busy machine any can be. All else as hypothesis has it, in CI always the same examples.
+hypothesis.settings.register_profile("dcp_remote", deadline=None)
+hypothesis.settings.load_profile("dcp_remote")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

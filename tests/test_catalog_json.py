@@ -1,0 +1,329 @@
+"""The catalog as it is stored: round trips, every check, hostile documents sealed anew, and every damage to a byte."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp_remote import catalog_json
+from dcp_remote.catalog import Catalog
+from dcp_remote.catalog_json import check, decode, encode
+from dcp_remote.envelope import COMPRESS_FROM_BYTES, seal, unseal
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
+from tests.catalogs import catalog, catalogs, entry, identity
+
+NONCE, OTHER_NONCE = "0" * 32, "1" * 32
+
+Document: TypeAlias = dict[str, Any]
+
+EXAMPLE = catalog(
+    entry(1, names=("best", "ünï"), metrics=(("loss", 0.25), ("accuracy", 1.0)), pinned=True),
+    entry(2, thinned=("optim",), abandoned=True),
+    entry(3, began=9),
+    floor=3,
+)
+
+
+def document() -> Document:
+    loaded: Document = json.loads(unseal(encode(EXAMPLE, NONCE)))
+    return loaded
+
+
+def dump(value: object) -> bytes:
+    """Sealed anew: what is tried here is what stands behind the digest."""
+    return seal(json.dumps(value, separators=(",", ":")).encode())
+
+
+def large() -> Catalog:
+    """Compressed when stored."""
+    return catalog(*(entry(step) for step in range(1_000)))
+
+
+@settings(deadline=None)
+@given(catalogs())
+def test_round_trip(run: Catalog) -> None:
+    """Any catalog is read as it was written, metrics in their order and to the last bit."""
+    assert repr(decode(encode(run, NONCE))) == repr(run)
+
+
+def test_round_trip_of_a_large_one() -> None:
+    """Compressed, it is small: what repeats in each checkpoint costs nearly nothing."""
+    data = encode(large(), NONCE)
+    assert len(unseal(data)) > COMPRESS_FROM_BYTES
+    assert len(data) < 50 * len(large().entries)
+    assert decode(data) == large()
+
+
+def test_the_least_that_is_written() -> None:
+    """Defaults of a checkpoint are left out: a catalog is read at every look at a run."""
+    assert list(document()["checkpoints"][2]) == [
+        "step",
+        "save_id",
+        "manifest",
+        "size_bytes",
+        "created",
+        "token",
+        "began",
+    ]
+
+
+def test_equal_catalogs_are_different_objects() -> None:
+    """By the nonce: equal bytes could have an equal version."""
+    assert encode(EXAMPLE, NONCE) != encode(EXAMPLE, OTHER_NONCE)
+    assert decode(encode(EXAMPLE, NONCE)) == decode(encode(EXAMPLE, OTHER_NONCE))
+
+
+def changed(at: int, **fields: Any) -> Catalog:
+    """With the checkpoint of a step changed."""
+    entries = tuple(replace(one, **fields) if one.step == at else one for one in EXAMPLE.entries)
+    return replace(EXAMPLE, entries=entries)
+
+
+WRONG: dict[str, Catalog] = {
+    "run_id is short": replace(EXAMPLE, run_id="f" * 31),
+    "run_id is upper case": replace(EXAMPLE, run_id="F" * 32),
+    "run_id ends a line": replace(EXAMPLE, run_id="f" * 31 + "\n"),
+    "run_id in other digits": replace(EXAMPLE, run_id="\u0661" * 32),
+    "revision below zero": replace(EXAMPLE, revision=-1),
+    "revision too high": replace(EXAMPLE, revision=2**53 + 1),
+    "token below zero": replace(EXAMPLE, token=-1),
+    "token too high": replace(EXAMPLE, token=2**53 + 1),
+    "floor below zero": replace(EXAMPLE, floor=-1),
+    "floor above the revision": replace(EXAMPLE, floor=11),
+    "step below zero": changed(1, step=-1),
+    "step too high": changed(3, step=2**53 + 1),
+    "size below zero": changed(1, size_bytes=-1),
+    "size too high": changed(1, size_bytes=2**53 + 1),
+    "token of a checkpoint below zero": changed(1, token=-1),
+    "token of a checkpoint above the run's": changed(1, token=2),
+    "began below zero": changed(1, began=-1),
+    "began when it was committed": changed(1, began=10),
+    "save_id is no identity": changed(1, save_id="best"),
+    "save_id twice": changed(1, save_id=identity(2)),
+    "manifest twice": changed(1, manifest=entry(2).manifest),
+    "name twice": changed(2, names=("best",)),
+    "name twice at one checkpoint": changed(2, names=("last", "last")),
+    "not in order": replace(EXAMPLE, entries=EXAMPLE.entries[::-1]),
+    "step twice": changed(1, step=2),
+    "metric twice": changed(1, metrics=(("loss", 1.0), ("loss", 2.0))),
+    "metric is NaN": changed(1, metrics=(("loss", float("nan")),)),
+    "metric is infinite": changed(1, metrics=(("loss", float("-inf")),)),
+    "long name": changed(1, names=("x" * 1_001,)),
+    "long name of a metric": changed(1, metrics=(("x" * 1_001, 1.0),)),
+    "long time": changed(1, created="x" * 1_001),
+    "long key": changed(1, thinned=("x" * 1_001,)),
+    "name is not Unicode": changed(1, names=("\ud800",)),
+    "metric is not Unicode": changed(1, metrics=(("\udfff", 1.0),)),
+    **{
+        f"manifest {key!r}"[:60]: changed(1, manifest=key)
+        for key in (
+            "",
+            "manifest.json",
+            "manifests/.json",
+            "manifests/..json",
+            "manifests/a..json",
+            "manifests/../a.json",
+            "manifests/a/b.json",
+            "manifests//a.json",
+            "/manifests/a.json",
+            "manifests/a.json/",
+            "manifests/a.json\n",
+            "manifests/ä.json",
+            "manifests/a\0.json",
+            "manifests/a b.json",
+            "manifests/a%2f.json",
+            "manifests/a.JSON",
+            "shards/a.json",
+            f"manifests/{'a' * 201}.json",
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_no_catalog(what: str) -> None:
+    """It is refused before it is written; and the bytes of one that was written all the same, when they are read."""
+    wrong = WRONG[what]
+    with pytest.raises(CorruptCheckpointError):
+        check(wrong)
+    with pytest.raises(CorruptCheckpointError):
+        encode(wrong, NONCE)
+
+
+@pytest.mark.parametrize(
+    "what", [what for what in WRONG if "metric is" not in what and "Unicode" not in what and what != "metric twice"]
+)
+def test_what_is_read_is_checked(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written by somebody who does not check, and sealed: JSON has no NaN and no half characters."""
+    with monkeypatch.context() as careless:
+        careless.setattr(catalog_json, "check", lambda run: run)
+        data = encode(WRONG[what], NONCE)
+    with pytest.raises(CorruptCheckpointError):
+        decode(data)
+
+
+def test_too_many_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more than the limit, which is lowered here."""
+    monkeypatch.setattr(catalog_json, "ENTRIES_MAX", 3)
+    assert check(EXAMPLE) == EXAMPLE
+    with pytest.raises(CorruptCheckpointError, match="limit=3"):
+        check(replace(EXAMPLE, entries=(*EXAMPLE.entries, entry(4))))
+
+
+def test_what_no_reader_takes_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the run could never be read again. The limit is lowered here."""
+    length = len(encode(EXAMPLE, NONCE))
+    monkeypatch.setattr(catalog_json, "STORED_BYTES_MAX", length)
+    encode(EXAMPLE, NONCE)
+    monkeypatch.setattr(catalog_json, "STORED_BYTES_MAX", length - 1)
+    with pytest.raises(InvalidArgumentError, match=f"stored_bytes={length}"):
+        encode(EXAMPLE, NONCE)
+
+
+def change(path: str, value: object) -> Callable[[Document], object]:
+    """Set a field; "checkpoints.0.step" is one of the first checkpoint."""
+
+    def carry_out(of: Any) -> None:
+        *parents, last = path.split(".")
+        for name in parents:
+            of = of[int(name)] if name.isdigit() else of[name]
+        of[last] = value
+
+    return carry_out
+
+
+def without(path: str) -> Callable[[Document], object]:
+    """Drop a field."""
+
+    def carry_out(of: Any) -> None:
+        *parents, last = path.split(".")
+        for name in parents:
+            of = of[int(name)] if name.isdigit() else of[name]
+        del of[last]
+
+    return carry_out
+
+
+HOSTILE: dict[str, Callable[[Document], object]] = {
+    **{f"without {name}": without(name) for name in document()},
+    **{f"checkpoint without {name}": without(f"checkpoints.2.{name}") for name in document()["checkpoints"][2]},
+    "another format": change("format", "dcp_remote manifest"),
+    "format is null": change("format", None),
+    "requires is text": change("requires", "dedup"),
+    "nonce is a number": change("nonce", 1),
+    "revision is text": change("revision", "1"),
+    "revision is a fraction": change("revision", 1.5),
+    "revision is true": change("revision", True),
+    "revision is huge": change("revision", 10**400),
+    "checkpoints are an object": change("checkpoints", {}),
+    "checkpoints are null": change("checkpoints", None),
+    "a checkpoint is null": change("checkpoints", [None]),
+    "a checkpoint is a list": change("checkpoints", [[1]]),
+    "step is null": change("checkpoints.0.step", None),
+    "step is a fraction": change("checkpoints.0.step", 0.5),
+    "pinned is a number": change("checkpoints.0.pinned", 1),
+    "abandoned is text": change("checkpoints.0.abandoned", "yes"),
+    "names are text": change("checkpoints.0.names", "best"),
+    "a name is a number": change("checkpoints.0.names", [1]),
+    "metrics are a list": change("checkpoints.0.metrics", [["loss", 1]]),
+    "a metric is text": change("checkpoints.0.metrics", {"loss": "low"}),
+    "a metric is null": change("checkpoints.0.metrics", {"loss": None}),
+    "a metric is huge": change("checkpoints.0.metrics", {"loss": 10**400}),
+    "deep": change("checkpoints", json.loads("[" * 900 + "]" * 900)),
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_a_hostile_document(how: str) -> None:
+    """Each is one change to a sealed document: refused, and by nothing but our own error."""
+    hostile = document()
+    HOSTILE[how](hostile)
+    with pytest.raises(CorruptCheckpointError):
+        decode(dump(hostile))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"a":1}',
+        b'{"format":NaN}',
+        b'{"format":"\xff"}',
+        b'{"format":"\\ud800"}',
+        b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        unseal(encode(EXAMPLE, NONCE))[:-1],
+        unseal(encode(EXAMPLE, NONCE)) + b"{}",
+    ],
+    ids=["another object", "NaN", "not UTF-8", "half a character", "very deep", "cut", "two"],
+)
+def test_a_sealed_text_that_is_no_document(text: bytes) -> None:
+    """The seal is right, and nothing else."""
+    with pytest.raises(CorruptCheckpointError):
+        decode(seal(text))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("version", "2"), ("version", "1-draft.0"), ("version", ""), ("requires", ["wings"])]
+)
+def test_another_version(field: str, value: object) -> None:
+    """Says so, whatever else the document holds: it may look different there."""
+    newer = document() | {field: value, "checkpoints": "elsewhere"}
+    with pytest.raises(UnsupportedFormatError):
+        decode(dump(newer))
+
+
+def test_unknown_fields_are_ignored() -> None:
+    """What a reader must know stands in `requires`; anything else it may not know."""
+    newer = document() | {"colour": "blue"}
+    newer["checkpoints"][0]["mood"] = {"good": True}
+    assert decode(dump(newer)) == EXAMPLE
+
+
+def test_numbers_of_metrics() -> None:
+    """An integer is a number, too: other writers may leave out the fraction."""
+    written = document()
+    written["checkpoints"][0]["metrics"] = {"loss": 1}
+    assert decode(dump(written)).entries[0].metrics == (("loss", 1.0),)
+
+
+def test_damage_to_any_byte() -> None:
+    """Each byte of a small catalog in turn, one bit or all of them; and each cut."""
+    data = encode(EXAMPLE, NONCE)
+    for index in range(len(data)):
+        for flip in (1 << index % 8, 0xFF):
+            damaged = bytearray(data)
+            damaged[index] ^= flip
+            with pytest.raises(CorruptCheckpointError):
+                decode(bytes(damaged))
+        with pytest.raises(CorruptCheckpointError):
+            decode(data[:index])
+    with pytest.raises(CorruptCheckpointError):
+        decode(data + b" ")
+
+
+def test_damage_to_a_compressed_one() -> None:
+    """A few hundred bytes of it: refused, or what was written (zstd has bits that mean nothing)."""
+    data, draw = encode(large(), NONCE), random.Random(7)
+    for _ in range(300):
+        damaged = bytearray(data)
+        damaged[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        try:
+            assert decode(bytes(damaged)) == large()
+        except CorruptCheckpointError:
+            continue
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes(data: bytes) -> None:
+    """They are no catalog, sealed or not."""
+    with pytest.raises(CorruptCheckpointError):
+        decode(data)
+    with pytest.raises(CorruptCheckpointError):
+        decode(seal(b'{"format":' + data))
