@@ -10,7 +10,7 @@ import io
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeGuard
@@ -202,19 +202,14 @@ class RemoteReader(StorageReader):
         manifest = self._read()
         # Looked at before a byte is read. What other planners give is looked at when they are asked for it: they may
         # make it then, and keep it in memory until it is complete.
-        templates: dict[MetadataIndex, torch.Tensor] = {}
-        if _gives_the_state_itself(planner):
-            for item in plan.items:
-                if item.type != LoadItemType.BYTE_IO and item.dest_index not in templates:
-                    templates[item.dest_index] = planner.lookup_tensor(item.dest_index)
-        layer_of = dict(zip(templates, layers(list(templates.values())), strict=True))
-        targets: list[list[Target]] = [[] for _ in range(1 + max(layer_of.values(), default=0))]
+        template_of = planner.lookup_tensor if _gives_the_state_itself(planner) else None
+        later = _later_layers(plan, template_of) if template_of is not None else {}
+        targets: list[list[Target]] = [[] for _ in range(1 + max(later.values(), default=0))]
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 targets[0] += self._object(manifest, planner, item)
             else:
-                target = self._tensor(manifest, planner, item, templates.get(item.dest_index))
-                targets[layer_of.get(item.dest_index, 0)].append(target)
+                targets[later.get(item.dest_index, 0)].append(self._tensor(manifest, planner, item, template_of))
         for layer in targets:
             read_or_explain(
                 self._store,
@@ -256,12 +251,12 @@ class RemoteReader(StorageReader):
         manifest: Manifest,
         planner: LoadPlanner,
         item: ReadItem,
-        template: torch.Tensor | None,
+        template_of: Callable[[MetadataIndex], torch.Tensor] | None,
     ) -> Target:
         tensor, chunk = _chunk_of(manifest, item.storage_index)
-        if template is not None:
+        if template_of is not None:
             layout = stored_layout(manifest.tensors.kind_of(tensor))
-            require_writable(item.dest_index.fqn, template, layout=layout)
+            require_writable(item.dest_index.fqn, template_of(item.dest_index), layout=layout)
         return tensor_target(
             manifest,
             tensor=tensor,
@@ -298,6 +293,13 @@ def _gives_the_state_itself(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanne
         getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
         for name in ("resolve_tensor", "lookup_tensor", "transform_tensor")
     )
+
+
+def _later_layers(plan: LoadPlan, template_of: Callable[[MetadataIndex], torch.Tensor]) -> Mapping[MetadataIndex, int]:
+    """Of the templates that share memory with an earlier one, the layer in which each is read; there is hardly one."""
+    indices = dict.fromkeys(item.dest_index for item in plan.items if item.type != LoadItemType.BYTE_IO)
+    found = layers([template_of(index) for index in indices])
+    return {index: layer for index, layer in zip(indices, found, strict=True) if layer}
 
 
 def _fresh_stream(name: str, value: object, *, protocol: int) -> io.BytesIO:

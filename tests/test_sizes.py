@@ -321,7 +321,7 @@ def test_very_many_tensors_of_40_bytes(torture_seconds: float, tmp_path: Path) -
     costs = in_fresh_process(many_tensors, tensors, str(tmp_path))
     show(f"{tensors} tensors", costs)
     for cost in costs:
-        assert cost.peak_bytes < tensors * ENTRY_BYTES
+        assert cost.peak_bytes < tensors * ENTRY_BYTES + SLACK_BYTES
     shards = -(-tensors // ITEMS_PER_SHARD_MAX)
     saved, loaded = costs
     assert saved.requests == {"get manifest.json": 1, "put shards": shards, "put manifest.json": 1}
