@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from dcp_remote.storage.wrapper import Verb
 from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
 from tests.catalogs import ONE, SECONDS, Clock, attempt, commit, identity, store_of, stored, swapped
 from tests.figures import count
+from tests.histories import run_histories
 
 pytestmark = pytest.mark.torture
 
@@ -324,19 +324,8 @@ def test_reads_are_retried() -> None:
 
 
 def test_many_things_go_wrong(torture_seconds: float) -> None:
-    """Changes in a row on one store, each with faults drawn from a seed: what was told holds.
-
-    A failure prints its seed, the argument of `history`.
-    """
-    until = time.monotonic() + torture_seconds
-    for seed in itertools.count(random.SystemRandom().getrandbits(32)):
-        try:
-            history(seed)
-        except BaseException as error:
-            error.add_note(f"seed={seed}")
-            raise
-        if time.monotonic() > until:
-            return
+    """Changes in a row on one store, each with faults drawn from a seed: what was told holds."""
+    run_histories(history, torture_seconds)
 
 
 def history(seed: int) -> None:

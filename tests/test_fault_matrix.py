@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +33,8 @@ from dcp_remote.storage import MemoryStore, retrying
 from dcp_remote.storage.wrapper import Verb
 from dcp_remote.testing import Fault, FaultyStore, matching, nth
 from dcp_remote.testing.ranks import load_as_ranks
-from tests.figures import LONG_SECONDS, count
+from tests.figures import count
+from tests.histories import run_histories
 from tests.valued_states import found, named, put_orphans, save, shards_in, states, value_of
 
 pytestmark = pytest.mark.torture
@@ -295,19 +295,9 @@ def test_removing_orphans_harms_nothing(way: Way, *, committed: bool, settle_las
 def test_many_things_go_wrong(torture_seconds: float) -> None:
     """Saves at 1 to 3 ranks and removals of orphans in a row on one store, each with faults drawn from a seed.
 
-    After each: what was told holds for what is there now. A failure prints its seed, the argument of `history`; the
-    short form always begins with the same.
+    After each: what was told holds for what is there now.
     """
-    until = time.monotonic() + torture_seconds
-    first = random.SystemRandom().getrandbits(32) if torture_seconds >= LONG_SECONDS else 0
-    for seed in itertools.count(first):
-        try:
-            history(seed)
-        except BaseException as error:
-            error.add_note(f"seed={seed}")
-            raise
-        if time.monotonic() > until:
-            return
+    run_histories(history, torture_seconds)
 
 
 def history(seed: int) -> None:

@@ -1,0 +1,27 @@
+"""Random histories, each decided by its seed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+
+from tests.figures import LONG_SECONDS
+
+
+def run_histories(history: Callable[[int], None], torture_seconds: float) -> None:
+    """One after another until the time is over; a failure prints its seed, the argument of `history`.
+
+    The short form begins with the same seed each time, or the same commit would pass today and fail tomorrow.
+    """
+    first = random.SystemRandom().getrandbits(32) if torture_seconds >= LONG_SECONDS else 0
+    until = time.monotonic() + torture_seconds
+    for seed in itertools.count(first):
+        try:
+            history(seed)
+        except BaseException as error:
+            error.add_note(f"seed={seed}")
+            raise
+        if time.monotonic() > until:
+            return
