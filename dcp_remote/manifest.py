@@ -177,11 +177,25 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a checkpoint of a run knows of it; a checkpoint by itself has none."""
+    """What a checkpoint of a run knows of it, so that a lost catalog can be made again; one by itself has none.
 
+    Attributes:
+        run_id: Of the run; 32 lower-case hex digits.
+        step: Of training, finished.
+        token: Of the job that wrote it.
+        revision: Of the catalog when the save began, which the names of its shards carry.
+        names: By which it could be asked for when it was committed.
+        metrics: What the user noted, by name.
+        thinned: Top-level keys of the state that were let go since.
+    """
+
+    run_id: str
     step: int
     token: int
     revision: int
+    names: tuple[str, ...] = ()
+    metrics: tuple[tuple[str, float], ...] = ()
+    thinned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -201,7 +215,6 @@ class Manifest:
         inline: Small objects: name to the JSON text of its value.
         stored: Objects in shards.
         positions: Where objects (`inline` in order, then `stored`) stand among all entries of the state dict.
-        per_rank: Objects that differ between ranks: rank to name to the JSON text of its value.
         flatten: torch's `planner_data`: each name's path in the nested state dict; None if it was not flattened.
         user: What the user noted.
         run: Of a checkpoint in a run.
@@ -218,7 +231,6 @@ class Manifest:
     inline: Mapping[str, bytes] = field(default_factory=dict)
     stored: tuple[StoredObject, ...] = ()
     positions: tuple[int, ...] = ()
-    per_rank: Mapping[int, Mapping[str, bytes]] = field(default_factory=dict)
     flatten: Mapping[str, tuple[str | int, ...]] | None = None
     user: Mapping[str, object] = field(default_factory=dict)
     run: RunInfo | None = None

@@ -25,6 +25,7 @@ from dcp_remote.manifest import (
     TORCH,
     Manifest,
     Pieces,
+    RunInfo,
     Shards,
     TensorKind,
     Tensors,
@@ -68,11 +69,8 @@ def check(manifest: Manifest) -> Manifest:
     _check_flatten(manifest)
     if not 1 <= manifest.world_size <= VALUE_MAX:
         raise _damaged("there cannot be so many ranks", world_size=manifest.world_size)
-    if not all(0 <= rank < manifest.world_size for rank in manifest.per_rank):
-        raise _damaged("objects are those of a rank that did not save", ranks=list(manifest.per_rank)[:10])
-    run = manifest.run
-    if run and not all(0 <= number <= VALUE_MAX for number in (run.step, run.token, run.revision)):
-        raise _damaged("a number of the run is out of bounds", step=run.step, token=run.token, revision=run.revision)
+    if manifest.run is not None:
+        _check_run(manifest.run)
     return manifest
 
 
@@ -87,6 +85,15 @@ def check_saves(save_id: str, replaces: Sequence[str]) -> None:
     for one in (save_id, *replaces):
         if not _SAVE_ID.fullmatch(one):
             raise _damaged("a save_id is not 32 lower-case hex digits", save_id=one[:100])
+
+
+def _check_run(run: RunInfo) -> None:
+    if not all(0 <= number <= VALUE_MAX for number in (run.step, run.token, run.revision)):
+        raise _damaged("a number of the run is out of bounds", step=run.step, token=run.token, revision=run.revision)
+    if not _SAVE_ID.fullmatch(run.run_id):
+        raise _damaged("a run_id is not 32 lower-case hex digits", run_id=run.run_id[:100])
+    if not all(math.isfinite(value) for _, value in run.metrics):
+        raise _damaged("a metric is not finite")
 
 
 def _damaged(what: str, **details: object) -> CorruptCheckpointError:

@@ -6,7 +6,6 @@ Reading is typed and bounded: version and required features first, then the docu
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -36,7 +35,7 @@ _T = TypeVar("_T")
 FORMAT = "dcp_remote manifest"
 # Stays a draft until retention, gc and dedup are built. Every change of a draft takes the next number, and a draft is
 # read only by what writes it.
-VERSION = "1-draft.1"
+VERSION = "1-draft.2"
 FEATURES: frozenset[str] = frozenset()
 
 CHECKPOINT, TOMBSTONE = "checkpoint", "tombstone"
@@ -46,9 +45,6 @@ USER_BYTES_MAX = 1 * MiB
 
 # Behind the seal of a document that was put again as it is, so that its version is new.
 _NONCE = re.compile(rb'\{"nonce":"[0-9a-f]{32}",')
-
-# A rank of a billion is none.
-_RANK_DIGITS_MAX = 9
 
 
 class _Head(msgspec.Struct):
@@ -113,9 +109,13 @@ class _Objects(msgspec.Struct):
 
 
 class _Run(msgspec.Struct):
+    run_id: str
     step: int
     token: int
     revision: int
+    names: list[str]
+    metrics: dict[str, float]
+    thinned: list[str]
 
 
 class _Document(msgspec.Struct):
@@ -135,7 +135,6 @@ class _Document(msgspec.Struct):
     chunks: _Chunks
     pieces: _Pieces
     objects: _Objects
-    per_rank: dict[str, dict[str, msgspec.Raw]]
     flatten: dict[str, list[str | int]] | None
     user: msgspec.Raw
 
@@ -171,7 +170,7 @@ def encode(manifest: Manifest) -> bytes:
         created=manifest.created,
         writer=dict(manifest.writer),
         world_size=manifest.world_size,
-        run=_Run(manifest.run.step, manifest.run.token, manifest.run.revision) if manifest.run else None,
+        run=_run(manifest.run) if manifest.run else None,
         digest=digests.ALGORITHM,
         shards=_Shards(
             keys=list(shards.keys),
@@ -208,10 +207,6 @@ def encode(manifest: Manifest) -> bytes:
             stored=[_Stored(item.name, item.encoding, item.pieces) for item in manifest.stored],
             positions=encode_column(np.asarray(manifest.positions, dtype=np.int64)),
         ),
-        per_rank={
-            str(rank): {name: msgspec.Raw(text) for name, text in values.items()}
-            for rank, values in manifest.per_rank.items()
-        },
         flatten=None if manifest.flatten is None else {name: list(path) for name, path in manifest.flatten.items()},
         user=msgspec.Raw(user),
     )
@@ -259,7 +254,7 @@ def decode(data: bytes) -> Manifest | None:
             created=document.created,
             writer=document.writer,
             world_size=document.world_size,
-            run=RunInfo(document.run.step, document.run.token, document.run.revision) if document.run else None,
+            run=_run_info(document.run) if document.run else None,
             shards=_shards(document.shards),
             tensors=tensors,
             pieces=_pieces(document.pieces),
@@ -272,7 +267,6 @@ def decode(data: bytes) -> Manifest | None:
                     count=len(document.objects.inline) + len(document.objects.stored),
                 ).tolist()
             ),
-            per_rank=_per_rank(document.per_rank),
             flatten=None
             if document.flatten is None
             else {name: tuple(path) for name, path in document.flatten.items()},
@@ -402,11 +396,17 @@ def _user(text: msgspec.Raw) -> dict[str, Any]:
     return _parse(bytes(text), dict[str, Any])
 
 
-def _per_rank(wire: Mapping[str, Mapping[str, msgspec.Raw]]) -> dict[int, dict[str, bytes]]:
-    ranks: dict[int, dict[str, bytes]] = {}
-    for rank, values in wire.items():
-        # Canonical, or "3" and "03" would be two entries of one rank.
-        if not (rank.isdecimal() and len(rank) <= _RANK_DIGITS_MAX and str(int(rank)) == rank):
-            raise CorruptCheckpointError("The manifest is damaged: a rank is not a number.", rank=rank[:100])
-        ranks[int(rank)] = {name: bytes(text) for name, text in values.items()}
-    return ranks
+def _run(run: RunInfo) -> _Run:
+    return _Run(run.run_id, run.step, run.token, run.revision, list(run.names), dict(run.metrics), list(run.thinned))
+
+
+def _run_info(wire: _Run) -> RunInfo:
+    return RunInfo(
+        wire.run_id,
+        wire.step,
+        wire.token,
+        wire.revision,
+        tuple(wire.names),
+        tuple(wire.metrics.items()),
+        tuple(wire.thinned),
+    )

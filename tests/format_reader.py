@@ -46,7 +46,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     assert start == b'{"xxh3-128":"%s",' % xxhash.xxh3_128_hexdigest(rest).encode()
     manifest: dict[str, Any] = json.loads(data)
     assert manifest["format"] == "dcp_remote manifest"
-    assert (manifest["version"], manifest["requires"]) == ("1-draft.1", [])
+    assert (manifest["version"], manifest["requires"]) == ("1-draft.2", [])
     assert manifest["kind"] == "checkpoint"
     return manifest
 

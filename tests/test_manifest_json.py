@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dcp_remote import envelope, manifest_json
 from dcp_remote.envelope import COMPRESS_FROM_BYTES, seal, unseal
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
-from dcp_remote.manifest import JSON, REPLACES_MAX, TORCH, Manifest, TensorKind
+from dcp_remote.manifest import JSON, REPLACES_MAX, TORCH, Manifest, RunInfo, TensorKind
 from dcp_remote.manifest_json import decode_head, encode, tombstone
 from dcp_remote.ranges import Box, KiB, MiB
 from tests.manifests import Layout, ObjectLayout, assert_sound, build, decode, manifests, plain
@@ -45,7 +45,7 @@ def example() -> Manifest:
     return replace(
         manifest,
         replaces=("1" * 32,),
-        per_rank={0: {"rng": b"[1,2]"}, 3: {"rng": b"[3]"}},
+        run=RunInfo("7" * 32, 5, 2, 9, ("best", "émile"), (("loss", 0.25), ("accuracy", 1e-300)), ("optim",)),
         flatten={
             "model.w": ("model", "w"),
             "model.e": ("model", "e"),
@@ -135,8 +135,9 @@ def test_a_field_changed(path: tuple[str | int, ...]) -> None:
     del holder(without, path)[path[-1]]
     accepted = refused_or_sound(dump(without))
     # Entries of mappings and optional lists can go without a trace; a field of the document cannot.
-    free = path[0] in {"user", "writer", "per_rank", "replaces", "flatten"} and len(path) > 1
+    free = path[0] in {"user", "writer", "replaces", "flatten"} and len(path) > 1
     free |= path[:2] == ("objects", "inline") and len(path) > 3
+    free |= path[:1] == ("run",) and len(path) > 2
     assert free or accepted is None
     for value in WRONG_TYPES:
         changed = document()
@@ -317,7 +318,7 @@ def test_other_texts(text: bytes) -> None:
                 read(seal(text))
 
 
-@pytest.mark.parametrize("field", ["user", "objects", "per_rank", "created", "from the future"])
+@pytest.mark.parametrize("field", ["user", "objects", "run", "created", "from the future"])
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'], ids=["lists", "dicts"])
 def test_deep_nesting(field: str, opening: bytes) -> None:
     """A million levels, where a value of any form may stand and elsewhere, closed or not."""
@@ -426,15 +427,6 @@ def test_saves_go_by_ids_of_one_form() -> None:
         for read in (decode, decode_head):
             with pytest.raises(CorruptCheckpointError, match=r"save_id|more saves"):
                 read(dump({**document(), "save_id": save_id, "replaces": list(replaces)}))
-
-
-@pytest.mark.parametrize(
-    "rank", ["", "-1", "+1", "03", " 1", "1_0", "1.0", "\u0661", "\u00b2", "4", "9" * 10, "9" * 5000]
-)
-def test_ranks_have_one_name_each(rank: str) -> None:
-    """Decimal, without leading zeros, below the number of ranks that saved."""
-    with pytest.raises(CorruptCheckpointError, match="rank"):
-        decode(dump({**document(), "per_rank": {rank: {"rng": 1}}}))
 
 
 # ---- size

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.torture
 LEVELS = 200_000
 
 
-@pytest.mark.parametrize("field", ["user", "objects", "flatten", "per_rank", "shards", "a field of the future"])
+@pytest.mark.parametrize("field", ["user", "objects", "flatten", "run", "shards", "a field of the future"])
 @pytest.mark.parametrize("opening", ["[", '{"a":'], ids=["lists", "objects"])
 def test_a_field_of_the_manifest(field: str, opening: str) -> None:
     """At every place, closed again; also with the recursion limit raised beyond the stack."""
