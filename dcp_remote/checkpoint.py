@@ -1,14 +1,20 @@
-"""Reading a checkpoint's manifest: the one way in, for readers and for the command line. No torch."""
+"""Finding a checkpoint and reading its manifest: the one way in, for readers and for the command line. No torch.
+
+A URL is that of a checkpoint by itself, which has a manifest, or that of a run, which has a catalog of checkpoints.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dcp_remote import manifest_json
+from dcp_remote import commit, manifest_json
+from dcp_remote.catalog import Catalog, Entry
+from dcp_remote.catalog_store import read_catalog
 from dcp_remote.envelope import STORED_BYTES_MAX
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    InvalidArgumentError,
     ObjectNotFoundError,
     UnsupportedFormatError,
 )
@@ -16,6 +22,9 @@ from dcp_remote.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.transfer import RANGE_RETRY_SECONDS
+
+# What is named of a run's checkpoints in an error: the newest.
+_STEPS_NAMED_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +62,123 @@ def read_stored(store: ObjectStore) -> Stored:
         raise type(error)(error.what, **{"url": store.url, **error.details}) from error
 
 
-def read_manifest(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Manifest:
-    """Read and check a checkpoint's manifest; one GET.
+def read_manifest(
+    store: ObjectStore, *, step: int | str | None = None, retry_seconds: float = RANGE_RETRY_SECONDS
+) -> Manifest:
+    """Read and check a checkpoint's manifest; one GET, of a run three (two if a step is given).
 
     Args:
-        store: Opened at the checkpoint's URL.
+        store: Opened at the checkpoint's URL, or at the run's.
+        step: Of a run: a step, or a checkpoint's name. None is a checkpoint by itself, or the newest of a run.
         retry_seconds: For how long to try again where the store fails.
 
     Raises:
-        CheckpointNotFoundError: No checkpoint is committed here.
-        CorruptCheckpointError: The manifest is damaged.
+        CheckpointNotFoundError: No checkpoint is committed here, or none of this step.
+        CorruptCheckpointError: The manifest or the catalog is damaged.
+        UnsupportedFormatError: A newer version wrote it.
+        InvalidArgumentError: `step` is neither a number nor a name.
+    """
+    if step is not None and type(step) not in (int, str):
+        raise InvalidArgumentError("A step is an integer, or a checkpoint's name.", step=step)
+    reading = RetryingStore(store, Deadline(retry_seconds))
+    stored: Stored | None = None
+    if step is None:
+        try:
+            stored = read_stored(reading)
+        except ObjectNotFoundError:
+            stored = None
+        if stored is not None and stored.manifest is not None:
+            return stored.manifest
+    seen = read_catalog(reading)
+    if seen is not None:
+        return read_entry(store, find(seen.catalog, step, url=store.url), retry_seconds=retry_seconds)
+    if stored is None:
+        raise not_found(store)
+    raise CheckpointNotFoundError(
+        "There is no committed checkpoint here: manifest.json is a tombstone, which was put when orphans were "
+        "removed. A save here replaces it.",
+        url=store.url,
+    )
+
+
+def find(catalog: Catalog, step: int | str | None, *, url: str) -> Entry:
+    """The checkpoint of a run that is asked for. Pure.
+
+    Args:
+        catalog: Of the run.
+        step: A step; a name; None for the newest, abandoned ones left out.
+        url: For the error.
+
+    Raises:
+        CheckpointNotFoundError: There is none; says which there are.
+    """
+    if step is None:
+        entry = catalog.latest()
+    else:
+        entry = catalog.named(step) if isinstance(step, str) else catalog.at(step)
+    if entry is not None:
+        return entry
+    steps = [one.step for one in catalog.entries][-_STEPS_NAMED_MAX:]
+    raise CheckpointNotFoundError(
+        "No checkpoint is live in this run yet." if step is None else "The run has no live checkpoint of this step.",
+        url=url,
+        step=step,
+        checkpoints=len(catalog.entries),
+        newest=", ".join(map(str, steps)) or None,
+        names=", ".join(name for one in catalog.entries for name in one.names) or None,
+    )
+
+
+def read_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Manifest:
+    """Read and check the manifest of a checkpoint of a run; one GET.
+
+    Raises:
+        CheckpointNotFoundError: It was retired, or thinned, since the catalog was read.
+        CorruptCheckpointError: It is damaged, of another save, or gone although the catalog names it.
         UnsupportedFormatError: A newer version wrote it.
     """
+    reading = RetryingStore(store, Deadline(retry_seconds))
     try:
-        stored = read_stored(RetryingStore(store, Deadline(retry_seconds)))
+        data = reading.get(entry.manifest, limit_bytes=STORED_BYTES_MAX).data
     except ObjectNotFoundError as error:
-        raise not_found(store) from error
-    if stored.manifest is None:
-        raise CheckpointNotFoundError(
-            "There is no committed checkpoint here: manifest.json is a tombstone, which was put when orphans were "
-            "removed. A save here replaces it.",
+        seen = read_catalog(reading)
+        if seen is None or entry not in seen.catalog.entries:
+            raise CheckpointNotFoundError(
+                "The checkpoint was retired or replaced while it was being looked for; look again.",
+                url=store.url,
+                step=entry.step,
+            ) from error
+        raise CorruptCheckpointError(
+            "The manifest of a checkpoint of the run is missing. Use another checkpoint.",
             url=store.url,
+            step=entry.step,
+            manifest=entry.manifest,
+        ) from error
+    try:
+        manifest = manifest_json.decode(data)
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        raise type(error)(error.what, **{"url": store.url, "step": entry.step, **error.details}) from error
+    if manifest is None or manifest.save_id != entry.save_id or manifest.run is None or manifest.run.step != entry.step:
+        raise CorruptCheckpointError(
+            "The manifest is not that of the checkpoint that the catalog names.",
+            url=store.url,
+            step=entry.step,
+            manifest=entry.manifest,
         )
-    return stored.manifest
+    return manifest
+
+
+def why_missing(store: ObjectStore, manifest: Manifest, *, retry_seconds: float) -> str | None:
+    """What became of a checkpoint that lacks a shard; None if it is committed as it was, and so is damaged. One GET."""
+    reading = RetryingStore(store, Deadline(retry_seconds))
+    if manifest.run is None:
+        head = commit.look(reading).head
+        return None if head is not None and head.save_id == manifest.save_id else "removed or replaced"
+    seen = read_catalog(reading)
+    entry = next((one for one in seen.catalog.entries if one.save_id == manifest.save_id), None) if seen else None
+    if entry is None:
+        return "retired"
+    return "thinned" if entry.thinned != manifest.run.thinned else None
 
 
 def not_found(store: ObjectStore) -> CheckpointNotFoundError:
@@ -88,7 +191,8 @@ def not_found(store: ObjectStore) -> CheckpointNotFoundError:
     if reason:
         return CheckpointNotFoundError(reason)
     return CheckpointNotFoundError(
-        "There is no committed checkpoint here (no manifest.json). Is this the URL of a folder of checkpoints, or of "
-        "one that torch's own writer made? A save that was cut off leaves shards alone, which are none.",
+        "There is no committed checkpoint here (no manifest.json), and no run (no catalog.json). Is this the URL of a "
+        "folder of checkpoints, or of one that torch's own writer made? A save that was cut off leaves shards alone, "
+        "which are none.",
         url=store.url,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from dcp_remote import commit
+from dcp_remote.checkpoint import why_missing
 from dcp_remote.digests import (
     DIGEST_BYTES,
     block_bytes,
@@ -23,7 +23,6 @@ from dcp_remote.manifest import Manifest
 from dcp_remote.ranges import ByteRange
 from dcp_remote.read_plan import RangePlan, ReadPlan, Segment, Want, plan_reads
 from dcp_remote.storage import ObjectStore
-from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.transfer import Fetch, Fetched, download
 
 
@@ -77,10 +76,10 @@ def read_or_explain(
         ):
             reading.take_range(arrived)
     except ObjectNotFoundError as error:
-        head = commit.look(RetryingStore(store, Deadline(retry_seconds))).head
-        if head is None or head.save_id != manifest.save_id:
+        gone = why_missing(store, manifest, retry_seconds=retry_seconds)
+        if gone is not None:
             raise CheckpointNotFoundError(
-                "The checkpoint was removed or replaced while it was being read; load again.",
+                f"The checkpoint was {gone} while it was being read; load again.",
                 url=store.url,
                 save_id=manifest.save_id,
             ) from error

@@ -27,7 +27,7 @@ SHARD_BYTES_MAX = 64 * MiB
 ITEMS_PER_SHARD_MAX = 16_384
 
 SHARDS_PREFIX = "shards/"
-# What `ShardNames` gives, and nobody else would.
+# What `ShardNames` gives without an origin, and nobody else would.
 _WRITTEN_KEY = re.compile(rf"{SHARDS_PREFIX}[0-9a-f]{{2}}/rank-\d{{5,}}-[0-9a-f]{{16}}-\d{{4,}}\.safetensors", re.ASCII)
 
 TABLE_NAME = "__dcp_remote_blocks__"
@@ -89,17 +89,24 @@ def _unused(name: str, taken: dict[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardNames:
-    """The names of the shards of one rank in one save."""
+    """The names of the shards of one rank in one save.
+
+    Attributes:
+        rank: In the process group.
+        origin: What their names begin with; that of a save into a run says which (`run_names.origin`).
+        token: Random.
+    """
 
     rank: int
+    origin: str = ""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def key(self, number: int) -> str:
         """Of the n-th shard, relative to the checkpoint; two hex digits of its hash spread the keys."""
-        name = f"rank-{self.rank:05d}-{self.token}-{number:04d}.safetensors"
+        name = f"{self.origin}rank-{self.rank:05d}-{self.token}-{number:04d}.safetensors"
         return f"{SHARDS_PREFIX}{xxhash.xxh3_64_hexdigest(name.encode())[:2]}/{name}"
 
 
 def is_written_key(key: str) -> bool:
-    """Whether a key, relative to the checkpoint, is one that `ShardNames` gives: a shard that a save of ours put."""
+    """Whether a key, relative to the checkpoint, is a shard that a save of ours by itself put (not into a run)."""
     return _WRITTEN_KEY.fullmatch(key) is not None

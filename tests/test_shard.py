@@ -78,7 +78,7 @@ def test_the_library_is_an_oracle() -> None:
 
 def test_keys() -> None:
     """Rank and number in the name, two digits of the name's hash before it, and a token that never comes twice."""
-    names = ShardNames(3, "0123456789abcdef")
+    names = ShardNames(3, token="0123456789abcdef")
     name = "rank-00003-0123456789abcdef-0012.safetensors"
     assert names.key(12) == f"shards/{xxhash.xxh3_64(name.encode()).hexdigest()[:2]}/{name}"
     assert ShardNames(123_456).key(98_765).endswith("-98765.safetensors")
