@@ -137,12 +137,11 @@ def read_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE
         CorruptCheckpointError: It is damaged, of another save, or gone although the catalog names it.
         UnsupportedFormatError: A newer version wrote it.
     """
-    reading = RetryingStore(store, Deadline(retry_seconds))
     try:
-        data = reading.get(entry.manifest, limit_bytes=STORED_BYTES_MAX).data
+        return read_manifest_at(store, entry.manifest, save_id=entry.save_id, retry_seconds=retry_seconds)
     except ObjectNotFoundError as error:
-        seen = read_catalog(reading)
-        if seen is None or entry not in seen.catalog.entries:
+        seen = read_catalog(RetryingStore(store, Deadline(retry_seconds)))
+        if seen is None or entry.manifest not in {one.manifest for one in seen.catalog.entries}:
             raise CheckpointNotFoundError(
                 "The checkpoint was retired or replaced while it was being looked for; look again.",
                 url=store.url,
@@ -154,16 +153,26 @@ def read_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE
             step=entry.step,
             manifest=entry.manifest,
         ) from error
+
+
+def read_manifest_at(
+    store: ObjectStore, key: str, *, save_id: str, retry_seconds: float = RANGE_RETRY_SECONDS
+) -> Manifest:
+    """Read and check the manifest of a save into a run; one GET.
+
+    Raises:
+        ObjectNotFoundError: It is gone.
+        CorruptCheckpointError: It is damaged, or of another save.
+        UnsupportedFormatError: A newer version wrote it.
+    """
+    data = RetryingStore(store, Deadline(retry_seconds)).get(key, limit_bytes=STORED_BYTES_MAX).data
     try:
         manifest = manifest_json.decode(data)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        raise type(error)(error.what, **{"url": store.url, "step": entry.step, **error.details}) from error
-    if manifest is None or manifest.save_id != entry.save_id or manifest.run is None or manifest.run.step != entry.step:
+        raise type(error)(error.what, **{"url": store.url, "manifest": key, **error.details}) from error
+    if manifest is None or manifest.save_id != save_id or manifest.run is None:
         raise CorruptCheckpointError(
-            "The manifest is not that of the checkpoint that the catalog names.",
-            url=store.url,
-            step=entry.step,
-            manifest=entry.manifest,
+            "The manifest is not that of the save that the catalog names.", url=store.url, manifest=key, save_id=save_id
         )
     return manifest
 

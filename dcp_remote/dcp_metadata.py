@@ -110,7 +110,7 @@ def to_manifest(dcp_metadata: Metadata, reports: Sequence[RankReport], info: Sav
         info: What the manifest says of the save.
 
     Raises:
-        SaveFailedError: A gap, or another dtype than planned; names the tensor.
+        SaveFailedError: A gap, or another dtype than planned; names the tensor. Or reports that disagree of a shard.
         InvalidArgumentError: The planner's own data is not a flatten mapping and cannot be stored safely; or a
             tensor has a memory format that the format has no word for.
     """
@@ -118,10 +118,11 @@ def to_manifest(dcp_metadata: Metadata, reports: Sequence[RankReport], info: Sav
     objects = [n for n in dcp_metadata.state_dict_metadata if n not in planned]
     tensors, written = _tensors(planned, reports)
     shard_first = firsts(np.array([len(report.shards.keys) for report in reports], dtype=np.int64))
+    shards, same_shard = _merged_shards(reports)
     piece_first = firsts(np.array([len(report.pieces.shard) for report in reports], dtype=np.int64))
     inline, stored, object_pieces = _objects(objects, reports, piece_first, first=len(written))
     pieces = _pieces(reports, shard_first, np.concatenate([written, object_pieces]))
-    named, shard = np.unique(pieces.shard, return_inverse=True)
+    named, shard = np.unique(same_shard[pieces.shard], return_inverse=True)
     order = {name: position for position, name in enumerate(dcp_metadata.state_dict_metadata)}
     return Manifest(
         save_id=info.save_id,
@@ -129,7 +130,7 @@ def to_manifest(dcp_metadata: Metadata, reports: Sequence[RankReport], info: Sav
         created=info.created,
         writer=info.writer,
         world_size=len(reports),
-        shards=_shards(reports, named),
+        shards=_chosen(shards, named),
         tensors=tensors,
         pieces=replace(pieces, shard=shard),
         inline=inline,
@@ -311,17 +312,48 @@ def _pieces(reports: Sequence[RankReport], shard_first: I64, chosen: I64) -> Pie
     )
 
 
-def _shards(reports: Sequence[RankReport], named: I64) -> Shards:
+def _merged_shards(reports: Sequence[RankReport]) -> tuple[Shards, I64]:
+    """The shards of all reports, and of each the first that has its key: several ranks may borrow from one shard."""
     none = np.zeros(0, dtype=np.int64)
-    keys = [key for report in reports for key in report.shards.keys]
-    digests = np.frombuffer(b"".join(report.shards.table_digests for report in reports), dtype=np.uint8)
-    return Shards(
-        keys=tuple(keys[shard] for shard in named.tolist()),
-        sizes=np.concatenate([none, *(report.shards.sizes for report in reports)])[named],
-        data_starts=np.concatenate([none, *(report.shards.data_starts for report in reports)])[named],
-        table_lengths=np.concatenate([none, *(report.shards.table_lengths for report in reports)])[named],
-        table_digests=digests.reshape(-1, DIGEST_BYTES)[named].tobytes(),
+    keys = tuple(key for report in reports for key in report.shards.keys)
+    shards = Shards(
+        keys=keys,
+        sizes=np.concatenate([none, *(report.shards.sizes for report in reports)]),
+        data_starts=np.concatenate([none, *(report.shards.data_starts for report in reports)]),
+        table_lengths=np.concatenate([none, *(report.shards.table_lengths for report in reports)]),
+        table_digests=b"".join(report.shards.table_digests for report in reports),
     )
+    first: dict[str, int] = {}
+    same = np.array([first.setdefault(key, number) for number, key in enumerate(keys)], dtype=np.int64)
+    digests = np.frombuffer(shards.table_digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+    differs = (digests != digests[same]).any(axis=1)
+    for column in (shards.sizes, shards.data_starts, shards.table_lengths):
+        differs |= column != column[same]
+    if bool(differs.any()):
+        raise SaveFailedError(
+            "Ranks report different things of one shard; nothing was committed.",
+            shard=keys[int(np.flatnonzero(differs)[0])],
+        )
+    return shards, same
+
+
+def _chosen(shards: Shards, numbers: I64) -> Shards:
+    digests = np.frombuffer(shards.table_digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+    return Shards(
+        keys=tuple(shards.keys[number] for number in numbers.tolist()),
+        sizes=shards.sizes[numbers],
+        data_starts=shards.data_starts[numbers],
+        table_lengths=shards.table_lengths[numbers],
+        table_digests=digests[numbers].tobytes(),
+    )
+
+
+def left_out(manifest: Manifest, reports: Sequence[RankReport]) -> frozenset[str]:
+    """Keys of the reported shards that the manifest does not name, as what lies in them was written twice.
+
+    Once it is committed they are orphans: each rank has to be told before it borrows from its own report.
+    """
+    return frozenset(key for report in reports for key in report.shards.keys) - frozenset(manifest.shards.keys)
 
 
 def _flatten(planner_data: object) -> dict[str, tuple[str | int, ...]] | None:

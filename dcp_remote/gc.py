@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from dcp_remote import manifest_json
+from dcp_remote.catalog import CATALOG_KEY
 from dcp_remote.checkpoint import Stored, not_found, read_stored
 from dcp_remote.errors import (
     CommitConflictError,
@@ -89,7 +90,7 @@ def orphans(listed: Iterable[ObjectInfo], named: Iterable[str], *, now_seconds: 
     Raises:
         InvalidArgumentError: The grace is negative, or not finite.
     """
-    _require_grace(grace_seconds)
+    require_grace(grace_seconds)
 
     living = frozenset(named)
     found = [info for info in listed if info.key not in living and is_written_key(info.key)]
@@ -121,12 +122,12 @@ def find_orphans(
 
     Raises:
         CheckpointNotFoundError: Nothing of a checkpoint is here: no manifest, and no shard of ours.
-        InvalidArgumentError: The grace is negative, or not finite.
+        InvalidArgumentError: A run is here; or the grace is negative, or not finite.
         StorageError: The store refused, or did not answer until the time was over.
         CorruptCheckpointError: The manifest is damaged: what it named cannot be known.
         UnsupportedFormatError: A newer version wrote it.
     """
-    _require_grace(grace_seconds)
+    require_grace(grace_seconds)
     store = RetryingStore(store, Deadline(timeout_seconds))
     # Listed first: what a save puts after this is not in the list, whatever it commits.
     listed = list(store.list(SHARDS_PREFIX))
@@ -161,7 +162,8 @@ def remove_orphans(
 
     Raises:
         CheckpointNotFoundError: Nothing of a checkpoint is here: no manifest, and no shard of ours.
-        InvalidArgumentError: The store cannot replace an object on condition; or the grace is negative, or not finite.
+        InvalidArgumentError: The store cannot replace an object on condition; a run is here; or the grace is negative,
+            or not finite.
         CommitConflictError: The manifest changed again and again: somebody is saving here. Nothing was removed.
         StorageError: The store refused, or did not answer until the time was over. What could not be deleted for other
             reasons is returned.
@@ -174,7 +176,7 @@ def remove_orphans(
             url=store.url,
             reason=store.capabilities.swap_refusal,
         )
-    _require_grace(grace_seconds)
+    require_grace(grace_seconds)
     deadline = Deadline(timeout_seconds)
     store = RetryingStore(store, deadline)
     pause, refusals = _FIRST_PAUSE_SECONDS, 0
@@ -184,6 +186,8 @@ def remove_orphans(
         seen = _orphans(listed, stored, now_seconds=clock(), grace_seconds=grace_seconds)
         if not seen.old:
             return Removal(removed=(), kept=seen.young)
+        if stored is None:
+            _require_no_run(store)
         nonce = uuid.uuid4().hex
         body = manifest_json.tombstone(nonce, ()) if stored is None else manifest_json.renewed(stored.data, nonce)
         try:
@@ -207,7 +211,12 @@ def remove_orphans(
         pause = min(2 * pause, _PAUSE_SECONDS_MAX)
 
 
-def _require_grace(grace_seconds: float) -> None:
+def require_grace(grace_seconds: float) -> None:
+    """Refuse what is no age.
+
+    Raises:
+        InvalidArgumentError: The grace is negative, or not finite.
+    """
     if not (math.isfinite(grace_seconds) and grace_seconds >= 0):
         raise InvalidArgumentError("The grace must be at least 0, and finite.", grace_seconds=grace_seconds)
 
@@ -217,8 +226,21 @@ def _stored(store: ObjectStore, listed: Iterable[ObjectInfo]) -> Stored | None:
         return read_stored(store)
     except ObjectNotFoundError as error:
         if not any(is_written_key(info.key) for info in listed):
+            _require_no_run(store)
             raise not_found(store) from error  # a wrong URL, most likely, which must not look like a clean one
         return None
+
+
+def _require_no_run(store: ObjectStore) -> None:
+    """Refuse a run, which no tombstone shall be put in. Asked where there is no manifest; a HEAD."""
+    try:
+        store.head(CATALOG_KEY)
+    except ObjectNotFoundError:
+        return
+    raise InvalidArgumentError(
+        "This is a run (it has a catalog.json), and no checkpoint by itself: `run_gc` removes its orphans.",
+        url=store.url,
+    )
 
 
 def _orphans(

@@ -28,6 +28,7 @@ from dcp_remote.transfer import MEMORY_BUDGET_BYTES, RANGE_RETRY_SECONDS
 def load(
     url: str | os.PathLike[str] | ObjectStore,
     *,
+    step: int | str | None = None,
     keys: str | Sequence[str] | None = None,
     allow_pickle: bool = False,
     storage_options: Mapping[str, object] | None = None,
@@ -36,13 +37,14 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint, or part of it, without a template: whole tensors on the CPU, in the nesting that was saved.
 
-    For one process: a notebook, an export, an inspection. One GET for the manifest, and one per range of 8 MiB.
+    For one process: a notebook, an export, an inspection. One GET for the manifest (of a run up to two more), and one per range of 8 MiB.
 
     Keys are strings, as torch flattens them: an optimizer's own `state_dict()`, whose keys are integers, comes back
     with "0" and "1", which `load_state_dict` takes without a word and does not use. Restore one by `dcp.load`.
 
     Args:
-        url: As for `RemoteWriter`.
+        url: As for `RemoteReader`.
+        step: Of a run: a step, or a checkpoint's name; None is its newest.
         keys: Names, or patterns of them such as `"model.*"`, as `dcp-remote show` lists them; None reads everything.
             What was not chosen is left out; but places of a list that were not chosen are None, so that what was
             chosen keeps its index.
@@ -60,7 +62,7 @@ def load(
     require_budget(memory_budget_bytes)
     require_timeout(timeout_seconds)
     store = Location.of(url, storage_options).store
-    manifest = read_manifest(store, retry_seconds=timeout_seconds)
+    manifest = read_manifest(store, step=step, retry_seconds=timeout_seconds)
     names = list(manifest.names())
     if keys is not None:
         names = chosen_names(names, [keys] if isinstance(keys, str) else keys, paths=manifest.flatten)

@@ -61,15 +61,17 @@ class _Here(Here):
 class RemoteReader(StorageReader):
     """Reads a checkpoint: `dcp.load(state, storage_reader=RemoteReader("s3://bucket/checkpoint"))`.
 
-    Works at any world size and with any sharding of the template. Each rank makes one GET for the manifest, one per
-    range of at most 8 MiB that it needs, and one small one per shard of which it needs only parts of pieces. No code
+    Works at any world size and with any sharding of the template. Each rank makes one GET for the manifest (of a run up
+    to two more, to find it), one per range of at most 8 MiB that it needs, and one small one per shard of which it
+    needs only parts of pieces. No code
     runs on load. If it raises, the template holds parts of the checkpoint and must not be used.
 
     A reader can be used for several loads, one after another, or at a time from several threads. It pickles its
     configuration, with credentials that were given by hand, and never a connection.
 
     Args:
-        url: As for `RemoteWriter`.
+        url: As for `RemoteWriter`; or that of a run, which `CheckpointManager` saves into.
+        step: Of a run: a step, or a checkpoint's name; None is its newest.
         allow_pickle: Also load objects that only code can load; they can do anything to this process.
         storage_options: As for `RemoteWriter`.
         memory_budget_bytes: Bound of the buffers in memory beyond the state, per rank.
@@ -84,6 +86,7 @@ class RemoteReader(StorageReader):
         self,
         url: str | os.PathLike[str] | ObjectStore,
         *,
+        step: int | str | None = None,
         allow_pickle: bool = False,
         storage_options: Mapping[str, object] | None = None,
         memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
@@ -93,6 +96,7 @@ class RemoteReader(StorageReader):
         super().__init__()
         require_budget(memory_budget_bytes)
         require_timeout(timeout_seconds)
+        self._step = step
         self._timeout_seconds = timeout_seconds
         self._allow_pickle = allow_pickle
         self._memory_budget_bytes = memory_budget_bytes
@@ -148,7 +152,7 @@ class RemoteReader(StorageReader):
         try:
             self._here.raise_refusal()
             require_shared(self._here.location)
-            manifest = read_manifest(self._store, retry_seconds=self._timeout_seconds)
+            manifest = self._find()
             metadata = to_dcp_metadata(manifest)
         except Exception as error:  # noqa: BLE001  # kept, to be raised when it is used
             return _UnreadMetadata(portable(error))
@@ -229,6 +233,9 @@ class RemoteReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a URL or path that a reader can be made for."""
         return is_location(checkpoint_id)
+
+    def _find(self) -> Manifest:
+        return read_manifest(self._store, step=self._step, retry_seconds=self._timeout_seconds)
 
     def _read(self) -> Manifest:
         if self._here.manifest is None:

@@ -29,13 +29,72 @@ class ReportedObject:
 
 
 @dataclass(frozen=True, slots=True)
+class WrittenShard:
+    """What a worker thread reports of one shard; the arrays have an entry per piece."""
+
+    key: str
+    size_bytes: int
+    data_start: int
+    table: bytes
+    item: I64
+    start: I64
+    length: I64
+    table_first: I64
+    digests: bytes
+    first_blocks: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RankFigures:
+    """What one rank's part of a save took.
+
+    Attributes:
+        put_bytes: Of the shards that it put, headers and block tables included.
+        borrowed_bytes: Of pieces that lie in shards of earlier saves, and were not sent again.
+        requests: To the store, those sent again included.
+        retries: How many of these were sent again.
+        encoding_seconds: Until all objects were encoded; nothing was sent before.
+        comparing_seconds: Then, until everything was compared with an earlier checkpoint; nothing was sent before.
+        uploading_seconds: Then, until everything was there.
+        slowest_shard: Key of the shard whose PUT took longest, attempts and pauses included; empty if none was put.
+        slowest_seconds: How long that was.
+    """
+
+    put_bytes: int = 0
+    borrowed_bytes: int = 0
+    requests: int = 0
+    retries: int = 0
+    encoding_seconds: float = 0.0
+    comparing_seconds: float = 0.0
+    uploading_seconds: float = 0.0
+    slowest_shard: str = ""
+    slowest_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What a rank notes of its report for its next save, and tells nobody.
+
+    Attributes:
+        chunk_sizes: Of all chunks, one after another.
+        first_blocks: The digest of the first block of each piece; 16 bytes each.
+        live_bytes: Of each shard, how many bytes of it checkpoints may still need (see `Base`).
+    """
+
+    chunk_sizes: I64
+    first_blocks: bytes
+    live_bytes: I64
+
+
+@dataclass(frozen=True, slots=True)
 class RankReport:
     """What one rank wrote.
 
     Attributes:
         rank: In the process group.
         url: Where to; the keys of the shards are relative to it, and so it must be the coordinator's.
-        shards: That it put.
+        shards: Those that it put, then those of earlier saves that it borrows pieces of.
+        put: How many of these it put. If the save fails they are orphans, and the others are not.
         names: The tensors that it wrote chunks of.
         dtypes: Of each of them, as written.
         encodings: Of each of them.
@@ -45,14 +104,17 @@ class RankReport:
         chunk_offsets: Of all chunks, one after another.
         chunk_piece_first: The first piece of each chunk.
         chunk_pieces: How many pieces each chunk has.
-        pieces: Of chunks and objects, in the order written.
+        pieces: Of chunks and objects, in the order of the plan.
         inline: Small objects: name to JSON text.
         stored: Objects in shards.
+        figures: What it took.
+        notes: For the next save of this rank; None once it was pickled.
     """
 
     rank: int
     url: str
     shards: Shards
+    put: int
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     encodings: tuple[str, ...]
@@ -65,10 +127,23 @@ class RankReport:
     pieces: Pieces
     inline: Mapping[str, bytes]
     stored: tuple[ReportedObject, ...]
+    figures: RankFigures = RankFigures()
+    notes: Notes | None = None
+
+    @property
+    def put_keys(self) -> tuple[str, ...]:
+        """Of the shards that it put."""
+        return self.shards.keys[: self.put]
+
+    @property
+    def borrowed_keys(self) -> tuple[str, ...]:
+        """Of the shards of earlier saves: some live checkpoint must still name them when this one is committed."""
+        return self.shards.keys[self.put :]
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle with packed columns."""
+        """Pickle with packed columns, and without notes."""
         packed = _packed(self) | {
+            "notes": None,
             "shards": _packed(self.shards),
             "pieces": _packed(self.pieces),
             "dtypes": _indexed(self.dtypes),

@@ -65,12 +65,14 @@ class Retention:
         keep_best: Also these.
         keep_optimizer_last: Of what is kept, all but the so many newest lose what only resuming needs: the shards of
             the optimizer go. None leaves all whole.
+        optimizer_keys: Top-level keys of the state that are the optimizer's.
     """
 
     keep_last: int | None = None
     keep_every: int | None = None
     keep_best: Best | None = None
     keep_optimizer_last: int | None = None
+    optimizer_keys: tuple[str, ...] = ("optim", "optimizer", "optimizers")
 
     def __post_init__(self) -> None:
         """Refuse counts that keep nothing, or parts that keep what `keep_last=None` keeps anyway.

@@ -11,8 +11,8 @@ import math
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -42,6 +42,9 @@ _REUSED_BYTES_MIN = 1 * MiB
 
 # How long one range is retried. A load has no deadline of its own: as long as bytes arrive, it goes on.
 RANGE_RETRY_SECONDS = 300.0
+
+# How often who waits for an upload looks at the deadline, which another thread may let expire.
+WAKE_SECONDS = 1.0
 
 # What is spent on removing the shards of a failed save before the error is raised: the other ranks wait for it, and an
 # orphan costs less than they do.
@@ -107,12 +110,26 @@ class Uploads(Generic[T]):
         rank: For the error message.
         deadline: Of the save; retries end there, and so does waiting.
         memory_budget_bytes: Bound of what `submit` calls claim at a time.
+        on_put: Called with key and bytes of each object that was put, in the thread that put it. For a progress bar;
+            what it raises fails the save.
+        clock: In seconds, for `seconds`.
     """
 
-    def __init__(self, store: ObjectStore, *, rank: int, deadline: Deadline, memory_budget_bytes: int) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        rank: int,
+        deadline: Deadline,
+        memory_budget_bytes: int,
+        on_put: Callable[[str, int], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """See the class."""
         self._store = store
         self._rank = rank
+        self._on_put = on_put
+        self._clock = clock
         self._deadline = deadline
         self._retries: dict[str, int] = {}
         self._patience = _Patience()
@@ -124,6 +141,8 @@ class Uploads(Generic[T]):
         )
         self._budget_bytes = memory_budget_bytes
         self._claimed_bytes = 0
+        self._unfinished = 0
+        self._seconds: dict[str, float] = {}
         self._changed = threading.Condition()
         self._pool = ThreadPoolExecutor(UPLOADS_IN_FLIGHT, thread_name_prefix="dcp_remote-upload")
         self._futures: dict[Future[T], str] = {}
@@ -146,6 +165,8 @@ class Uploads(Generic[T]):
     def claim(self, size_bytes: int) -> None:
         """Wait until the budget has room; a claim larger than the budget waits for all of it.
 
+        A claim of nothing does not wait: it only looks whether going on makes sense.
+
         Raises:
             SaveFailedError: An upload failed.
             SaveTimeoutError: The deadline passed.
@@ -153,12 +174,9 @@ class Uploads(Generic[T]):
         size_bytes = min(size_bytes, self._budget_bytes)
         with self._changed:
             while self._claimed_bytes and self._claimed_bytes + size_bytes > self._budget_bytes:
-                self._raise_failure()
-                if self._deadline.expired():
-                    raise self._timeout()
-                self._changed.wait(self._deadline.remaining_seconds())
+                self._wait()
+            self._raise_if_over()
             self._claimed_bytes += size_bytes
-        self._raise_failure()
 
     def submit(self, key: str, prepare: Callable[[], Prepared[T]], *, claimed_bytes: int) -> None:
         """Put one object in the background.
@@ -168,6 +186,8 @@ class Uploads(Generic[T]):
             prepare: Gives what to send, and what to report; called in a worker thread.
             claimed_bytes: What was claimed for it; free again when it is done.
         """
+        with self._changed:
+            self._unfinished += 1
         self._futures[_submitted(self._pool, partial(self._put, key, prepare, claimed_bytes))] = key
 
     def finish(self) -> list[T]:
@@ -177,12 +197,10 @@ class Uploads(Generic[T]):
             SaveFailedError: One failed: which, after how many attempts, why.
             SaveTimeoutError: The deadline passed.
         """
-        try:
-            for _ in as_completed(self._futures, timeout=self._deadline.remaining_seconds()):
-                self._raise_failure()
-        except TimeoutError:
+        with self._changed:
+            while self._unfinished:
+                self._wait()
             self._raise_failure()
-            raise self._timeout() from None
         self._finished = True
         return [future.result() for future in self._futures]
 
@@ -191,11 +209,35 @@ class Uploads(Generic[T]):
         """How many requests had to be sent again so far."""
         return sum(self._retries.values())
 
+    @property
+    def requests(self) -> int:
+        """How many requests were sent for what was put, repeated ones included."""
+        return len(self._seconds) + self.retries
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """How long each object that was put took to be sent, with its attempts and the pauses between them."""
+        return self._seconds
+
+    def _wait(self) -> None:
+        """Until something changes, or it is time to look again; with the lock held."""
+        self._raise_if_over()
+        self._changed.wait(min(WAKE_SECONDS, self._deadline.remaining_seconds()))
+
+    def _raise_if_over(self) -> None:
+        self._raise_failure()
+        if self._deadline.expired():
+            raise self._timeout()
+
     def _put(self, key: str, prepare: Callable[[], Prepared[T]], claimed_bytes: int) -> T:
         try:
             prepared = prepare()
+            began_seconds = self._clock()
             self._sender.put(key, prepared.buffers)
+            self._seconds[key] = self._clock() - began_seconds
             prepared.check()
+            if self._on_put is not None:
+                self._on_put(key, sum(memoryview(buffer).nbytes for buffer in prepared.buffers))
             return prepared.report
         except BaseException as error:
             with self._changed:
@@ -204,6 +246,7 @@ class Uploads(Generic[T]):
         finally:
             with self._changed:
                 self._claimed_bytes -= min(claimed_bytes, self._budget_bytes)
+                self._unfinished -= 1
                 self._changed.notify_all()
 
     def _count_retry(self, _verb: str, key: str, _error: Exception) -> None:

@@ -13,27 +13,20 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_remote import commit, manifest_json
+from dcp_remote import commit
 from dcp_remote.commit import Slot
 from dcp_remote.crossing import crosses_ranks
-from dcp_remote.dcp_metadata import SaveInfo, to_manifest
 from dcp_remote.errors import (
     CheckpointExistsError,
-    CorruptCheckpointError,
     DcpRemoteError,
     InvalidArgumentError,
-    SaveFailedError,
-    UnsupportedFormatError,
 )
 from dcp_remote.location import (
     Here,
@@ -44,8 +37,7 @@ from dcp_remote.location import (
     require_shared,
     require_timeout,
 )
-from dcp_remote.ranges import MiB
-from dcp_remote.report import RankReport
+from dcp_remote.saving import assembled, require_unicode, shard_bytes_max
 from dcp_remote.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.shard_writer import write_shards
 from dcp_remote.storage import ObjectStore
@@ -57,15 +49,6 @@ logger = logging.getLogger(__name__)
 # Below the 30 minutes after which a gloo group gives up by default: a rank that is late must be able to say why while
 # the others still wait for it.
 SAVE_TIMEOUT_SECONDS = 1500.0
-
-try:
-    _WRITER = {"dcp_remote": version("dcp-remote"), "torch": str(torch.__version__)}
-except PackageNotFoundError:  # copied into somebody's tree
-    _WRITER = {"dcp_remote": "unknown", "torch": str(torch.__version__)}
-
-# Shards are no larger than the budget, as one that is copied takes all of its size; but a budget below this would make
-# more requests than it saves memory.
-_BUDGET_BYTES_MIN = 1 * MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +203,7 @@ class RemoteWriter(StorageWriter):
         Raises:
             InvalidArgumentError: A name that JSON cannot say; told now, not when everything is uploaded.
         """
-        for item in plan.items:
-            if not item.index.fqn.isascii() and not _is_unicode(item.index.fqn):
-                raise InvalidArgumentError(
-                    "A name in the state dict is not Unicode: it has half of a surrogate pair.",
-                    name=ascii(item.index.fqn)[:200],
-                )
+        require_unicode(plan)
         return plan
 
     @crosses_ranks
@@ -256,7 +234,7 @@ class RemoteWriter(StorageWriter):
                 rank=save.rank,
                 url=save.store.url,
                 allow_pickle=self._allow_pickle,
-                shard_bytes_max=min(self._shard_bytes_max, max(self._memory_budget_bytes, _BUDGET_BYTES_MIN)),
+                shard_bytes_max=shard_bytes_max(self._memory_budget_bytes, self._shard_bytes_max),
             )
         written = sum(report.shards.sizes.tolist())
         logger.debug(
@@ -283,34 +261,13 @@ class RemoteWriter(StorageWriter):
         """
         save = self._current()
         assert save.slot is not None, "torch calls finish on the coordinator alone, which has looked at the slot"
-        reports = [result.storage_data for written in results for result in written]
-        if not all(isinstance(report, RankReport) for report in reports):
-            raise InvalidArgumentError("The results are not those of RemoteWriter: ranks use different writers.")
-        for report in reports:
-            if report.url != save.store.url:
-                raise InvalidArgumentError(
-                    "Ranks save to different URLs at a time, so that no manifest can name what all of them wrote; "
-                    "nothing was committed. A name that is made of the time or of random numbers must be made on one "
-                    "rank; and saves that overlap need a process group each.",
-                    url=save.store.url,
-                    rank=report.rank,
-                    url_of_rank=report.url,
-                )
-        info = SaveInfo(
+        manifest, body = assembled(
+            metadata,
+            [result.storage_data for written in results for result in written],
+            url=save.store.url,
             save_id=save.save_id,
             replaces=save.slot.lineage,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            writer=_WRITER,
         )
-        manifest = to_manifest(metadata, reports, info)
-        try:
-            body = manifest_json.encode(manifest)
-            # Nothing is committed that no reader takes.
-            manifest_json.decode(body)
-        except (CorruptCheckpointError, UnsupportedFormatError) as error:
-            raise SaveFailedError(
-                "What the ranks wrote does not fit together; nothing was committed.", cause=error
-            ) from error
         try:
             commit.commit(
                 RetryingStore(save.store, save.deadline), save.slot, body, save_id=save.save_id, deadline=save.deadline
@@ -356,11 +313,3 @@ class RemoteWriter(StorageWriter):
                 "This writer has no save under way in this thread; it is used through torch's dcp.save."
             )
         return self._here.save
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

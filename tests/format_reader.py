@@ -14,7 +14,6 @@ import xxhash
 import zstandard
 
 TYPES = {"float32": "<f4", "int64": "<i8", "bool": "?", "complex64": "<c8"}  # as far as the test goes
-KEY = re.compile(r"shards/[0-9a-f]{2}/[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors")
 
 
 def column(text: str) -> list[int]:
@@ -38,29 +37,34 @@ def blocks_of(data: bytes) -> list[bytes]:
     return [xxhash.xxh3_128_digest(data[i : i + size]) for i in range(0, len(data), size)]
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    data = (folder / "manifest.json").read_bytes()
+def read_document(path: Path, form: str) -> dict[str, Any]:
+    data = path.read_bytes()
     if data.startswith(b"\x28\xb5\x2f\xfd"):
         data = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(data).read(2**30)
-    start, rest = data[:47], data[47:]
-    assert start == b'{"xxh3-128":"%s",' % xxhash.xxh3_128_hexdigest(rest).encode()
-    manifest: dict[str, Any] = json.loads(data)
-    assert manifest["format"] == "dcp_remote manifest"
-    assert (manifest["version"], manifest["requires"]) == ("1-draft.2", [])
+    assert data[:47] == b'{"xxh3-128":"%s",' % xxhash.xxh3_128_hexdigest(data[47:]).encode()
+    document: dict[str, Any] = json.loads(data)
+    assert (document["format"], document["version"], document["requires"]) == (form, "1-draft.2", [])
+    return document
+
+
+def read_manifest(folder: Path, step: int | None = None) -> dict[str, Any]:
+    live = [] if step is None else read_document(folder / "catalog.json", "dcp_remote catalog")["checkpoints"]
+    key = next((one["manifest"] for one in live if one["step"] == step), "manifest.json")
+    manifest = read_document(folder / key, "dcp_remote manifest")
     assert manifest["kind"] == "checkpoint"
     return manifest
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(folder: Path, step: int | None = None) -> dict[str, Any]:
     """Tensors as arrays, objects as the JSON that stands for them; in the order in which they were saved."""
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, step)
     shards, tensors, chunks = manifest["shards"], manifest["tensors"], manifest["chunks"]
     table_starts = [a - b for a, b in zip(column(shards["data_starts"]), column(shards["table_lengths"]), strict=True)]
     tables = {}
     for key, start, stop, digest in zip(
         shards["keys"], table_starts, column(shards["data_starts"]), digests(shards["table_digests"]), strict=True
     ):
-        assert KEY.fullmatch(key) and ".." not in key  # noqa: PT018  # lines are counted
+        assert re.fullmatch(r"shards/[0-9a-f]{2}/(?!.*\.\.)[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors", key)
         table = (folder / key).read_bytes()[start:stop]
         assert xxhash.xxh3_128_digest(table) == digest
         tables[key] = [table[i : i + 16] for i in range(0, len(table), 16)]
@@ -72,9 +76,8 @@ def read(folder: Path) -> dict[str, Any]:
         assert xxhash.xxh3_128_digest(b"".join(found)) == digest
         assert len(found) == 1 or found == tables[shards["keys"][shard]][first : first + len(found)]
         pieces.append(data)
-    parts = iter(pieces)
+    parts, counts = iter(pieces), iter(column(chunks["pieces"]))
     shape, offsets, sizes = (iter(column(c)) for c in (tensors["shape"], chunks["offsets"], chunks["sizes"]))
-    counts = iter(column(chunks["pieces"]))
     values: dict[str, Any] = {}
     columns = (tensors["names"], *(column(tensors[name]) for name in ("kind", "dimensions", "chunks")))
     for name, kind, dimensions, chunk_count in zip(*columns, strict=True):
@@ -83,14 +86,14 @@ def read(folder: Path) -> dict[str, Any]:
         for _ in range(chunk_count):
             box = [(next(offsets), next(sizes)) for _ in range(dimensions)]
             data = b"".join(next(parts) for _ in range(next(counts)))
-            where = tuple(slice(offset, offset + size) for offset, size in box)
-            array[where] = np.frombuffer(data, array.dtype).reshape([size for _, size in box])
+            array[tuple(slice(o, o + n) for o, n in box)] = np.frombuffer(data, array.dtype).reshape(
+                [n for _, n in box]
+            )
         values[name] = array
     objects = dict(manifest["objects"]["inline"])
     for stored in manifest["objects"]["stored"]:
         data = b"".join(next(parts) for _ in range(stored["pieces"]))
         objects[stored["name"]] = json.loads(data) if stored["encoding"] == "json" else data
-    at = dict(zip(column(manifest["objects"]["positions"]), objects, strict=True))
-    rest = iter(tensors["names"])
+    at, rest = dict(zip(column(manifest["objects"]["positions"]), objects, strict=True)), iter(tensors["names"])
     order = [at[i] if i in at else next(rest) for i in range(len(at) + len(tensors["names"]))]
     return {name: values[name] if name in values else objects[name] for name in order}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from dcp_remote import RemoteWriter
+from dcp_remote import CheckpointManager, RemoteWriter
 from dcp_remote.shard import TABLE_NAME
 from dcp_remote.testing.ranks import save_as_ranks, shard
 from tests import format_reader
@@ -50,6 +50,21 @@ def test_reader_written_from_the_page_alone_reads_a_checkpoint(tmp_path: Path) -
         else:
             # The list of 10,000 is flattened by nobody: it is one object, too large to stand in the manifest.
             assert found[name] == value
+
+
+def test_reader_written_from_the_page_alone_reads_a_run(tmp_path: Path) -> None:
+    """Two checkpoints, the later of which names shards of the earlier."""
+    with CheckpointManager(tmp_path) as checkpoints:
+        for step in (1, 2):
+            state = {"model": {"frozen": torch.arange(100_000), "weight": torch.full((3,), float(step))}, "step": step}
+            checkpoints.save(step, state, wait=True)
+    for step in (1, 2):
+        found = format_reader.read(tmp_path, step)
+        np.testing.assert_array_equal(found["model.frozen"], np.arange(100_000))
+        np.testing.assert_array_equal(found["model.weight"], np.full((3,), step, dtype=np.float32))
+        assert found["step"] == step
+    keys = [set(format_reader.read_manifest(tmp_path, step)["shards"]["keys"]) for step in (1, 2)]
+    assert keys[0] & keys[1]
 
 
 def test_reader_written_from_the_page_alone_notices_damage(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from dcp_remote.checkpoint import read_manifest
 from dcp_remote.cli.terminal import counted, human_bytes, printable
-from dcp_remote.manifest import Manifest
+from dcp_remote.manifest import Manifest, RunInfo
 from dcp_remote.names import chosen_names, top_level_key
 from dcp_remote.object_tree import from_text
 from dcp_remote.storage import open_store
@@ -24,24 +24,33 @@ _TOP_LEVEL = "(top level)"
 
 
 def run(
-    url: str, *, storage_options: Mapping[str, object], patterns: Sequence[str], as_json: bool, out: TextIO
+    url: str,
+    *,
+    storage_options: Mapping[str, object],
+    step: str | None,
+    patterns: Sequence[str],
+    as_json: bool,
+    out: TextIO,
 ) -> None:
-    """Print what a checkpoint holds; one GET.
+    """Print what a checkpoint holds; one GET, of a run three (two if a step is given).
 
     Args:
-        url: Of the checkpoint.
+        url: Of the checkpoint, or of a run.
         storage_options: As for `RemoteReader`.
+        step: Of a run: the step, or the name, of a checkpoint. None is its newest, or a checkpoint by itself.
         patterns: Names or globs of entries to list; none lists the top-level keys.
         as_json: A JSON document instead of text.
         out: Where to.
 
     Raises:
-        CheckpointNotFoundError: No checkpoint is committed here.
+        CheckpointNotFoundError: No checkpoint is committed here, or none of this step or name.
         CorruptCheckpointError: The manifest, or a value in it, is damaged.
         InvalidArgumentError: No entry fits a pattern.
     """
     store = open_store(url, storage_options)
-    manifest = read_manifest(store, retry_seconds=_RETRY_SECONDS)
+    # A name of digits alone can be given by a program, which has `read_manifest`.
+    chosen = int(step) if step is not None and step.isdecimal() else step
+    manifest = read_manifest(store, step=chosen, retry_seconds=_RETRY_SECONDS)
     names = list(manifest.names())
     if patterns:
         names = chosen_names(names, patterns, paths=manifest.flatten)
@@ -56,6 +65,7 @@ def run(
 def _facts(url: str, manifest: Manifest) -> dict[str, object]:
     return {
         "url": url,
+        **(_run_facts(manifest.run) if manifest.run is not None else {}),
         "save_id": manifest.save_id,
         "created": manifest.created,
         "writer": ", ".join(f"{name} {value}" for name, value in manifest.writer.items()),
@@ -65,6 +75,15 @@ def _facts(url: str, manifest: Manifest) -> dict[str, object]:
         "objects": len(manifest.inline) + len(manifest.stored),
         "shards": len(manifest.shards.keys),
         "bytes": manifest.total_bytes,
+    }
+
+
+def _run_facts(run: RunInfo) -> dict[str, object]:
+    """Without its names: which it has now, the catalog says."""
+    return {
+        "step": run.step,
+        **({"metrics": dict(run.metrics)} if run.metrics else {}),
+        **({"thinned": list(run.thinned)} if run.thinned else {}),
     }
 
 
@@ -97,6 +116,11 @@ def _tensor_bytes(manifest: Manifest, number: int) -> int:
 
 def _lines(url: str, manifest: Manifest, names: Sequence[str] | None) -> Iterator[str]:
     facts = _facts(url, manifest)
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            facts[name] = ", ".join(f"{one} {number:g}" for one, number in value.items())
+        elif isinstance(value, list):
+            facts[name] = ", ".join(value)
     facts["bytes"] = f"{human_bytes(manifest.total_bytes)} ({manifest.total_bytes:,} bytes)"
     width = max(map(len, facts))
     for name, value in facts.items():

@@ -57,6 +57,10 @@ class Deadline:
         """Whether it has passed."""
         return self.remaining_seconds() == 0
 
+    def earlier(self, seconds: float) -> Deadline:
+        """Another, so many seconds before this one and by the same clock: for a part whose failure is to be told."""
+        return Deadline(max(0.0, self.remaining_seconds() - seconds), self._clock)
+
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:

@@ -68,6 +68,11 @@ class WrappedStore:
         vars(child).update(vars(self), _store=self._store.child(prefix), _prefix=f"{self._prefix}{prefix}/")
         return child
 
+    def explain_missing(self) -> str | None:
+        """Why nothing is there, if the wrapped store knows more than that (no such bucket)."""
+        explain = getattr(self._store, "explain_missing", None)
+        return explain() if callable(explain) else None
+
     def head(self, key: str) -> ObjectInfo:
         """See `ObjectStore.head`."""
         return self._request(self._named("head", key), lambda: self._store.head(key))

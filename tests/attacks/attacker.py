@@ -135,7 +135,7 @@ def _load_rows(attacked: Bucket) -> None:
 def show_text(attacked: Bucket, *, as_json: bool = False, patterns: Sequence[str] = ("*",)) -> str:
     """What `dcp-remote show` prints."""
     out = io.StringIO()
-    show.run(attacked.store.url, storage_options={}, patterns=patterns, as_json=as_json, out=out)
+    show.run(attacked.store.url, storage_options={}, step=None, patterns=patterns, as_json=as_json, out=out)
     return out.getvalue()
 
 

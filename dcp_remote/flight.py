@@ -1,0 +1,121 @@
+"""A save under way: a thread of its own, and who waits for it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+
+from dcp_remote.desk import Desk
+from dcp_remote.errors import DcpRemoteError, SaveTimeoutError
+from dcp_remote.joint import Joint
+from dcp_remote.reports import SaveReport
+from dcp_remote.save_rank import RankSaver, Task
+
+logger = logging.getLogger(__name__)
+
+# How often whoever waits looks whether there is still something to wait for.
+_LOOK_SECONDS = 0.5
+
+# What a thread gets to unwind once its save is given up. One that is stuck in a store that does not answer is left
+# behind; it can do no harm any more, as the joint takes nothing from it.
+_UNWIND_SECONDS = 3.0
+
+# What the next save waits for what is being deleted at that moment.
+_STOP_SECONDS = 30.0
+
+# What closing gives to deleting old checkpoints; the rest is left to `dcp-remote gc`.
+_FINISH_SECONDS = 60.0
+
+
+class Flight:
+    """A save under way.
+
+    Args:
+        joint: Of all ranks.
+        saver: This rank's.
+        task: What to save.
+        desk: The coordinator's side; None on other ranks. It tidies up when the save is committed.
+        before: The flight before this one, which is settled and may be tidying up.
+    """
+
+    def __init__(self, joint: Joint, saver: RankSaver, task: Task, desk: Desk | None, before: Flight | None) -> None:
+        """See the class; the thread starts here."""
+        self._joint, self._saver, self._task, self._desk = joint, saver, task, desk
+        self._before = before
+        self._settled, self._stop = threading.Event(), threading.Event()
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        # A daemon: one that is stuck must not keep the process. `CheckpointManager` waits for it at exit.
+        self._thread = threading.Thread(target=self._run, name="dcp_remote-save", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known how it ended, or it was given up."""
+        return self._settled.is_set()
+
+    def result(self, seconds: float = math.inf) -> SaveReport:
+        """Wait until it is settled.
+
+        Args:
+            seconds: After which it is given up, whatever its deadline.
+
+        Raises:
+            DcpRemoteError: It failed, or was given up.
+        """
+        end_seconds = time.monotonic() + seconds
+        given_up_seconds: float | None = None
+        while not self._settled.wait(_LOOK_SECONDS):
+            if time.monotonic() > end_seconds:
+                self._error = SaveTimeoutError(
+                    f"{self._joint.what[:1].upper()}{self._joint.what[1:]} was given up: there is no time left for it."
+                )
+                self._settled.set()
+                break
+            self._joint.look()
+            cancelled = self._joint.cancelled
+            if cancelled is None:
+                continue
+            given_up_seconds = time.monotonic() if given_up_seconds is None else given_up_seconds
+            if time.monotonic() - given_up_seconds > _UNWIND_SECONDS:
+                self._error = cancelled
+                self._settled.set()
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None, "settled without an error"
+        return self._report
+
+    def finish(self) -> None:
+        """Wait until it has also tidied up, but not for ever."""
+        self._thread.join(_FINISH_SECONDS)
+        self._stop.set()
+
+    def _saved(self) -> SaveReport:
+        try:
+            with self._joint:
+                return self._saver.save(self._joint, self._task)
+        except DcpRemoteError as error:
+            if not self._joint.coordinator_lost:
+                raise
+            return self._saver.settle(self._task, error)
+
+    def _run(self) -> None:
+        if self._before is not None:
+            self._before._stop.set()
+            self._before._thread.join(_STOP_SECONDS)
+            self._before = None
+        try:
+            report = self._saved()
+        except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+            self._error = self._error or error
+            self._task.operation.fail(error)
+            self._settled.set()
+            return
+        self._report = report
+        # A report speaks for all ranks.
+        self._task.operation.end(report if self._desk is not None else None)
+        self._settled.set()
+        if self._desk is not None:
+            self._desk.tidy(self._stop.is_set)

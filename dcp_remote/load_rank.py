@@ -1,0 +1,150 @@
+"""One rank's part of restoring a checkpoint of a run: agree which, read, agree that nobody failed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from dcp_remote.catalog import Entry
+from dcp_remote.checkpoint import find, read_entry
+from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
+from dcp_remote.joint import Joint, Ranks
+from dcp_remote.manifest import Manifest
+from dcp_remote.per_rank import PER_RANK_KEY, PerRank, put_back, template_of
+from dcp_remote.reader import RemoteReader
+from dcp_remote.reports import LoadReport, LoadSeconds
+from dcp_remote.run import catalog_of
+from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.counting import CountingStore
+from dcp_remote.telemetry import Operation
+
+logger = logging.getLogger(__name__)
+
+
+class _EntryReader(RemoteReader):
+    """Reads the checkpoint whose manifest it is given."""
+
+    def __init__(self, store: ObjectStore, manifest: Manifest, *, allow_pickle: bool, memory_budget_bytes: int) -> None:
+        super().__init__(store, allow_pickle=allow_pickle, memory_budget_bytes=memory_budget_bytes)
+        self._manifest = manifest
+
+    def _find(self) -> Manifest:
+        return self._manifest
+
+
+def load_rank(
+    ranks: Ranks,
+    joint: Joint,
+    store: CountingStore,
+    state: MutableMapping[str, Any],
+    *,
+    step: int | str | None,
+    planner: LoadPlanner | None,
+    operation: Operation,
+    allow_pickle: bool,
+    memory_budget_bytes: int,
+) -> LoadReport | None:
+    """Restore; called by every rank, in a block of the joint. None if there is nothing to restore.
+
+    Args:
+        ranks: Who restore together.
+        joint: Of all of them.
+        store: Opened at the run.
+        state: Whose tensors are read into.
+        step: A step, or a checkpoint's name; None is the newest.
+        planner: torch's; None is its default.
+        operation: Of telemetry.
+        allow_pickle: Also load objects that only code can load.
+        memory_budget_bytes: Bound of the buffers beyond the state.
+
+    Raises:
+        DcpRemoteError: See `CheckpointManager.restore`.
+    """
+    began_seconds, before = time.monotonic(), store.counts
+    with operation.phase("planning"):
+        joint.note("asking which checkpoint to restore")
+        entry = joint.gather(step, lambda steps: _chosen(store, steps))
+        if entry is None:
+            return None
+        joint.note(f"planning the restore of step {entry.step}")
+        manifest = read_entry(store, entry)
+        # What follows may be collectives of training, which nobody may enter alone.
+        joint.gather(None, _all_are_here)
+        saved = set((manifest.flatten or {}).values())
+        if ranks.is_coordinator:
+            _tell_of_missing_ranks(state, manifest, saved, ranks.world_size)
+        template = template_of(state, ranks.rank, saved)
+        planner = planner if planner is not None else DefaultLoadPlanner()
+        reader = _EntryReader(store, manifest, allow_pickle=allow_pickle, memory_budget_bytes=memory_budget_bytes)
+        metadata = reader.read_metadata()
+        planner.set_up_planner(template, metadata, ranks.is_coordinator)
+        reader.set_up_storage_reader(metadata, ranks.is_coordinator, rank=ranks.rank)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        # torch's own changes nothing here, and plans are large: only who has something to say to all is asked.
+        if type(planner).create_global_plan is not DefaultLoadPlanner.create_global_plan:
+            plan = joint.scatter(plan, planner.create_global_plan)
+        plan = planner.finish_plan(plan)
+    planned_seconds = time.monotonic()
+    with operation.phase("reading"):
+        joint.note(f"reading step {entry.step}")
+        reader.read_data(plan, planner).wait()
+        joint.note(f"has read step {entry.step}, waiting for the others")
+        joint.gather(None, _all_are_here)
+        put_back(state, template, ranks.rank)
+        joint.gather(None, _all_are_here)
+    counts = store.counts.since(before)
+    report = LoadReport(
+        step=entry.step,
+        save_id=entry.save_id,
+        saved_world_size=manifest.world_size,
+        world_size=ranks.world_size,
+        read_bytes=counts.got_bytes,
+        seconds=LoadSeconds(planning=planned_seconds - began_seconds, reading=time.monotonic() - planned_seconds),
+        requests=counts.requests,
+        retries=counts.failed,
+    )
+    if ranks.is_coordinator:
+        logger.info("%s", report)
+    return report
+
+
+def _all_are_here(_answers: Sequence[None]) -> None:
+    """Nobody has failed so far."""
+
+
+def _chosen(store: ObjectStore, steps: Sequence[int | str | None]) -> Entry | None:
+    if len(set(steps)) > 1:
+        raise InvalidArgumentError("Ranks ask for different checkpoints at a time.", steps=str(steps[:16]))
+    catalog = catalog_of(store)
+    if steps[0] is None and (catalog is None or catalog.latest() is None):
+        return None
+    if type(steps[0]) not in (int, str, type(None)):
+        raise InvalidArgumentError("A step is an integer, or a checkpoint's name.", step=steps[0])
+    if catalog is None:
+        raise CheckpointNotFoundError("There is no run here yet.", url=store.url, step=steps[0])
+    return find(catalog, steps[0], url=store.url)
+
+
+def _tell_of_missing_ranks(
+    state: MutableMapping[str, Any], manifest: Manifest, saved: set[tuple[str | int, ...]], world_size: int
+) -> None:
+    """Once: which of the values that differ between ranks stay as they are."""
+    for key in (key for key, value in state.items() if isinstance(value, PerRank)):
+        without = [rank for rank in range(world_size) if (PER_RANK_KEY, str(rank), key) not in saved]
+        if without:
+            logger.warning(
+                "The checkpoint was saved by %d ranks and is restored by %d: %d of them, from rank %d on, keep their "
+                "own %r. What was saved can be read by dcp_remote.load(url, step=%d, keys='per_rank.*').",
+                manifest.world_size,
+                world_size,
+                len(without),
+                without[0],
+                key,
+                manifest.run.step if manifest.run is not None else 0,
+            )
+            return

@@ -1,0 +1,460 @@
+"""CheckpointManager: the checkpoints of a training run, saved in the background, committed, kept tidy, restored.
+
+Ranks speak to each other over the store of the process group, never by its collectives: nothing can wake a rank that
+waits in a collective, and checkpoint traffic shares neither a group nor a thread with training.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, MutableMapping
+from types import TracebackType
+from typing import Any, Self, SupportsFloat
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+
+from dcp_remote.catalog import pinned
+from dcp_remote.catalog_store import swap
+from dcp_remote.checkpoint import read_manifest
+from dcp_remote.desk import Desk
+from dcp_remote.digests import digest
+from dcp_remote.errors import (
+    DcpRemoteError,
+    InvalidArgumentError,
+    SaveFailedError,
+    SaveTimeoutError,
+)
+from dcp_remote.flight import Flight
+from dcp_remote.joint import Joint, Ranks
+from dcp_remote.load_rank import load_rank
+from dcp_remote.location import Location, require_budget, require_shared, require_timeout
+from dcp_remote.per_rank import saved_state
+from dcp_remote.preemption import Preemption
+from dcp_remote.reports import LoadReport, SaveReport
+from dcp_remote.retention import Retention
+from dcp_remote.run import CheckpointInfo, catalog_of
+from dcp_remote.run_save import Job, Note, require_step
+from dcp_remote.save_rank import RankSaver, Task
+from dcp_remote.staging import Stager
+from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.counting import CountingStore
+from dcp_remote.storage.retrying import Deadline
+from dcp_remote.telemetry import Telemetry
+from dcp_remote.transfer import MEMORY_BUDGET_BYTES
+
+logger = logging.getLogger(__name__)
+
+# Half an hour, as a process group gives its collectives.
+TIMEOUT_SECONDS = 1800.0
+
+# A rank that says nothing for so long is taken for dead; a busy one says so every second.
+SILENCE_SECONDS = 60.0
+
+# Of a catalog, when somebody waits for the answer.
+_LOOK_SECONDS = 300.0
+
+
+class CheckpointManager:
+    """The checkpoints of one training run; made by every rank, with the same arguments.
+
+        with CheckpointManager("s3://bucket/run", retention=Retention(keep_last=3)) as checkpoints:
+            step = checkpoints.restore(state) or 0
+            while step < last:
+                ...
+                if step % 1000 == 0:
+                    checkpoints.save(step, state)
+
+    `save` copies the state and returns; shards are uploaded and the checkpoint is committed meanwhile. One save is
+    under way at a time: the next one waits for it, and raises its error. Every rank calls `save`, `restore` and
+    `reached_preemption`, in the same order; the rest may be called by any.
+
+    A save ends, on every rank that lives, by its deadline: with a commit, or with an error that names the rank, the
+    shard and the cause. A rank that is silent for a minute ends it then. Killed at any moment, the run has the
+    checkpoints that it had, and perhaps the new one, each whole.
+
+    The first save of a job takes the fence: a job that was started earlier can commit nothing more, and is told so
+    (`FencedError`). Nothing is deleted unless `retention` says so.
+
+    Args:
+        url: Of the run: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///…`, a path, `memory://name` (one process
+            only), or an `ObjectStore` of your own.
+        retention: What to keep; None keeps everything.
+        process_group: Whose ranks save; None is all. Only its members and its store are used.
+        storage_options: Endpoint, region, credentials and so on, by the names that boto3 and fsspec use.
+        timeout_seconds: Of a save, from its call on.
+        dedup: Do not send again what did not change since the newest checkpoint.
+        resumed_from: The step whose state was loaded by other means than `restore`.
+        start_over: Leave the run's checkpoints behind: they are marked as abandoned by the first commit.
+        silence_seconds: After which a rank that says nothing is taken for dead.
+        notice_seconds: How long after SIGTERM this job is killed; see `reached_preemption`. None is not known: saves
+            then have their usual time.
+        allow_pickle: Also store, and load, objects that only code can load.
+        memory_budget_bytes: Bound of the copies in memory beyond the state and its staged copy, per rank.
+
+    Raises:
+        InvalidArgumentError: The URL or an option is wrong; or the store is of one process alone and there are several
+            ranks. No request is made here.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | ObjectStore,
+        *,
+        retention: Retention | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        storage_options: Mapping[str, object] | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        dedup: bool = True,
+        resumed_from: int | None = None,
+        start_over: bool = False,
+        silence_seconds: float = SILENCE_SECONDS,
+        notice_seconds: float | None = None,
+        allow_pickle: bool = False,
+        memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
+    ) -> None:
+        """See the class."""
+        require_timeout(timeout_seconds)
+        require_timeout(silence_seconds)
+        require_timeout(timeout_seconds if notice_seconds is None else notice_seconds)
+        require_budget(memory_budget_bytes)
+        if resumed_from is not None:
+            require_step(resumed_from)
+            if start_over:
+                raise InvalidArgumentError(
+                    "A job either goes on from a step or starts over.", resumed_from=resumed_from
+                )
+        location = Location.of(url, storage_options)
+        require_shared(location)
+        self._store = CountingStore(location.store)
+        self._timeout_seconds, self._silence_seconds = timeout_seconds, silence_seconds
+        self._allow_pickle, self._memory_budget_bytes = allow_pickle, memory_budget_bytes
+        self._ranks = Ranks.of(process_group, f"dcp_remote/{digest(self._store.url.encode()).hex()}")
+        self._preemption = Preemption(self._ranks, notice_seconds=notice_seconds)
+        self._job = Job(self._store)
+        if resumed_from is not None or start_over:
+            self._job.go_on_from(-1 if resumed_from is None else resumed_from)
+        desk = Desk(self._store, self._job, retention=retention, dedup=dedup) if self._ranks.is_coordinator else None
+        self._desk = desk
+        self._saver = RankSaver(
+            self._ranks, self._store, desk, memory_budget_bytes=memory_budget_bytes, allow_pickle=allow_pickle
+        )
+        self._stager = Stager()
+        self._telemetry = Telemetry()
+        self._flight: Flight | None = None  # until it was waited for
+        self._newest: Flight | None = None  # which may still be tidying up
+        self._last_save: SaveReport | None = None
+        self._last_load: LoadReport | None = None
+        self._closed = False
+        atexit.register(self._at_exit)
+
+    def __repr__(self) -> str:
+        """The URL; never an option."""
+        return f"CheckpointManager({self._store.url!r})"
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it; what failed in the background is raised, unless the block raises something itself."""
+        try:
+            self.close()
+        except DcpRemoteError:
+            if error is None:
+                raise
+            logger.exception("%s: the last save failed, too", self._store.url)
+
+    @property
+    def url(self) -> str:
+        """Of the run."""
+        return self._store.url
+
+    @property
+    def last_save(self) -> SaveReport | None:
+        """Of the last save that was committed and waited for."""
+        return self._last_save
+
+    @property
+    def last_load(self) -> LoadReport | None:
+        """Of the last `restore`."""
+        return self._last_load
+
+    # ---- called by every rank
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        name: str | Iterable[str] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        user: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        planner: SavePlanner | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Save a state in the background; called by every rank.
+
+        Waits for the save before, and raises its error. Then the state is copied, into memory that the next save uses
+        again (pinned, where there is a GPU), and may be changed as soon as this returns.
+
+        Costs the store: one GET, a PUT per shard of at most 64 MiB, two PUTs and a GET for the commit.
+
+        Args:
+            step: How many steps of training are finished.
+            state: What to save: nested dicts of tensors and objects, `Stateful`s, and `PerRank` values.
+            name: By which the checkpoint can be asked for, or several; a name moves to the newest that is given it.
+            metrics: Finite numbers, by name; `Retention(keep_best=…)` goes by them. The coordinator's count.
+            user: Notes for the manifest: JSON, at most 1 MiB. The coordinator's count.
+            overwrite: Replace the live checkpoint of this step, if there is one.
+            planner: torch's; None is `DefaultSavePlanner()`.
+            wait: Return when it is committed. Nothing is copied then.
+
+        Raises:
+            InvalidArgumentError: A step, name, metric, or the state is wrong.
+            CheckpointExistsError: Of this save if `wait`, else by the next call: see `Job.begin`.
+            FencedError: Likewise: a newer job owns the run. Stop this one.
+            CommitConflictError: Likewise: another save of this step was committed meanwhile.
+            CommitUnknownError: Likewise: the store never said.
+            SaveTimeoutError: Likewise: names the ranks that did not report by the deadline, and what they did last.
+            SaveFailedError: Likewise: names the rank, the shard, the attempts and the cause.
+        """
+        called_seconds = time.monotonic()
+        self._require_open()
+        note = Note.of(step, name=name, metrics=metrics, overwrite=overwrite)
+        operation = self._telemetry.save(self._store, step=step, rank=self._ranks.rank)
+        try:
+            with operation.phase("waiting"):
+                self.wait()
+            waiting_seconds = time.monotonic() - called_seconds
+            seconds = self._seconds_for_a_save(waiting_seconds)
+            joint = self._join(f"the save of step {step}", seconds=seconds)
+            with operation.phase("staging"):
+                copied = self._copied(joint, state, stage=not wait)
+        except BaseException as error:
+            operation.fail(error)
+            raise
+        task = Task(
+            note=note,
+            state=copied,
+            planner=planner if planner is not None else DefaultSavePlanner(),
+            user=dict(user or {}),
+            called_seconds=called_seconds,
+            waiting_seconds=waiting_seconds,
+            staging_seconds=time.monotonic() - called_seconds - waiting_seconds,
+            seconds=seconds,
+            operation=operation,
+            background=not wait,
+        )
+        self._flight = self._newest = Flight(joint, self._saver, task, self._desk, before=self._newest)
+        if wait:
+            self.wait()
+
+    def restore(
+        self, state: MutableMapping[str, Any], step: int | str | None = None, *, planner: LoadPlanner | None = None
+    ) -> int | None:
+        """Load a checkpoint into a state, in place; called by every rank, at any world size.
+
+        The next save goes on from there: what is newer is then marked as abandoned.
+
+        Tensors are read into those of the state, `Stateful`s and `PerRank` values are told theirs, other objects are
+        replaced. A rank that the checkpoint has no `PerRank` values of keeps its own. If it raises, the state holds
+        parts of the checkpoint and must not be used.
+
+        Costs: a GET of the catalog by the coordinator; on every rank one of the manifest, and one per range of at most
+        8 MiB.
+
+        Args:
+            state: As for `save`: says what is wanted, and of what shape.
+            step: A step, or a checkpoint's name; None is the newest.
+            planner: torch's; None is `DefaultLoadPlanner()`.
+
+        Returns:
+            The step; None if `step` is None and the run has no checkpoint: the state is as it was.
+
+        Raises:
+            CheckpointNotFoundError: There is none of this step or name.
+            CorruptCheckpointError: Bytes are not those that were written: restore an older step.
+            UnsafeObjectError: An object needs code to load.
+            StorageError: The store failed for five minutes.
+            DcpRemoteError: Another rank failed; names it.
+        """
+        self._require_open()
+        self.wait()
+        joint = self._join(
+            "the restore", seconds=self._timeout_seconds, failed=DcpRemoteError, timed_out=DcpRemoteError
+        )
+        asked = step if isinstance(step, int) else None
+        operation = self._telemetry.load(self._store, step=asked, rank=self._ranks.rank)
+        try:
+            with joint:
+                self._last_load = load_rank(
+                    self._ranks,
+                    joint,
+                    self._store,
+                    state,
+                    step=step,
+                    planner=planner,
+                    operation=operation,
+                    allow_pickle=self._allow_pickle,
+                    memory_budget_bytes=self._memory_budget_bytes,
+                )
+        except BaseException as error:
+            operation.fail(error)
+            raise
+        operation.end(self._last_load)
+        if self._last_load is None:
+            return None
+        self._job.go_on_from(self._last_load.step)
+        return self._last_load.step
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether this is the step at which to save and stop, because the job is about to be killed.
+
+        Called by every rank after every step. SIGTERM reaches ranks at different times, and some never: they agree on
+        one step, at which this is True on all of them. From the first call on, SIGTERM no longer ends the process.
+        Saves that follow end within `notice_seconds` of the signal, or are given up: never half a checkpoint.
+
+            if step % 1000 == 0 or (stopping := checkpoints.reached_preemption(step)):
+                checkpoints.save(step, state)
+
+        Costs nothing as long as there is no signal.
+        """
+        self._require_open()
+        require_step(step)
+        self._preemption.install()
+        return self._preemption.reached(step)
+
+    # ---- called by any rank
+
+    def wait(self) -> SaveReport | None:
+        """Return when no save is under way: the report of the last one that was committed.
+
+        Raises:
+            DcpRemoteError: The save failed; see `save`. Raised once.
+        """
+        flight = self._flight
+        if flight is not None:
+            try:
+                remaining = self._preemption.remaining_seconds()
+                self._last_save = flight.result() if remaining is None else flight.result(remaining)
+            finally:
+                # Ctrl-C leaves it under way.
+                if flight.is_settled:
+                    self._flight = None
+        return self._last_save
+
+    def latest(self) -> CheckpointInfo | None:
+        """The newest checkpoint of the run; None if none is committed. One GET; see `dcp_remote.latest`."""
+        catalog = catalog_of(self._store)
+        entry = catalog.latest() if catalog is not None else None
+        return CheckpointInfo.of(entry) if entry is not None else None
+
+    def steps(self) -> list[int]:
+        """The steps of all live checkpoints, ascending; abandoned ones left out. One GET."""
+        catalog = catalog_of(self._store)
+        return [entry.step for entry in catalog.entries if not entry.abandoned] if catalog is not None else []
+
+    def user(self, step: int | str | None = None) -> dict[str, Any]:
+        """What was noted as `user` when a checkpoint was saved. At most three GETs.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+        """
+        return dict(read_manifest(self._store, step=step).user)
+
+    def pin(self, step: int) -> None:
+        """Exempt a checkpoint from retention. A GET and a PUT; one rank may call it, or all.
+
+        Raises:
+            CheckpointNotFoundError: No checkpoint of this step is live.
+        """
+        self._pin(step, pin=True)
+
+    def unpin(self, step: int) -> None:
+        """Take a pin away again.
+
+        Raises:
+            CheckpointNotFoundError: No checkpoint of this step is live.
+        """
+        self._pin(step, pin=False)
+
+    def close(self) -> None:
+        """Wait for the save under way, finish keeping the run tidy, and let go of everything.
+
+        Raises:
+            DcpRemoteError: The last save failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        try:
+            self.wait()
+        finally:
+            if self._newest is not None:
+                self._newest.finish()
+            self._stager.close()
+            self._preemption.close()
+            self._ranks.close()
+
+    # ----
+
+    def _copied(self, joint: Joint, state: Mapping[str, Any], *, stage: bool) -> dict[str, Any]:
+        try:
+            copied = saved_state(state, self._ranks.rank)
+            if not stage:
+                return copied
+            joint.note("copying the state")
+            return self._stager.stage(copied)
+        except BaseException:
+            with joint:  # the others are told
+                raise
+
+    def _join(
+        self,
+        what: str,
+        *,
+        seconds: float,
+        failed: type[DcpRemoteError] = SaveFailedError,
+        timed_out: type[DcpRemoteError] = SaveTimeoutError,
+    ) -> Joint:
+        return self._ranks.join(
+            what, seconds=seconds, silence_seconds=self._silence_seconds, failed=failed, timed_out=timed_out
+        )
+
+    def _seconds_for_a_save(self, waited_seconds: float) -> float:
+        left, remaining = self._timeout_seconds - waited_seconds, self._preemption.remaining_seconds()
+        return left if remaining is None else min(left, remaining)
+
+    def _pin(self, step: int, *, pin: bool) -> None:
+        require_step(step)
+        swap(self._store, lambda now: pinned(now, step, pin=pin), deadline=Deadline(_LOOK_SECONDS))
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise InvalidArgumentError("This CheckpointManager was closed.", url=self._store.url)
+
+    def _at_exit(self) -> None:
+        """The process ends, and nobody has closed this: the last save is waited for, and its failure is told.
+
+        By the exit code as well: a job that ends well without its last checkpoint would be taken for one that has it.
+        """
+        try:
+            self.close()
+        except BaseException:
+            logger.critical("%s: the last save of this process failed", self._store.url, exc_info=True)
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            os._exit(1)

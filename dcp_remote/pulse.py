@@ -1,0 +1,466 @@
+"""A heartbeat of each rank in the key-value store of torch's process group, and who is silent there.
+
+Nothing unblocks a collective that waits for a rank that is dead or stopped. The store can be asked instead: whether a
+key is there yet, without waiting, so that every wait is the caller's own, and ends when the caller wants it to.
+
+A store that is hosted by a process that was stopped answers nobody: `check` and `get` then block for ever (torch 2.13).
+So one thread of each rank beats, watches the others and reports, with a connection of its own; how long the store has
+been silent can be seen from any other thread without touching it. No clocks of two hosts are ever compared: silence is
+what the reader's own monotonic clock says it is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+_Key = TypeVar("_Key")
+
+# Often enough that a rank's failure is known to all in two or three seconds.
+BEAT_SECONDS = 1.0
+
+# A beat of every rank is about three operations on one server, which does some 6,800 a second (one client, loopback)
+# and has torch's own work to do: at 10,000 ranks a beat every ten seconds is 3,000 a second.
+_RANKS_PER_BEAT_SECOND = 1000
+
+# TCPStore's server drops a connection that sends more than 8 MiB at once (TCPStoreLibUvBackend.cpp of torch 2.13).
+_PART_BYTES_MAX = 4 * 2**20
+
+# Keys of one operation: a message of some 100 kB; its answer is as long as the values are.
+_KEYS_PER_OPERATION = 1024
+
+# Ranks not heard of yet are asked for one by one: so many a beat, in turn.
+_UNHEARD_PER_BEAT = 512
+
+# A line in an error, and 10,000 of them in one answer.
+_LINE_CHARACTERS_MAX = 160
+
+# Of `get`, for a key that vanished after it was seen: the only wait here that is the store's. It prints two lines.
+_GET_TIMEOUT = timedelta(seconds=30)
+
+# What the thread gets to say goodbye, when nobody can know whether it is stuck in the store.
+_CLOSE_SECONDS = 5.0
+
+
+def beat_seconds_of(world_size: int) -> float:
+    """How often each of so many ranks beats."""
+    return max(BEAT_SECONDS, world_size / _RANKS_PER_BEAT_SECOND)
+
+
+class Awake:
+    """Seconds for which this process was awake: a clock that stands still while nobody reads it.
+
+    After SIGSTOP, or minutes in which one C call held the interpreter, everybody else seems to have been silent.
+
+    Args:
+        gap_seconds_max: What is counted at most between two readings.
+        clock: Monotonic, in seconds.
+    """
+
+    def __init__(self, gap_seconds_max: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """See the class."""
+        self._gap_seconds_max = gap_seconds_max
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last = clock()
+        self._seconds = 0.0
+
+    def __call__(self) -> float:
+        """The reading, from any thread."""
+        with self._lock:
+            now = self._clock()
+            self._seconds += min(now - self._last, self._gap_seconds_max)
+            self._last = now
+            return self._seconds
+
+
+class Client:
+    """One thread's own access to a store: no operation here waits for a key.
+
+    Values of any size are taken: they are cut into parts, the first of which is written last.
+
+    Args:
+        store: Of which this makes itself a connection. TCPStore and FileStore have one for each clone, since a blocked
+            operation holds up all others of its connection. HashStore, and what has no `clone`, is used as it is.
+        answered: Called after each operation that was answered.
+    """
+
+    def __init__(self, store: dist.Store, answered: Callable[[], None] = lambda: None) -> None:
+        """See the class; connects."""
+        self._store = _cloned(store)
+        self._answered = answered
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Whether all of them are there."""
+        found = all(self._store.check(list(some)) for some in _slices(keys))
+        self._answered()
+        return found
+
+    def present(self, keys: Sequence[str]) -> set[str]:
+        """Which of them are there; one operation for sixteen that are, seventeen where one is missing."""
+        found: set[str] = set()
+        for first in range(0, len(keys), 16):
+            some = keys[first : first + 16]
+            found.update(some if self.has(some) else [key for key in some if self.has([key])])
+        return found
+
+    def get(self, key: str) -> bytes:
+        """A value that is there."""
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes]:
+        """Values that are all there."""
+        heads = [head for some in _slices(keys) for head in self._store.multi_get(list(some))]
+        values = [self._whole(key, head) for key, head in zip(keys, heads, strict=True)]
+        self._answered()
+        return values
+
+    def take_many(self, keys: Sequence[str]) -> list[bytes]:
+        """Values that are all there, and are no more."""
+        values = self.get_many(keys)
+        for key, value in zip(keys, values, strict=True):
+            for number in range(max(1, -(-len(value) // _PART_BYTES_MAX))):
+                self._store.delete_key(_part(key, number))
+        self._answered()
+        return values
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set it, and forget what was there; not to be done twice with values of several parts.
+
+        Nothing says whether it has arrived: a TCPStore does not answer. What this client asks next is asked after that.
+        """
+        parts = [value[first : first + _PART_BYTES_MAX] for first in range(0, len(value), _PART_BYTES_MAX)] or [b""]
+        for number, part in enumerate(parts[1:], start=1):
+            self._store.set(_part(key, number), part)  # type: ignore[arg-type]  # bytes are taken
+        self._store.set(key, len(parts).to_bytes(4, "little") + parts[0])  # type: ignore[arg-type]
+
+    def put_first(self, key: str, value: bytes) -> None:
+        """Set it unless it is there already; at most 4 MiB."""
+        assert len(value) <= _PART_BYTES_MAX, "a value of several parts cannot be set at once"
+        head = (1).to_bytes(4, "little") + value
+        self._store.compare_set(key, b"", head)  # type: ignore[arg-type]
+        self._answered()
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete them, with all their parts, if they are there."""
+        for key in keys:
+            self._store.delete_key(key)
+            number = 1
+            while self._store.check([_part(key, number)]):
+                self._store.delete_key(_part(key, number))
+                number += 1
+        self._answered()
+
+    def _whole(self, key: str, head: bytes) -> bytes:
+        count = int.from_bytes(head[:4], "little")
+        rest = [self._store.get(_part(key, number)) for number in range(1, count)]
+        return b"".join([head[4:], *rest])
+
+
+def _part(key: str, number: int) -> str:
+    return f"{key}+{number}" if number else key
+
+
+def _slices(keys: Sequence[_Key]) -> Iterator[Sequence[_Key]]:
+    for first in range(0, len(keys), _KEYS_PER_OPERATION):
+        yield keys[first : first + _KEYS_PER_OPERATION]
+
+
+def _cloned(store: dist.Store) -> dist.Store:
+    try:
+        clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store  # a store of somebody's own
+    below = clone
+    while isinstance(below, dist.PrefixStore):
+        below = below.underlying_store
+    if isinstance(below, dist.TCPStore):  # a clone of another kind may be the original
+        clone.set_timeout(_GET_TIMEOUT)
+    return clone
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a rank last said of itself.
+
+    Attributes:
+        count: Of its beats; the value changes with each.
+        joint: Number of the last thing that it does or did together with the others.
+        what: What that is.
+        inside: Whether it still does.
+        closed: It will not beat any more.
+        note: What it is doing.
+    """
+
+    count: int
+    joint: int = 0
+    what: str = ""
+    inside: bool = False
+    closed: bool = False
+    note: str = ""
+
+    def encode(self) -> bytes:
+        """As it stands in the store."""
+        return json.dumps([self.count, self.joint, self.what, self.inside, self.closed, self.note]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Beat:
+        """What `encode` made."""
+        count, joint, what, inside, closed, note = json.loads(data)
+        return cls(int(count), int(joint), str(what), bool(inside), bool(closed), str(note))
+
+
+class Watch:
+    """Who is silent, and since when, by one reader's clock. Pure.
+
+    Args:
+        ranks: Who is watched.
+        now: When the watching begins. What was heard of before then does not count.
+    """
+
+    def __init__(self, ranks: Iterable[int], now: float = 0.0) -> None:
+        """See the class."""
+        self._since = dict.fromkeys(ranks, now)
+        self._last: dict[int, Beat] = {}
+
+    @property
+    def ranks(self) -> list[int]:
+        """Who is watched."""
+        return list(self._since)
+
+    def see(self, rank: int, beat: Beat, now: float) -> None:
+        """What stands in the store now."""
+        if self._last.get(rank) != beat:
+            self._last[rank] = beat
+            self._since[rank] = now
+
+    def last(self, rank: int) -> Beat | None:
+        """The last beat; None if there never was one."""
+        return self._last.get(rank)
+
+    def silent_seconds(self, rank: int, now: float) -> float:
+        """For how long its value has not changed; if there is none, since the watching began."""
+        return now - self._since[rank]
+
+
+class Pulse:
+    """A thread that beats for this rank, from now until `close`, and watches others while something joint is under way.
+
+    A daemon: it keeps no process alive, and ends quietly when the store has gone. A beat costs a `set` and a `check`,
+    and while it watches, a `check` or `multi_get` per thousand ranks. A closed one leaves its last beat in the store.
+
+    Args:
+        store: Reached by no other thread; the keys below it are this pulse's, and those of its hooks.
+        rank: Whose heartbeat this is.
+        beat_seconds: How often.
+        farewell: Called over and over in the thread when it closes, until it returns True, for five seconds at most.
+        clock: For tests.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        *,
+        beat_seconds: float = BEAT_SECONDS,
+        farewell: Callable[[Client], bool] = lambda _client: True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """See the class; the thread starts here."""
+        self._store = store
+        self._rank = rank
+        self._beat_seconds = beat_seconds
+        self._farewell = farewell
+        self._clock = clock
+        gap_seconds_max = max(3 * beat_seconds, 1.0)
+        self._awake = Awake(gap_seconds_max, clock)
+        self._contact = 0.0
+        # Runs in the thread alone: while that is stuck in the store, it sees nobody, and blames nobody.
+        self._watching = Awake(gap_seconds_max, clock)
+        self._watched = 0.0
+        self._count = 0
+        self._now = Beat(0)
+        self._now_lock = threading.Lock()
+        self._watch: Watch | None = None
+        self._known: set[int] = set()
+        self._unheard_from = 0
+        self._hooks: list[Callable[[Client], None]] = []
+        self._outbox: deque[Callable[[Client], None]] = deque()
+        self._wake = threading.Event()
+        self._told: str | None = None
+        self._closing = False
+        self._gone: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="dcp_remote pulse", daemon=True)
+        # A thread that comes back from C++ while the interpreter goes down takes the process with it.
+        atexit.register(self.close)
+        self._thread.start()
+
+    @property
+    def gone(self) -> Exception | None:
+        """Why the thread ended by itself: the store's host is no more. None while it runs."""
+        return self._gone
+
+    @property
+    def last_note(self) -> str:
+        """What this rank is doing."""
+        return self._now.note
+
+    def client(self) -> Client:
+        """A connection for another thread, which counts as contact, too; connects, and blocks if the store does."""
+        return Client(self._store, self._answered)
+
+    def contact_seconds(self) -> float:
+        """How long ago the store last answered anybody here, not counting time in which this process was stopped.
+
+        From any thread; never touches the store.
+        """
+        return self._awake() - self._contact
+
+    def note(self, text: str) -> None:
+        """What this rank is doing; goes with the next beat."""
+        with self._now_lock:
+            self._now = replace(self._now, note=line_of(text))
+
+    def enter(self, joint: int, what: str, watched: Iterable[int]) -> None:
+        """Something joint begins: tell it at once, and watch these ranks from now on."""
+        self._watch = Watch(watched, self._watched)
+        with self._now_lock:
+            self._now = Beat(0, joint, line_of(what), inside=True, note=line_of(what))
+        self._wake.set()
+
+    def move(self, joint: int) -> None:
+        """It has another number than was thought: tell it at once."""
+        with self._now_lock:
+            self._now = replace(self._now, joint=joint)
+        self._wake.set()
+
+    def leave(self, note: str) -> None:
+        """It is over for this rank: tell it at once, and watch nobody."""
+        self._watch = None
+        with self._now_lock:
+            self._now = replace(self._now, inside=False, note=line_of(note))
+        self._wake.set()
+
+    def last(self, rank: int) -> Beat | None:
+        """The last beat of a rank that is watched; None if it was never heard of."""
+        watch = self._watch
+        return None if watch is None else watch.last(rank)
+
+    def silent(self, seconds: float) -> dict[int, float]:
+        """Which of the watched ranks have been heard of before, and not for so long: for how long. In the thread."""
+        watch = self._watch
+        if watch is None:
+            return {}
+        silences = {rank: watch.silent_seconds(rank, self._watched) for rank in watch.ranks if rank in self._known}
+        return {rank: silence for rank, silence in silences.items() if silence >= seconds}
+
+    def tell(self, action: Callable[[Client], None]) -> None:
+        """Do something in the thread, at once; never blocks, never fails. Done before anything else, in order."""
+        self._outbox.append(action)
+        self._wake.set()
+
+    def add_hook(self, hook: Callable[[Client], None]) -> None:
+        """Call something in the thread after each beat, when those that are watched have been looked at."""
+        self._hooks = [*self._hooks, hook]
+
+    def remove_hook(self, hook: Callable[[Client], None]) -> None:
+        """Do not call it any more."""
+        self._hooks = [one for one in self._hooks if one != hook]
+
+    def read(self, client: Client, ranks: Sequence[int]) -> dict[int, Beat]:
+        """The beats of those ranks that have ever been heard of; in the thread."""
+        unheard = [rank for rank in ranks if rank not in self._known]
+        if len(unheard) > _UNHEARD_PER_BEAT:
+            self._unheard_from %= len(unheard)
+            unheard = (unheard[self._unheard_from :] + unheard)[:_UNHEARD_PER_BEAT]
+            self._unheard_from += _UNHEARD_PER_BEAT
+        present = client.present([_beat_key(rank) for rank in unheard])
+        self._known.update(rank for rank in unheard if _beat_key(rank) in present)
+        heard = [rank for rank in ranks if rank in self._known]
+        values = client.get_many([_beat_key(rank) for rank in heard])
+        return {rank: Beat.decode(value) for rank, value in zip(heard, values, strict=True)}
+
+    def close(self) -> None:
+        """Say goodbye, and stop; at most some seconds later, also if the store is stuck."""
+        atexit.unregister(self.close)
+        self._closing = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * _CLOSE_SECONDS if self.contact_seconds() < _CLOSE_SECONDS else 0.5)
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        try:
+            client = self.client()
+            while not self._closing:
+                self._beat(client)
+                self._wake.wait(self._beat_seconds)
+                self._wake.clear()
+            self._say_goodbye(client)
+        except Exception as error:  # noqa: BLE001  # the store has gone, which whoever needs it is told by `gone`
+            self._gone = error
+            logger.debug("rank %d: the store does not answer any more: %s", self._rank, error)
+
+    def _beat(self, client: Client) -> None:
+        # Looked at first: who reads that this rank has left, finds what it told before it left.
+        now = self._now
+        self._empty_outbox(client)
+        self._count += 1
+        client.put(_beat_key(self._rank), replace(now, count=self._count).encode())
+        client.has([_beat_key(self._rank)])  # a stopped host takes what is put, but does not answer
+        watch = self._watch
+        self._watched = self._watching()
+        if watch is not None:
+            for rank, beat in self.read(client, watch.ranks).items():
+                watch.see(rank, beat, self._watched)
+        for hook in self._hooks:
+            self._call(hook, client)
+
+    def _empty_outbox(self, client: Client) -> None:
+        while self._outbox:
+            self._call(self._outbox.popleft(), client)
+
+    def _call(self, hook: Callable[[Client], None], client: Client) -> None:
+        try:
+            hook(client)
+        except dist.DistNetworkError:
+            raise
+        except Exception as error:
+            told, self._told = self._told, repr(error)
+            if told != self._told:  # once, not once a second
+                logger.exception("rank %d: something that was to be done with a beat failed", self._rank)
+
+    def _say_goodbye(self, client: Client) -> None:
+        self._empty_outbox(client)
+        end = self._clock() + _CLOSE_SECONDS
+        while not self._farewell(client) and self._clock() < end:
+            time.sleep(0.02)
+        goodbye = replace(self._now, count=self._count + 1, inside=False, closed=True, note="closed")
+        client.put(_beat_key(self._rank), goodbye.encode())
+        client.has([_beat_key(self._rank)])  # it has arrived
+
+    def _answered(self) -> None:
+        self._contact = self._awake()
+
+
+def _beat_key(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def line_of(text: str) -> str:
+    """On one line, and short: what stands in an error, and in a beat."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LINE_CHARACTERS_MAX else f"{line[:_LINE_CHARACTERS_MAX]}…"

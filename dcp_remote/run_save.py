@@ -1,0 +1,313 @@
+"""Saving into a run: what the coordinator asks the catalog before a byte is uploaded, and how the save is committed.
+
+Every rule stands in `catalog.py`; this is one job's memory of the run: its token, what it went on from, and whether its
+last attempt was committed. No torch: whatever writes shards can save into a run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import SupportsFloat
+
+from dcp_remote.catalog import Attempt, Catalog, Entry, committed, fenced, refreshed
+from dcp_remote.catalog_store import Change, read_catalog, swap
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FencedError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+)
+from dcp_remote.manifest import MANIFEST_KEY, RunInfo
+from dcp_remote.run_names import manifest_key
+from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.retrying import Deadline, RetryingStore
+
+logger = logging.getLogger(__name__)
+
+# What a catalog and a manifest can say, and a person can read in a list.
+_WORD = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,200}")
+STEP_MAX = 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What the user says of a checkpoint.
+
+    Attributes:
+        step: Finished steps of training.
+        names: By which it can be asked for; each belongs to one checkpoint at a time, the last that was given it.
+        metrics: Finite, by name.
+        overwrite: Replace the live checkpoint of this step, if there is one.
+    """
+
+    step: int
+    names: tuple[str, ...] = ()
+    metrics: tuple[tuple[str, float], ...] = ()
+    overwrite: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        *,
+        name: str | Iterable[str] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        overwrite: bool = False,
+    ) -> Note:
+        """Check what a user passed, before anything is copied or sent.
+
+        Raises:
+            InvalidArgumentError: Says what.
+        """
+        require_step(step)
+        names = (name,) if isinstance(name, str) else tuple(name or ())
+        for word in (*names, *(metrics or ())):
+            if not isinstance(word, str) or not _WORD.fullmatch(word):
+                raise InvalidArgumentError(
+                    "A name is a text of 1 to 200 characters, none of them a control character.", name=ascii(word)[:300]
+                )
+        if len(set(names)) != len(names):
+            raise InvalidArgumentError("A name is given twice.", names=", ".join(names))
+        return cls(step, names, tuple(_metric(key, value) for key, value in (metrics or {}).items()), overwrite)
+
+
+def require_step(step: object) -> None:
+    """Refuse what is no number of finished steps.
+
+    Raises:
+        InvalidArgumentError: Not an integer, or out of bounds.
+    """
+    if type(step) is not int or not 0 <= step < STEP_MAX:
+        raise InvalidArgumentError("A step is an integer from 0 on: how many are finished.", step=step)
+
+
+def _metric(name: str, value: SupportsFloat) -> tuple[str, float]:
+    try:
+        number = float(value)  # a numpy scalar, a tensor of one element
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgumentError("A metric is a number.", metric=name, value=value) from error
+    if not math.isfinite(number):
+        # It would compare with nothing: a run could never tell its best checkpoint.
+        raise InvalidArgumentError("A metric must be finite; leave out one that is not.", metric=name, value=number)
+    return name, number
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A save as it began: what every rank must know. It pickles.
+
+    Attributes:
+        save_id: Of this save; 32 lower-case hex digits.
+        run: What its manifest says of the run.
+        borrowed: save_id and manifest key of the checkpoint whose shards may be named again; None if of none.
+        before: The save_id that it may replace at this step; None if none is there.
+    """
+
+    save_id: str
+    run: RunInfo
+    borrowed: tuple[str, str] | None
+    before: str | None
+
+
+class Job:
+    """One job's side of a run; on the coordinator, for one thread at a time.
+
+    A job that begins takes the fence: from then on no earlier one commits. It does so with its first save, and again
+    after it went back to an older checkpoint.
+
+    Args:
+        store: Opened at the run.
+        sleep: For tests.
+        uniform: For tests.
+        new_id: Gives save_ids; for tests.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        uniform: Callable[[float, float], float] = random.uniform,
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+    ) -> None:
+        """See the class; no request is made."""
+        self._store = store
+        self._sleep, self._uniform, self._new_id = sleep, uniform, new_id
+        self._run_id: str | None = None
+        self._token: int | None = None
+        self._went_on_from: int | None = None
+        self._open = False
+
+    @property
+    def token(self) -> int | None:
+        """By which this job outranks earlier ones; None before its first save."""
+        return self._token
+
+    def go_on_from(self, step: int | None) -> None:
+        """The state is that of this checkpoint (-1: of none, on purpose; None: of none, since there was none).
+
+        The next save takes the fence anew, and abandons what is newer.
+        """
+        self._went_on_from, self._token = step, None
+
+    def begin(self, note: Note, *, borrow: bool, deadline: Deadline) -> Begun:
+        """Look whether this step may be saved; the first save also takes the fence.
+
+        Costs one GET; one that follows an attempt that was not committed also a PUT, and the first save of a job that
+        and a HEAD.
+
+        Args:
+            note: What is to be saved.
+            borrow: Whether shards of an earlier checkpoint may be named again.
+            deadline: Until when requests are repeated.
+
+        Raises:
+            CheckpointExistsError: The run has checkpoints and this job went on from none of them; or a checkpoint of
+                this step is live; or here is a checkpoint by itself. Nothing was changed, but for the fence.
+            FencedError: A newer job owns the run.
+            CheckpointNotFoundError: The run is gone.
+            CommitUnknownError: The store never said whether the fence was taken.
+            StorageError: The store refused, or did not answer.
+        """
+        catalog = self._catalog(deadline)
+        there = catalog.at(note.step)
+        if there is not None and not (note.overwrite or there.abandoned or self._abandons(there)):
+            raise CheckpointExistsError(
+                "A checkpoint of this step is live already. Save another step, or pass overwrite=True to replace it.",
+                url=self._store.url,
+                step=note.step,
+                save_id=there.save_id,
+            )
+        self._open = True
+        base = self._newest(catalog) if borrow else None
+        return Begun(
+            save_id=self._new_id(),
+            run=RunInfo(
+                run_id=catalog.run_id,
+                step=note.step,
+                token=catalog.token,
+                revision=catalog.revision,
+                names=note.names,
+                metrics=note.metrics,
+            ),
+            borrowed=(base.save_id, base.manifest) if base is not None else None,
+            before=there.save_id if there is not None else None,
+        )
+
+    def commit(self, begun: Begun, body: bytes, *, size_bytes: int, deadline: Deadline) -> tuple[Catalog, Entry]:
+        """Put the manifest and swap the catalog: when this returns, the checkpoint exists.
+
+        Costs two PUTs and a GET. Killed at any moment, the catalog is the old or the new one; what no live checkpoint
+        names is an orphan.
+
+        Args:
+            begun: From `begin`.
+            body: The manifest; it carries `begun.save_id` and `begun.run`.
+            size_bytes: Of the shards that it names.
+            deadline: Until when an unclear answer is pursued.
+
+        Returns:
+            The catalog that holds it, and its entry there.
+
+        Raises:
+            FencedError: A newer job owns the run.
+            BeginAgainError: Orphans were removed since this save began, or what it borrowed is gone. Save again.
+            CommitConflictError: Another save of this step was committed meanwhile.
+            CommitUnknownError: The store never said.
+            StorageError: The store refused; nothing was committed.
+        """
+        run = begun.run
+        key = manifest_key(revision=run.revision, step=run.step)
+        # Nobody else writes this name, and nobody reads it before the swap: it may be sent as often as it takes.
+        RetryingStore(self._store, deadline, sleep=self._sleep).put(key, [body])
+        entry = Entry(
+            step=run.step,
+            save_id=begun.save_id,
+            manifest=key,
+            size_bytes=size_bytes,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            token=run.token,
+            began=run.revision,
+            names=run.names,
+            metrics=run.metrics,
+        )
+        attempt = Attempt(entry, run.run_id, before=begun.before, borrowed=begun.borrowed, abandons=self._went_on_from)
+        catalog = self._swap(lambda now: committed(now, attempt), deadline)
+        self._open = False
+        # What it went on from was said; saves that follow are beyond it.
+        self._went_on_from = None
+        return catalog, entry
+
+    def _catalog(self, deadline: Deadline) -> Catalog:
+        if self._token is None:
+            self._require_no_checkpoint(deadline)
+            catalog = self._swap(self._fenced, deadline, create=True)
+            self._run_id, self._token = catalog.run_id, catalog.token
+            logger.info("%s: this job holds the fence, token %d", self._store.url, catalog.token)
+        elif self._open:
+            catalog = self._swap(self._refreshed, deadline)
+        else:
+            seen = read_catalog(RetryingStore(self._store, deadline, sleep=self._sleep))
+            if seen is None:
+                raise CheckpointNotFoundError(
+                    "The catalog of the run is gone. `dcp-remote recover` makes it again from the manifests.",
+                    url=self._store.url,
+                )
+            catalog = seen.catalog
+        self._require_ours(catalog)
+        return catalog
+
+    def _require_no_checkpoint(self, deadline: Deadline) -> None:
+        """Refuse the prefix of a checkpoint by itself: who reads there would find that, and never the run."""
+        try:
+            RetryingStore(self._store, deadline, sleep=self._sleep).head(MANIFEST_KEY)
+        except ObjectNotFoundError:
+            return
+        raise CheckpointExistsError(
+            "A checkpoint by itself lies here (manifest.json); a run needs a URL of its own.", url=self._store.url
+        )
+
+    def _fenced(self, catalog: Catalog) -> Catalog:
+        newest = catalog.latest()
+        if newest is not None and self._went_on_from is None:
+            raise CheckpointExistsError(
+                "The run has checkpoints, and this job was restored from none of them: saving would leave them "
+                "behind. Call restore() first; or pass resumed_from=<step> if the state was loaded another way, or "
+                "start_over=True if the run shall begin anew.",
+                url=self._store.url,
+                newest=newest.step,
+            )
+        return fenced(catalog)
+
+    def _refreshed(self, catalog: Catalog) -> Catalog:
+        self._require_ours(catalog)
+        return refreshed(catalog)
+
+    def _require_ours(self, catalog: Catalog) -> None:
+        if (catalog.run_id, catalog.token) != (self._run_id, self._token):
+            raise FencedError(
+                "A newer job owns this run; stop this one.",
+                url=self._store.url,
+                token=self._token,
+                newest=catalog.token,
+            )
+
+    def _abandons(self, entry: Entry) -> bool:
+        assert self._token is not None, "taken by now"
+        return self._went_on_from is not None and entry.step > self._went_on_from and entry.token < self._token
+
+    def _newest(self, catalog: Catalog) -> Entry | None:
+        living = [one for one in catalog.entries if not one.abandoned and not self._abandons(one)]
+        return max(living, key=lambda one: one.step, default=None)
+
+    def _swap(self, change: Change, deadline: Deadline, *, create: bool = False) -> Catalog:
+        return swap(self._store, change, deadline=deadline, create=create, sleep=self._sleep, uniform=self._uniform)

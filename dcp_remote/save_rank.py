@@ -1,0 +1,307 @@
+"""One rank's part of a save into a run: agree, plan, upload, hear that it is committed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from dcp_remote.checkpoint import read_manifest_at
+from dcp_remote.cli.terminal import counted, human_bytes
+from dcp_remote.dedup import Base
+from dcp_remote.desk import Again, Committed, Desk
+from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError
+from dcp_remote.joint import Joint, Ranks
+from dcp_remote.progress import Progress, can_redraw
+from dcp_remote.report import RankReport
+from dcp_remote.reports import RankFigures, SaveReport, Seconds, SlowShard, combine
+from dcp_remote.run import catalog_of
+from dcp_remote.run_names import origin
+from dcp_remote.run_save import Begun, Note
+from dcp_remote.saving import require_unicode, shard_bytes_max
+from dcp_remote.shard import ShardNames
+from dcp_remote.shard_writer import write_shards
+from dcp_remote.storage.counting import CountingStore, Counts
+from dcp_remote.telemetry import Operation
+from dcp_remote.transfer import Uploads
+
+logger = logging.getLogger(__name__)
+
+# How often a save begins again whose ground was taken away by somebody who keeps the run tidy.
+_ATTEMPTS_MAX = 3
+
+# Before the deadline of a save that of an upload passes: who says which shard it was, after how many attempts and why,
+# is to be heard before who was late is all that can be said.
+_TELL_SECONDS = 5.0
+_TELL_SHARE = 0.2
+
+# Somebody has waited for a minute already.
+_SETTLE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A save, as one rank was told to do it.
+
+    Attributes:
+        note: Step, names and metrics.
+        state: What to save: a copy, or what nobody changes meanwhile.
+        planner: torch's.
+        user: What the user notes in the manifest; the coordinator's counts.
+        called_seconds: When `save` was called, by `time.monotonic`.
+        waiting_seconds: How long it waited for the save before.
+        staging_seconds: How long the state was copied.
+        seconds: Until its deadline, from when ranks began to meet.
+        operation: Of telemetry.
+        background: Whether training goes on meanwhile.
+    """
+
+    note: Note
+    state: dict[str, Any]
+    planner: SavePlanner
+    user: Mapping[str, Any]
+    called_seconds: float
+    waiting_seconds: float
+    staging_seconds: float
+    seconds: float
+    operation: Operation
+    background: bool
+
+
+class RankSaver:
+    """Saves of one rank, one after another; remembers what it wrote last, so as not to send it again.
+
+    Args:
+        ranks: Who save together.
+        store: Opened at the run.
+        desk: The coordinator's side; None on other ranks.
+        memory_budget_bytes: Bound of the copies in memory beyond the state.
+        allow_pickle: Also store objects that only code can load.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        store: CountingStore,
+        desk: Desk | None,
+        *,
+        memory_budget_bytes: int,
+        allow_pickle: bool,
+    ) -> None:
+        """See the class; no request is made."""
+        self._ranks = ranks
+        self._store = store
+        self._desk = desk
+        self._memory_budget_bytes = memory_budget_bytes
+        self._allow_pickle = allow_pickle
+        # A save whose shards are all there, and of whose commit nothing was heard yet.
+        self._unheard: tuple[Begun, RankFigures] | None = None
+        # What this rank wrote last, and the checkpoint that names it: save_id and manifest key.
+        self._last: tuple[tuple[str, str], Base] | None = None
+
+    def save(self, joint: Joint, task: Task) -> SaveReport:
+        """Save; called by every rank, in a block of the joint. Returns when it is committed.
+
+        Raises:
+            DcpRemoteError: What this rank, another, or the coordinator failed with.
+        """
+        before = self._store.counts
+        self._unheard = None
+        for attempt in range(1, _ATTEMPTS_MAX + 1):
+            # The last attempt borrows nothing, and so rests on nothing that others could remove.
+            answer = self._attempt(joint, task, attempt, before)
+            if isinstance(answer, SaveReport):
+                return answer
+            logger.warning("%s: the save of step %d begins again: %s", self._store.url, task.note.step, answer.why)
+        raise CommitConflictError(
+            "What the save rested on was removed each time; nothing was committed. Is somebody removing orphans "
+            "without a grace?",
+            url=self._store.url,
+            step=task.note.step,
+            attempts=_ATTEMPTS_MAX,
+        )
+
+    def settle(self, task: Task, lost: DcpRemoteError) -> SaveReport:
+        """The coordinator was lost: look whether it had committed; one GET.
+
+        Args:
+            task: Of the save.
+            lost: How it was lost.
+
+        Returns:
+            That it had; with the figures of this rank alone.
+
+        Raises:
+            DcpRemoteError: `lost`, if there was nothing to commit yet.
+            CommitUnknownError: It had not. If it was only stopped, it may do so when it wakes up.
+        """
+        if self._unheard is None:
+            raise lost
+        begun, figures = self._unheard
+        catalog = catalog_of(self._store, retry_seconds=_SETTLE_SECONDS)
+        entry = next((one for one in catalog.entries if one.save_id == begun.save_id), None) if catalog else None
+        if entry is None:
+            raise CommitUnknownError(
+                f"{lost.what} It was about to commit, and has not done so: it will not unless it wakes up.",
+                **{**lost.details, "url": self._store.url, "save_id": begun.save_id},
+            ) from lost
+        told = combine([figures], step=entry.step, save_id=entry.save_id, total_bytes=entry.size_bytes)
+        return replace(told, world_size=self._ranks.world_size, background=task.background)
+
+    def _attempt(self, joint: Joint, task: Task, attempt: int, before: Counts) -> SaveReport | Again:
+        with task.operation.phase("planning"):
+            begun, plan, metadata = self._plan(joint, task, borrow=attempt < _ATTEMPTS_MAX)
+        with self._progress(task, plan) as progress:
+            uploading_seconds = time.monotonic()
+            with task.operation.phase("uploading"):
+                report = self._upload(joint, task, begun, plan, progress)
+            figures = self._figures(task, report, before, uploading_seconds)
+            self._unheard = begun, figures
+            joint.note("waiting for the commit")
+            progress.tell("waiting for the others")
+            with task.operation.phase("committing"):
+                answer = joint.gather(
+                    (report, figures), lambda parts: self._commit(joint, task, begun, metadata[-1], parts)
+                )
+            self._unheard = None
+            if isinstance(answer, Again):
+                return answer
+            done, told = answer
+            told = replace(told, attempts=attempt)
+            progress.close(str(told) if self._ranks.is_coordinator else None)
+        self._last = (done.save_id, done.manifest), Base.of_report(report, left_out=done.left_out)
+        return told
+
+    def _plan(self, joint: Joint, task: Task, *, borrow: bool) -> tuple[Begun, SavePlan, list[Metadata]]:
+        """Agree on what is saved, and who writes what of it; the coordinator has torch's metadata, too."""
+        planner = task.planner
+        joint.note("asking whether this step may be saved")
+        begun = joint.gather(task.note, lambda notes: _there(self._desk).begin(notes, joint.deadline, borrow=borrow))
+        joint.note("planning")
+        meta = StorageMeta(checkpoint_id=self._store.url, save_id=begun.save_id)
+        planner.set_up_planner(task.state, meta, self._ranks.is_coordinator)
+        plan = planner.create_local_plan()
+        require_unicode(plan)
+        metadata: list[Metadata] = []
+
+        def planned(plans: list[SavePlan]) -> list[SavePlan]:
+            everyones, whole = planner.create_global_plan(plans)
+            metadata.append(whole)
+            return everyones
+
+        return begun, planner.finish_plan(joint.scatter(plan, planned)), metadata
+
+    def _commit(
+        self,
+        joint: Joint,
+        task: Task,
+        begun: Begun,
+        metadata: Metadata,
+        parts: list[tuple[RankReport, RankFigures]],
+    ) -> tuple[Committed, SaveReport] | Again:
+        """On the coordinator, which has heard from all."""
+        began_seconds, counts = time.monotonic(), self._store.counts
+        done = _there(self._desk).commit(joint, begun, metadata, [report for report, _ in parts], task.user)
+        if isinstance(done, Again):
+            return done
+        own = parts[0][1]
+        mine = replace(
+            own,
+            requests=own.requests + self._store.counts.since(counts).requests,
+            seconds=replace(own.seconds, committing=time.monotonic() - began_seconds),
+        )
+        return done, combine(
+            [mine, *(figures for _, figures in parts[1:])],
+            step=task.note.step,
+            save_id=done.save_id,
+            total_bytes=done.total_bytes,
+            background=task.background,
+        )
+
+    def _progress(self, task: Task, plan: SavePlan) -> Progress:
+        """Of this rank's upload; drawn on the coordinator's terminal alone."""
+        shown = self._ranks.is_coordinator and can_redraw(sys.stderr)
+        return Progress(f"saving step {task.note.step}", _plan_bytes(plan), sys.stderr, is_terminal=shown)
+
+    def _upload(self, joint: Joint, task: Task, begun: Begun, plan: SavePlan, progress: Progress) -> RankReport:
+        joint.note("uploading")
+        base = self._base(begun)
+        put: list[int] = []
+
+        def on_put(_key: str, size_bytes: int) -> None:
+            put.append(size_bytes)
+            progress.add(size_bytes)
+            joint.note(f"uploading, {counted(len(put), 'shard')} and {human_bytes(sum(put))} so far")
+
+        with Uploads[Any](
+            self._store,
+            rank=self._ranks.rank,
+            deadline=joint.deadline.earlier(min(_TELL_SECONDS, _TELL_SHARE * task.seconds)),
+            memory_budget_bytes=self._memory_budget_bytes,
+            on_put=on_put,
+        ) as uploads:
+            report = write_shards(
+                plan,
+                task.planner,
+                uploads,
+                ShardNames(self._ranks.rank, origin(revision=begun.run.revision, step=begun.run.step)),
+                rank=self._ranks.rank,
+                url=self._store.url,
+                allow_pickle=self._allow_pickle,
+                shard_bytes_max=shard_bytes_max(self._memory_budget_bytes),
+                base=base,
+            )
+        progress.add(report.figures.borrowed_bytes)
+        return report
+
+    def _base(self, begun: Begun) -> Base | None:
+        """What may be borrowed of: what this rank wrote last, or else the manifest of the newest checkpoint."""
+        if begun.borrowed is None:
+            return None
+        if self._last is not None and self._last[0] == begun.borrowed:
+            return self._last[1]
+        save_id, key = begun.borrowed
+        try:
+            manifest = read_manifest_at(self._store, key, save_id=save_id)
+        except DcpRemoteError as error:
+            logger.warning("%s: everything is sent again, for want of a manifest: %s", self._store.url, error)
+            return None
+        return Base.of_manifest(manifest, url=self._store.url)
+
+    def _figures(self, task: Task, report: RankReport, before: Counts, uploading_seconds: float) -> RankFigures:
+        now, own = time.monotonic(), report.figures
+        staged_seconds = task.called_seconds + task.waiting_seconds + task.staging_seconds
+        return RankFigures(
+            rank=self._ranks.rank,
+            written_bytes=own.put_bytes,
+            deduplicated_bytes=own.borrowed_bytes,
+            requests=self._store.counts.since(before).requests,
+            retries=own.retries,
+            seconds=Seconds(
+                waiting=task.waiting_seconds,
+                staging=task.staging_seconds,
+                planning=uploading_seconds - staged_seconds,
+                uploading=now - uploading_seconds,
+            ),
+            slowest_shard=SlowShard(own.slowest_shard, own.slowest_seconds, self._ranks.rank)
+            if own.slowest_shard
+            else None,
+        )
+
+
+def _plan_bytes(plan: SavePlan) -> int:
+    """Of the tensors of a rank's plan."""
+    tensors = (item.tensor_data for item in plan.items if item.tensor_data is not None)
+    return sum(math.prod(one.chunk.sizes) * one.properties.dtype.itemsize for one in tensors)
+
+
+def _there(desk: Desk | None) -> Desk:
+    assert desk is not None, "asked on the coordinator alone"
+    return desk

@@ -1,0 +1,47 @@
+"""CountingStore: what was asked of a store, for reports."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from dcp_remote.errors import TransientStorageError
+from dcp_remote.storage import LocalStore, MemoryStore
+from dcp_remote.storage.counting import CountingStore, Counts
+from dcp_remote.testing import FaultyStore, nth
+
+
+def test_counts() -> None:
+    """Requests, bytes both ways, and what failed; a child's count as well."""
+    store = CountingStore(FaultyStore(MemoryStore(), [nth(3, "request")]))
+    store.put("a", [b"12", b"345"])
+    child = store.child("below")
+    child.put("b", [b"6"])
+    with pytest.raises(TransientStorageError):
+        store.get("a", limit_bytes=10)
+    before = store.counts
+    assert before == Counts(requests=3, put_bytes=6, got_bytes=0, failed=1)
+    assert store.get("a", limit_bytes=10).data == b"12345"
+    buffer = bytearray(3)
+    store.get_into("a", 1, memoryview(buffer))
+    list(store.list())
+    store.delete(["a", "below/b"])
+    assert store.counts.since(before) == Counts(requests=4, put_bytes=0, got_bytes=8)
+    assert child.counts == store.counts
+
+
+def test_pickled_without_its_counts(tmp_path: Path) -> None:
+    store = CountingStore(LocalStore(tmp_path))
+    store.put("a", [b"1"])
+    assert pickle.loads(pickle.dumps(store)).counts == Counts()
+
+
+def test_it_explains_as_the_wrapped_store_does() -> None:
+    class Knowing(MemoryStore):
+        def explain_missing(self) -> str:
+            return "no such bucket"
+
+    assert CountingStore(Knowing()).explain_missing() == "no such bucket"
+    assert CountingStore(MemoryStore()).explain_missing() is None

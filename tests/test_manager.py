@@ -1,0 +1,595 @@
+"""CheckpointManager on one process: what is saved, what is restored, who may save, what goes, and how errors arrive."""
+
+from __future__ import annotations
+
+import logging
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dcp_remote
+from dcp_remote import CheckpointManager, PerRank, RemoteReader, RemoteWriter, Retention, load
+from dcp_remote.catalog import Catalog, thinned
+from dcp_remote.catalog_store import read_catalog, swap
+from dcp_remote.checkpoint import read_manifest
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FencedError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    SaveFailedError,
+    SaveTimeoutError,
+    UnsafeObjectError,
+)
+from dcp_remote.manifest_json import encode
+from dcp_remote.retention import Best
+from dcp_remote.run_gc import find_run_orphans
+from dcp_remote.run_names import manifest_key
+from dcp_remote.storage import LocalStore, MemoryStore
+from dcp_remote.storage.retrying import Deadline
+from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from dcp_remote.testing.ranks import load_as_ranks, save_as_ranks
+from dcp_remote.thinning import without
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """What training may have at a step: a frozen part, a changing part, objects."""
+    return {
+        "model": {"frozen": torch.arange(50_000.0), "weight": torch.full((50, 7), float(step))},
+        "optim": {"state": {"weight": {"exp_avg": torch.full((50, 7), step / 2)}}, "param_groups": [{"lr": 0.1}]},
+        "step": step,
+    }
+
+
+def saved(store: Any, *steps: int, **options: Any) -> None:
+    """A job that saves these steps of an empty run, or goes on from its newest."""
+    with CheckpointManager(store, **options) as checkpoints:
+        checkpoints.restore(state_of(0))
+        for step in steps:
+            checkpoints.save(step, state_of(step))
+
+
+def assert_is(state: dict[str, Any], step: int) -> None:
+    """That a state is the one of a step."""
+    expected = state_of(step)
+    assert torch.equal(state["model"]["weight"], expected["model"]["weight"])
+    assert torch.equal(state["model"]["frozen"], expected["model"]["frozen"])
+    moment = state["optim"]["state"]["weight"]["exp_avg"]
+    assert torch.equal(moment, expected["optim"]["state"]["weight"]["exp_avg"])
+    assert state["step"] == step
+    assert state["optim"]["param_groups"] == [{"lr": 0.1}]
+
+
+# ---- saving and restoring
+
+
+def test_save_and_restore() -> None:
+    """Newest, by step, by name; with what the user noted."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        assert checkpoints.restore(state_of(0)) is None
+        assert (checkpoints.latest(), checkpoints.steps(), checkpoints.wait()) == (None, [], None)
+        for step in (10, 20):
+            checkpoints.save(step, state_of(step), name="newest", metrics={"loss": 1 / step}, user={"note": step})
+        report = checkpoints.wait()
+        assert report is not None
+        assert (report.step, report.world_size) == (20, 1)
+        assert checkpoints.last_save is report
+        assert checkpoints.steps() == [10, 20]
+    state = state_of(0)
+    with CheckpointManager(store) as checkpoints:
+        newest = checkpoints.latest()
+        assert newest is not None
+        assert (newest.step, newest.names, dict(newest.metrics)) == (20, ("newest",), {"loss": 0.05})
+        assert checkpoints.restore(state) == 20
+        assert_is(state, 20)
+        assert checkpoints.restore(state, 10) == 10
+        assert_is(state, 10)
+        assert checkpoints.user("newest") == {"note": 20}
+        with pytest.raises(CheckpointNotFoundError, match="step"):
+            checkpoints.restore(state, 15)
+        with pytest.raises(CheckpointNotFoundError, match="newest"):
+            checkpoints.restore(state, "best")
+    with pytest.raises(InvalidArgumentError, match="closed"):
+        checkpoints.save(30, state)
+
+
+def test_others_read_a_run() -> None:
+    """`load`, `latest` and torch's own load through `RemoteReader`: its newest, a step, a name."""
+    store = MemoryStore()
+    assert dcp_remote.latest(store) is None
+    saved(store, 1, 2)
+    newest = dcp_remote.latest(store)
+    assert newest is not None
+    assert newest.step == 2
+    assert_is(load(store), 2)
+    assert_is(load(store, step=1), 1)
+    state = state_of(0)
+    load_as_ranks([state], lambda: RemoteReader(store, step=1))
+    assert_is(state, 1)
+    with pytest.raises(CheckpointNotFoundError, match="newest='1, 2'"):
+        load(store, step=3)
+    with pytest.raises(InvalidArgumentError, match="integer"):
+        load(store, step=1.0)  # type: ignore[arg-type]  # on purpose
+
+
+def test_what_is_changed_afterwards_is_not_saved() -> None:
+    """The state is copied, objects included, into memory that the next save uses again."""
+    store = MemoryStore()
+    state = state_of(1)
+    with CheckpointManager(store) as checkpoints:
+        for step in (1, 2, 3):
+            state["model"]["weight"].fill_(step)
+            state["optim"]["state"]["weight"]["exp_avg"].fill_(step / 2)
+            state["step"] = step
+            checkpoints.save(step, state)
+            state["model"]["weight"].fill_(-1)
+            state["optim"]["state"]["weight"]["exp_avg"].fill_(-1)
+            state["optim"]["param_groups"][0]["lr"] = 7.0
+            state["optim"]["param_groups"][0]["lr"] = 0.1
+            state["step"] = -1
+    for step in (1, 2, 3):
+        assert_is(load(store, step=step), step)
+
+
+def test_a_whole_training_in_one_commit() -> None:
+    """Model, optimizer, schedule, scaler, data position, random states: resumed, the next steps are the same."""
+
+    class Position:
+        """Where the data is; torch's `Stateful`."""
+
+        batch = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"batch": self.batch}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.batch = state["batch"]
+
+    def training() -> tuple[dict[str, Any], Any]:
+        torch.manual_seed(1)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        position = Position()
+        scaler = torch.amp.GradScaler("cpu")
+        states = dcp_remote.RandomStates()
+
+        def step() -> torch.Tensor:
+            position.batch += 1
+            noise = random.random() + float(np.random.rand())
+            loss = model(torch.randn(3, 4) + position.batch + noise).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            done: torch.Tensor = loss.detach()
+            return done
+
+        state = {
+            "model": model,
+            "optim": optimizer,
+            "schedule": schedule,
+            "scaler": scaler,
+            "data": position,
+            "random": PerRank(states),
+            "loader": PerRank({"worker": 3, 7: "seven"}),
+        }
+        return state, step
+
+    store = MemoryStore()
+    state, step = training()
+    with CheckpointManager(store) as checkpoints:
+        step()
+        checkpoints.save(1, state)
+        expected = [step() for _ in range(3)]
+    again, step = training()
+    random.seed(5)
+    step()
+    step()
+    again["loader"].value = None
+    with CheckpointManager(store) as checkpoints:
+        assert checkpoints.restore(again) == 1
+    assert again["data"].batch == 1
+    assert again["loader"].value == {"worker": 3, 7: "seven"}
+    assert all(torch.equal(one, other) for one, other in zip([step() for _ in range(3)], expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"step": -1}, "step"),
+        ({"step": True}, "step"),
+        ({"step": 1.0}, "step"),
+        ({"step": 2**60}, "step"),
+        ({"name": ""}, "name"),
+        ({"name": "a\nb"}, "name"),
+        ({"name": "\ud800"}, "name"),
+        ({"name": ["a", "a"]}, "twice"),
+        ({"name": "x" * 201}, "name"),
+        ({"metrics": {"loss": float("nan")}}, "finite"),
+        ({"metrics": {"loss": "low"}}, "number"),
+        ({"metrics": {"loss": torch.zeros(2)}}, "number"),
+        ({"metrics": {"": 1.0}}, "name"),
+        ({"state": {1: 2}}, "strings"),
+        ({"state": {"per_rank": 2}}, "per_rank"),
+        ({"user": {"when": object()}}, "JSON"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], what: str) -> None:
+    """Told by the call; nothing is written but, at the most, the fence; the next save is right."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        call: dict[str, Any] = {"step": 1, "state": state_of(1), "wait": True} | arguments
+        with pytest.raises(InvalidArgumentError, match=what):
+            checkpoints.save(call.pop("step"), call.pop("state"), **call)
+        checkpoints.save(1, state_of(1), metrics={"loss": torch.tensor(0.5), "accuracy": np.float32(0.25)})
+    newest = dcp_remote.latest(store)
+    assert newest is not None
+    assert dict(newest.metrics) == {"loss": 0.5, "accuracy": 0.25}
+
+
+# ---- who may save
+
+
+def test_a_run_that_was_not_restored() -> None:
+    """Its checkpoints would be left behind without a word: refused; told how to say what is meant."""
+    store = MemoryStore()
+    saved(store, 10, 20)
+    with CheckpointManager(store) as checkpoints:
+        with pytest.raises(CheckpointExistsError, match="restore"):
+            checkpoints.save(30, state_of(30), wait=True)
+        assert checkpoints.restore(state_of(0)) == 20
+        checkpoints.save(30, state_of(30))
+    assert CheckpointManager(store).steps() == [10, 20, 30]
+    with CheckpointManager(store, resumed_from=20) as checkpoints:
+        checkpoints.save(25, state_of(25))
+        checkpoints.wait()
+        assert checkpoints.steps() == [10, 20, 25]
+    with CheckpointManager(store, start_over=True) as checkpoints:
+        checkpoints.save(5, state_of(5))
+        checkpoints.wait()
+        assert checkpoints.steps() == [5]
+        assert_is(load(store, step=25), 25)  # left behind, not gone
+    with pytest.raises(InvalidArgumentError, match="either"):
+        CheckpointManager(store, start_over=True, resumed_from=3)
+
+
+def test_going_back() -> None:
+    """What is newer than what was restored is marked, replaced as steps come again, and newest no more."""
+    store = MemoryStore()
+    saved(store, 10, 20, 30)
+    with CheckpointManager(store) as checkpoints:
+        assert checkpoints.restore(state_of(0), 10) == 10
+        assert checkpoints.steps() == [10, 20, 30]  # a job that restores and never commits changes nothing
+        checkpoints.save(20, state_of(-20))
+        checkpoints.wait()
+        assert checkpoints.steps() == [10, 20]
+        assert checkpoints.restore(state_of(0)) == 20  # once more, in the same job
+        checkpoints.save(40, state_of(40))
+    assert load(store, step=20)["step"] == -20
+    assert load(store, step=30)["step"] == 30
+    assert load(store)["step"] == 40
+
+
+def test_a_checkpoint_by_itself_is_no_run() -> None:
+    """Whoever read there would find that, and never the run."""
+    store = MemoryStore()
+    save_as_ranks([{"a": torch.zeros(3)}], lambda: RemoteWriter(store))
+    with CheckpointManager(store) as checkpoints, pytest.raises(CheckpointExistsError, match="URL of its own"):
+        checkpoints.save(1, state_of(1), wait=True)
+    assert read_catalog(store) is None
+
+
+def test_a_step_twice() -> None:
+    """Refused before anything is uploaded; `overwrite=True` replaces it."""
+    store = RecordingStore(MemoryStore())
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state_of(1), wait=True)
+        store.clear()
+        with pytest.raises(CheckpointExistsError, match="overwrite"):
+            checkpoints.save(1, state_of(2), wait=True)
+        assert store.count("put") == 0
+        checkpoints.save(1, state_of(2), overwrite=True)
+    assert load(store)["step"] == 2
+
+
+def test_a_zombie() -> None:
+    """A job that was started before another commits nothing more, whatever it had begun."""
+    store = MemoryStore()
+    old = CheckpointManager(store)
+    old.save(1, state_of(1), wait=True)
+    with CheckpointManager(store) as new:
+        new.restore(state_of(0))
+        new.save(2, state_of(2))
+    with pytest.raises(FencedError, match="newer job"):
+        old.save(3, state_of(3), wait=True)
+    old.save(4, state_of(4))
+    with pytest.raises(FencedError):
+        old.close()
+    assert [entry.step for entry in read_catalog(store).catalog.entries] == [1, 2]  # type: ignore[union-attr]  # it is there
+
+
+# ---- what goes
+
+
+def test_retention() -> None:
+    """The newest, every so many, the best, and what is pinned; nothing without."""
+    store = MemoryStore()
+    with CheckpointManager(
+        store, retention=Retention(keep_last=2, keep_every=50, keep_best=Best("loss"))
+    ) as checkpoints:
+        for step in range(10, 110, 10):
+            checkpoints.save(step, state_of(step), metrics={"loss": abs(step - 30)}, wait=True)
+            if step == 20:
+                checkpoints.pin(20)
+        checkpoints.unpin(20)
+        checkpoints.pin(20)
+        with pytest.raises(CheckpointNotFoundError):
+            checkpoints.pin(40)
+    assert CheckpointManager(store).steps() == [20, 30, 50, 90, 100]
+    for step in (20, 30, 50, 90, 100):
+        assert_is(load(store, step=step), step)
+    found = find_run_orphans(store, grace_seconds=0)
+    assert (found.old, found.young) == ((), ())
+    all_kept = MemoryStore()
+    saved(all_kept, *range(1, 9))
+    assert CheckpointManager(all_kept).steps() == list(range(1, 9))
+
+
+def test_thinning() -> None:
+    """Older ones lose their optimizer: its shards go, and no data moves. The rest still loads."""
+    store = RecordingStore(MemoryStore())
+    with CheckpointManager(store, retention=Retention(keep_optimizer_last=1)) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state_of(step), wait=True)
+    assert not any(verb == "get_into" for verb, _ in store.calls)
+    assert set(load(store, step=1)) == {"model", "step"}
+    assert torch.equal(load(store, step=2)["model"]["weight"], state_of(2)["model"]["weight"])
+    assert_is(load(store, step=3), 3)
+    state = {"model": state_of(0)["model"]}
+    with CheckpointManager(store) as checkpoints:
+        assert checkpoints.restore(state, 1) == 1
+        entries = read_catalog(store).catalog.entries  # type: ignore[union-attr]  # it is there
+        assert [entry.thinned for entry in entries] == [("optim",), ("optim",), ()]
+        assert entries[0].size_bytes < entries[2].size_bytes
+    found = find_run_orphans(store, grace_seconds=0)
+    assert (found.old, found.young) == ((), ())
+
+
+def test_a_checkpoint_that_was_thinned_lends_no_optimizer() -> None:
+    """Not even to who wrote it, and remembers what it held. Nobody thins the newest; here somebody does."""
+    store = MemoryStore()
+    frozen = state_of(1)
+    frozen["optim"]["state"]["weight"]["exp_avg"] = torch.arange(50_000.0)
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, frozen, wait=True)
+        manifest = read_manifest(store)
+        thin = without(manifest, ("optim",))
+        key = manifest_key(revision=2, step=1)
+        store.put(key, [encode(thin)])
+
+        def change(now: Catalog) -> Catalog | None:
+            (entry,) = now.entries
+            assert now.revision == 2
+            return thinned(
+                now,
+                entry.save_id,
+                began=2,
+                seen=entry.manifest,
+                manifest=key,
+                keys=["optim"],
+                size_bytes=thin.total_bytes,
+            )
+
+        swap(store, change, deadline=Deadline(10))
+        store.delete(sorted(set(manifest.shards.keys) - set(thin.shards.keys)))
+        checkpoints.save(2, frozen | {"step": 2}, wait=True)
+    assert torch.equal(load(store, step=2)["optim"]["state"]["weight"]["exp_avg"], torch.arange(50_000.0))
+
+
+def test_without_permission_to_delete(caplog: pytest.LogCaptureFixture) -> None:
+    """Retention goes on, and leaves the objects to the janitor; it says so once."""
+    inner = MemoryStore()
+
+    def denied() -> Exception:
+        return PermissionDeniedError("Not yours to delete.")
+
+    store = FaultyStore(
+        inner, [matching(lambda verb, key, number: verb == "delete", "request", persistent=True, error=denied)]
+    )
+    with caplog.at_level(logging.WARNING), CheckpointManager(store, retention=Retention(keep_last=1)) as checkpoints:
+        for step in range(1, 6):
+            checkpoints.save(step, state_of(step), wait=True)
+    assert CheckpointManager(inner).steps() == [5]
+    assert len(caplog.records) == 1, caplog.text
+    assert "gc" in caplog.text
+    assert find_run_orphans(inner, grace_seconds=0).old
+
+
+# ---- dedup
+
+
+def test_what_did_not_change_is_not_sent_again() -> None:
+    """Nor after a restart; each checkpoint loads by itself. Switched off, all is sent."""
+    for dedup in (True, False):
+        store = RecordingStore(MemoryStore())
+        with CheckpointManager(store, dedup=dedup) as checkpoints:
+            checkpoints.save(1, state_of(1), wait=True)
+            first = store.size_bytes("put")
+            store.clear()
+            checkpoints.save(2, state_of(2), wait=True)
+            second = store.size_bytes("put")
+            assert checkpoints.last_save is not None
+            assert (checkpoints.last_save.deduplicated_bytes == 200_000) == dedup
+        store.clear()
+        with CheckpointManager(store, dedup=dedup) as checkpoints:
+            checkpoints.restore(state_of(0))
+            store.clear()
+            checkpoints.save(3, state_of(3), wait=True)
+        third = store.size_bytes("put")
+        assert (second < 0.1 * first, third < 0.1 * first) == (dedup, dedup)
+        for step in (1, 2, 3):
+            assert_is(load(store, step=step), step)
+
+
+def test_requests() -> None:
+    """The first save of a job also takes the fence. Then: the catalog, shards, the manifest, and the swap."""
+    store = RecordingStore(MemoryStore())
+    with CheckpointManager(store) as checkpoints:
+        state = {"model": torch.zeros(5)}
+        checkpoints.save(1, state, wait=True)
+        assert [verb for verb, _ in store.calls] == ["head", "get", "put", "put", "put", "get", "put"]
+        store.clear()
+        checkpoints.save(2, {"model": torch.ones(5)}, wait=True)
+        assert [verb for verb, _ in store.calls] == ["get", "put", "put", "get", "put"]
+        assert checkpoints.last_save is not None
+        assert checkpoints.last_save.requests == 5
+        assert checkpoints.last_save.written_bytes == sum(
+            request.size_bytes for request in store.requests if request.key.startswith("shards/")
+        )
+
+
+# ---- errors
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_call() -> None:
+    """Once; then the manager goes on. The run is as it was."""
+    inner = MemoryStore()
+    broken = [
+        matching(
+            lambda verb, key, number: key.startswith("shards/"),
+            "request",
+            persistent=True,
+            error=lambda: PermissionDeniedError("no"),
+        )
+    ]
+    store = FaultyStore(inner, broken)
+    checkpoints = CheckpointManager(store)
+    for call in (
+        lambda: checkpoints.save(2, state_of(2)),
+        checkpoints.wait,
+        lambda: checkpoints.restore(state_of(0)),
+        checkpoints.close,
+    ):
+        checkpoints.save(1, state_of(1))
+        with pytest.raises(SaveFailedError, match=r"shard.*attempts|attempts.*shard") as failed:
+            call()
+        assert failed.value.details["rank"] == 0
+        assert checkpoints.wait() is None
+    assert dcp_remote.latest(inner) is None
+
+
+def test_an_object_that_needs_code() -> None:
+    """Refused by key and type; with `allow_pickle` on both sides it goes."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints, pytest.raises(UnsafeObjectError, match="settings"):
+        checkpoints.save(1, {"settings": Settings(), "model": torch.zeros(3)}, wait=True)
+    with CheckpointManager(store, allow_pickle=True) as checkpoints:
+        checkpoints.save(1, {"settings": Settings()}, wait=True)
+        state: dict[str, Any] = {"settings": None}
+        assert checkpoints.restore(state) == 1
+        assert isinstance(state["settings"], Settings)
+
+
+class Settings:
+    """Of the user's own."""
+
+
+def test_the_store_is_down() -> None:
+    """The save ends at its deadline, and says what was tried last."""
+    store = FaultyStore(
+        MemoryStore(), [matching(lambda verb, key, number: key.startswith("shards/"), "request", persistent=True)]
+    )
+    with (
+        pytest.raises(SaveTimeoutError, match="attempts"),
+        CheckpointManager(store, timeout_seconds=1.0) as checkpoints,
+    ):
+        checkpoints.save(1, state_of(1))
+
+
+def test_leaving_the_block() -> None:
+    """It waits, and raises; but an error of the block itself comes first."""
+    store = FaultyStore(
+        MemoryStore(),
+        [
+            matching(
+                lambda verb, key, number: key.startswith("shards/"),
+                "request",
+                persistent=True,
+                error=lambda: PermissionDeniedError("no"),
+            )
+        ],
+    )
+    with pytest.raises(SaveFailedError), CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state_of(1))
+
+    def fails() -> None:
+        with CheckpointManager(store) as checkpoints:
+            checkpoints.save(1, state_of(1))
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fails()
+
+
+def test_a_state_dict_that_raises() -> None:
+    """Raised as it is; the manager goes on."""
+
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise ZeroDivisionError
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            """Nothing."""
+
+    with CheckpointManager(MemoryStore()) as checkpoints:
+        with pytest.raises(ZeroDivisionError):
+            checkpoints.save(1, {"broken": Broken()})
+        checkpoints.save(1, state_of(1))
+
+
+def test_a_template_that_does_not_fit() -> None:
+    """Torch says what is missing; the manager goes on, and counts nothing as restored."""
+    store = MemoryStore()
+    saved(store, 1)
+    with CheckpointManager(store) as checkpoints:
+        with pytest.raises(RuntimeError, match="Missing key"):
+            checkpoints.restore({"other": torch.zeros(3)})
+        with pytest.raises(CheckpointExistsError, match="restore"):
+            checkpoints.save(2, state_of(2), wait=True)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_of_the_process(tmp_path: Path, *, fails: bool) -> None:
+    """Nobody closes the manager: the last save is waited for; if it fails, the process says so by its exit code."""
+    program = f"""
+        import torch
+        from dcp_remote import CheckpointManager
+        from dcp_remote.errors import PermissionDeniedError
+        from dcp_remote.storage import LocalStore
+        from dcp_remote.testing import FaultyStore, matching
+        fault = matching(lambda verb, key, number: {fails} and key.startswith("manifests/"), "request",
+                         persistent=True, error=lambda: PermissionDeniedError("not yours"))
+        CheckpointManager(FaultyStore(LocalStore({str(tmp_path)!r}), [fault])).save(1, {{"model": torch.zeros(3)}})
+        print("training is done")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+    assert done.stdout == "training is done\n"
+    newest = dcp_remote.latest(LocalStore(tmp_path))
+    if fails:
+        assert (done.returncode, newest) == (1, None)
+        assert "not yours" in done.stderr
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
+        assert newest is not None
+        assert newest.step == 1
