@@ -49,6 +49,8 @@ WAKE_SECONDS = 1.0
 # What is spent on removing the shards of a failed save before the error is raised: the other ranks wait for it, and an
 # orphan costs less than they do.
 CLEANUP_SECONDS = 5.0
+# At least, where no time is left: why it is not done is what matters then.
+LATE_CLEANUP_SECONDS = 0.5
 
 
 def _submitted(pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T]:
@@ -287,8 +289,9 @@ class Uploads(Generic[T]):
     def _remove(self, keys: Sequence[str]) -> None:
         if not keys:
             return
+        seconds = min(CLEANUP_SECONDS, max(LATE_CLEANUP_SECONDS, self._deadline.remaining_seconds()))
         try:
-            failed = dict(RetryingStore(self._store, Deadline(CLEANUP_SECONDS)).delete(keys))
+            failed = dict(RetryingStore(self._store, Deadline(seconds)).delete(keys))
         except Exception as error:  # noqa: BLE001  # whatever it is must not hide the error that is on its way
             logger.warning("Shards of a failed save stay as orphans. shards=%d cause=%s", len(keys), error)
             return
