@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Self, TextIO
 
-from dcp_remote.cli.terminal import human_bytes, printable
+from dcp_remote.terminal import human_bytes, printable
 
 logger = logging.getLogger(__name__)
 

@@ -148,7 +148,9 @@ def _state(generator: RandomSource) -> object:
     if isinstance(generator, torch.Generator):
         state = generator.get_state()
         return _split(state) if generator.device.type == "cpu" else state.numpy().copy()
-    return _python_state(generator) if isinstance(generator, random.Random) else copy.deepcopy(generator)
+    if isinstance(generator, random.Random):
+        return _python_state(generator)
+    return _numpy_twin(generator) if isinstance(generator, np.random.Generator) else copy.deepcopy(generator)
 
 
 def _restoring(name: str, generator: RandomSource, state: Any, left: list[str]) -> list[_Restore]:
@@ -193,6 +195,17 @@ def _restoring_python(source: Any, state: Any) -> _Restore:
     if not (gauss is None or isinstance(gauss, float)):
         raise TypeError(f"the normal number that is kept for the next draw is a {type(gauss).__name__}")
     return partial(source.setstate, whole)
+
+
+def _numpy_twin(generator: np.random.Generator) -> np.random.Generator:
+    bits = generator.bit_generator
+    is_numpy_s = getattr(np.random, type(bits).__name__, None) is type(bits)
+    if not (is_numpy_s and isinstance(bits.seed_seq, np.random.SeedSequence)):
+        return copy.deepcopy(generator)
+    # A copy of numpy 1's is without its seeds.
+    twin = type(bits)(copy.deepcopy(bits.seed_seq))
+    twin.state = bits.state
+    return np.random.Generator(twin)
 
 
 def _numpy_copy() -> np.random.RandomState:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dcp_remote.cli.terminal import counted, human_bytes
+from dcp_remote.terminal import counted, human_bytes
 
 
 @dataclass(frozen=True, slots=True)

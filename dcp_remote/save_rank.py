@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcp_remote.checkpoint import read_manifest_at
-from dcp_remote.cli.terminal import counted, human_bytes
+from dcp_remote.terminal import counted, human_bytes
 from dcp_remote.dedup import Base
 from dcp_remote.desk import Again, Committed, Desk
 from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError

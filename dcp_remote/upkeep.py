@@ -255,10 +255,10 @@ class Upkeep:
         def change(run: Catalog) -> Catalog | None:
             decided = choose(run)
             after = _changed(run, decided, ready)
-            kept = {entry.manifest for entry in (after or run).entries}
+            kept, retiring = {entry.manifest for entry in (after or run).entries}, frozenset(decided.retire)
             for entry in run.entries:
                 if entry.manifest not in kept:
-                    (to_retire if entry.step in decided.retire else to_thin)[entry.manifest] = entry
+                    (to_retire if entry.step in retiring else to_thin)[entry.manifest] = entry
             return after
 
         after = swap(self._store, change, deadline=deadline, sleep=self._sleep, uniform=self._uniform)
@@ -270,8 +270,9 @@ class Upkeep:
         """Thinned manifests, by the key of that which each replaces; and why some could not be read, for ever."""
         ready: dict[str, _Thin] = {}
         unreadable: dict[Entry, DcpRemoteError] = {}
+        chosen = frozenset(steps)
         for entry in now.entries:
-            if entry.step not in steps or len(ready) == _THINNED_AT_ONCE_MAX:
+            if entry.step not in chosen or len(ready) == _THINNED_AT_ONCE_MAX:
                 continue
             try:
                 manifest = read_entry(self._store, entry, retry_seconds=deadline.remaining_seconds())
@@ -359,9 +360,10 @@ class Upkeep:
 def _changed(run: Catalog, decision: Decision, ready: Mapping[str, _Thin]) -> Catalog | None:
     """The catalog after a decision; None if nothing of it is left to do. Checkpoints without a new manifest stay."""
     after = run
+    thinning, retiring = frozenset(decision.thin), frozenset(decision.retire)
     for entry in run.entries:
         one = ready.get(entry.manifest)
-        if one is None or entry.step not in decision.thin:
+        if one is None or entry.step not in thinning:
             continue
         try:
             made = thinned(
@@ -376,7 +378,7 @@ def _changed(run: Catalog, decision: Decision, ready: Mapping[str, _Thin]) -> Ca
         except BeginAgainError:  # orphans were removed since it was put, perhaps it among them: the next time
             continue
         after = made or after
-    after = retired(after, [entry.save_id for entry in run.entries if entry.step in decision.retire]) or after
+    after = retired(after, [entry.save_id for entry in run.entries if entry.step in retiring]) or after
     # One swap, one revision.
     return None if after is run else replace(after, revision=run.revision + 1)
 

@@ -163,17 +163,18 @@ def test_after_an_error_nothing_remains(clock: Clock, caplog: pytest.LogCaptureF
     assert caplog.messages == []
 
 
-def test_nothing_comes_after_the_last_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_nothing_comes_after_the_last_line(is_terminal: bool, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """Uploads that were given up may still count; closing again says nothing."""
     caplog.set_level(logging.INFO, LOGGER.name)
-    progress, out = on_terminal(clock)
-    with progress:
+    out = io.StringIO()
+    with Progress("saving", 1000 * MiB, out, is_terminal=is_terminal, clock=clock) as progress:
         progress.close("saved")
         clock.seconds += 100
         progress.add(MiB)
         progress.tell("x")
         progress.close("saved twice")
-    assert screen(out.getvalue()) == ["saved", ""]
+    assert screen(out.getvalue()) == (["saved", ""] if is_terminal else [""])
     assert caplog.messages == ["saved"]
 
 
@@ -461,6 +462,16 @@ def test_bars_of_tqdm_are_not_drawn_over(clock: Clock, monkeypatch: pytest.Monke
     assert lines[0] == "saved step 1000"
     assert lines[1].startswith("training: 100%")
     assert lines[2:] == [""]
+
+
+def test_a_bar_that_begins_later_is_not_taken_away(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has taken our line's place; after an error, nothing of ours is written any more."""
+    module = _tqdm(monkeypatch)
+    progress, out = on_terminal(clock)
+    progress.add(MiB)
+    with module.tqdm(total=4, file=out, desc="training", ncols=60):
+        progress.close()
+        assert screen(out.getvalue())[0].startswith("training:   0%")
 
 
 def test_without_bars_tqdm_changes_nothing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,8 +136,9 @@ def test_children_of_a_numpy_generator(caplog: pytest.LogCaptureFixture) -> None
     """Workers of an epoch draw from children: those of the next epoch come next, if the seed was the same."""
     generator = np.random.default_rng(5)
     generator.spawn(4)
-    saved = through_storage(RandomStates(epochs=generator).state_dict())
+    state = RandomStates(epochs=generator).state_dict()
     would_have_come = [child.random() for child in generator.spawn(3)]
+    saved = through_storage(state)
 
     again = np.random.default_rng(5)
     again.spawn(1)

@@ -367,7 +367,10 @@ def quick(store: ObjectStore, *, seconds: float = 30.0) -> Recovered:
 
 
 def test_somebody_else_writes_a_catalog() -> None:
-    """Recovers the run, or begins one, at each request: one catalog of the two is there, and whoever lost is told."""
+    """Begins a run at each request: it stays, and whoever would recover the former is told; two may recover it at once.
+
+    The catalogs of two who do are equal, since they are made of the same manifests.
+    """
     for number in itertools.count(1):
         store = lost(a_run(1, 2))
 
@@ -376,12 +379,11 @@ def test_somebody_else_writes_a_catalog() -> None:
 
         busy = MeanwhileStore(store, number, begin)
         try:
-            recovered = quick(busy)
+            quick(busy)
         except (CommitConflictError, InvalidArgumentError):
             assert catalog_at(store).entries == ()
         else:
-            assert steps(store) == [entry.step for entry in recovered.catalog.entries] == [1, 2]
-        if not busy.acted:
+            assert not busy.acted
             break
     assert number > 5
     store = lost(a_run(1, 2))

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from dcp_remote.catalog import CATALOG_KEY, Attempt, BeginAgainError, Catalog, raised
+from dcp_remote.catalog import CATALOG_KEY, BeginAgainError, Catalog, raised
 from dcp_remote.catalog_store import swap
 from dcp_remote.errors import (
     CheckpointNotFoundError,

@@ -17,6 +17,7 @@ from functools import partial
 
 import pytest
 
+from dcp_remote import transfer
 from dcp_remote.digests import digest
 from dcp_remote.errors import (
     CorruptCheckpointError,
@@ -161,16 +162,18 @@ def test_a_claim_waits_for_room() -> None:
 
     def before(key: str) -> None:
         if key == "first":
-            # Opened by the clock, which a claim that has to wait looks at.
+            # Opened by the clock, which a claim looks at when it begins, and again when it has to wait.
             opened(gate)
             order.append("put")
 
     def clock() -> float:
         if waiting.is_set():
-            gate.set()
+            looks.append(1)
+            if len(looks) > 1:
+                gate.set()
         return 0.0
 
-    waiting = threading.Event()
+    waiting, looks = threading.Event(), list[int]()
     with uploads_to(HookedStore(MemoryStore(), before), budget_bytes=100, clock=clock) as uploads:
         uploads.claim(60)
         uploads.submit("first", sending(1), claimed_bytes=60)
@@ -369,6 +372,96 @@ def test_the_deadline(waits_in: str) -> None:
     gate.set()
     join(threads)
     assert memory.space.objects == {}
+
+
+@pytest.mark.parametrize("waits_in", ["finish", "claim"])
+def test_a_deadline_that_another_thread_lets_expire(waits_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half an hour is left, and nothing comes to an end; who waits looks again by itself."""
+    monkeypatch.setattr(transfer, "WAKE_SECONDS", 0.01)
+    gate = threading.Event()
+    now_seconds = [0.0]
+
+    def before(key: str) -> None:
+        now_seconds[0] = 1801.0
+        opened(gate)
+
+    def save() -> None:
+        with uploads_to(HookedStore(MemoryStore(), before), clock=lambda: now_seconds[0]) as uploads:
+            uploads.claim(1000)
+            uploads.submit("k", sending(1), claimed_bytes=1000)
+            if waits_in == "claim":
+                uploads.claim(1)
+            uploads.finish()
+
+    with pytest.raises(SaveTimeoutError):
+        save()
+    gate.set()
+    join(workers("upload"))
+
+
+def test_a_claim_of_nothing_only_looks() -> None:
+    """It takes no room and waits for none; a save that is over, it ends."""
+    now_seconds = [0.0]
+    gate = threading.Event()
+    with uploads_to(
+        HookedStore(MemoryStore(), lambda key: opened(gate)), budget_bytes=10, clock=lambda: now_seconds[0], seconds=10
+    ) as uploads:
+        uploads.claim(10)
+        uploads.submit("k", sending(1), claimed_bytes=10)
+        uploads.claim(0)
+        now_seconds[0] = 11.0
+        with pytest.raises(SaveTimeoutError):
+            uploads.claim(0)
+        gate.set()
+        now_seconds[0] = 0.0
+        uploads.claim(0)
+        uploads.finish()
+
+
+def test_what_was_put_is_told_and_timed() -> None:
+    """Key and bytes, from the thread that put it; seconds and requests with what was sent again."""
+    now_seconds = itertools.count()
+    told: list[tuple[str, int, str]] = []
+    faults = [matching(lambda verb, key, _: (verb, key) == ("put", "k1"), "response")]
+
+    def on_put(key: str, size_bytes: int) -> None:
+        told.append((key, size_bytes, threading.current_thread().name))
+
+    uploads: Uploads[int] = Uploads(
+        FaultyStore(MemoryStore(), faults),
+        rank=0,
+        deadline=Deadline(600),
+        memory_budget_bytes=1000,
+        on_put=on_put,
+        clock=lambda: float(next(now_seconds)),
+    )
+    with uploads:
+        assert uploads.requests == 0
+        for number in range(3):
+            uploads.submit(f"k{number}", sending(number), claimed_bytes=0)
+        uploads.finish()
+    assert sorted((key, size) for key, size, _ in told) == [("k0", 1), ("k1", 2), ("k2", 3)]
+    assert all(name.startswith("dcp_remote-upload") for _, _, name in told)
+    assert (uploads.requests, uploads.retries) == (4, 1)
+    assert set(uploads.seconds) == {"k0", "k1", "k2"}
+    assert all(seconds >= 1 for seconds in uploads.seconds.values())
+
+
+def test_nothing_is_told_of_what_failed() -> None:
+    told: list[str] = []
+    denied = matching(lambda _, key, __: key == "bad", "request", error=lambda: PermissionDeniedError("No grant."))
+    store = FaultyStore(MemoryStore(), [denied])
+
+    def save() -> None:
+        with Uploads[int](
+            store, rank=0, deadline=Deadline(600), memory_budget_bytes=9, on_put=lambda key, _: told.append(key)
+        ) as uploads:
+            uploads.submit("bad", sending(1), claimed_bytes=0)
+            uploads.finish()
+
+    with pytest.raises(SaveFailedError):
+        save()
+    assert told == []
 
 
 def test_retries_end_with_the_save() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from dcp_remote.cli.terminal import counted, human_bytes, printable
+from dcp_remote.terminal import counted, human_bytes, printable
 from dcp_remote.errors import StorageError
 from dcp_remote.gc import Orphans, Removal, find_orphans, remove_orphans
 from dcp_remote.run_gc import RunOrphans, find_run_orphans, is_run, remove_run_orphans

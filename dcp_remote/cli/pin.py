@@ -8,7 +8,7 @@ from typing import TextIO
 from dcp_remote.catalog import Catalog, pinned
 from dcp_remote.catalog_store import swap
 from dcp_remote.cli.ls import catalog_of
-from dcp_remote.cli.terminal import printable
+from dcp_remote.terminal import printable
 from dcp_remote.storage import open_store
 from dcp_remote.storage.retrying import Deadline
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from dcp_remote.cli.ls import table
-from dcp_remote.cli.terminal import counted, printable
+from dcp_remote.terminal import counted, printable
 from dcp_remote.recover import find_recovery, recover
 from dcp_remote.storage import open_store
 

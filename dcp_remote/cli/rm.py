@@ -7,7 +7,7 @@ from typing import TextIO
 
 from dcp_remote.checkpoint import find
 from dcp_remote.cli.ls import catalog_of, table
-from dcp_remote.cli.terminal import counted, printable
+from dcp_remote.terminal import counted, printable
 from dcp_remote.errors import StorageError
 from dcp_remote.gc import TIMEOUT_SECONDS
 from dcp_remote.storage import open_store

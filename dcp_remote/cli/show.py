@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
 from dcp_remote.checkpoint import read_manifest
-from dcp_remote.cli.terminal import counted, human_bytes, printable
+from dcp_remote.terminal import counted, human_bytes, printable
 from dcp_remote.manifest import Manifest, RunInfo
 from dcp_remote.names import chosen_names, top_level_key
 from dcp_remote.object_tree import from_text

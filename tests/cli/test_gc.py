@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from dcp_remote import RemoteWriter, load
+from dcp_remote.catalog import CATALOG_KEY
 from dcp_remote.cli import main
 from dcp_remote.manifest import MANIFEST_KEY
+from dcp_remote.storage import LocalStore
 from dcp_remote.testing.ranks import save_as_ranks
+from tests.runs import begin, fence, save
 
 
 @pytest.fixture
@@ -114,3 +117,80 @@ def test_a_damaged_manifest(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     assert main(["gc", str(checkpoint), "--grace-hours", "0", "--delete"]) == 1
     assert "dcp-remote: " in capsys.readouterr().err
     assert shards(checkpoint) == 4
+
+
+# ---- a run ----
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Of two steps, and what a save that was cut off has left: a manifest and three shards."""
+    store = LocalStore(tmp_path / "run")
+    save(store, 1)
+    save(store, 2, base=1)
+    begin(store, 3)
+    return tmp_path / "run"
+
+
+def objects(run: Path) -> int:
+    return shards(run) + len(list(run.glob("manifests/*.json")))
+
+
+def test_orphans_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shown, then removed; the checkpoints are as they were, and the catalog is a new one. No tombstone is put."""
+    before = (run / CATALOG_KEY).read_bytes()
+    assert main(["gc", str(run), "--grace-hours", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"file://{run}: orphans, which no live checkpoint of the run names"
+    assert lines[1].startswith("4 objects, ")
+    assert lines[2] == "0 objects, 0 B: younger, perhaps of a save under way"
+    assert "--delete" in lines[3]
+    assert (run / CATALOG_KEY).read_bytes() == before
+    assert main(["gc", str(run), "--delete"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].endswith(": kept: younger than 24 h")
+    assert objects(run) == 4 + 3 + 4
+    assert main(["gc", str(run), "--grace-hours", "0", "--delete", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[5].startswith("4 objects, ")
+    assert not any((run / line.split()[0]).exists() for line in lines[1:5])
+    assert objects(run) == 4 + 3
+    assert not (run / MANIFEST_KEY).exists()
+    assert main(["ls", str(run)]) == 0
+    assert "2 checkpoints" in capsys.readouterr().out
+
+
+def test_abandoned_checkpoints_are_listed_apart(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are live; who would have them go is told how."""
+    store = LocalStore(run)
+    fence(store)
+    save(store, 3, base=1, abandons=1, letter="b")
+    assert main(["gc", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3] == "abandoned, and so live: 1 checkpoint, 682 B; `dcp-remote rm` retires them"
+    assert main(["rm", str(run), "--step", "2", "--yes"]) == 0
+    capsys.readouterr()
+    assert main(["gc", str(run)]) == 0
+    assert "dcp-remote rm" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [[], ["--delete"]])
+def test_a_run_whose_catalog_is_lost_or_damaged(run: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Told to recover; nothing is removed, and no tombstone put."""
+    for prepare in (lambda: (run / CATALOG_KEY).write_bytes(b"{}"), (run / CATALOG_KEY).unlink):
+        prepare()
+        assert main(["gc", str(run), "--grace-hours", "0", *more]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1
+        assert "dcp-remote recover" in captured.err
+    assert objects(run) == 4 + 3 + 4
+    assert not (run / MANIFEST_KEY).exists()
+
+
+def test_a_run_of_which_a_manifest_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is removed; the step is named."""
+    for path in run.glob("manifests/*step-000000000001*"):
+        path.write_bytes(b"{}")
+    assert main(["gc", str(run), "--grace-hours", "0", "--delete"]) == 1
+    assert "step=1" in capsys.readouterr().err
+    assert objects(run) == 4 + 3 + 4

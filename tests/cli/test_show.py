@@ -13,12 +13,16 @@ import torch
 
 from dcp_remote import RemoteWriter
 from dcp_remote.cli import main
-from dcp_remote.cli.terminal import human_bytes, printable
+from dcp_remote.terminal import human_bytes, printable
 from dcp_remote.manifest import MANIFEST_KEY, TensorKind
 from dcp_remote.manifest_json import encode
 from dcp_remote.ranges import Box
+from dcp_remote.storage import LocalStore
+from dcp_remote.storage.retrying import Deadline
 from dcp_remote.testing.ranks import save_as_ranks
+from dcp_remote.upkeep import Upkeep
 from tests.manifests import Layout, build
+from tests.runs import save as run_save
 
 
 @pytest.fixture
@@ -136,6 +140,45 @@ def test_damaged_value_is_told(
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert "key='bad'" in captured.err
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    """Of two steps; the first has a name, which the second was given later, and lost its optimizer."""
+    store = LocalStore(tmp_path / "run")
+    run_save(store, 100, names=("best", "first"), metrics=(("loss", 0.25),))
+    run_save(store, 200, base=100, names=("best",))
+    Upkeep(store).thin([100], deadline=Deadline(30))
+    return str(tmp_path / "run")
+
+
+def test_a_run_is_its_newest_checkpoint(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Or that of a step, or of a name; with its step, metrics, and what it lost."""
+    for arguments, step in (
+        ([], "200"),
+        (["--step", "100"], "100"),
+        (["--step", "best"], "200"),
+        (["--step", "first"], "100"),
+    ):
+        assert main(["show", run, *arguments]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert f"step        {step}" in lines
+        assert ("metrics     loss 0.25" in lines) == (step == "100")
+        assert ("thinned     optim" in lines) == (step == "100")
+        assert any(line.startswith("optim ") for line in lines) == (step == "200")
+        assert main(["show", run, *arguments, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["step"] == int(step)
+        assert document.get("thinned") == (["optim"] if step == "100" else None)
+
+
+def test_a_step_that_is_not_there(run: str, checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Told which are; a checkpoint by itself has none."""
+    for step in ("300", "worst"):
+        assert main(["show", run, "--step", step]) == 1
+        assert "newest='100, 200'" in capsys.readouterr().err
+    assert main(["show", checkpoint, "--step", "1"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 HOSTILE = "a\x1b]0;owned\x07\x1b[2J\r\nfake  1\x9b31m\u202eb\x7f\u2028"

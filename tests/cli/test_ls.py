@@ -1,0 +1,142 @@
+"""`dcp-remote ls`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from dcp_remote.catalog import CATALOG_KEY, Catalog, pinned
+from dcp_remote.catalog_json import encode
+from dcp_remote.catalog_store import read_catalog, swap
+from dcp_remote.cli import main
+from dcp_remote.manifest import MANIFEST_KEY
+from dcp_remote.storage import LocalStore
+from dcp_remote.storage.retrying import Deadline
+from dcp_remote.testing import RecordingStore
+from dcp_remote.upkeep import Upkeep
+from tests.runs import fence, save
+
+HOSTILE = "a\x1b]0;owned\x07\x1b[2J\r\nfake  1\x9b31m\u202eb\x7f\u2028"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Of steps 100 to 300: one pinned, one thinned, one abandoned by a job that went back to 200 and saved 250."""
+    store = LocalStore(tmp_path / "run")
+    save(store, 100)
+    save(store, 200, base=100, names=("best",), metrics=(("loss", 0.25),))
+    save(store, 300, base=200)
+    swap(store, partial(pinned, step=200, pin=True), deadline=Deadline(30))
+    Upkeep(store).thin([100], deadline=Deadline(30))
+    fence(store)
+    save(store, 250, base=200, abandons=200)
+    return tmp_path / "run"
+
+
+def test_lists_the_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Aligned: step, when, size, and what there is to know."""
+    assert main(["ls", str(run)]) == 0
+    title, header, *lines = capsys.readouterr().out.splitlines()
+    assert title == f"file://{run}: 4 checkpoints, 2.5 KiB named"
+    assert header == "step  saved                       size  notes"
+    assert lines == [
+        " 100  2026-01-02T03:04:05+00:00  498 B  without optim",
+        ' 200  2026-01-02T03:04:05+00:00  682 B  pinned; "best"; loss 0.25',
+        " 250  2026-01-02T03:04:05+00:00  682 B",
+        " 300  2026-01-02T03:04:05+00:00  682 B  abandoned",
+    ]
+
+
+def test_json_is_a_document(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For scripts."""
+    assert main(["ls", str(run), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["url"] == f"file://{run}"
+    assert document["token"] == 2
+    first, second, *_ = document["checkpoints"]
+    assert (first["step"], first["thinned"], first["bytes"]) == (100, ["optim"], 498)
+    assert (second["names"], second["metrics"], second["pinned"]) == (["best"], {"loss": 0.25}, True)
+    assert [one["abandoned"] for one in document["checkpoints"]] == [False, False, False, True]
+
+
+def test_an_empty_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that was begun and has saved nothing."""
+    fence(LocalStore(tmp_path))
+    assert main(["ls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"file://{tmp_path}: 0 checkpoints, 0 B named\n"
+
+
+def test_one_get(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many checkpoints there are."""
+    recording = RecordingStore(LocalStore(run))
+    monkeypatch.setattr("dcp_remote.cli.ls.open_store", lambda url, options: recording)
+    assert main(["ls", str(run)]) == 0
+    assert recording.calls == [("get", CATALOG_KEY)]
+
+
+def damage(run: Path) -> None:
+    (run / CATALOG_KEY).write_bytes(b"{}")
+
+
+def lose(run: Path) -> None:
+    (run / CATALOG_KEY).unlink()
+
+
+def test_where_to_look(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of runs, a checkpoint by itself, a run whose catalog is damaged or lost: each is told what it is."""
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / MANIFEST_KEY).write_bytes(b"{}")
+    for url, prepare, code, says in (
+        (tmp_path, None, 1, "no run (no catalog.json)"),
+        (tmp_path / "alone", None, 2, "dcp-remote show"),
+        (run, damage, 1, "dcp-remote recover"),
+        (run, lose, 1, "dcp-remote recover"),
+    ):
+        if prepare is not None:
+            prepare(run)
+        for command in (["ls"], ["rm", "--step", "100"], ["pin", "100"]):
+            if command[0] == "pin":
+                arguments = ["pin", str(url), "100"]
+            else:
+                arguments = [command[0], str(url), *command[1:]]
+            assert main(arguments) == code
+            captured = capsys.readouterr()
+            assert captured.out == ""
+            assert captured.err.count("\n") == 1
+            assert says in captured.err
+
+
+def test_names_do_not_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ANSI and C1 sequences, line breaks, direction marks: in a name, a metric, a time, what was thinned."""
+    store = LocalStore(tmp_path)
+    save(store, 1)
+    seen = read_catalog(store)
+    assert seen is not None
+    hostile = replace(
+        seen.catalog.entries[0], names=(HOSTILE,), metrics=((HOSTILE, 1.0),), created=HOSTILE, thinned=(HOSTILE * 9,)
+    )
+    catalog = Catalog(seen.catalog.run_id, revision=9, token=1, entries=(hostile,))
+    store.put(CATALOG_KEY, [encode(catalog, "0" * 32)])
+    for arguments in ([], ["--json"]):
+        assert main(["ls", str(tmp_path), *arguments]) == 0
+        out = capsys.readouterr().out
+        assert all(line.isprintable() for line in out.split("\n"))
+        assert not any(line.startswith("fake") for line in out.splitlines())
+    assert len(out.splitlines()) > 3
+
+
+def test_starts_without_torch(run: Path) -> None:
+    """In a process of its own, as every command on a run does."""
+    script = (
+        "import sys; from dcp_remote.cli import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    for arguments in (["ls"], ["gc"], ["rm", "--step", "100", "--yes"]):
+        command = [sys.executable, "-c", script, arguments[0], str(run), *arguments[1:]]
+        subprocess.run(command, check=True, capture_output=True)

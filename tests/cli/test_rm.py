@@ -1,0 +1,135 @@
+"""`dcp-remote rm`, as a user types it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from dcp_remote.catalog import CATALOG_KEY, pinned
+from dcp_remote.catalog_store import read_catalog, swap
+from dcp_remote.cli import main
+from dcp_remote.errors import PermissionDeniedError, StorageError
+from dcp_remote.storage import LocalStore
+from dcp_remote.storage.retrying import Deadline
+from tests.runs import begin, save
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Of three steps, which share a shard; the second is pinned."""
+    store = LocalStore(tmp_path / "run")
+    for before, step in ((None, 1), (1, 2), (2, 3)):
+        save(store, step, base=before)
+    swap(store, partial(pinned, step=2, pin=True), deadline=Deadline(30))
+    return tmp_path / "run"
+
+
+def files(run: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*.json") if path.is_file()} | {
+        str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*.safetensors")
+    }
+
+
+def live(run: Path) -> list[int]:
+    seen = read_catalog(LocalStore(run))
+    assert seen is not None
+    return [entry.step for entry in seen.catalog.entries]
+
+
+def test_says_what_would_go(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --yes: nothing is changed."""
+    before = files(run)
+    assert main(["rm", str(run), "--step", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"file://{run}: 1 checkpoint of 3"
+    assert lines[2].split()[0] == "1"
+    assert "--yes" in lines[3]
+    assert files(run) == before
+
+
+def test_removes_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of three, one twice; what the third shares with them stays."""
+    assert main(["rm", str(run), "--step", "1", "--step", "3", "--step", "1", "--yes", "--force"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"file://{run}: 2 checkpoints of 3"
+    assert lines[-2:] == ["retired: 1, 3", "6 objects deleted"]
+    assert live(run) == [2]
+    assert len(files(run)) == 1 + 1 + 3
+    assert main(["gc", str(run), "--grace-hours", "0"]) == 0
+    assert "0 objects, 0 B: at least 0 h old" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--step", "2"], 2, "pinned"),
+        (["--step", "3"], 2, "newest"),
+        (["--step", "1", "--step", "2"], 2, "pinned"),
+        (["--step", "7"], 1, "no live checkpoint of this step"),
+    ],
+)
+@pytest.mark.parametrize("yes", [False, True])
+def test_refusal_is_one_line_and_a_code(
+    run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str, *, yes: bool
+) -> None:
+    """With --yes or without, nothing is changed."""
+    before = files(run)
+    assert main(["rm", str(run), *arguments, *(["--yes"] if yes else [])]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert says in captured.err
+    assert files(run) == before
+
+
+def test_force(run: Path) -> None:
+    """The pinned one and the newest; then all, and the run is empty."""
+    assert main(["rm", str(run), "--step", "2", "--step", "3", "--yes", "--force"]) == 0
+    assert live(run) == [1]
+    assert main(["rm", str(run), "--step", "1", "--yes", "--force"]) == 0
+    assert live(run) == []
+    assert list(files(run)) == [CATALOG_KEY]
+
+
+@pytest.mark.parametrize("arguments", [["--step", "1", "--ye"], ["--ste", "1", "--yes"], ["--yes"], ["--step", "x"]])
+def test_half_a_word_removes_nothing(run: Path, arguments: list[str]) -> None:
+    """Nor does no step."""
+    before = files(run)
+    with pytest.raises(SystemExit) as caught:
+        main(["rm", str(run), *arguments])
+    assert caught.value.code == 2
+    assert files(run) == before
+
+
+def test_a_damaged_checkpoint_can_be_given_up(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its manifest says no more what it named: that is said, and gc finds it."""
+    (manifest,) = (path for path in run.glob("manifests/*.json") if "step-000000000001" in path.name)
+    manifest.write_bytes(b"{}")
+    assert main(["rm", str(run), "--step", "1", "--yes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3:-1] == ["retired: 1", "1 object deleted"]
+    assert lines[-1].startswith("not everything was deleted: the manifest of step 1 cannot be read")
+    assert main(["gc", str(run), "--grace-hours", "0", "--delete"]) == 0
+    assert "2 objects, " in capsys.readouterr().out
+
+
+class KeepingStore(LocalStore):
+    """Where nothing may be deleted."""
+
+    def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
+        return {key: PermissionDeniedError("An injected\n403.", key=key) for key in keys}
+
+
+def test_what_cannot_be_deleted(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint is retired, the reasons are told, and gc is named."""
+    begin(LocalStore(run), 9)
+    monkeypatch.setattr("dcp_remote.cli.rm.open_store", lambda url, options: KeepingStore(url))
+    assert main(["rm", str(run), "--step", "1", "--yes"]) == 1
+    captured = capsys.readouterr()
+    assert live(run) == [2, 3]
+    assert "retired: 1" in captured.out
+    assert captured.out.count(r"An injected\n403.") == 3
+    assert "dcp-remote gc" in captured.err.splitlines()[-1]
