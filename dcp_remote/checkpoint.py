@@ -92,6 +92,12 @@ def read_manifest(
     seen = read_catalog(reading)
     if seen is not None:
         return read_entry(store, find(seen.catalog, step, url=store.url), retry_seconds=retry_seconds)
+    if step is not None:
+        raise CheckpointNotFoundError(
+            "There is no run here (no catalog.json), and so no step of one. A checkpoint by itself is read without.",
+            url=store.url,
+            step=step,
+        )
     if stored is None:
         raise not_found(store)
     raise CheckpointNotFoundError(

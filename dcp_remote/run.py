@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from dcp_remote.catalog import Catalog, Entry
 from dcp_remote.catalog_store import read_catalog
-from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
+from dcp_remote.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+)
+from dcp_remote.run_names import MANIFESTS_PREFIX, revision_of
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.transfer import RANGE_RETRY_SECONDS
@@ -65,7 +71,7 @@ def latest(
 
     Raises:
         CheckpointNotFoundError: There is no such bucket.
-        CorruptCheckpointError: The catalog is damaged; `dcp-remote recover` makes it again.
+        CorruptCheckpointError: The catalog is damaged or lost; `dcp-remote recover` makes it again.
         StorageError: The store refused, or did not answer for five minutes.
         InvalidArgumentError: The URL or an option is wrong.
     """
@@ -81,17 +87,36 @@ def latest(
 
 
 def catalog_of(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Catalog | None:
-    """The catalog of a run; None if there is none. One GET; where there is none, perhaps another, to say why.
+    """The catalog of a run; None if there is none. One GET; where there is none, a LIST and perhaps more, to say why.
 
     Raises:
         CheckpointNotFoundError: The store knows why there cannot be one (no such bucket).
-        CorruptCheckpointError: It is damaged.
+        CorruptCheckpointError: It is damaged, or lost.
     """
-    seen = read_catalog(RetryingStore(store, Deadline(retry_seconds)))
+    asking = RetryingStore(store, Deadline(retry_seconds))
+    seen = read_catalog(asking)
     if seen is not None:
         return seen.catalog
     explain = getattr(store, "explain_missing", None)
     reason = explain() if callable(explain) else None
     if reason:
         raise CheckpointNotFoundError(reason)
+    require_not_lost(asking)
     return None
+
+
+def require_not_lost(store: ObjectStore) -> None:
+    """Where there is no catalog, see that there never was one: nobody shall begin anew for want of it. One LIST.
+
+    Raises:
+        CorruptCheckpointError: There are manifests of a run.
+    """
+    try:
+        lost = any(revision_of(info.key) is not None for info in store.list(MANIFESTS_PREFIX))
+    except PermissionDeniedError:
+        return  # who may not list cannot know
+    if lost:
+        raise CorruptCheckpointError(
+            "This run has manifests, but has lost its catalog.json. `dcp-remote recover` makes it again.",
+            url=store.url,
+        )

@@ -27,6 +27,7 @@ from dcp_remote.errors import (
     ObjectNotFoundError,
 )
 from dcp_remote.manifest import MANIFEST_KEY, RunInfo
+from dcp_remote.run import require_not_lost
 from dcp_remote.run_names import manifest_key
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.retrying import Deadline, RetryingStore
@@ -163,7 +164,7 @@ class Job:
         """Look whether this step may be saved; the first save also takes the fence.
 
         Costs one GET; one that follows an attempt that was not committed also a PUT, and the first save of a job that
-        and a HEAD.
+        and a HEAD; where the run begins, also a LIST.
 
         Args:
             note: What is to be saved.
@@ -175,6 +176,7 @@ class Job:
                 this step is live; or here is a checkpoint by itself. Nothing was changed, but for the fence.
             FencedError: A newer job owns the run.
             CheckpointNotFoundError: The run is gone.
+            CorruptCheckpointError: The run has lost its catalog.
             CommitUnknownError: The store never said whether the fence was taken.
             StorageError: The store refused, or did not answer.
         """
@@ -250,7 +252,14 @@ class Job:
     def _catalog(self, deadline: Deadline) -> Catalog:
         if self._token is None:
             self._require_no_checkpoint(deadline)
-            catalog = self._swap(self._fenced, deadline, create=True)
+            asking = RetryingStore(self._store, deadline, sleep=self._sleep)
+
+            def fence(now: Catalog) -> Catalog:
+                if now.revision == 0:  # a run that begins
+                    require_not_lost(asking)
+                return self._fenced(now)
+
+            catalog = self._swap(fence, deadline, create=True)
             self._run_id, self._token = catalog.run_id, catalog.token
             logger.info("%s: this job holds the fence, token %d", self._store.url, catalog.token)
         elif self._open:

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcp_remote.checkpoint import read_manifest_at
-from dcp_remote.terminal import counted, human_bytes
 from dcp_remote.dedup import Base
 from dcp_remote.desk import Again, Committed, Desk
 from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError
@@ -30,6 +29,7 @@ from dcp_remote.shard import ShardNames
 from dcp_remote.shard_writer import write_shards
 from dcp_remote.storage.counting import CountingStore, Counts
 from dcp_remote.telemetry import Operation
+from dcp_remote.terminal import counted, human_bytes
 from dcp_remote.transfer import Uploads
 
 logger = logging.getLogger(__name__)

@@ -17,12 +17,13 @@ from torch import nn
 
 import dcp_remote
 from dcp_remote import CheckpointManager, PerRank, RemoteReader, RemoteWriter, Retention, load
-from dcp_remote.catalog import Catalog, thinned
+from dcp_remote.catalog import CATALOG_KEY, Catalog, thinned
 from dcp_remote.catalog_store import read_catalog, swap
 from dcp_remote.checkpoint import read_manifest
 from dcp_remote.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     FencedError,
     InvalidArgumentError,
     PermissionDeniedError,
@@ -30,6 +31,7 @@ from dcp_remote.errors import (
     UnsafeObjectError,
 )
 from dcp_remote.manifest_json import encode
+from dcp_remote.recover import recover
 from dcp_remote.retention import Best
 from dcp_remote.run_gc import find_run_orphans
 from dcp_remote.run_names import manifest_key
@@ -289,6 +291,25 @@ def test_a_checkpoint_by_itself_is_no_run() -> None:
     assert read_catalog(store) is None
 
 
+def test_a_run_that_lost_its_catalog() -> None:
+    """Nobody begins anew for want of it: not a restore, not a save, not who asks for the newest."""
+    store = MemoryStore()
+    saved(store, 1, 2)
+    store.delete([CATALOG_KEY])
+    with CheckpointManager(store) as checkpoints:
+        for call in (
+            lambda: checkpoints.restore(state_of(0)),
+            lambda: checkpoints.save(3, state_of(3), wait=True),
+            checkpoints.latest,
+            checkpoints.steps,
+        ):
+            with pytest.raises(CorruptCheckpointError, match="recover"):
+                call()
+        recover(store)
+        assert checkpoints.restore(state_of(0)) == 2
+        checkpoints.save(3, state_of(3))
+
+
 def test_a_step_twice() -> None:
     """Refused before anything is uploaded; `overwrite=True` replaces it."""
     store = RecordingStore(MemoryStore())
@@ -447,7 +468,7 @@ def test_requests() -> None:
     with CheckpointManager(store) as checkpoints:
         state = {"model": torch.zeros(5)}
         checkpoints.save(1, state, wait=True)
-        assert [verb for verb, _ in store.calls] == ["head", "get", "put", "put", "put", "get", "put"]
+        assert [verb for verb, _ in store.calls] == ["head", "get", "list", "put", "put", "put", "get", "put"]
         store.clear()
         checkpoints.save(2, {"model": torch.ones(5)}, wait=True)
         assert [verb for verb, _ in store.calls] == ["get", "put", "put", "get", "put"]

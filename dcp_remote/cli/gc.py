@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from dcp_remote.terminal import counted, human_bytes, printable
 from dcp_remote.errors import StorageError
 from dcp_remote.gc import Orphans, Removal, find_orphans, remove_orphans
 from dcp_remote.run_gc import RunOrphans, find_run_orphans, is_run, remove_run_orphans
 from dcp_remote.storage import ObjectInfo, ObjectStore, open_store
+from dcp_remote.terminal import counted, human_bytes, printable
 
 _HOUR_SECONDS = 3600.0
 

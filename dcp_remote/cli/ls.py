@@ -9,12 +9,12 @@ from typing import TextIO
 from dcp_remote.catalog import Catalog, Entry
 from dcp_remote.catalog_store import read_catalog
 from dcp_remote.checkpoint import not_found
-from dcp_remote.terminal import counted, human_bytes, printable
 from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidArgumentError, ObjectNotFoundError
 from dcp_remote.manifest import MANIFEST_KEY
 from dcp_remote.run_gc import is_run
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.retrying import Deadline, RetryingStore
+from dcp_remote.terminal import counted, human_bytes, printable
 
 # Somebody looks at a terminal: an outage is told in seconds, not retried for minutes.
 _RETRY_SECONDS = 10.0

@@ -15,9 +15,9 @@ from importlib.metadata import version
 from typing import TypeAlias
 
 from dcp_remote.cli import gc, ls, pin, recover, rm, show
-from dcp_remote.terminal import printable
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 from dcp_remote.gc import GRACE_SECONDS
+from dcp_remote.terminal import printable
 
 _FAILED, _USAGE = 1, 2
 

@@ -8,9 +8,9 @@ from typing import TextIO
 from dcp_remote.catalog import Catalog, pinned
 from dcp_remote.catalog_store import swap
 from dcp_remote.cli.ls import catalog_of
-from dcp_remote.terminal import printable
 from dcp_remote.storage import open_store
 from dcp_remote.storage.retrying import Deadline
+from dcp_remote.terminal import printable
 
 # Somebody waits, and the catalog of a run that is saved to changes now and then.
 _TIMEOUT_SECONDS = 60.0

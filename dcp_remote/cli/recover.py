@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from dcp_remote.cli.ls import table
-from dcp_remote.terminal import counted, printable
 from dcp_remote.recover import find_recovery, recover
 from dcp_remote.storage import open_store
+from dcp_remote.terminal import counted, printable
 
 # Somebody looks at a terminal; but a run can have many manifests.
 _LOOK_SECONDS = 60.0

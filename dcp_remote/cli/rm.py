@@ -7,11 +7,11 @@ from typing import TextIO
 
 from dcp_remote.checkpoint import find
 from dcp_remote.cli.ls import catalog_of, table
-from dcp_remote.terminal import counted, printable
 from dcp_remote.errors import StorageError
 from dcp_remote.gc import TIMEOUT_SECONDS
 from dcp_remote.storage import open_store
 from dcp_remote.storage.retrying import Deadline
+from dcp_remote.terminal import counted, printable
 from dcp_remote.upkeep import Upkeep, require_expendable
 
 # Of what could not be deleted. The reasons are few, most often one.

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
 from dcp_remote.checkpoint import read_manifest
-from dcp_remote.terminal import counted, human_bytes, printable
 from dcp_remote.manifest import Manifest, RunInfo
 from dcp_remote.names import chosen_names, top_level_key
 from dcp_remote.object_tree import from_text
 from dcp_remote.storage import open_store
+from dcp_remote.terminal import counted, human_bytes, printable
 
 # A terminal is not a disk: whoever wants more asks for it by pattern.
 _VALUE_CHARACTERS_MAX = 60
