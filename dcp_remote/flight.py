@@ -8,7 +8,7 @@ import threading
 import time
 
 from dcp_remote.desk import Desk
-from dcp_remote.errors import DcpRemoteError, SaveTimeoutError
+from dcp_remote.errors import CommitUnknownError, DcpRemoteError, SaveTimeoutError
 from dcp_remote.joint import Joint
 from dcp_remote.reports import SaveReport
 from dcp_remote.save_rank import RankSaver, Task
@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.5
 
 # What a thread gets to unwind once its save is given up. One that is stuck in a store that does not answer is left
 # behind; it can do no harm any more, as the joint takes nothing from it.
-_UNWIND_SECONDS = 3.0
+_UNWIND_SECONDS = 2.0
 
 # What the next save waits for what is being deleted at that moment.
 _STOP_SECONDS = 30.0
@@ -69,10 +69,7 @@ class Flight:
         given_up_seconds: float | None = None
         while not self._settled.wait(_LOOK_SECONDS):
             if time.monotonic() > end_seconds:
-                self._error = SaveTimeoutError(
-                    f"{self._joint.what[:1].upper()}{self._joint.what[1:]} was given up: there is no time left for it."
-                )
-                self._settled.set()
+                self._give_up(SaveTimeoutError(f"There is no time left for {self._joint.what}; it was given up."))
                 break
             self._joint.look()
             cancelled = self._joint.cancelled
@@ -80,12 +77,19 @@ class Flight:
                 continue
             given_up_seconds = time.monotonic() if given_up_seconds is None else given_up_seconds
             if time.monotonic() - given_up_seconds > _UNWIND_SECONDS:
-                self._error = cancelled
-                self._settled.set()
+                self._give_up(cancelled)
         if self._error is not None:
             raise self._error
         assert self._report is not None, "settled without an error"
         return self._report
+
+    def _give_up(self, error: DcpRemoteError) -> None:
+        """Leave the thread behind: it is stuck in a request."""
+        if self._joint.past_return:
+            what = f"{error.what} It was committing, and whether it did the store has not said yet."
+            error = CommitUnknownError(what, **error.details)
+        self._error = error
+        self._settled.set()
 
     def finish(self) -> None:
         """Wait until it has also tidied up, but not for ever."""

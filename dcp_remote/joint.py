@@ -430,6 +430,11 @@ class Joint:
         """
         return self._lost
 
+    @property
+    def past_return(self) -> bool:
+        """The coordinator's: it is committing, and how that ends is not known before it has."""
+        return self._past_return
+
     def note(self, text: str) -> None:
         """What this rank is doing now; shown to the others should it fall silent, or be late."""
         if self._pulse is not None and not self._left:

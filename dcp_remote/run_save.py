@@ -25,6 +25,7 @@ from dcp_remote.errors import (
     FencedError,
     InvalidArgumentError,
     ObjectNotFoundError,
+    SaveTimeoutError,
 )
 from dcp_remote.manifest import MANIFEST_KEY, RunInfo
 from dcp_remote.run import require_not_lost
@@ -178,6 +179,7 @@ class Job:
             CheckpointNotFoundError: The run is gone.
             CorruptCheckpointError: The run has lost its catalog.
             CommitUnknownError: The store never said whether the fence was taken.
+            SaveTimeoutError: The deadline passed meanwhile.
             StorageError: The store refused, or did not answer.
         """
         catalog = self._catalog(deadline)
@@ -225,12 +227,15 @@ class Job:
             BeginAgainError: Orphans were removed since this save began, or what it borrowed is gone. Save again.
             CommitConflictError: Another save of this step was committed meanwhile.
             CommitUnknownError: The store never said.
+            SaveTimeoutError: The deadline passed before it came to that; nothing was committed.
             StorageError: The store refused; nothing was committed.
         """
         run = begun.run
         key = manifest_key(revision=run.revision, step=run.step)
         # Nobody else writes this name, and nobody reads it before the swap: it may be sent as often as it takes.
         RetryingStore(self._store, deadline, sleep=self._sleep).put(key, [body])
+        # If this was held up for so long, whoever waited has given up: nothing is to be committed behind his back.
+        self._require_time(deadline)
         entry = Entry(
             step=run.step,
             save_id=begun.save_id,
@@ -255,6 +260,8 @@ class Job:
             asking = RetryingStore(self._store, deadline, sleep=self._sleep)
 
             def fence(now: Catalog) -> Catalog:
+                # A thread that was held up would fence the very job that went on without it.
+                self._require_time(deadline)
                 if now.revision == 0:  # a run that begins
                     require_not_lost(asking)
                 return self._fenced(now)
@@ -263,6 +270,7 @@ class Job:
             self._run_id, self._token = catalog.run_id, catalog.token
             logger.info("%s: this job holds the fence, token %d", self._store.url, catalog.token)
         elif self._open:
+            self._require_time(deadline)
             catalog = self._swap(self._refreshed, deadline)
         else:
             seen = read_catalog(RetryingStore(self._store, deadline, sleep=self._sleep))
@@ -300,6 +308,12 @@ class Job:
     def _refreshed(self, catalog: Catalog) -> Catalog:
         self._require_ours(catalog)
         return refreshed(catalog)
+
+    def _require_time(self, deadline: Deadline) -> None:
+        if deadline.expired():
+            raise SaveTimeoutError(
+                "The deadline passed before the save was committed; nothing was committed.", url=self._store.url
+            )
 
     def _require_ours(self, catalog: Catalog) -> None:
         if (catalog.run_id, catalog.token) != (self._run_id, self._token):

@@ -42,6 +42,9 @@ _ATTEMPTS_MAX = 3
 _TELL_SECONDS = 5.0
 _TELL_SHARE = 0.2
 
+# How long a manifest is asked for that only spares sending again what did not change.
+_BASE_SECONDS = 20.0
+
 # Somebody has waited for a minute already.
 _SETTLE_SECONDS = 10.0
 
@@ -232,7 +235,7 @@ class RankSaver:
 
     def _upload(self, joint: Joint, task: Task, begun: Begun, plan: SavePlan, progress: Progress) -> RankReport:
         joint.note("uploading")
-        base = self._base(begun)
+        base = self._base(begun, retry_seconds=min(_BASE_SECONDS, joint.deadline.remaining_seconds() / 4))
         put: list[int] = []
 
         def on_put(_key: str, size_bytes: int) -> None:
@@ -261,7 +264,7 @@ class RankSaver:
         progress.add(report.figures.borrowed_bytes)
         return report
 
-    def _base(self, begun: Begun) -> Base | None:
+    def _base(self, begun: Begun, *, retry_seconds: float) -> Base | None:
         """What may be borrowed of: what this rank wrote last, or else the manifest of the newest checkpoint."""
         if begun.borrowed is None:
             return None
@@ -269,7 +272,7 @@ class RankSaver:
             return self._last[1]
         save_id, key = begun.borrowed
         try:
-            manifest = read_manifest_at(self._store, key, save_id=save_id)
+            manifest = read_manifest_at(self._store, key, save_id=save_id, retry_seconds=retry_seconds)
         except DcpRemoteError as error:
             logger.warning("%s: everything is sent again, for want of a manifest: %s", self._store.url, error)
             return None

@@ -7,6 +7,8 @@ import random
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,13 @@ from dcp_remote.checkpoint import read_manifest
 from dcp_remote.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CommitUnknownError,
     CorruptCheckpointError,
     FencedError,
     InvalidArgumentError,
     PermissionDeniedError,
     SaveFailedError,
+    SaveTimeoutError,
     UnsafeObjectError,
 )
 from dcp_remote.manifest_json import encode
@@ -37,6 +41,7 @@ from dcp_remote.run_gc import find_run_orphans
 from dcp_remote.run_names import manifest_key
 from dcp_remote.storage import LocalStore, MemoryStore
 from dcp_remote.storage.retrying import Deadline
+from dcp_remote.storage.wrapper import Request, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
 from dcp_remote.testing.ranks import load_as_ranks, save_as_ranks
 from dcp_remote.thinning import without
@@ -535,6 +540,65 @@ def test_the_store_is_down() -> None:
         CheckpointManager(store, timeout_seconds=1.0) as checkpoints,
     ):
         checkpoints.save(1, state_of(1))
+
+
+class HangingStore(WrappedStore):
+    """Does not answer one request until it is told to."""
+
+    def __init__(self, store: MemoryStore, hangs: Callable[[Request], bool]) -> None:
+        super().__init__(store)
+        self._hangs, self.go_on = hangs, threading.Event()
+
+    def _request(self, request: Request, send: Callable[[], Any]) -> Any:
+        if not self.go_on.is_set() and self._hangs(request):
+            assert self.go_on.wait(60)
+        return send()
+
+
+def threads_that_save() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "dcp_remote-save"]
+
+
+def test_a_commit_that_hangs() -> None:
+    """Whoever waits is told that it is not known; and nothing is committed behind his back when it wakes up."""
+    inner = MemoryStore()
+    store = HangingStore(inner, lambda request: request.verb == "put" and request.key.startswith("manifests/"))
+    checkpoints = CheckpointManager(store, timeout_seconds=1.0)
+    with pytest.raises(CommitUnknownError, match="committing"):
+        checkpoints.save(1, state_of(1), wait=True)
+    (thread,) = threads_that_save()
+    store.go_on.set()
+    thread.join(30)
+    assert dcp_remote.latest(inner) is None
+    checkpoints.close()
+
+
+def test_a_fence_that_hangs() -> None:
+    """The thread that is left behind does not fence the job that went on without it."""
+    inner = MemoryStore()
+    store = HangingStore(inner, lambda request: threading.current_thread() is first[0] and request.verb == "get")
+    first: list[threading.Thread | None] = [None]
+    checkpoints = CheckpointManager(store, timeout_seconds=1.0)
+    began = threading.Thread.run
+
+    def run(thread: threading.Thread) -> None:
+        if thread.name == "dcp_remote-save" and first[0] is None:
+            first[0] = thread
+        began(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "run", run)
+        with pytest.raises(SaveTimeoutError):
+            checkpoints.save(1, state_of(1), wait=True)
+    assert first[0] is not None
+    checkpoints._newest = None  # whose thread the next save would wait for, for half a minute
+    checkpoints._timeout_seconds = 60.0
+    checkpoints.save(2, state_of(2), wait=True)
+    store.go_on.set()
+    first[0].join(30)
+    checkpoints.save(3, state_of(3), wait=True)
+    checkpoints.close()
+    assert CheckpointManager(inner).steps() == [2, 3]
 
 
 def test_leaving_the_block() -> None:
