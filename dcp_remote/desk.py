@@ -6,6 +6,7 @@ What ranks exchange is carried by a `Joint`; here is what the coordinator answer
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,7 @@ class Desk:
         self._dedup = dedup
         self._upkeep = Upkeep(store)
         self._catalog: Catalog | None = None  # as the last commit left it
+        self._tidying = threading.Lock()
 
     def begin(self, notes: Sequence[Note], deadline: Deadline, *, borrow: bool = True) -> Begun:
         """Begin a save of all ranks.
@@ -128,6 +130,8 @@ class Desk:
         Args:
             stop: Asked between requests: a save begins, and nothing is deleted beside it.
         """
+        if not self._tidying.acquire(blocking=False):
+            return  # a thread that was left behind is stuck in it
         deadline = Deadline(_TIDY_SECONDS)
         try:
             if self._retention is not None and not stop():
@@ -139,3 +143,5 @@ class Desk:
             logger.warning("%s: it is not known whether checkpoints were retired: %s", self._store.url, error)
         except DcpRemoteError as error:
             logger.warning("%s: old checkpoints were not retired, and will be later: %s", self._store.url, error)
+        finally:
+            self._tidying.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -19,10 +20,13 @@ from urllib.parse import urlsplit
 from watch import read_events
 
 SCRIPT = Path(__file__).resolve().parent / "train_fsdp2.py"
-STEPS_PER_LINE = 12  # of progress
+STEPS_PER_LINE = 10  # of progress
 POLL_SECONDS = 0.2
+FOLLOW_SECONDS = 30.0  # what the other nodes get to end when one has failed
 STOP_SECONDS = 10.0  # torchrun passes SIGTERM on to its ranks and waits for them; then everything is killed
 LOG_LINES_SHOWN = 30  # of a node that failed
+TORCHRUN_SPEAKS = "torch/distributed/elastic/"
+LOG_LINES_TOLD = ("loaded step", "saved step", "Rank ")  # of the first node, as it prints them
 RELAY_CHUNK_BYTES = 64 << 10
 
 
@@ -46,7 +50,8 @@ class Job:
         self._logs = [output / "logs" / f"{name}-node-{node}.log" for node in range(len(nodes))]
         self._environment = dict(environment)
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._shown = 0
+        self._suspended = False
+        self._shown_events, self._shown_lines = 0, 0
 
     @property
     def ranks(self) -> int:
@@ -88,23 +93,43 @@ class Job:
         """What a rank noted so far."""
         return read_events(self.events_folder, rank)
 
+    def step(self) -> int:
+        """The last step that rank 0 finished; 0 before the first."""
+        return max((event["step"] for event in self.events() if event["event"] == "step"), default=0)
+
+    def log(self, node: int = 0) -> list[str]:
+        """What a node has printed so far; a last line that is not whole yet is left out."""
+        text = self._logs[node].read_text(encoding="utf-8", errors="replace")
+        return [line.rstrip() for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
     def wait(self, patience_seconds: float) -> None:
         """Show the progress until all nodes have ended.
 
         Raises:
             JobFailedError: A node failed, or the job took longer than `patience_seconds`.
         """
+        if any(self.ended(patience_seconds)):
+            raise JobFailedError(f"{self.name} failed.{self._log_tail()}")
+
+    def ended(self, patience_seconds: float) -> list[int]:
+        """Show the progress until all nodes have ended, or one has failed and the others had time to follow.
+
+        Returns:
+            The exit statuses.
+
+        Raises:
+            JobFailedError: The job took longer than `patience_seconds`.
+        """
         deadline = time.monotonic() + patience_seconds
         while any(process.poll() is None for process in self._processes):
             self.show_progress()
             if any(process.poll() for process in self._processes):
-                break
+                deadline = min(deadline, time.monotonic() + FOLLOW_SECONDS)
             if time.monotonic() > deadline:
-                raise JobFailedError(f"{self.name} did not end within {patience_seconds:.0f} s.{self._log_tail()}")
+                raise JobFailedError(f"{self.name} did not end in time.{self._log_tail()}")
             time.sleep(POLL_SECONDS)
         self.show_progress()
-        if any(process.poll() != 0 for process in self._processes):
-            raise JobFailedError(f"{self.name} failed.{self._log_tail()}")
+        return [process.returncode for process in self._processes]
 
     def raise_if_ended(self) -> None:
         """For jobs that should still be running.
@@ -129,10 +154,34 @@ class Job:
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.01)
 
+    def terminate(self, node: int) -> None:
+        """SIGTERM for a node: torchrun passes it on to its ranks, and waits for them."""
+        self._processes[node].terminate()
+
+    def suspend(self) -> None:
+        """SIGSTOP for every process of every node, as when machines hang."""
+        self._suspended = True
+        self._signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """SIGCONT: they go on as if nothing had happened."""
+        self._suspended = False
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+        for pid in self._rank_pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def stop(self) -> None:
         """End the job in whatever state it is; does nothing to one that has ended."""
         running = [process for process in self._processes if process.poll() is None]
         if not running:
+            return
+        if self._suspended:
+            self.kill()
             return
         for process in running:
             process.terminate()  # torchrun ends its ranks, those included that have not told their process id yet
@@ -147,38 +196,27 @@ class Job:
         return any(process.poll() is None for process in self._processes) or any(map(_running, self._rank_pids()))
 
     def show_progress(self) -> None:
-        """Print what rank 0 noted since the last call."""
-        events = self.events()
-        for event in events[self._shown :]:
-            line = _progress(event)
-            if line:
+        """Print what rank 0 noted, and what the manager logged, since the last call."""
+        events, lines = self.events(), self.log()
+        for event in events[self._shown_events :]:
+            if event["event"] == "step" and event["step"] % STEPS_PER_LINE == 0:
+                print(f"   step {event['step']:>4}  loss {event['loss']:.3f}", flush=True)
+        for line in lines[self._shown_lines :]:
+            if line.startswith(LOG_LINES_TOLD):
                 print(f"   {line}", flush=True)
-        self._shown = len(events)
+        self._shown_events, self._shown_lines = len(events), len(lines)
 
     def _rank_pids(self) -> list[int]:
         starts = [event for rank in range(self.ranks) for event in self.events(rank) if event["event"] == "started"]
         return [start["pid"] for start in starts]
 
     def _log_tail(self) -> str:
-        tails = (log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:] for log in self._logs)
-        return "".join(f"\n-- {log.name}:\n" + "\n".join(tail) for log, tail in zip(self._logs, tails, strict=True))
-
-
-def _progress(event: Mapping[str, Any]) -> str:
-    match event["event"]:
-        case "started":
-            return f"{event['world_size']} ranks are up"
-        case "loaded":
-            return f"step {event['step']:>4}  loaded in {event['seconds']:.1f} s"
-        case "step" if event["step"] % STEPS_PER_LINE == 0:
-            return f"step {event['step']:>4}  loss {event['loss']:.3f}"
-        case "saving":
-            return f"step {event['step']:>4}  is being saved; training waited {event['blocked_seconds']:.3f} s"
-        case "saved":
-            return f"step {event['step']:>4}  saved, {event['seconds']:.1f} s after it began"
-        case "failed":
-            return f"step {event['step']:>4}  could not be saved"
-    return ""
+        tails = []
+        for node, path in enumerate(self._logs):
+            # What ranks have said, without torchrun's summary of how they ended.
+            said = list(itertools.takewhile(lambda line: TORCHRUN_SPEAKS not in line, self.log(node)))
+            tails.append(f"\n-- {path.name}:\n" + "\n".join(said[-LOG_LINES_SHOWN:]))
+        return "".join(tails)
 
 
 def _running(pid: int) -> bool:

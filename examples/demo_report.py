@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,33 +22,38 @@ COLORS = ("tab:red", "tab:purple", "tab:blue", "tab:green", "tab:orange", "tab:b
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One save or load. Seconds are those of the slowest rank.
+    """One save or load.
 
     Attributes:
         step: The step that was saved or loaded.
+        ranks: How many did it.
         sha256: Digest of the whole state, taken when it was saved, or after it was loaded.
         state_bytes: Size of the whole state's tensors.
-        seconds: From the call to the commit, or to the state being restored; None if not every rank told.
+        seconds: From the call to the commit, or to the state being restored on the slowest rank; None if it was not
+            told, as that of the last save of a job that was killed.
         blocked_seconds: How long training stood still for a save.
+        lost: Why a save was not committed; None if it was.
     """
 
     step: int
+    ranks: int
     sha256: str
     state_bytes: int
-    seconds: float | None
+    seconds: float | None = None
     blocked_seconds: float | None = None
+    lost: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What one job did."""
+    """What one job did; `end` says how it ended, if not at its goal."""
 
     name: str
     ranks: int
     losses: Mapping[int, float]
     saves: tuple[Transfer, ...]
     load: Transfer | None
-    killed_at: int | None = None
+    end: str | None = None
 
     @property
     def loaded_step(self) -> int | None:
@@ -56,37 +61,38 @@ class Phase:
         return self.load.step if self.load else None
 
     @classmethod
-    def of(cls, job: Job, *, killed_at: int | None = None) -> Self:
-        """Read what every rank noted. `killed_at` is the step in whose save the job was killed."""
+    def of(cls, job: Job, *, lost: Mapping[int, str] | None = None, end: str | None = None) -> Self:
+        """Read what every rank noted. `lost` gives the steps whose save was not committed, and why."""
         ranks = [job.events(rank) for rank in range(job.ranks)]
-        saves = [_transfer(ranks, "saving", step, done="saved") for step in _steps(ranks[0], "saving")]
+        saves = (_transfer(ranks, "saving", step, done="saved") for step in _steps(ranks[0], "saving"))
         loads = [_transfer(ranks, "loaded", step, done="loaded") for step in _steps(ranks[0], "loaded")]
         return cls(
             name=job.name,
             ranks=job.ranks,
             losses={event["step"]: event["loss"] for event in ranks[0] if event["event"] == "step"},
-            saves=tuple(saves),
+            saves=tuple(replace(save, lost=(lost or {}).get(save.step)) for save in saves),
             load=loads[0] if loads else None,
-            killed_at=killed_at,
+            end=end,
         )
 
 
-def _steps(events: list[dict[str, Any]], kind: str) -> list[int]:
-    return [event["step"] for event in events if event["event"] == kind]
+def _steps(events: list[dict[str, Any]], of: str) -> list[int]:
+    return [event["step"] for event in events if event["event"] == "digest" and event["of"] == of]
 
 
 def _transfer(ranks: list[list[dict[str, Any]]], of: str, step: int, *, done: str) -> Transfer:
     at_step = [event for events in ranks for event in events if event.get("step") == step]
     digests = [event for event in at_step if event["event"] == "digest" and event["of"] == of]
-    seconds = [event["seconds"] for event in at_step if event["event"] == done]
-    blocked = [event["blocked_seconds"] for event in at_step if event["event"] == "saving"]
+    phases = [event["seconds"] for event in at_step if event["event"] == done]
+    blocked = [seconds["waiting"] + seconds["staging"] for seconds in phases if "staging" in seconds]
     return Transfer(
         step=step,
+        ranks=len(ranks),
         # Every rank hashes what it gathered from all; should they differ, this equals nothing.
         sha256=" ".join(sorted({event["sha256"] for event in digests})),
         state_bytes=digests[0]["bytes"],
-        seconds=max(seconds) if len(seconds) == len(ranks) else None,
-        blocked_seconds=max(blocked) if blocked else None,
+        seconds=max((sum(seconds.values()) for seconds in phases), default=None),
+        blocked_seconds=max(blocked, default=None),
     )
 
 
@@ -98,9 +104,25 @@ class Report:
     phases: list[Phase] = field(default_factory=list)
     checks: list[tuple[bool, str]] = field(default_factory=list)
 
-    def add(self, phase: Phase) -> None:
-        """The first phase is the uninterrupted run."""
+    def add(self, phase: Phase, *, resumed_from: int | None) -> None:
+        """Add a job, which should have resumed from a step. The first is the uninterrupted run."""
+        if resumed_from is not None:
+            saved, load = self.saved().get(resumed_from), phase.load
+            claim = f"{phase.ranks} ranks resumed from step {resumed_from}, the newest checkpoint"
+            self.check(claim, holds=phase.loaded_step == resumed_from)
+            if saved is not None and load is not None:
+                claim = (
+                    f"{phase.ranks} ranks restored, bit for bit, what {saved.ranks} ranks saved at step {saved.step}: "
+                    f"model, optimizer, schedule and data position have SHA-256 {load.sha256[:16]}…"
+                )
+                self.check(claim, holds=load.sha256 == saved.sha256)
+        elif phase.load is not None:
+            self.check(f"{phase.name} began from nothing", holds=False)
         self.phases.append(phase)
+
+    def saved(self) -> dict[int, Transfer]:
+        """What was committed so far, by step."""
+        return {save.step: save for phase in self.phases for save in phase.saves if save.lost is None}
 
     def check(self, claim: str, *, holds: bool) -> None:
         """Note whether a claim holds."""
@@ -108,7 +130,6 @@ class Report:
 
     def conclude(self, *, seconds: float) -> int:
         """Check, print, draw; returns the exit status."""
-        self._check_restored_states()
         self._check_losses()
         self._draw()
         verdicts = [f"{'PASS' if holds else 'FAIL'}  {claim}" for holds, claim in self.checks]
@@ -123,25 +144,12 @@ class Report:
         print("\n" + "\n".join(lines), flush=True)
         return 0 if all(holds for holds, _ in self.checks) else 1
 
-    def _check_restored_states(self) -> None:
-        for number, phase in enumerate(self.phases):
-            if phase.load is not None:
-                saved = {
-                    save.step: (save.sha256, earlier.ranks)
-                    for earlier in self.phases[:number]
-                    for save in earlier.saves
-                    if save.step != earlier.killed_at
-                }
-                sha256, ranks = saved.get(phase.load.step, ("", 0))
-                claim = (
-                    f"{phase.ranks} ranks restored, bit for bit, what {ranks} ranks saved at step {phase.load.step}: "
-                    f"model, optimizer, schedule and data position have SHA-256 {phase.load.sha256[:16]}…"
-                )
-                self.check(claim, holds=phase.load.sha256 == sha256)
-
     def _check_losses(self) -> None:
         reference, *others = self.phases
         for phase in others:
+            if not phase.losses:
+                self.check(f"{phase.name} trained", holds=False)
+                continue
             steps = f"steps {min(phase.losses)} to {max(phase.losses)}"
             difference = max(abs(loss - reference.losses[step]) for step, loss in phase.losses.items())
             if phase.ranks == reference.ranks:
@@ -158,11 +166,10 @@ class Report:
             transfers = [("load", phase.load)] if phase.load else []
             for what, transfer in [*transfers, *(("save", save) for save in phase.saves)]:
                 seconds = f"{transfer.seconds:.2f}" if transfer.seconds is not None else "-"
-                seconds = "killed" if what == "save" and transfer.step == phase.killed_at else seconds
                 waited = f"{transfer.blocked_seconds:.3f} s" if transfer.blocked_seconds is not None else ""
                 yield (
                     f"{phase.name:<18}{what:<7}{transfer.step:>6}{phase.ranks:>7}{transfer.state_bytes:>13,}"
-                    f"{seconds:>9}{waited:>17}"
+                    f"{transfer.lost or seconds:>9}{waited:>17}"
                 )
 
     def _draw(self) -> None:
@@ -172,27 +179,29 @@ class Report:
         )
         label = f"{reference.ranks} ranks, uninterrupted"
         above.plot(*_curve(reference.losses), color="0.8", linewidth=6, label=label)
-        for phase, color in zip(others, COLORS, strict=False):
+        for number, (phase, color) in enumerate(zip(others, COLORS, strict=False)):
             label = f"{phase.ranks} ranks"
             label += f", resumed at step {phase.loaded_step}" if phase.load else ""
-            label += ", killed" if phase.killed_at is not None else ""
             above.plot(*_curve(phase.losses), color=color, linewidth=1.5, label=label)
             differences = {step: abs(loss - reference.losses[step]) for step, loss in phase.losses.items()}
             below.plot(*_curve(differences), color=color, linewidth=1.5)
-            if phase.killed_at is not None:
+            if phase.end is not None and phase.losses:
                 last = max(phase.losses)
                 above.plot(last, phase.losses[last], "X", color=color, markersize=13, zorder=5)
                 above.annotate(
-                    f"SIGKILL, in the middle\nof the save of step {phase.killed_at}",
+                    phase.end,
                     (last, phase.losses[last]),
-                    xytext=(15, 55),
+                    xytext=(15, 40 + 40 * number),
                     textcoords="offset points",
                     arrowprops={"arrowstyle": "->"},
                 )
             if phase.loaded_step is not None:
                 for axes in (above, below):
                     axes.axvline(phase.loaded_step, color=color, linestyle=":", linewidth=1)
-        above.set(ylabel="loss (nats per byte)", title="Training killed in mid-save, resumed at other world sizes")
+        above.set(
+            ylabel="loss (nats per byte)",
+            title="Killed in mid-save, hung, preempted; resumed at other sizes",
+        )
         above.legend()
         # Linear below the resolution of a float, so that exact agreement, 0, can be seen.
         below.set_yscale("symlog", linthresh=1e-7)

@@ -2,50 +2,52 @@
 
     torchrun --nproc-per-node 4 examples/train_fsdp2.py --checkpoint s3://my-bucket/run
 
-Stop it however you like and start it again, with as many ranks as you like: it goes on from the newest checkpoint.
-The text is the Python standard library's own source, as bytes; gloo on CPU, nccl where every rank has a GPU.
+Stop it however you like and start it again, with as many ranks as you like: it goes on from the newest checkpoint. On
+SIGTERM it saves once more and stops. The text is the Python standard library's own source, as bytes; gloo on CPU, nccl
+where every rank has a GPU.
 
-The lines about checkpoints are `training_state`, `BackgroundSaves`, `newest_checkpoint` and `restore`. The rest is an
-ordinary training script, with one property worth copying: which text a step trains on depends on the step alone, not
-on the number of ranks. That is what makes a run continue at another size as if nothing had happened.
+All about checkpoints is in `train`: the `state`, and what is done with `checkpoints`. The `events` are for whoever
+watches, such as the demo. The rest is an ordinary training script, with one property worth copying: which text a step
+trains on depends on the step alone, not on the number of ranks. That is what makes a run continue at another size as
+if nothing had happened.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import math
 import os
-import re
 import sys
 import sysconfig
-import time
-from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
-from dcp_remote import RemoteReader, RemoteWriter
+from dcp_remote import CheckpointManager, PerRank, RandomStates, Retention
 from dcp_remote.errors import DcpRemoteError
-from dcp_remote.storage import open_store
-from watch import Events, logical_digest
+from watch import Events
 
 VOCABULARY = 256  # the text is bytes
 CONTEXT = 128  # bytes that the model sees at once
 BATCH = 12  # sequences per step over all ranks; whole shares for 1, 2, 3, 4, 6 and 12 of them
 WARMUP_STEPS = 10
 TEXT_BYTES_MAX = 4 << 20  # more than a demonstration reads; every machine has at least this much
+NOTICE_SECONDS = 25.0  # torchrun passes SIGTERM on to its ranks, and kills them 30 s later
 
 
 # --- the model and its text ------------------------------------------------------------------------------------------
@@ -54,10 +56,10 @@ TEXT_BYTES_MAX = 4 << 20  # more than a demonstration reads; every machine has a
 class Block(nn.Module):
     """Causal attention and an MLP, each on a normalized residual stream."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         """See the class."""
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropout = heads, nn.Dropout(dropout)
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -69,17 +71,17 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        return cast("torch.Tensor", x + self.mlp(self.mlp_norm(x)))
+        return cast("torch.Tensor", x + self.dropout(self.mlp(self.mlp_norm(x))))
 
 
 class GPT(nn.Module):
     """Predicts the next byte."""
 
-    def __init__(self, *, width: int, layers: int, heads: int) -> None:
+    def __init__(self, *, width: int, layers: int, heads: int, dropout: float) -> None:
         """See the class."""
         super().__init__()
         self.bytes, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
@@ -141,106 +143,42 @@ def warmup_then_cosine(total_steps: int) -> Any:
     return factor
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
+# --- what is saved, and the training ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    """Everything that one step of training changes."""
+class ModelState:
+    """The model, its parameters under the same names whatever wraps it (FSDP, DDP, torch.compile); a `Stateful`."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    schedule: LambdaLR
-    stream: TextStream
+    def __init__(self, model: nn.Module) -> None:
+        """See the class."""
+        self._model = model
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shards, which share memory with the model."""
+        return get_model_state_dict(self._model)
 
-def training_state(training: Training) -> dict[str, Any]:
-    """What a checkpoint holds. The tensors are this rank's shards and share memory with the training."""
-    model_state, optimizer_state = get_state_dict(training.model, training.optimizer)
-    return {
-        "model": model_state,
-        "optim": optimizer_state,
-        "schedule": training.schedule,
-        "data": training.stream,
-    }
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set them."""
+        set_model_state_dict(self._model, state)
 
 
-def restore(training: Training, checkpoint_url: str) -> None:
-    """Load a checkpoint that any number of ranks saved."""
-    state = training_state(training)
-    dcp.load(state, storage_reader=RemoteReader(checkpoint_url))  # loads schedule and data, which are `Stateful`, too
-    set_state_dict(training.model, training.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+class OptimizerState:
+    """The optimizer, its values under the names of the parameters, so that any number of ranks loads it; a `Stateful`.
 
-
-class BackgroundSaves:
-    """Saves while training goes on, one at a time: a save first waits for the one before, and raises what failed there.
-
-    The uploads run in a thread and talk to each other over a process group of their own, since a group must not be
-    used by two threads at once.
+    Without this, torch numbers the parameters, and an optimizer that has not made a step yet has nothing to load into.
     """
 
-    def __init__(self, run_url: str, events: Events) -> None:
-        """See the class; called by every rank."""
-        self._run_url, self._events = run_url, events
-        self._group = dist.new_group(backend="gloo")
-        self._uploading: Future[Any] | None = None
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """See the class."""
+        self._model, self._optimizer = model, optimizer
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Copy the state, and return while the copy is uploaded: training waits for no more than the copy."""
-        started = time.monotonic()
-        self.wait()
-        writer = RemoteWriter(checkpoint_url(self._run_url, step))
-        uploading = cast("Future[Any]", dcp.async_save(state, storage_writer=writer, process_group=self._group))
-        self._events.write("saving", step=step, blocked_seconds=time.monotonic() - started)
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shards, which share memory with the optimizer."""
+        return get_optimizer_state_dict(self._model, self._optimizer)
 
-        def note(done: Future[Any]) -> None:
-            event = "saved" if done.exception() is None else "failed"
-            self._events.write(event, step=step, seconds=time.monotonic() - started)
-
-        uploading.add_done_callback(note)
-        self._uploading = uploading
-
-    def wait(self) -> None:
-        """Return when nothing is being uploaded.
-
-        Raises:
-            CheckpointException: The upload failed, on this rank or another; it names the ranks and their errors.
-        """
-        if self._uploading is not None:
-            self._uploading.result()
-            self._uploading = None
-
-
-def checkpoint_url(run_url: str, step: int) -> str:
-    """Where this example puts the checkpoint of a step."""
-    return f"{run_url.rstrip('/')}/step-{step:06d}"
-
-
-def newest_checkpoint(run_url: str) -> int | None:
-    """The step of the newest checkpoint of this run; None if there is none.
-
-    A helper of this example, not of the library: the checkpoints lie side by side, and it LISTs. What has no manifest
-    was never committed, so it does not count.
-    """
-    manifests = (re.fullmatch(r"step-(\d+)/manifest\.json", info.key) for info in open_store(run_url).list())
-    return max((int(manifest[1]) for manifest in manifests if manifest), default=None)
-
-
-def agree_on_newest_checkpoint(run_url: str) -> int | None:
-    """Rank 0 looks and tells the others, its error included: looking in turn, they might see different steps."""
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [newest_checkpoint(run_url)]
-        except DcpRemoteError as error:
-            answer = [error]
-    dist.broadcast_object_list(answer)
-    if isinstance(answer[0], DcpRemoteError):
-        raise answer[0]
-    return cast("int | None", answer[0])
-
-
-# --- training --------------------------------------------------------------------------------------------------------
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set them."""
+        set_optimizer_state_dict(self._model, self._optimizer, state)
 
 
 def train(options: argparse.Namespace, device: torch.device) -> None:
@@ -249,74 +187,73 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     if BATCH % world_size:
         raise SystemExit(f"{BATCH} sequences cannot be shared evenly by {world_size} ranks.")
     torch.manual_seed(options.seed)  # the same first weights on every rank
-    model = GPT(width=options.width, layers=options.layers, heads=options.heads).to(device)
+    model = GPT(width=options.width, layers=options.layers, heads=options.heads, dropout=options.dropout).to(device)
+    torch.manual_seed(options.seed + 1 + rank)  # and then, for dropout, numbers of its own
     mesh = init_device_mesh(device.type, (world_size,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.1)
     schedule = LambdaLR(optimizer, warmup_then_cosine(options.steps))
-    training = Training(model, optimizer, schedule, TextStream(standard_library(), options.seed))
+    stream = TextStream(standard_library(), options.seed)
 
-    events = Events(options.events, rank=rank)
+    # All that a step of training changes. What differs between ranks is marked, or one rank's would be saved for all.
+    state = {
+        "model": ModelState(model),
+        "optim": OptimizerState(model, optimizer),
+        "schedule": schedule,
+        "data": stream,
+        "random": PerRank(RandomStates()),
+    }
+    events = Events(options.events, rank=rank, digest=options.digest)
     events.write("started", world_size=world_size, pid=os.getpid())
-    saves = None
-    if options.checkpoint is not None:
-        saves = BackgroundSaves(options.checkpoint, events)
-        newest = agree_on_newest_checkpoint(options.checkpoint)
-        if newest is not None:
-            started = time.monotonic()
-            restore(training, checkpoint_url(options.checkpoint, newest))
-            events.write("loaded", step=newest, seconds=time.monotonic() - started)
-            if options.digest:
-                events.write("digest", of="loaded", step=newest, **logical_digest(training_state(training)))
+    with CheckpointManager(
+        options.checkpoint, retention=Retention(keep_last=options.keep_last), notice_seconds=NOTICE_SECONDS
+    ) as checkpoints:
+        if checkpoints.restore(state) is not None:  # in place; None if the run is new
+            events.report(checkpoints.last_load)
+            events.digest("loaded", step=stream.step, state=state)
 
-    last = min(options.steps, options.stop_after or options.steps)
-    while training.stream.step < last:
-        text = training.stream.next_batch(rank, world_size).to(device)
-        logits = model(text[:, :-1])
-        loss = functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+        last, stopping = min(options.steps, options.stop_after or options.steps), False
+        while stream.step < last and not stopping:
+            text = stream.next_batch(rank, world_size).to(device)
+            logits = model(text[:, :-1])
+            loss = functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
 
-        step, mean_loss = training.stream.step, loss.detach() / world_size
-        dist.all_reduce(mean_loss)
-        events.write("step", step=step, loss=mean_loss.item())
-        if saves is not None and options.save_every and (step % options.save_every == 0 or step == last):
-            state = training_state(training)
-            if options.digest:
-                events.write("digest", of="saving", step=step, **logical_digest(state))
-            saves.save(step, state)
-    if saves is not None:
-        saves.wait()
-    events.write("finished", step=training.stream.step)
+            step, mean_loss = stream.step, loss.detach() / world_size
+            dist.all_reduce(mean_loss)
+            events.write("step", step=step, loss=mean_loss.item())
+            stopping = checkpoints.reached_preemption(step)  # SIGTERM came to some rank: this is the step to stop at
+            if options.save_every and (step % options.save_every == 0 or step == last or stopping):
+                events.digest("saving", step=step, state=state)
+                checkpoints.save(step, state, metrics={"loss": mean_loss.item()})  # goes on in the background
+                events.report(checkpoints.last_save)  # of the save before
+    # Leaving the block has waited for the last save, and would have raised its error.
+    events.report(checkpoints.last_save)
+    events.write("finished", step=stream.step, preempted=stopping)
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
-
-
-def explain(error: BaseException) -> str:
-    """What to tell the user: for a failed save or load, each different cause once, with the first rank that had it."""
-    if not isinstance(error, CheckpointException):
-        return f"{type(error).__name__}: {error}"
-    causes = {f"{type(cause).__name__}: {cause}": rank for rank, (cause, _) in reversed(error.failures.items())}
-    return "\n".join(f"(rank {rank}) {cause}" for cause, rank in causes.items())
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT with FSDP2 and save it to object storage.")
     parser.add_argument(
-        "--checkpoint", metavar="URL", help="where the run's checkpoints are: s3://bucket/run, a folder"
+        "--checkpoint", required=True, metavar="URL", help="of the run: s3://bucket/run, gs://…, az://…, or a folder"
     )
     parser.add_argument("--save-every", type=int, default=20, metavar="STEPS", help="0: never")
+    parser.add_argument("--keep-last", type=int, default=3, metavar="COUNT", help="older checkpoints are deleted")
     parser.add_argument("--steps", type=int, default=200, help="length of the learning-rate schedule")
     parser.add_argument("--stop-after", type=int, metavar="STEP", help="stop here, as if the job's time were up")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--dropout", type=float, default=0.0, help="above 0, another number of ranks is another run")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--events", type=Path, metavar="FOLDER", help="write what happens as JSON lines, for checks")
@@ -337,10 +274,13 @@ def main(arguments: list[str]) -> None:
     torch.use_deterministic_algorithms(mode=True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    logging.basicConfig(format="%(message)s")  # warnings, of every rank
+    if dist.get_rank() == 0:
+        logging.getLogger("dcp_remote").setLevel(logging.INFO)  # and a line for each checkpoint, saved or restored
     try:
         train(options, device)
-    except (DcpRemoteError, CheckpointException) as error:
-        print(f"Rank {dist.get_rank()} stops. {explain(error)}\n", end="", file=sys.stderr, flush=True)
+    except DcpRemoteError as error:
+        print(f"Rank {dist.get_rank()} stops. {type(error).__name__}: {error}\n", end="", file=sys.stderr, flush=True)
         raise SystemExit(1) from error
     dist.destroy_process_group()
 

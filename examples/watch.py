@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,13 +16,18 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from dcp_remote import PerRank
+from dcp_remote.per_rank import PER_RANK_KEY
+from dcp_remote.reports import LoadReport, SaveReport
+
 
 class Events:
     """What happens on one rank: shown, or written as JSON lines to `<folder>/rank-<rank>.jsonl`, or both."""
 
-    def __init__(self, folder: Path | None, *, rank: int) -> None:
-        """See the class; rank 0 is the one that shows its events."""
-        self._show = rank == 0
+    def __init__(self, folder: Path | None, *, rank: int, digest: bool) -> None:
+        """See the class; rank 0 is the one that shows its events. `digest` says whether states are hashed."""
+        self._show, self._digest = rank == 0, digest
+        self._reported: set[tuple[str, str]] = set()
         self._file: IO[str] | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -31,7 +37,23 @@ class Events:
         """Note one event, at once: the process may be killed at any time."""
         if self._show:
             line = " ".join([event, *(f"{name}={value}" for name, value in values.items())])
-            print(f"{line}\n", end="", flush=True)  # in one piece: an upload's thread may be telling something, too
+            print(f"{line}\n", end="", flush=True)  # in one piece: a save's thread may be telling something, too
+        self._note(event, **values)
+
+    def digest(self, of: str, *, step: int, state: Mapping[str, Any]) -> None:
+        """Note the digest of a state that is being saved, or was loaded. Called by every rank; costly."""
+        if self._digest:
+            self._note("digest", of=of, step=step, **logical_digest(state))
+
+    def report(self, report: SaveReport | LoadReport | None) -> None:
+        """Note what a save or a load came to, once. It is shown already: the manager logs it."""
+        if report is not None:
+            event = "saved" if isinstance(report, SaveReport) else "loaded"
+            if (event, report.save_id) not in self._reported:
+                self._reported.add((event, report.save_id))
+                self._note(event, **asdict(report))
+
+    def _note(self, event: str, **values: Any) -> None:
         if self._file is not None:
             self._file.write(json.dumps({"event": event, **values}) + "\n")
             self._file.flush()
@@ -47,11 +69,12 @@ def read_events(folder: Path, rank: int) -> list[dict[str, Any]]:
 def logical_digest(state: Mapping[str, Any]) -> dict[str, str | int]:
     """SHA-256 over all names, tensors and values of a state; and its size. The same however many ranks hold it.
 
-    Called by every rank. It gathers every tensor on every rank, one after another, which nobody would do who only
-    wants to save.
+    What belongs to single ranks is left out. Called by every rank, or by one process that loaded it all. It gathers
+    every tensor on every rank, one after another, which nobody would do who only wants to save.
     """
     digest, size_bytes = hashlib.sha256(), 0
-    for name, value in sorted(_leaves("", state), key=lambda leaf: leaf[0]):
+    shared = {name: value for name, value in state.items() if name != PER_RANK_KEY and not isinstance(value, PerRank)}
+    for name, value in sorted(_leaves("", shared), key=lambda leaf: leaf[0]):
         if isinstance(value, torch.Tensor):
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             whole = whole.detach().cpu().contiguous()

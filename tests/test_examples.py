@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dcp_remote.run import catalog_of
+from dcp_remote.storage import open_store
+from dcp_remote.storage.retrying import Deadline
+from dcp_remote.upkeep import Upkeep
+from watch import read_events
+
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "train_fsdp2.py"
 TINY = ("--width", "32", "--layers", "2", "--heads", "2", "--steps", "8", "--save-every", "3", "--digest")
 # Another number of ranks adds the same numbers in another order, which changes the last digits.
 LOSS_TOLERANCE = 1e-4
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 240.0  # of a job, on a machine that others use as well
 
 
 @dataclass(frozen=True)
@@ -41,8 +50,9 @@ class Run:
         return {event["step"]: event["loss"] for event in self.events[0] if event["event"] == "step"}
 
 
-def train(folder: Path, *arguments: str, ranks: int, checkpoint: str) -> Run:
-    """Run the example to its end, in `folder`, without a trace of the user's own cloud."""
+@contextmanager
+def job(folder: Path, *arguments: str, ranks: int, checkpoint: str) -> Iterator[subprocess.Popen[str]]:
+    """The example under torchrun, in `folder`, without a trace of the user's own cloud; stopped at the end."""
     folder.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     environment |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
@@ -58,64 +68,106 @@ def train(folder: Path, *arguments: str, ranks: int, checkpoint: str) -> Run:
         text=True,
     ) as process:
         try:
-            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+            yield process
         finally:
             process.terminate()  # torchrun stops its ranks; does nothing if it has ended
-    events = [
-        [json.loads(line) for line in (folder / "events" / f"rank-{rank}.jsonl").read_text().splitlines()]
-        for rank in range(ranks)
-        if (folder / "events").exists()
-    ]
-    return Run(exit_status=process.returncode, output=output, events=events)
 
 
-def test_training_resumes_bit_for_bit_at_any_world_size(tmp_path: Path) -> None:
-    """Two ranks train to the end; their last manifest is removed, as if they had been killed in that save.
+def result(folder: Path, process: subprocess.Popen[str], *, ranks: int) -> Run:
+    """Wait for the end of a job."""
+    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    return Run(
+        exit_status=process.returncode,
+        output=output,
+        events=[read_events(folder / "events", rank) for rank in range(ranks)],
+    )
 
-    Then two ranks and one go on from the checkpoint before it, in turn: the digest of what they restored is that of
-    what was saved, and their losses are those of the first run, exactly at the same size and nearly at the other.
+
+def train(folder: Path, *arguments: str, ranks: int, checkpoint: str) -> Run:
+    """Run the example to its end."""
+    with job(folder, *arguments, ranks=ranks, checkpoint=checkpoint) as process:
+        return result(folder, process, ranks=ranks)
+
+
+def live_steps(checkpoint: str) -> list[int]:
+    """Of a run."""
+    catalog = catalog_of(open_store(checkpoint))
+    return [entry.step for entry in catalog.entries] if catalog is not None else []
+
+
+def forget(checkpoint: str, step: int) -> None:
+    """Let go of the newest checkpoint, as if the job had been killed while it was saved."""
+    Upkeep(open_store(checkpoint)).retire([step], deadline=Deadline(10), force=True)
+
+
+def test_training_resumes_at_another_world_size(tmp_path: Path) -> None:
+    """Two ranks train to the end; their last checkpoint is taken away; one rank goes on from the one before it.
+
+    The digest of what it restores is that of what was saved, and its losses are nearly those of the first run.
     """
     checkpoint = (tmp_path / "run").as_uri()
     first = train(tmp_path / "first", ranks=2, checkpoint=checkpoint)
     assert first.exit_status == 0, first.output
-    manifests = sorted(str(file.relative_to(tmp_path)) for file in tmp_path.glob("run/*/manifest.json"))
-    assert manifests == [f"run/step-{step:06d}/manifest.json" for step in (3, 6, 8)]
-    (tmp_path / manifests[-1]).unlink()
+    assert live_steps(checkpoint) == [3, 6, 8]
+    forget(checkpoint, 8)
 
-    for ranks in (2, 1):
-        resumed = train(tmp_path / f"resumed-{ranks}", "--save-every", "0", ranks=ranks, checkpoint=checkpoint)
-        assert resumed.exit_status == 0, resumed.output
-        assert resumed.digests("loaded") == {6: first.digests("saving")[6]}
-        assert len(resumed.digests("loaded")[6]) == 1
-        assert sorted(resumed.losses()) == [7, 8]
-        tolerance = 0.0 if ranks == 2 else LOSS_TOLERANCE
-        for step, loss in resumed.losses().items():
-            assert loss == pytest.approx(first.losses()[step], rel=0, abs=tolerance)
+    resumed = train(tmp_path / "resumed", "--keep-last", "1", ranks=1, checkpoint=checkpoint)
+    assert resumed.exit_status == 0, resumed.output
+    assert resumed.digests("loaded") == {6: first.digests("saving")[6]}
+    assert len(resumed.digests("loaded")[6]) == 1
+    assert sorted(resumed.losses()) == [7, 8]
+    for step, loss in resumed.losses().items():
+        assert loss == pytest.approx(first.losses()[step], rel=0, abs=LOSS_TOLERANCE)
+    assert live_steps(checkpoint) == [8]  # by its retention
+
+
+def test_a_run_that_draws_random_numbers_resumes_exactly_and_is_preempted(tmp_path: Path) -> None:
+    """With dropout, two ranks go on exactly, each with its own random numbers. Then SIGTERM comes.
+
+    torchrun passes it on to its ranks: they stop at one step, and its checkpoint is there.
+    """
+    checkpoint = (tmp_path / "run").as_uri()
+    endless = ("--dropout", "0.2", "--steps", "1000000")
+    first = train(tmp_path / "first", *endless, "--stop-after", "8", ranks=2, checkpoint=checkpoint)
+    assert first.exit_status == 0, first.output
+    forget(checkpoint, 8)
+
+    folder = tmp_path / "resumed"
+    with job(folder, *endless, "--save-every", "1000000", ranks=2, checkpoint=checkpoint) as process:
+        until = time.monotonic() + TIMEOUT_SECONDS
+        while not any(event.get("step", 0) > 8 for event in read_events(folder / "events", 0)):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        resumed = result(folder, process, ranks=2)
+    assert {step: loss for step, loss in resumed.losses().items() if step <= 8} == {
+        step: loss for step, loss in first.losses().items() if step > 6
+    }
+    ends = [events[-1] for events in resumed.events]
+    assert [(end["event"], end.get("preempted")) for end in ends] == [("finished", True)] * 2, resumed.output
+    assert [end["step"] for end in ends] == [live_steps(checkpoint)[-1]] * 2
 
 
 def test_a_failed_background_save_stops_every_rank(tmp_path: Path) -> None:
-    """A file lies where the first checkpoint's folder should be: the save fails in its thread, on both ranks.
+    """A file lies where the shards should be: the first save fails in its thread, on both ranks.
 
     The next save raises it, before it begins, on both ranks; at least the first to end says why (torchrun may stop the
     other before it does), and neither waits for the other.
     """
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "step-000003").write_text("in the way")
-    run = train(tmp_path / "job", ranks=2, checkpoint=(tmp_path / "run").as_uri())
+    (tmp_path / "run" / "shards").write_text("in the way")
+    checkpoint = (tmp_path / "run").as_uri()
+    run = train(tmp_path / "job", ranks=2, checkpoint=checkpoint)
     assert run.exit_status != 0
-    assert re.search(r"^Rank [01] stops\. \(rank [01]\) \w+Error: .*step-000003", run.output, re.MULTILINE), run.output
-    assert len(run.events) == 2
-    for events in run.events:
-        happened = [
-            (event["event"], event["step"]) for event in events if event["event"] in {"saving", "saved", "failed"}
-        ]
-        assert happened == [("saving", 3), ("failed", 3)]
-        assert max(event["step"] for event in events if event["event"] == "step") == 6
-    assert not list(tmp_path.glob("run/*/manifest.json"))
+    assert re.search(r"^Rank [01] stops\. \w+Error: .*shards", run.output, re.MULTILINE), run.output
+    assert [max(event.get("step", 0) for event in events) for events in run.events] == [6, 6]
+    assert not any(event["event"] in {"saved", "finished"} for events in run.events for event in events)
+    assert live_steps(checkpoint) == []
 
 
 def test_a_wrong_url_is_told_before_training(tmp_path: Path) -> None:
-    """A scheme that nobody knows: the job ends with the error that rank 0 met, and no step is made."""
+    """A scheme that nobody knows: the job ends with the error, and no step is made."""
     run = train(tmp_path / "job", ranks=2, checkpoint="s4://bucket/run")
     assert run.exit_status != 0
     assert re.search(r"^Rank [01] stops\. InvalidArgumentError: ", run.output, re.MULTILINE), run.output

@@ -13,12 +13,12 @@ import torch
 
 from dcp_remote import RemoteWriter
 from dcp_remote.cli import main
-from dcp_remote.terminal import human_bytes, printable
 from dcp_remote.manifest import MANIFEST_KEY, TensorKind
 from dcp_remote.manifest_json import encode
 from dcp_remote.ranges import Box
 from dcp_remote.storage import LocalStore
 from dcp_remote.storage.retrying import Deadline
+from dcp_remote.terminal import human_bytes, printable
 from dcp_remote.testing.ranks import save_as_ranks
 from dcp_remote.upkeep import Upkeep
 from tests.manifests import Layout, build
