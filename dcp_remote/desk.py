@@ -131,17 +131,19 @@ class Desk:
             stop: Asked between requests: a save begins, and nothing is deleted beside it.
         """
         if not self._tidying.acquire(blocking=False):
-            return  # a thread that was left behind is stuck in it
-        deadline = Deadline(_TIDY_SECONDS)
+            # A thread that was left behind is stuck with these: it keeps them.
+            self._upkeep, self._tidying = Upkeep(self._store), threading.Lock()
+            self._tidying.acquire()
+        upkeep, tidying, deadline = self._upkeep, self._tidying, Deadline(_TIDY_SECONDS)
         try:
             if self._retention is not None and not stop():
-                applied = self._upkeep.apply(self._retention, deadline=deadline, catalog=self._catalog)
+                applied = upkeep.apply(self._retention, deadline=deadline, catalog=self._catalog)
                 if applied.retired or applied.thinned:
                     logger.info("%s: retired %s, thinned %s", self._store.url, applied.retired, applied.thinned)
-            self._upkeep.delete(deadline=deadline, stop=stop)
+            upkeep.delete(deadline=deadline, stop=stop)
         except CommitUnknownError as error:
             logger.warning("%s: it is not known whether checkpoints were retired: %s", self._store.url, error)
         except DcpRemoteError as error:
             logger.warning("%s: old checkpoints were not retired, and will be later: %s", self._store.url, error)
         finally:
-            self._tidying.release()
+            tidying.release()
