@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dcp_remote import commit, manifest_json
-from dcp_remote.catalog import Catalog, Entry
+from dcp_remote.catalog import CATALOG_KEY, Catalog, Entry
 from dcp_remote.catalog_store import read_catalog
 from dcp_remote.envelope import STORED_BYTES_MAX
 from dcp_remote.errors import (
@@ -16,9 +16,11 @@ from dcp_remote.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
     ObjectNotFoundError,
+    PermissionDeniedError,
     UnsupportedFormatError,
 )
 from dcp_remote.manifest import MANIFEST_KEY, Manifest
+from dcp_remote.run_names import MANIFESTS_PREFIX, revision_of
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.transfer import RANGE_RETRY_SECONDS
@@ -92,6 +94,7 @@ def read_manifest(
     seen = read_catalog(reading)
     if seen is not None:
         return read_entry(store, find(seen.catalog, step, url=store.url), retry_seconds=retry_seconds)
+    nothing = not_found(reading)
     if step is not None:
         raise CheckpointNotFoundError(
             "There is no run here (no catalog.json), and so no step of one. A checkpoint by itself is read without.",
@@ -99,7 +102,7 @@ def read_manifest(
             step=step,
         )
     if stored is None:
-        raise not_found(store)
+        raise nothing
     raise CheckpointNotFoundError(
         "There is no committed checkpoint here: manifest.json is a tombstone, which was put when orphans were "
         "removed. A save here replaces it.",
@@ -196,18 +199,57 @@ def why_missing(store: ObjectStore, manifest: Manifest, *, retry_seconds: float)
     return "thinned" if entry.thinned != manifest.run.thinned else None
 
 
-def not_found(store: ObjectStore) -> CheckpointNotFoundError:
-    """The error that says that nothing lies at the manifest's key, and what may be the matter.
+def require_reachable(store: ObjectStore) -> None:
+    """Where nothing was found, see that there can be something; asked of a store that knows, at the price of a request.
 
-    A store that knows more (no such bucket) says so, at the price of a request.
+    Raises:
+        CheckpointNotFoundError: There is no such bucket.
     """
     explain = getattr(store, "explain_missing", None)
     reason = explain() if callable(explain) else None
     if reason:
-        return CheckpointNotFoundError(reason)
+        raise CheckpointNotFoundError(reason)
+
+
+def require_not_lost(store: ObjectStore) -> None:
+    """Where there is no catalog, see that there never was one: nobody shall begin anew for want of it.
+
+    One LIST; where that finds something, a HEAD: another job may have begun the run between the two looks.
+
+    Raises:
+        CorruptCheckpointError: There are manifests of a run, and still no catalog, which is there before any of them.
+    """
+    try:
+        has_begun = any(revision_of(info.key) is not None for info in store.list(MANIFESTS_PREFIX))
+    except PermissionDeniedError:
+        return  # who may not list cannot know
+    if has_begun and not _exists(store, CATALOG_KEY):
+        raise CorruptCheckpointError(
+            "This run has manifests, but has lost its catalog.json. `dcp-remote recover` makes it again.",
+            url=store.url,
+        )
+
+
+def not_found(store: ObjectStore) -> CheckpointNotFoundError:
+    """The error that says that there is neither a checkpoint nor a run; costs a LIST, and perhaps a request more.
+
+    Raises:
+        CheckpointNotFoundError: There is no such bucket.
+        CorruptCheckpointError: There was a run.
+    """
+    require_reachable(store)
+    require_not_lost(store)
     return CheckpointNotFoundError(
         "There is no committed checkpoint here (no manifest.json), and no run (no catalog.json). Is this the URL of a "
         "folder of checkpoints, or of one that torch's own writer made? A save that was cut off leaves shards alone, "
         "which are none.",
         url=store.url,
     )
+
+
+def _exists(store: ObjectStore, key: str) -> bool:
+    try:
+        store.head(key)
+    except ObjectNotFoundError:
+        return False
+    return True

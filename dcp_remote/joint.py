@@ -43,7 +43,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from dcp_remote.crossing import survives_pickling
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
-from dcp_remote.pulse import Beat, Client, Pulse, beat_seconds_of, line_of
+from dcp_remote.pulse import Beat, Client, Pulse, Watch, beat_seconds_of, connection, line_of
 from dcp_remote.storage.retrying import Deadline
 
 logger = logging.getLogger(__name__)
@@ -112,6 +112,7 @@ class Ranks:
         self._leftovers: dict[int, list[str]] = {}
         # A connection goes from one joint to the next, unless a thread is stuck in it.
         self._spare: Client | None = None
+        self._leaving: Watch | None = None
         if world_size > 1:
             assert store is not None, "several ranks need a store to meet in"
             seconds = beat_seconds_of(world_size) if beat_seconds is None else beat_seconds
@@ -146,7 +147,7 @@ class Ranks:
         # Counted in the store, where the number outlives a group that is destroyed and made again over the same store.
         prefix = f"dcp_remote/{group.group_name}/{name}"
         store = _get_default_store()
-        number = store.clone().add(f"{prefix}/made/{rank}", 1)  # type: ignore[attr-defined]  # not in torch's stub
+        number = connection(store).add(f"{prefix}/made/{rank}", 1)
         # That store itself, and no clone: where this process is the host, it stays as long as somebody has it, and the
         # last save can end although the group is destroyed.
         return cls(rank, world_size, dist.PrefixStore(f"{prefix}/{number}", store), beat_seconds=beat_seconds)
@@ -217,7 +218,7 @@ class Ranks:
                 if self.pulse is not None:
                     self.pulse.leave(f"done with {joint.what}")
 
-    def connection(self) -> Client:
+    def client(self) -> Client:
         """For a joint's thread. Connects if there is none to spare, and then blocks if the store does."""
         with self._lock:
             client, self._spare = self._spare, None
@@ -251,12 +252,19 @@ class Ranks:
             joint._beat(client)
 
     def _farewell(self, client: Client) -> bool:
-        """Whether all others have left the last joint, so that nobody needs this process any more."""
+        """Whether all others that live have left the last joint, so that nobody needs this process any more."""
         if not self.is_coordinator or self._number == 0 or self._joint is not None:
             return True
         assert self.pulse is not None, "whoever says goodbye has one"
-        beats = self.pulse.read(client, range(1, self.world_size)).values()
-        if any(beat.inside and beat.joint == self._number for beat in beats):
+        now = self._clock()
+        if self._leaving is None:
+            self._leaving = Watch(range(1, self.world_size), now)
+        inside: list[int] = []
+        for rank, beat in self.pulse.read(client, self._leaving.ranks).items():
+            self._leaving.see(rank, beat, now)
+            if beat.inside and beat.joint == self._number:
+                inside.append(rank)
+        if any(self._leaving.silent_seconds(rank, now) < self.pulse.patience_seconds for rank in inside):
             return False
         self.sweep(client, self._number + 1)
         return True
@@ -611,17 +619,17 @@ class Joint:
             with self._asking() as client:
                 if client.has(keys):
                     return True
-                if beat is not None and self._is_gone(beat) and not self._follow(beat):
-                    self._miss_the_end(client, beat)
+                # What it told of its end, it told before that beat. To follow it without having looked would be to take
+                # part in the next thing of the same name, where only the first was begun here.
+                if beat is not None and self._is_gone(beat) and not self._hear(client) and not self._follow(beat):
+                    self._miss_the_end(beat)
             self._require_going_on()
             self._cancelled.wait(pause)
             pause = min(1.5 * pause, self._pause_seconds_max)
         return False
 
-    def _miss_the_end(self, client: Client, beat: Beat) -> None:
+    def _miss_the_end(self, beat: Beat) -> None:
         """The coordinator has gone on, and this rank did not see how it ended."""
-        if self._hear(client):
-            return
         if beat.closed:
             told = f"The coordinator has closed without an end of {self.what}."
         elif beat.joint == self._place.number:
@@ -637,7 +645,7 @@ class Joint:
             self._lose_the_store(self._pulse.gone)
             self._require_going_on()
         if self._client is None:
-            self._client = self._ranks.connection()
+            self._client = self._ranks.client()
         try:
             yield self._client
         except dist.DistError as error:
@@ -706,8 +714,8 @@ class Joint:
             return
         if not self._ranks.is_coordinator:
             beat = self._coordinators_beat()
-            if beat is None or not self._follow(beat):
-                self._hear(client)
+            if not self._hear(client) and beat is not None:
+                self._follow(beat)
             self._blame_the_silent()
         elif not self._past_return and not self._hear(client):
             self._blame_the_silent()

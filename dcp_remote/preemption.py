@@ -200,7 +200,11 @@ class Preemption:
         if answer is None:
             self._wait()
             answer = self._agreement.ask(step)
-        if self._agreement.settled.is_set() and self._agreement.step is None:
+        if self._agreement.settled.is_set():
+            hopeless = self._agreement.step is None
+        else:
+            hopeless = self._asked and self._pulse.gone is not None
+        if hopeless:
             self._tell_once()
         return bool(answer)
 

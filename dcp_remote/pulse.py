@@ -99,7 +99,7 @@ class Client:
 
     def __init__(self, store: dist.Store, answered: Callable[[], None] = lambda: None) -> None:
         """See the class; connects."""
-        self._store = _cloned(store)
+        self._store = connection(store)
         self._answered = answered
 
     def has(self, keys: Sequence[str]) -> bool:
@@ -178,11 +178,12 @@ def _slices(keys: Sequence[_Key]) -> Iterator[Sequence[_Key]]:
         yield keys[first : first + _KEYS_PER_OPERATION]
 
 
-def _cloned(store: dist.Store) -> dist.Store:
+def connection(store: dist.Store) -> dist.Store:
+    """Another connection to it, for another thread; where there is no such thing, the store itself."""
     try:
         clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return store  # a store of somebody's own
+    except (AttributeError, NotImplementedError):
+        return store  # of somebody's own, or of an older torch
     below = clone
     while isinstance(below, dist.PrefixStore):
         below = below.underlying_store
@@ -284,11 +285,12 @@ class Pulse:
         self._beat_seconds = beat_seconds
         self._farewell = farewell
         self._clock = clock
-        gap_seconds_max = max(3 * beat_seconds, 1.0)
-        self._awake = Awake(gap_seconds_max, clock)
+        # Who does not beat for so long is not just a little late.
+        self.patience_seconds = max(3 * beat_seconds, 1.0)
+        self._awake = Awake(self.patience_seconds, clock)
         self._contact = 0.0
         # Runs in the thread alone: while that is stuck in the store, it sees nobody, and blames nobody.
-        self._watching = Awake(gap_seconds_max, clock)
+        self._watching = Awake(self.patience_seconds, clock)
         self._watched = 0.0
         self._count = 0
         self._now = Beat(0)

@@ -8,13 +8,8 @@ from dataclasses import dataclass
 
 from dcp_remote.catalog import Catalog, Entry
 from dcp_remote.catalog_store import read_catalog
-from dcp_remote.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-)
-from dcp_remote.run_names import MANIFESTS_PREFIX, revision_of
+from dcp_remote.checkpoint import require_not_lost, require_reachable
+from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.transfer import RANGE_RETRY_SECONDS
@@ -97,26 +92,6 @@ def catalog_of(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS
     seen = read_catalog(asking)
     if seen is not None:
         return seen.catalog
-    explain = getattr(store, "explain_missing", None)
-    reason = explain() if callable(explain) else None
-    if reason:
-        raise CheckpointNotFoundError(reason)
+    require_reachable(store)
     require_not_lost(asking)
     return None
-
-
-def require_not_lost(store: ObjectStore) -> None:
-    """Where there is no catalog, see that there never was one: nobody shall begin anew for want of it. One LIST.
-
-    Raises:
-        CorruptCheckpointError: There are manifests of a run.
-    """
-    try:
-        lost = any(revision_of(info.key) is not None for info in store.list(MANIFESTS_PREFIX))
-    except PermissionDeniedError:
-        return  # who may not list cannot know
-    if lost:
-        raise CorruptCheckpointError(
-            "This run has manifests, but has lost its catalog.json. `dcp-remote recover` makes it again.",
-            url=store.url,
-        )

@@ -19,6 +19,7 @@ from typing import SupportsFloat
 
 from dcp_remote.catalog import Attempt, Catalog, Entry, committed, fenced, refreshed
 from dcp_remote.catalog_store import Change, read_catalog, swap
+from dcp_remote.checkpoint import require_not_lost
 from dcp_remote.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -28,7 +29,6 @@ from dcp_remote.errors import (
     SaveTimeoutError,
 )
 from dcp_remote.manifest import MANIFEST_KEY, RunInfo
-from dcp_remote.run import require_not_lost
 from dcp_remote.run_names import manifest_key
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.retrying import Deadline, RetryingStore

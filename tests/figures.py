@@ -13,6 +13,8 @@ Figure: TypeAlias = Literal[
     "hooks that raised",  # on a real rank
     "attacks",  # hostile inputs written by hand
     "generated attacks",  # by hypothesis
+    "histories simulated",  # of several programs in one run
+    "requests simulated",  # in the thousand that are always simulated
     "fuzz executions",  # by atheris
 ]
 

@@ -454,6 +454,27 @@ def test_other_order_and_other_budget(source: From) -> None:
     assert len(third.pieces()["c"]) == 1, "of what changed everywhere nothing is kept"
 
 
+class ByRow(DefaultSavePlanner):
+    """The first chunks of all tensors, then the second ones, and so on."""
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        return replace(plan, items=sorted(plan.items, key=lambda item: (item.index.offset or (0,))[0]))
+
+
+@BOTH
+def test_chunks_of_a_tensor_that_are_apart_in_the_plan(source: From) -> None:
+    """Each is found by its tensor and its offsets, wherever it is drawn."""
+    (first,), (second,) = (shard(noise(40, 30, number=n), 1, (4, 1)) for n in range(2))
+    scalar = noise()
+    run = Run()
+    run.save([{"a": first, "b": second, "c": scalar}], planner=ByRow)
+    assert run.save([{"a": first, "b": second, "c": scalar}], source, planner=ByRow).put_pieces == {}
+    first.chunks[2][1].neg_()
+    assert run.save([{"a": first, "b": second, "c": scalar}], source, planner=ByRow).put_pieces == {"a": 10 * 30 * 4}
+    assert run.save([{"c": scalar, "b": second, "a": first}], source).put_pieces == {}
+
+
 @BOTH
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sizes", [(7, 150, 100), (150, 7, 100), (1, 1, 105_000), (105_000, 1, 1)])

@@ -310,6 +310,9 @@ def test_a_run_that_lost_its_catalog() -> None:
         ):
             with pytest.raises(CorruptCheckpointError, match="recover"):
                 call()
+        for step in (None, 2):
+            with pytest.raises(CorruptCheckpointError, match="recover"):
+                load(store, step=step)
         recover(store)
         assert checkpoints.restore(state_of(0)) == 2
         checkpoints.save(3, state_of(3))

@@ -9,9 +9,8 @@ from typing import TextIO
 from dcp_remote.catalog import Catalog, Entry
 from dcp_remote.catalog_store import read_catalog
 from dcp_remote.checkpoint import not_found
-from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidArgumentError, ObjectNotFoundError
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, ObjectNotFoundError
 from dcp_remote.manifest import MANIFEST_KEY
-from dcp_remote.run_gc import is_run
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.terminal import counted, human_bytes, printable
@@ -68,12 +67,7 @@ def catalog_of(store: ObjectStore) -> Catalog:
     try:
         asking.head(MANIFEST_KEY)
     except ObjectNotFoundError as error:
-        if is_run(store, timeout_seconds=_RETRY_SECONDS):
-            raise CheckpointNotFoundError(
-                "This run has lost its catalog.json. `dcp-remote recover` makes it again from the manifests.",
-                url=store.url,
-            ) from error
-        raise not_found(store) from error
+        raise not_found(asking) from error
     raise InvalidArgumentError(
         "This is a checkpoint by itself, not a run: `dcp-remote show` says what it holds. To remove it, remove "
         "everything below its URL, manifest.json first.",

@@ -21,17 +21,15 @@ BEAT_SECONDS = 0.03
 
 
 class Ended(Generic[T]):
-    """How a rank's part ended: what it returned, or raised; and when."""
+    """How a rank's part ended: what it returned, or raised."""
 
     def __init__(self, part: Callable[[], T]) -> None:
-        began = time.monotonic()
         self.value: T | None = None
         self.error: BaseException | None = None
         try:
             self.value = part()
         except BaseException as error:  # noqa: BLE001  # the test looks at it
             self.error = error
-        self.seconds = time.monotonic() - began
 
     def __repr__(self) -> str:
         return repr(self.error if self.error is not None else self.value)

@@ -12,6 +12,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -27,7 +29,7 @@ from dcp_remote.errors import (
     SaveTimeoutError,
 )
 from dcp_remote.joint import GRACE_SECONDS, Joint, Ranks
-from dcp_remote.pulse import Client
+from dcp_remote.pulse import Beat, Client
 from dcp_remote.storage.retrying import Deadline
 from tests.distributed.parties import (
     WHAT,
@@ -88,6 +90,27 @@ def test_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with party(20, beat_seconds=0.2) as them:
         assert [one.value for one in them.run(together)] == expected(20)
         assert [one.value for one in them.run(together)] == expected(20)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_other_stores(kind: str, tmp_path: Path) -> None:
+    """Those that processes meet in: each thread has a connection of its own, and nothing is left in them either."""
+    store: dist.Store = dist.FileStore(str(tmp_path / "store"), 3)
+    if kind == "tcp":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with party(3, store) as them:
+        for number in range(3):
+            assert [one.value for one in them.run(together)] == expected(3)
+            ended = them.run(lambda ranks: fail(ranks, 1))
+            assert [type(one.error) for one in ended] == [FencedError] * 3
+            assert number == 0 or not [key for key in them.left() if re.match(rf"{2 * number - 1}[-/]", key)]
+
+
+def fail(ranks: Ranks, failing: int) -> None:
+    with join(ranks) as joint:
+        if ranks.rank == failing:
+            raise FencedError("Stop.")
+        joint.gather(None, len)
 
 
 def test_large_values() -> None:
@@ -154,6 +177,17 @@ class DemandingError(DcpRemoteError):
         self.code = code
 
 
+class OneWayError(DcpRemoteError):
+    """Pickles, and explodes where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return explode, ()
+
+
+def explode() -> NoReturn:
+    raise ValueError("no")
+
+
 RAISED: dict[str, tuple[Callable[[], BaseException], type[DcpRemoteError], str]] = {
     "ours": (lambda: FencedError("Stop.", newest=3), FencedError, "Stop. newest=3 rank={rank}"),
     "a user's of ours": (lambda: OwnError("Own."), OwnError, "Own. rank={rank}"),
@@ -161,6 +195,7 @@ RAISED: dict[str, tuple[Callable[[], BaseException], type[DcpRemoteError], str]]
     "another": (lambda: ValueError("boo"), SaveFailedError, "rank={rank} cause='ValueError: boo'"),
     "not to be pickled": (lambda: OddError(1, 2), SaveFailedError, "cause='OddError: odd'"),
     "of a class that nobody finds": (local_error, SaveFailedError, "cause=\"LocalError: Local. key='k'\""),
+    "not to be unpickled": (lambda: OneWayError("No."), SaveFailedError, "cause='OneWayError: No.'"),
     "not to be made again": (lambda: DemandingError("No.", code=3), SaveFailedError, "cause='DemandingError: No.'"),
     "not to be printed": (UnsayableError, SaveFailedError, "cause='<UnsayableError>'"),
     "very large": (lambda: OwnError("x" * 2**21), SaveFailedError, "cause='OwnError: xxx"),
@@ -233,10 +268,6 @@ def test_what_cannot_be_pickled_fails_all() -> None:
 class Unreadable:
     def __reduce__(self) -> tuple[Any, ...]:
         return explode, ()
-
-
-def explode() -> NoReturn:
-    raise ValueError("no")
 
 
 def test_what_follows_from_the_end_is_not_what_is_raised() -> None:
@@ -329,7 +360,6 @@ def test_ranks_that_never_come_are_named_at_the_deadline() -> None:
             f"Ranks 1, 2 did not report by the deadline; {WHAT} was given up. "
             "ranks='1, 2' last='1: not here yet, training; 2: never heard of'"
         )
-        assert 0.5 < ended[rank].seconds < 0.6 + 5
 
 
 def test_what_late_ranks_do_is_told() -> None:
@@ -378,13 +408,11 @@ def test_a_coordinator_that_never_comes() -> None:
         for one in ended:
             assert type(one.error) is SaveTimeoutError
             assert "ranks='0' last='0: not here yet, training'" in str(one.error)
-            assert GRACE_SECONDS < one.seconds < 0.3 + 5
         assert [joint.coordinator_lost for joint in joints] == [False, False]
         # It comes when all is over, is told at once, and the next thing works.
         late = them.run(part, ranks=[0])[0]
         assert type(late.error) is SaveTimeoutError
         assert "rank=" in str(late.error)
-        assert late.seconds < 0.3
         assert [one.value for one in them.run(together)] == expected(3)
 
 
@@ -445,7 +473,6 @@ def test_a_silent_rank_ends_it_by_name() -> None:
         assert "Rank 2 has been silent for 1 s" in str(one.error)
         assert f"{WHAT} was given up" in str(one.error)
         assert "ranks='2' last='2: uploading, 2 of 40 shards'" in str(one.error)
-        assert one.seconds < 10
 
 
 def test_a_silent_coordinator_is_lost() -> None:
@@ -609,7 +636,6 @@ def test_the_deadline_counts_behind_it() -> None:
         ended = them.run(part)
     assert [type(one.error) for one in ended] == [CommitUnknownError, SaveTimeoutError]
     assert {joint._ranks.rank: joint.coordinator_lost for joint in joints} == {0: False, 1: True}
-    assert ended[1].seconds < 0.3 + 5
 
 
 def test_a_commit_that_is_in_time_after_all_is_told() -> None:
@@ -686,6 +712,34 @@ def test_a_rank_that_missed_what_failed_finds_its_way_back() -> None:
         assert not [key for key in them.left() if int(re.split("[-/]", key)[0]) < them.ranks[0]._number]
 
 
+@pytest.mark.parametrize("failing", range(3))
+def test_the_same_again_at_once(failing: int) -> None:
+    """It failed, and is tried again under the same name before others have seen that: they end the first one first."""
+
+    def part(number: int, ranks: Ranks) -> tuple[int, int]:
+        if ranks.rank == failing:
+            with pytest.raises(ValueError, match="boo"), join(ranks):
+                raise ValueError("boo")
+        else:
+            first = Ended(lambda: late(number, ranks))
+            assert type(first.error) is SaveFailedError
+            assert f"rank={failing} cause='ValueError: boo'" in str(first.error)
+        return together(ranks)
+
+    with party(3) as them:
+
+        def late(number: int, ranks: Ranks) -> None:
+            """Joins in earnest when the coordinator is in the next one, or it knows already."""
+            client = Client(dist.PrefixStore("party", them.store))
+            with join(ranks) as joint:
+                if ranks.rank != 0:
+                    wait_until(lambda: Beat.decode(client.get("beat/0")).joint > number or joint.cancelled is not None)
+                joint.gather(None, len)
+
+        for number in range(1, 40, 2):
+            assert [one.value for one in them.run(partial(part, number))] == expected(3)
+
+
 def test_a_rank_that_missed_several() -> None:
     """What they were is not even known any more: it takes part when the others are in the same thing."""
     with party(2) as them:
@@ -713,7 +767,6 @@ def test_a_rank_that_wakes_up_is_told_what_it_slept_through() -> None:
             (late,) = them.run(lambda ranks, step=step: together(ranks, f"the save of step {step}"), ranks=[1])  # type: ignore[misc]
             assert type(late.error) is SaveTimeoutError
             assert f"the save of step {step}" in str(late.error)
-            assert late.seconds < 5
         assert [one.value for one in them.run(lambda ranks: together(ranks, "the save of step 3"))] == expected(2)
 
 
@@ -725,7 +778,6 @@ def test_a_rank_that_is_far_behind_is_told_so() -> None:
         (late,) = them.run(lambda ranks: together(ranks, "the save of step 0"), ranks=[1])
         assert type(late.error) is SaveFailedError
         assert "This rank is behind: the save of step 0 is over for the others" in str(late.error)
-        assert late.seconds < 5
 
 
 def test_a_rank_that_does_something_else_meanwhile() -> None:
@@ -743,7 +795,6 @@ def test_a_rank_that_does_something_else_meanwhile() -> None:
             ended = them.run(part)
             assert type(ended[odd].error) is SaveFailedError
             assert "did something else" in str(ended[odd].error) or "has left" in str(ended[odd].error)
-            assert ended[odd].seconds < 10
         assert [one.value for one in them.run(together)] == expected(3)
 
 
@@ -890,6 +941,20 @@ def test_the_host_stays_until_its_last_answer_is_read() -> None:
     with party(2) as them:
         them.run(part)
     assert closed[0] > read[0]
+
+
+def test_the_dead_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that was killed in the last joint has not left it, and never will: nobody needs what is in the store."""
+    monkeypatch.setattr("dcp_remote.pulse._CLOSE_SECONDS", 4.0)
+    store = dist.HashStore()
+    client = Client(store)
+    client.put("beat/1", Beat(3, 1, WHAT, inside=True, note="uploading").encode())
+    ranks = Ranks(0, 2, store, beat_seconds=0.03)
+    with pytest.raises(ValueError, match="boo"), join(ranks):
+        raise ValueError("boo")
+    wait_until(lambda: client.has(["1/verdict"]))
+    ranks.close()
+    assert not client.has(["1/verdict"])  # the goodbyes have not run out of time
 
 
 def test_errors_of_joints_cross_ranks() -> None:

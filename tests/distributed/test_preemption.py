@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -294,6 +295,38 @@ def test_a_store_that_does_not_answer_holds_nobody_up_for_ever(
         wait_until(one._agreement.settled.is_set)
         assert [one.reached(step) for step in (3, 4, 5)] == [False, True, False]
     assert len(caplog.records) == 1
+
+
+class LostStore:
+    """Goes away when it is told to."""
+
+    lost = False
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+
+    def __getattr__(self, name: str) -> Any:
+        if self.lost:
+            raise dist.DistNetworkError("Broken pipe")
+        if name == "clone":
+            raise AttributeError(name)
+        return getattr(self._store, name)
+
+
+def test_a_store_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    """Before anybody was asked: training goes on, and that SIGTERM has no effect is said once."""
+    store = LostStore()
+    ranks = Ranks(0, 2, store, beat_seconds=0.01)  # type: ignore[arg-type]
+    preemption = Preemption(ranks, 20.0)
+    store.lost = True
+    wait_until(lambda: ranks.pulse.gone)  # type: ignore[union-attr]
+    with caplog.at_level(logging.WARNING):
+        assert not preemption.reached(1)
+        assert not caplog.records
+        preemption.request()
+        assert [preemption.reached(step) for step in (2, 3)] == [False, False]
+    assert len(caplog.records) == 1
+    ranks.close()
 
 
 # ---- signals
