@@ -1,0 +1,288 @@
+"""Random histories of one run under several jobs; then the same with each rule of the protocol left out.
+
+`simulation.py` says who acts, `simulation_world.py` what goes wrong, `simulation_run.py` what must hold. A rule that is
+left out must break something in some history, or it would be no rule, or the histories too tame.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_remote import catalog as rules
+from dcp_remote import catalog_store, checkpoint, run_gc, run_names, upkeep
+from dcp_remote.catalog import Attempt, Catalog, Entry
+from dcp_remote.catalog_store import read_catalog
+from dcp_remote.errors import CorruptCheckpointError, TransientStorageError
+from dcp_remote.named import Named
+from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.base import Buffer, Condition, ObjectInfo, Version
+from dcp_remote.storage.wrapper import WrappedStore
+from dcp_remote.upkeep import Upkeep
+from tests.figures import count
+from tests.histories import run_histories
+from tests.simulation import History, play
+from tests.simulation_world import BrokenError
+
+pytestmark = pytest.mark.torture
+
+# In every run of the tests; as many more as there is time for in the campaign.
+HISTORIES = 1_000
+
+
+def test_a_thousand_histories() -> None:
+    """Every live checkpoint loads to the bit after each, and removing orphans leaves what the catalog names."""
+    for seed in range(HISTORIES):
+        requests = sum(is_request(line) for line in play(seed).world.lines)
+        assert requests > 10
+        count("histories simulated")
+        count("requests simulated", requests)
+
+
+def test_as_many_as_there_is_time_for(torture_seconds: float) -> None:
+    """Other ones."""
+
+    def history(seed: int) -> None:
+        play(HISTORIES + seed)
+        count("histories simulated")
+
+    run_histories(history, torture_seconds)
+
+
+def test_a_seed_is_a_history() -> None:
+    """Line by line, in this process and in another one; and each seed is another's."""
+    seeds = range(40)
+    told = ["\n".join(play(seed).world.lines) for seed in seeds]
+    assert ["\n".join(play(seed).world.lines) for seed in reversed(seeds)] == told[::-1]
+    assert len(set(told)) == len(seeds)
+    again = subprocess.run(
+        [sys.executable, "-m", "tests.simulation", *map(str, seeds)],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert again.stdout == "\n".join(told) + "\n"
+
+
+def test_everything_happens() -> None:
+    """What can go wrong does, and everybody is told everything that one can be told, in some of these histories."""
+    lines = [line for seed in range(300) for line in play(seed).world.lines]
+    for part in (": lost", ": unheard", ": late", ": 503", "412", "is lost", "all is quiet", "+pin", "+thin", "+left"):
+        assert any(part in line for line in lines), part
+    for told in ("CommitConflictError", "CommitUnknownError", "FencedError", "CheckpointExistsError", "is committed"):
+        assert any(f"is told {told}" in line or told in line for line in lines), told
+
+
+def is_request(line: str) -> bool:
+    """A line of a history that tells of one."""
+    return any(f" {verb} " in line[:40] for verb in ("get", "put", "head", "list", "delete"))
+
+
+# ---- each rule left out ----
+
+
+def no_token(catalog: Catalog, attempt: Attempt) -> Catalog | None:
+    """A job that was fenced may commit."""
+    ours = replace(attempt, entry=replace(attempt.entry, token=catalog.token))
+    after = rules.committed(catalog, ours)
+    return after and replace(after, entries=tuple(attempt.entry if one == ours.entry else one for one in after.entries))
+
+
+def no_floor_for_saves(catalog: Catalog, attempt: Attempt) -> Catalog | None:
+    after = rules.committed(replace(catalog, floor=0), attempt)
+    return after and replace(after, floor=catalog.floor)
+
+
+def no_floor_for_thinning(catalog: Catalog, save_id: str, **thinning: Any) -> Catalog | None:
+    after = rules.thinned(replace(catalog, floor=0), save_id, **thinning)
+    return after and replace(after, floor=catalog.floor)
+
+
+def no_floor_by_retiring(catalog: Catalog, save_ids: Iterable[str]) -> Catalog | None:
+    after = rules.retired(catalog, save_ids)
+    return after and replace(after, floor=catalog.floor)
+
+
+def no_look_at_the_step(catalog: Catalog, attempt: Attempt) -> Catalog | None:
+    there = catalog.at(attempt.entry.step)
+    return rules.committed(catalog, replace(attempt, before=there.save_id if there is not None else None))
+
+
+def no_look_at_what_is_replaced(catalog: Catalog, attempt: Attempt) -> Catalog | None:
+    """Who may replace what was there may replace whatever is."""
+    return rules.committed(catalog, attempt) if attempt.before is None else no_look_at_the_step(catalog, attempt)
+
+
+def no_look_at_what_is_borrowed(catalog: Catalog, attempt: Attempt) -> Catalog | None:
+    return rules.committed(catalog, replace(attempt, borrowed=None))
+
+
+def no_look_at_the_lending_manifest(catalog: Catalog, attempt: Attempt) -> Catalog | None:
+    live = {entry.save_id: (entry.save_id, entry.manifest) for entry in catalog.entries}
+    borrowed = attempt.borrowed and live.get(attempt.borrowed[0], attempt.borrowed)
+    return rules.committed(catalog, replace(attempt, borrowed=borrowed))
+
+
+def no_moving_of_names(catalog: Catalog, attempt: Attempt) -> Catalog | None:
+    nameless = replace(attempt, entry=replace(attempt.entry, names=()))
+    after = rules.committed(catalog, nameless)
+    return after and replace(
+        after, entries=tuple(attempt.entry if one == nameless.entry else one for one in after.entries)
+    )
+
+
+def nothing_abandoned(catalog: Catalog, attempt: Attempt) -> Catalog | None:
+    """What a rollback leaves behind counts as before."""
+    after = rules.committed(catalog, attempt)
+    return after and replace(after, entries=tuple(replace(one, abandoned=False) for one in after.entries))
+
+
+def deleting_first(store: ObjectStore, change: catalog_store.Change, **other: Any) -> Catalog:
+    seen = read_catalog(store)
+    after = change(seen.catalog) if seen is not None else None
+    if seen is not None and after is not None:
+        kept = {entry.manifest for entry in after.entries}
+        store.delete([entry.manifest for entry in seen.catalog.entries if entry.manifest not in kept])
+    return catalog_store.swap(store, change, **other)
+
+
+class Selfish(Named):
+    """Takes no account of the shards that others name."""
+
+    def not_named(self, keys: Iterable[str], entries: Iterable[Entry]) -> set[str]:
+        return set(keys).difference(entry.manifest for entry in entries)
+
+
+class DeafStore(WrappedStore):
+    """Takes silence for success."""
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        try:
+            return super().put(key, buffers, condition=condition)
+        except TransientStorageError:
+            return Version(None)
+
+
+def taking_silence_for_success(store: ObjectStore, change: catalog_store.Change, **other: Any) -> Catalog:
+    return catalog_store.swap(DeafStore(store), change, **other)
+
+
+def overwriting_unseen(store: ObjectStore, change: catalog_store.Change, **other: Any) -> Catalog:
+    """A swap that puts without a condition."""
+
+    class Careless(WrappedStore):
+        def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+            return super().put(key, buffers)
+
+    return catalog_store.swap(Careless(store), change, **other)
+
+
+class LocallyDated(WrappedStore):
+    """The catalog is as old as this machine believes."""
+
+    def __init__(self, store: ObjectStore, clock: Callable[[], float]) -> None:
+        super().__init__(store)
+        self._clock = clock
+
+    def head(self, key: str) -> ObjectInfo:
+        return replace(super().head(key), modified_seconds=self._clock())
+
+
+def by_the_local_clock(store: ObjectStore, *, clock: Callable[[], float], **other: Any) -> object:
+    return run_gc.remove_run_orphans(LocallyDated(store, clock), clock=clock, **other)
+
+
+def deciding_once(self: Upkeep, choose: upkeep.Choose, **other: Any) -> upkeep.Applied:
+    decided: list[Any] = []
+
+    def chosen(now: Catalog) -> Any:
+        decided.append(choose(now))
+        return decided[0]
+
+    return CARRY_OUT(self, chosen, **other)
+
+
+CARRY_OUT = Upkeep._carry_out
+LIVE = run_gc._live
+
+
+def looking_once() -> Callable[..., tuple[Catalog, set[str]]]:
+    """Orphans are those of the first look, whoever committed before the floor was raised."""
+    seen: dict[int, tuple[Catalog, set[str]]] = {}
+
+    def live(store: ObjectStore, named: Named, *other: Any) -> tuple[Catalog, set[str]]:
+        if id(named) not in seen:
+            seen.clear()
+            seen[id(named)] = LIVE(store, named, *other)
+        return seen[id(named)]
+
+    return live
+
+
+def no_second_look(store: ObjectStore, entry: Entry, **other: Any) -> object:
+    """A reader that finds nothing takes the checkpoint for damaged."""
+    try:
+        return checkpoint.read_manifest_at(store, entry.manifest, save_id=entry.save_id, **other)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError("Missing.") from error
+
+
+def key_of_step(*, revision: int, step: int) -> str:
+    return f"manifests/step-{step:012d}-{revision}-{0:016x}.json"
+
+
+LEFT_OUT: dict[str, tuple[str, object]] = {
+    "the token": ("dcp_remote.run_save.committed", no_token),
+    "the floor, of saves": ("dcp_remote.run_save.committed", no_floor_for_saves),
+    "the floor, of thinning": ("dcp_remote.upkeep.thinned", no_floor_for_thinning),
+    "raising the floor, of retiring": ("dcp_remote.upkeep.retired", no_floor_by_retiring),
+    "raising the floor, of gc": ("dcp_remote.run_gc.raised", lambda catalog, floor: None),
+    "looking at the step": ("dcp_remote.run_save.committed", no_look_at_the_step),
+    "looking at what is replaced": ("dcp_remote.run_save.committed", no_look_at_what_is_replaced),
+    "looking at what is borrowed": ("dcp_remote.run_save.committed", no_look_at_what_is_borrowed),
+    "looking at the manifest that lends": ("dcp_remote.run_save.committed", no_look_at_the_lending_manifest),
+    "moving names": ("dcp_remote.run_save.committed", no_moving_of_names),
+    "marking what is abandoned": ("dcp_remote.run_save.committed", nothing_abandoned),
+    "the swap before deletion": ("dcp_remote.upkeep.swap", deleting_first),
+    "what others name": ("dcp_remote.upkeep.Named", Selfish),
+    "settling a lost answer, of saves": ("dcp_remote.run_save.swap", taking_silence_for_success),
+    "settling a lost answer, of retiring": ("dcp_remote.upkeep.swap", taking_silence_for_success),
+    "the condition": ("dcp_remote.upkeep.swap", overwriting_unseen),
+    "deciding in the swap": ("dcp_remote.upkeep.Upkeep._carry_out", deciding_once),
+    "looking again after the floor was raised": ("dcp_remote.run_gc._live", looking_once()),
+    "the store's clock": ("tests.simulation.remove_run_orphans", by_the_local_clock),
+    "a fresh name for a thinned manifest": (
+        "dcp_remote.upkeep.manifest_key",
+        lambda *, revision, step: f"manifests/step-{step:012d}-{revision}-{0:016x}.json",
+    ),
+    "the revision in the name of a thinned manifest": (
+        "dcp_remote.upkeep.manifest_key",
+        lambda *, revision, step: run_names.manifest_key(revision=0, step=step),
+    ),
+    "the revision in the names of shards": (
+        "tests.simulation.origin",
+        lambda *, revision, step: f"0-step-{step:012d}-",
+    ),
+    "looking again for what a reader misses": ("dcp_remote.checkpoint.read_entry", no_second_look),
+    "what lacks shards, of recovering": ("dcp_remote.recover._why_not_whole", lambda manifest, shards: None),
+}
+
+
+@pytest.mark.parametrize("rule", LEFT_OUT)
+def test_a_rule_left_out_is_found(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rule is one that some history needs."""
+    target, planted = LEFT_OUT[rule]
+    monkeypatch.setattr(target, planted)
+    for seed in range(2_000):
+        try:
+            History(seed).play()
+        except (BrokenError, CorruptCheckpointError, LookupError):  # the last where two things have one name
+            return
+    pytest.fail(f"no history needs {rule}")
