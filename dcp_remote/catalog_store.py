@@ -6,7 +6,6 @@ whether anything is left to do.
 
 from __future__ import annotations
 
-import random
 import time
 import uuid
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from dcp_remote.errors import (
     UnsupportedFormatError,
 )
 from dcp_remote.storage.base import ObjectStore, Version
-from dcp_remote.storage.retrying import Deadline, RetryingStore
+from dcp_remote.storage.retrying import Deadline, RetryingStore, uniform_of_the_system
 
 # The pause before a swap that was lost is tried again, doubled each time, with full jitter: a catalog changes seldom.
 _FIRST_PAUSE_SECONDS = 0.05
@@ -77,7 +76,7 @@ def swap(
     deadline: Deadline,
     create: bool = False,
     sleep: Callable[[float], None] = time.sleep,
-    uniform: Callable[[float, float], float] = random.uniform,
+    uniform: Callable[[float, float], float] = uniform_of_the_system,
 ) -> Catalog:
     """Replace the catalog by what `change` makes of it, and return what lies there then. Never overwrites unseen.
 

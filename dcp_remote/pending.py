@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dcp_remote.errors import PermissionDeniedError, StorageError, TransientStorageError
 from dcp_remote.storage.base import ObjectStore
-from dcp_remote.storage.retrying import Deadline, RetryingStore
+from dcp_remote.storage.retrying import Deadline, RetryingStore, uniform_of_the_system
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class Pending:
         store: ObjectStore,
         *,
         sleep: Callable[[float], None] = time.sleep,
-        uniform: Callable[[float, float], float] = random.uniform,
+        uniform: Callable[[float, float], float] = uniform_of_the_system,
     ) -> None:
         """See the class; no request is made."""
         self._store = store

@@ -9,7 +9,6 @@ abandoned keeps them: they are live until somebody retires them.
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from dcp_remote.named import Named
 from dcp_remote.run_names import MANIFESTS_PREFIX, revision_of
 from dcp_remote.shard import SHARDS_PREFIX
 from dcp_remote.storage.base import ObjectInfo, ObjectStore
-from dcp_remote.storage.retrying import Deadline, RetryingStore
+from dcp_remote.storage.retrying import Deadline, RetryingStore, uniform_of_the_system
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ def remove_run_orphans(
     timeout_seconds: float = TIMEOUT_SECONDS,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
-    uniform: Callable[[float, float], float] = random.uniform,
+    uniform: Callable[[float, float], float] = uniform_of_the_system,
 ) -> Removal:
     """Remove what no live checkpoint names and is older than a grace.
 

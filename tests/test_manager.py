@@ -347,6 +347,23 @@ def test_a_zombie() -> None:
     assert [entry.step for entry in read_catalog(store).catalog.entries] == [1, 2]  # type: ignore[union-attr]  # it is there
 
 
+def test_the_generators_of_a_training_are_its_own() -> None:
+    """Every third request fails and is tried again after a random pause, which training draws none of its numbers for.
+
+    A cut connection in a campaign once changed what a rank drew next.
+    """
+    store = FaultyStore(
+        MemoryStore(), [matching(lambda _verb, _key, number: number % 3 == 0, "response", persistent=True)]
+    )
+    before = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tobytes()  # type: ignore[index]  # words
+    saved(store, 1, 2, retention=Retention(keep_last=1))
+    saved(store, 3, retention=Retention(keep_last=1))
+    assert len(store.hits) > 10
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert np.random.get_state()[1].tobytes() == before[2]  # type: ignore[index]  # as above
+
+
 # ---- what goes
 
 

@@ -18,6 +18,11 @@ logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
+# Pauses are drawn by chance, and never by the generator of the process: that one is the training's, part of its
+# checkpoints, and seeded alike on all ranks, which would then wait equally long.
+_system = random_module.SystemRandom()
+uniform_of_the_system = _system.uniform
+
 
 class Deadline:
     """A point in time by which something must have ended, on a clock that nobody sets.
@@ -161,7 +166,7 @@ class RetryingStore(WrappedStore):
         policy: RetryPolicy | None = None,
         *,
         sleep: Callable[[float], None] = time.sleep,
-        random: Callable[[], float] = random_module.random,
+        random: Callable[[], float] = _system.random,
         on_retry: Callable[[Verb, str, StorageError], None] | None = None,
     ) -> None:
         """See the class."""
