@@ -26,7 +26,7 @@ from dcp_remote.errors import (
     UnsupportedFormatError,
 )
 from dcp_remote.storage.base import ObjectStore, Version
-from dcp_remote.storage.retrying import Deadline, RetryingStore, uniform_of_the_system
+from dcp_remote.storage.retrying import Deadline, RetryingStore, jitter
 
 # The pause before a swap that was lost is tried again, doubled each time, with full jitter: a catalog changes seldom.
 _FIRST_PAUSE_SECONDS = 0.05
@@ -65,8 +65,11 @@ def read_catalog(store: ObjectStore) -> Seen | None:
         return None
     try:
         return Seen(catalog_json.decode(content.data), content.version)
-    except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        raise type(error)(error.what, **{"url": store.url, **error.details}) from error
+    except CorruptCheckpointError as error:
+        what = f"The catalog of this run cannot be read: {error.what} `dcp-remote recover` makes it again."
+        raise CorruptCheckpointError(what, **{"url": store.url, **error.details}) from error
+    except UnsupportedFormatError as error:
+        raise UnsupportedFormatError(error.what, **{"url": store.url, **error.details}) from error
 
 
 def swap(
@@ -76,7 +79,7 @@ def swap(
     deadline: Deadline,
     create: bool = False,
     sleep: Callable[[float], None] = time.sleep,
-    uniform: Callable[[float, float], float] = uniform_of_the_system,
+    uniform: Callable[[float, float], float] = jitter,
 ) -> Catalog:
     """Replace the catalog by what `change` makes of it, and return what lies there then. Never overwrites unseen.
 

@@ -26,7 +26,7 @@ from dcp_remote.errors import (
 from dcp_remote.manifest import MANIFEST_KEY, REPLACES_MAX
 from dcp_remote.manifest_json import Head
 from dcp_remote.storage.base import ObjectStore, Version
-from dcp_remote.storage.retrying import Deadline, uniform_of_the_system
+from dcp_remote.storage.retrying import Deadline, jitter
 
 # The pause before the same conditional put is sent again, doubled each time, with full jitter.
 _FIRST_PAUSE_SECONDS = 0.1
@@ -92,7 +92,7 @@ def commit(
     save_id: str,
     deadline: Deadline,
     sleep: Callable[[float], None] = time.sleep,
-    uniform: Callable[[float, float], float] = uniform_of_the_system,
+    uniform: Callable[[float, float], float] = jitter,
 ) -> None:
     """Put the manifest, on the condition that the slot is as it was seen; return only if it is committed.
 

@@ -28,7 +28,7 @@ from dcp_remote.errors import (
 from dcp_remote.manifest import MANIFEST_KEY
 from dcp_remote.shard import SHARDS_PREFIX, is_written_key
 from dcp_remote.storage.base import ObjectInfo, ObjectStore
-from dcp_remote.storage.retrying import Deadline, RetryingStore, uniform_of_the_system
+from dcp_remote.storage.retrying import Deadline, RetryingStore, jitter
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def remove_orphans(
     timeout_seconds: float = TIMEOUT_SECONDS,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
-    uniform: Callable[[float, float], float] = uniform_of_the_system,
+    uniform: Callable[[float, float], float] = jitter,
 ) -> Removal:
     """Remove the shards that no manifest names and that are older than a grace.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from dcp_remote.errors import PermissionDeniedError, StorageError, TransientStorageError
 from dcp_remote.storage.base import ObjectStore
-from dcp_remote.storage.retrying import Deadline, RetryingStore, uniform_of_the_system
+from dcp_remote.storage.retrying import Deadline, RetryingStore, jitter
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Pending:
         store: ObjectStore,
         *,
         sleep: Callable[[float], None] = time.sleep,
-        uniform: Callable[[float, float], float] = uniform_of_the_system,
+        uniform: Callable[[float, float], float] = jitter,
     ) -> None:
         """See the class; no request is made."""
         self._store = store

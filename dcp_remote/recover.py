@@ -39,7 +39,7 @@ from dcp_remote.named import in_parallel
 from dcp_remote.run_names import MANIFESTS_PREFIX, revision_of
 from dcp_remote.shard import SHARDS_PREFIX
 from dcp_remote.storage.base import ObjectInfo, ObjectStore, Version
-from dcp_remote.storage.retrying import Deadline, RetryingStore, uniform_of_the_system
+from dcp_remote.storage.retrying import Deadline, RetryingStore, jitter
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def recover(
     *,
     timeout_seconds: float = TIMEOUT_SECONDS,
     sleep: Callable[[float], None] = time.sleep,
-    uniform: Callable[[float, float], float] = uniform_of_the_system,
+    uniform: Callable[[float, float], float] = jitter,
 ) -> Recovered:
     """Write the catalog again, if nobody else did meanwhile. No job may use the run.
 

@@ -19,7 +19,6 @@ from dcp_remote.checkpoint import not_found
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
-    CorruptCheckpointError,
     ObjectNotFoundError,
     StorageError,
 )
@@ -28,7 +27,7 @@ from dcp_remote.named import Named
 from dcp_remote.run_names import MANIFESTS_PREFIX, revision_of
 from dcp_remote.shard import SHARDS_PREFIX
 from dcp_remote.storage.base import ObjectInfo, ObjectStore
-from dcp_remote.storage.retrying import Deadline, RetryingStore, uniform_of_the_system
+from dcp_remote.storage.retrying import Deadline, RetryingStore, jitter
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +117,7 @@ def remove_run_orphans(
     timeout_seconds: float = TIMEOUT_SECONDS,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
-    uniform: Callable[[float, float], float] = uniform_of_the_system,
+    uniform: Callable[[float, float], float] = jitter,
 ) -> Removal:
     """Remove what no live checkpoint names and is older than a grace.
 
@@ -211,11 +210,7 @@ def _live(
 ) -> tuple[Catalog, set[str]]:
     """The catalog as it is now, and which keys of a list none of its checkpoints names."""
     for _ in range(_LOOKS_MAX):
-        try:
-            seen = read_catalog(RetryingStore(store, deadline))
-        except CorruptCheckpointError as damage:
-            what = f"{damage.what} `dcp-remote recover` makes it again from the manifests."
-            raise CorruptCheckpointError(what, **damage.details) from damage
+        seen = read_catalog(RetryingStore(store, deadline))
         if seen is None:
             raise _lost(store) if listed else not_found(store)
         unreadable = named.read(store, seen.catalog.entries, deadline)

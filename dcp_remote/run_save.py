@@ -30,7 +30,7 @@ from dcp_remote.errors import (
 from dcp_remote.manifest import MANIFEST_KEY, RunInfo
 from dcp_remote.run_names import manifest_key
 from dcp_remote.storage.base import ObjectStore
-from dcp_remote.storage.retrying import Deadline, RetryingStore, uniform_of_the_system
+from dcp_remote.storage.retrying import Deadline, RetryingStore, jitter
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class Job:
         store: ObjectStore,
         *,
         sleep: Callable[[float], None] = time.sleep,
-        uniform: Callable[[float, float], float] = uniform_of_the_system,
+        uniform: Callable[[float, float], float] = jitter,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
         """See the class; no request is made."""

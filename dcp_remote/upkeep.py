@@ -29,7 +29,7 @@ from dcp_remote.pending import KEYS_PER_DELETE, PAUSE_SECONDS, Deleted, Pending
 from dcp_remote.retention import Candidate, Decision, Retention, decide
 from dcp_remote.run_names import manifest_key
 from dcp_remote.storage.base import ObjectStore
-from dcp_remote.storage.retrying import Deadline, RetryingStore, uniform_of_the_system
+from dcp_remote.storage.retrying import Deadline, RetryingStore, jitter
 from dcp_remote.thinning import without
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Upkeep:
         store: ObjectStore,
         *,
         sleep: Callable[[float], None] = time.sleep,
-        uniform: Callable[[float, float], float] = uniform_of_the_system,
+        uniform: Callable[[float, float], float] = jitter,
     ) -> None:
         """See the class; no request is made."""
         self._store = store

@@ -31,7 +31,7 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
-from dcp_remote.storage import MemoryStore, ObjectStore
+from dcp_remote.storage import MemoryStore, ObjectStore, retrying
 from dcp_remote.storage.base import Buffer, Condition, Version
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
@@ -617,7 +617,6 @@ def _sleep(seconds: float) -> None:
 @contextmanager
 def simulated(world: World) -> Iterator[pytest.MonkeyPatch]:
     """Time, names and threads are those of the simulation, also where the package takes them by default."""
-    state = random.getstate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Deadline.__init__, "__defaults__", (_clock,))
         patch.setitem(RetryingStore.__init__.__kwdefaults__, "sleep", _sleep)  # type: ignore[arg-type]  # it has some
@@ -630,8 +629,5 @@ def simulated(world: World) -> Iterator[pytest.MonkeyPatch]:
             patch.setattr(module, "decode", lru_cache(maxsize=200)(module.decode))
         patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=world.number()))
         patch.setattr(secrets, "token_hex", lambda size=8: f"{world.number():0{2 * size}x}")
-        try:
-            random.seed(world.seed)
-            yield patch
-        finally:
-            random.setstate(state)
+        patch.setattr(retrying, "_chance", random.Random(world.seed))
+        yield patch

@@ -7,15 +7,22 @@ break something there in some order, or it would be no rule, or the explorer bli
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pytest
 
-from dcp_remote import catalog as rules
-from dcp_remote.catalog import Attempt, Catalog, Entry
+from dcp_remote.catalog import Catalog, Entry
 from tests.figures import LONG_SECONDS
+from tests.rules_left_out import (
+    no_floor_by_retiring,
+    no_floor_for_saves,
+    no_floor_for_thinning,
+    no_look_at_the_lending_manifest,
+    no_look_at_what_is_borrowed,
+    no_moving_of_names,
+    no_token,
+)
 from tests.run_explorer import (
     RUN,
     Actor,
@@ -174,45 +181,6 @@ def test_who_begins_again_can_commit(title: str) -> None:
 # ---- each rule left out ----
 
 
-def no_token(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    ours = replace(attempt, entry=replace(attempt.entry, token=catalog.token))
-    after = rules.committed(catalog, ours)
-    return after and replace(after, entries=tuple(attempt.entry if one == ours.entry else one for one in after.entries))
-
-
-def no_floor_for_saves(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    after = rules.committed(replace(catalog, floor=0), attempt)
-    return after and replace(after, floor=catalog.floor)
-
-
-def no_floor_for_thinning(catalog: Catalog, save_id: str, **thinning: Any) -> Catalog | None:
-    after = rules.thinned(replace(catalog, floor=0), save_id, **thinning)
-    return after and replace(after, floor=catalog.floor)
-
-
-def no_floor_by_retiring(catalog: Catalog, save_ids: Sequence[str]) -> Catalog | None:
-    after = rules.retired(catalog, save_ids)
-    return after and replace(after, floor=catalog.floor)
-
-
-def no_look_again(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    return rules.committed(catalog, replace(attempt, borrowed=None))
-
-
-def no_version_of_what_is_borrowed(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    live = {entry.save_id: (entry.save_id, entry.manifest) for entry in catalog.entries}
-    borrowed = attempt.borrowed and live.get(attempt.borrowed[0], attempt.borrowed)
-    return rules.committed(catalog, replace(attempt, borrowed=borrowed))
-
-
-def no_moving_of_names(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    nameless = replace(attempt, entry=replace(attempt.entry, names=()))
-    after = rules.committed(catalog, nameless)
-    return after and replace(
-        after, entries=tuple(attempt.entry if one == nameless.entry else one for one in after.entries)
-    )
-
-
 LEFT_OUT: dict[str, tuple[Rules, str, str]] = {
     "the token": (Rules(committed=no_token), "fence | zombie save | retire", "a fenced job committed"),
     "the token, after a rollback": (
@@ -224,8 +192,12 @@ LEFT_OUT: dict[str, tuple[Rules, str, str]] = {
     "the floor, of thinning": (Rules(thinned=no_floor_for_thinning), "thin | thin | gc", "missing"),
     "raising the floor": (Rules(raised=lambda catalog, floor: None), "save | gc | gc", "missing"),
     "raising the floor, of retiring": (Rules(retired=no_floor_by_retiring), "save | retire of just that", "missing"),
-    "looking again for what is borrowed": (Rules(committed=no_look_again), "borrow | retire | gc", "missing"),
-    "looking for its manifest": (Rules(committed=no_version_of_what_is_borrowed), "borrow | thin | gc", "missing"),
+    "looking again for what is borrowed": (
+        Rules(committed=no_look_at_what_is_borrowed),
+        "borrow | retire | gc",
+        "missing",
+    ),
+    "looking for its manifest": (Rules(committed=no_look_at_the_lending_manifest), "borrow | thin | gc", "missing"),
     "moving a name": (Rules(committed=no_moving_of_names), "a name moves | a name moves | retire", "a name twice"),
     "the swap before deletion": (Rules(delete_first=True), "borrow | retire | gc", "missing"),
     "what others name": (Rules(ignore_others=True), "chain | retire", "missing"),

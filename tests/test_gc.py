@@ -29,6 +29,7 @@ from dcp_remote.shard import ShardNames
 from dcp_remote.storage import LocalStore, MemoryStore, ObjectInfo, ObjectStore, Version
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from tests.runs import MeanwhileStore
 from tests.valued_states import found, named, put_orphans, save, shards_in
 
 _Answer = TypeVar("_Answer")
@@ -120,32 +121,6 @@ def test_age_is_by_the_store_s_clock() -> None:
     assert (removal.removed, {info.key for info in removal.kept}) == ((), written)
     later = LaterStore(store, year_seconds)
     assert {info.key for info in remove_orphans(later, clock=lambda: now_seconds + year_seconds).removed} == written
-
-
-class MeanwhileStore(WrappedStore):
-    """Somebody else acts on the wrapped store just before the n-th request is carried out, or just after."""
-
-    def __init__(self, store: ObjectStore, number: int, act: Callable[[], object], *, after: bool) -> None:
-        super().__init__(store)
-        self._numbers = itertools.count(1)
-        self._number = number
-        self._act = act
-        self._after = after
-        self.acted = False
-
-    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
-        due = next(self._numbers) == self._number
-        if due and not self._after:
-            self._meanwhile()
-        try:
-            return send()
-        finally:
-            if due and self._after:
-                self._meanwhile()
-
-    def _meanwhile(self) -> None:
-        self.acted = True
-        self._act()
 
 
 @pytest.mark.parametrize("after", [False, True])

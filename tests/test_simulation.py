@@ -27,6 +27,15 @@ from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.upkeep import Upkeep
 from tests.figures import count
 from tests.histories import run_histories
+from tests.rules_left_out import (
+    no_floor_by_retiring,
+    no_floor_for_saves,
+    no_floor_for_thinning,
+    no_look_at_the_lending_manifest,
+    no_look_at_what_is_borrowed,
+    no_moving_of_names,
+    no_token,
+)
 from tests.simulation import History, play
 from tests.simulation_world import BrokenError
 
@@ -88,28 +97,6 @@ def is_request(line: str) -> bool:
 # ---- each rule left out ----
 
 
-def no_token(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    """A job that was fenced may commit."""
-    ours = replace(attempt, entry=replace(attempt.entry, token=catalog.token))
-    after = rules.committed(catalog, ours)
-    return after and replace(after, entries=tuple(attempt.entry if one == ours.entry else one for one in after.entries))
-
-
-def no_floor_for_saves(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    after = rules.committed(replace(catalog, floor=0), attempt)
-    return after and replace(after, floor=catalog.floor)
-
-
-def no_floor_for_thinning(catalog: Catalog, save_id: str, **thinning: Any) -> Catalog | None:
-    after = rules.thinned(replace(catalog, floor=0), save_id, **thinning)
-    return after and replace(after, floor=catalog.floor)
-
-
-def no_floor_by_retiring(catalog: Catalog, save_ids: Iterable[str]) -> Catalog | None:
-    after = rules.retired(catalog, save_ids)
-    return after and replace(after, floor=catalog.floor)
-
-
 def no_look_at_the_step(catalog: Catalog, attempt: Attempt) -> Catalog | None:
     there = catalog.at(attempt.entry.step)
     return rules.committed(catalog, replace(attempt, before=there.save_id if there is not None else None))
@@ -118,24 +105,6 @@ def no_look_at_the_step(catalog: Catalog, attempt: Attempt) -> Catalog | None:
 def no_look_at_what_is_replaced(catalog: Catalog, attempt: Attempt) -> Catalog | None:
     """Who may replace what was there may replace whatever is."""
     return rules.committed(catalog, attempt) if attempt.before is None else no_look_at_the_step(catalog, attempt)
-
-
-def no_look_at_what_is_borrowed(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    return rules.committed(catalog, replace(attempt, borrowed=None))
-
-
-def no_look_at_the_lending_manifest(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    live = {entry.save_id: (entry.save_id, entry.manifest) for entry in catalog.entries}
-    borrowed = attempt.borrowed and live.get(attempt.borrowed[0], attempt.borrowed)
-    return rules.committed(catalog, replace(attempt, borrowed=borrowed))
-
-
-def no_moving_of_names(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    nameless = replace(attempt, entry=replace(attempt.entry, names=()))
-    after = rules.committed(catalog, nameless)
-    return after and replace(
-        after, entries=tuple(attempt.entry if one == nameless.entry else one for one in after.entries)
-    )
 
 
 def nothing_abandoned(catalog: Catalog, attempt: Attempt) -> Catalog | None:

@@ -9,7 +9,7 @@ from typing import TextIO
 from dcp_remote.catalog import Catalog, Entry
 from dcp_remote.catalog_store import read_catalog
 from dcp_remote.checkpoint import not_found
-from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, ObjectNotFoundError
+from dcp_remote.errors import InvalidArgumentError, ObjectNotFoundError
 from dcp_remote.manifest import MANIFEST_KEY
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.retrying import Deadline, RetryingStore
@@ -57,11 +57,7 @@ def catalog_of(store: ObjectStore) -> Catalog:
         UnsupportedFormatError: A newer version wrote it.
     """
     asking = RetryingStore(store, Deadline(_RETRY_SECONDS))
-    try:
-        seen = read_catalog(asking)
-    except CorruptCheckpointError as error:
-        what = f"{error.what} `dcp-remote recover` makes it again from the manifests."
-        raise CorruptCheckpointError(what, **error.details) from error
+    seen = read_catalog(asking)
     if seen is not None:
         return seen.catalog
     try:

@@ -20,8 +20,12 @@ _Answer = TypeVar("_Answer")
 
 # Pauses are drawn by chance, and never by the generator of the process: that one is the training's, part of its
 # checkpoints, and seeded alike on all ranks, which would then wait equally long.
-_system = random_module.SystemRandom()
-uniform_of_the_system = _system.uniform
+_chance: random_module.Random = random_module.SystemRandom()
+
+
+def jitter(low: float, high: float) -> float:
+    """How long a pause is, between these."""
+    return _chance.uniform(low, high)
 
 
 class Deadline:
@@ -166,7 +170,7 @@ class RetryingStore(WrappedStore):
         policy: RetryPolicy | None = None,
         *,
         sleep: Callable[[float], None] = time.sleep,
-        random: Callable[[], float] = _system.random,
+        random: Callable[[], float] = lambda: jitter(0, 1),
         on_retry: Callable[[Verb, str, StorageError], None] | None = None,
     ) -> None:
         """See the class."""

@@ -110,7 +110,9 @@ def killed_in_a_save(
     The job that follows has so many ranks.
     """
     job = campaign.job
-    rank = {"a rank": campaign.victim(), "the coordinator": 0}.get(who)
+    rank = None
+    if who != "all":
+        rank = 0 if who == "the coordinator" else campaign.victim()
 
     def act() -> None:
         kill_rank(job, rank)
