@@ -21,6 +21,7 @@ from dcp_remote.reports import LoadReport, LoadSeconds
 from dcp_remote.run import catalog_of
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
+from dcp_remote.storage.retrying import Deadline
 from dcp_remote.telemetry import Operation
 
 logger = logging.getLogger(__name__)
@@ -29,9 +30,18 @@ logger = logging.getLogger(__name__)
 class _EntryReader(RemoteReader):
     """Reads the checkpoint whose manifest it is given."""
 
-    def __init__(self, store: ObjectStore, manifest: Manifest, *, allow_pickle: bool, memory_budget_bytes: int) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        manifest: Manifest,
+        *,
+        deadline: Deadline,
+        allow_pickle: bool,
+        memory_budget_bytes: int,
+    ) -> None:
         super().__init__(store, allow_pickle=allow_pickle, memory_budget_bytes=memory_budget_bytes)
         self._manifest = manifest
+        self._deadline = deadline
 
     def _find(self) -> Manifest:
         return self._manifest
@@ -80,7 +90,13 @@ def load_rank(
             _tell_of_missing_ranks(state, manifest, saved, ranks.world_size)
         template = template_of(state, ranks.rank, saved)
         planner = planner if planner is not None else DefaultLoadPlanner()
-        reader = _EntryReader(store, manifest, allow_pickle=allow_pickle, memory_budget_bytes=memory_budget_bytes)
+        reader = _EntryReader(
+            store,
+            manifest,
+            deadline=joint.deadline,
+            allow_pickle=allow_pickle,
+            memory_budget_bytes=memory_budget_bytes,
+        )
         metadata = reader.read_metadata()
         planner.set_up_planner(template, metadata, ranks.is_coordinator)
         reader.set_up_storage_reader(metadata, ranks.is_coordinator, rank=ranks.rank)

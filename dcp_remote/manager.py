@@ -286,7 +286,8 @@ class CheckpointManager:
             CorruptCheckpointError: Bytes are not those that were written: restore an older step.
             UnsafeObjectError: An object needs code to load.
             StorageError: The store failed for five minutes.
-            DcpRemoteError: Another rank failed; names it.
+            DcpRemoteError: Another rank failed, or fell silent; names it. Or the restore was not over in
+                `timeout_seconds`.
         """
         self._require_open()
         self.wait()

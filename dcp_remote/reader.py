@@ -43,6 +43,7 @@ from dcp_remote.manifest import Manifest
 from dcp_remote.ranges import Box
 from dcp_remote.reading import Target, read_or_explain
 from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.retrying import Deadline
 from dcp_remote.targets import object_targets, require_writable, stored_layout, tensor_target
 from dcp_remote.transfer import MEMORY_BUDGET_BYTES, RANGE_RETRY_SECONDS
 
@@ -98,6 +99,8 @@ class RemoteReader(StorageReader):
         require_timeout(timeout_seconds)
         self._step = step
         self._timeout_seconds = timeout_seconds
+        # A load has none, as long as bytes arrive; that of a run is one of many ranks, which may give it up.
+        self._deadline: Deadline | None = None
         self._allow_pickle = allow_pickle
         self._memory_budget_bytes = memory_budget_bytes
         self._here = _Here(Whereabouts(Location.of(url, storage_options)))
@@ -221,6 +224,7 @@ class RemoteReader(StorageReader):
                 layer,
                 memory_budget_bytes=self._memory_budget_bytes,
                 retry_seconds=self._timeout_seconds,
+                deadline=self._deadline,
             )
         logger.info(
             "loaded %d items of %s in %.1f s", len(plan.items), self._store.url, time.monotonic() - began_seconds

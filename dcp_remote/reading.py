@@ -6,6 +6,7 @@ Works on a manifest and *targets*; knows nothing of torch's planners. All target
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 from dcp_remote.checkpoint import why_missing
@@ -23,6 +24,7 @@ from dcp_remote.manifest import Manifest
 from dcp_remote.ranges import ByteRange
 from dcp_remote.read_plan import RangePlan, ReadPlan, Segment, Want, plan_reads
 from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.retrying import Deadline
 from dcp_remote.transfer import Fetch, Fetched, download
 
 
@@ -54,6 +56,7 @@ def read_or_explain(
     *,
     memory_budget_bytes: int,
     retry_seconds: float,
+    deadline: Deadline | None = None,
 ) -> None:
     """Read everything that is wanted, in parallel, and verify every byte of it.
 
@@ -63,17 +66,16 @@ def read_or_explain(
     Raises:
         CheckpointNotFoundError: It was removed or replaced while it was being read.
         CorruptCheckpointError: Bytes are not those that were written, or a shard is missing; names shard and entry.
-        StorageError: The store failed one request for longer than `retry_seconds`.
+        StorageError: The store failed one request for longer than `retry_seconds`, or the deadline has passed.
     """
+    fetch = partial(
+        download, store, memory_budget_bytes=memory_budget_bytes, retry_seconds=retry_seconds, deadline=deadline
+    )
     reading = _Reading(manifest, plan_reads(manifest, [target.want for target in targets]), targets)
     try:
-        for fetched in download(
-            store, reading.table_fetches(), memory_budget_bytes=memory_budget_bytes, retry_seconds=retry_seconds
-        ):
+        for fetched in fetch(reading.table_fetches()):
             reading.take_table(fetched)
-        for arrived in download(
-            store, reading.range_fetches(), memory_budget_bytes=memory_budget_bytes, retry_seconds=retry_seconds
-        ):
+        for arrived in fetch(reading.range_fetches()):
             reading.take_range(arrived)
     except ObjectNotFoundError as error:
         gone = why_missing(store, manifest, retry_seconds=retry_seconds)

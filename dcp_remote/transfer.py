@@ -18,7 +18,7 @@ from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from dcp_remote.errors import DcpRemoteError, SaveFailedError, SaveTimeoutError
+from dcp_remote.errors import DcpRemoteError, SaveFailedError, SaveTimeoutError, StorageError
 from dcp_remote.ranges import MiB
 from dcp_remote.storage.base import Buffer, ObjectStore
 from dcp_remote.storage.retrying import Deadline, RetryingStore
@@ -43,7 +43,7 @@ _REUSED_BYTES_MIN = 1 * MiB
 # How long one range is retried. A load has no deadline of its own: as long as bytes arrive, it goes on.
 RANGE_RETRY_SECONDS = 300.0
 
-# How often who waits for an upload looks at the deadline, which another thread may let expire.
+# How often who waits for a transfer looks at the deadline, which another thread may let expire.
 WAKE_SECONDS = 1.0
 
 # What is spent on removing the shards of a failed save before the error is raised: the other ranks wait for it, and an
@@ -370,6 +370,7 @@ def download(
     *,
     memory_budget_bytes: int,
     retry_seconds: float = RANGE_RETRY_SECONDS,
+    deadline: Deadline | None = None,
 ) -> Iterator[Fetched[T]]:
     """Read ranges in parallel, and give each as it arrives; `fetches` is drawn from in the caller's thread.
 
@@ -380,9 +381,10 @@ def download(
         fetches: Asked for one at a time, when there is room.
         memory_budget_bytes: Of what is under way or handed over. A single range larger than that goes alone.
         retry_seconds: How long one range is tried again while the store fails.
+        deadline: Looked at every second, as another thread may let it expire; what is under way is given up then.
 
     Raises:
-        StorageError: A range could not be read within `retry_seconds` of trying.
+        StorageError: A range could not be read within `retry_seconds` of trying, or not by the deadline.
         CorruptCheckpointError: An object is shorter than its manifest says.
     """
     patience = _Patience()
@@ -412,7 +414,9 @@ def download(
                 held_bytes += waiting.held_bytes
                 running.add(begin(waiting))
                 waiting = next(upcoming, None)
-            done, running = wait(running, return_when=FIRST_COMPLETED)
+            done, running = wait(running, None if deadline is None else WAKE_SECONDS, return_when=FIRST_COMPLETED)
+            if deadline is not None and deadline.expired():
+                raise StorageError("There is no time left for the load; it was given up.", url=store.url)
             while done:
                 fetched = done.pop().result()
                 yield fetched

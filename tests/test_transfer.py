@@ -26,6 +26,7 @@ from dcp_remote.errors import (
     PermissionDeniedError,
     SaveFailedError,
     SaveTimeoutError,
+    StorageError,
     TransientStorageError,
 )
 from dcp_remote.storage import MemoryStore, ObjectStore
@@ -630,6 +631,22 @@ def test_retries_end_with_the_load() -> None:
     with pytest.raises(PermissionDeniedError):
         list(download(HookedStore(store_with_data(), before), fetches, memory_budget_bytes=1000))
     assert not workers("download")
+
+
+def test_a_load_that_is_given_up_by_others() -> None:
+    """Its deadline passes at once, by another thread, in the middle of five minutes of trying; or it is over."""
+    tried = threading.Event()
+
+    def before(_key: str) -> None:
+        tried.set()
+        raise TransientStorageError("503.")
+
+    store = HookedStore(store_with_data(), before)
+    deadline = Deadline(1000, lambda: 2000 if tried.is_set() else 0)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="no time left"):
+            list(download(store, [fetch(0, 10)], memory_budget_bytes=1000, deadline=deadline))
+        assert not workers("download")
 
 
 def test_drawing_may_fail() -> None:
