@@ -12,6 +12,7 @@ from dcp_remote.catalog import CATALOG_KEY, Catalog, Entry
 from dcp_remote.catalog_store import read_catalog
 from dcp_remote.envelope import STORED_BYTES_MAX
 from dcp_remote.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -127,13 +128,20 @@ def find(catalog: Catalog, step: int | str | None, *, url: str) -> Entry:
         entry = catalog.named(step) if isinstance(step, str) else catalog.at(step)
     if entry is not None:
         return entry
-    steps = [one.step for one in catalog.entries][-_STEPS_NAMED_MAX:]
+    steps = [one.step for one in catalog.entries if not one.abandoned][-_STEPS_NAMED_MAX:]
+    what = "The run has no live checkpoint of this step."
+    if step is None:
+        what = "No checkpoint is live in this run yet."
+    elif isinstance(step, str):
+        what = "The run has no live checkpoint of this name."
+        if step.isdecimal():
+            what += " A step is a number, not a text."
     raise CheckpointNotFoundError(
-        "No checkpoint is live in this run yet." if step is None else "The run has no live checkpoint of this step.",
+        what,
         url=url,
         step=step,
         checkpoints=len(catalog.entries),
-        newest=", ".join(map(str, steps)) or None,
+        steps=", ".join(map(str, steps)) or None,
         names=", ".join(name for one in catalog.entries for name in one.names) or None,
     )
 
@@ -223,10 +231,22 @@ def require_not_lost(store: ObjectStore) -> None:
         has_begun = any(revision_of(info.key) is not None for info in store.list(MANIFESTS_PREFIX))
     except PermissionDeniedError:
         return  # who may not list cannot know
-    if has_begun and not _exists(store, CATALOG_KEY):
+    if has_begun and not exists(store, CATALOG_KEY):
         raise CorruptCheckpointError(
             "This run has manifests, but has lost its catalog.json. `dcp-remote recover` makes it again.",
             url=store.url,
+        )
+
+
+def require_no_checkpoint_by_itself(store: ObjectStore) -> None:
+    """Refuse the prefix of a checkpoint by itself: who reads there would find that, and never the run. One HEAD.
+
+    Raises:
+        CheckpointExistsError: A manifest lies there.
+    """
+    if exists(store, MANIFEST_KEY):
+        raise CheckpointExistsError(
+            "A checkpoint by itself lies here (manifest.json); a run needs a URL of its own.", url=store.url
         )
 
 
@@ -247,7 +267,8 @@ def not_found(store: ObjectStore) -> CheckpointNotFoundError:
     )
 
 
-def _exists(store: ObjectStore, key: str) -> bool:
+def exists(store: ObjectStore, key: str) -> bool:
+    """Whether such an object lies there; one HEAD."""
     try:
         store.head(key)
     except ObjectNotFoundError:

@@ -42,7 +42,8 @@ class Flight:
 
     def __init__(self, joint: Joint, saver: RankSaver, task: Task, desk: Desk | None, before: Flight | None) -> None:
         """See the class; the thread starts here."""
-        self._joint, self._saver, self._task, self._desk = joint, saver, task, desk
+        self._joint, self._saver, self._desk = joint, saver, desk
+        self._task = task
         self._before = before
         self._settled, self._stop = threading.Event(), threading.Event()
         self._report: SaveReport | None = None
@@ -91,6 +92,15 @@ class Flight:
         self._error = error
         self._settled.set()
 
+    def interrupt(self) -> None:
+        """Whoever waited for it stops waiting, and will change what is being saved: nothing of that is to be committed.
+
+        Where nothing is read any more, since the coordinator is committing already, it goes on.
+        """
+        if not self._settled.is_set() and self._joint.give_up("was interrupted"):
+            self._error = self._joint.cancelled
+            self._settled.set()
+
     def finish(self) -> None:
         """Wait until it has also tidied up, but not for ever."""
         self._thread.join(_FINISH_SECONDS)
@@ -110,16 +120,23 @@ class Flight:
             self._before._stop.set()
             self._before._thread.join(_STOP_SECONDS)
             self._before = None
+        operation = self._task.operation
         try:
-            report = self._saved()
+            self._report = self._saved()
         except BaseException as error:  # noqa: BLE001  # raised where it is waited for
             self._error = self._error or error
-            self._task.operation.fail(error)
-            self._settled.set()
-            return
-        self._report = report
-        # A report speaks for all ranks.
-        self._task.operation.end(report if self._desk is not None else None)
+            operation.fail(error)
+        else:
+            # A report speaks for all ranks.
+            operation.end(self._report if self._desk is not None else None)
+        # And with it the copy of the state, which the next save must not find beside its own.
+        del self._task
         self._settled.set()
-        if self._desk is not None:
-            self._desk.tidy(self._stop.is_set)
+        if self._desk is not None and self._report is not None:
+            self._tidy(self._desk)
+
+    def _tidy(self, desk: Desk) -> None:
+        try:
+            desk.tidy(self._stop.is_set)
+        except Exception:
+            logger.exception("old checkpoints were not retired")  # nobody waits for this any more

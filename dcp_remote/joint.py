@@ -505,6 +505,16 @@ class Joint:
             self._past_return = self._error is None
         self._require_going_on()
 
+    def give_up(self, why: str) -> bool:
+        """Cancel it from another thread, and tell the others; False if it is past its point of no return, or over.
+
+        Args:
+            why: What happened to this rank, in the past tense: "was interrupted".
+        """
+        rank = self._ranks.rank
+        self._end(self.failed(f"Rank {rank} {why}; {self.what} was given up.", rank=rank))
+        return self._error is not None
+
     def look(self) -> None:
         """Cancel it if the deadline has passed by more than the grace, or if the store does not answer.
 

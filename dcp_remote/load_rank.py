@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_remote.catalog import Entry
-from dcp_remote.checkpoint import find, read_entry
+from dcp_remote.checkpoint import find, read_entry, require_no_checkpoint_by_itself
 from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
 from dcp_remote.joint import Joint, Ranks
 from dcp_remote.manifest import Manifest
@@ -23,6 +24,7 @@ from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.retrying import Deadline
 from dcp_remote.telemetry import Operation
+from dcp_remote.text_keys import KeysPutRight, empty_places
 
 logger = logging.getLogger(__name__)
 
@@ -80,15 +82,21 @@ def load_rank(
         joint.note("asking which checkpoint to restore")
         entry = joint.gather(step, lambda steps: _chosen(store, steps))
         if entry is None:
+            if ranks.is_coordinator:
+                # A URL that is a little wrong looks the same: a job must not begin anew without a word.
+                logger.warning("%s: there is no checkpoint here yet; the job starts from nothing", store.url)
             return None
         joint.note(f"planning the restore of step {entry.step}")
         manifest = read_entry(store, entry)
         # What follows may be collectives of training, which nobody may enter alone.
         joint.gather(None, _all_are_here)
         saved = set((manifest.flatten or {}).values())
+        template = template_of(state, ranks.rank, saved)
+        keys = KeysPutRight(template)
+        _require_not_thinned(entry, template)
         if ranks.is_coordinator:
             _tell_of_missing_ranks(state, manifest, saved, ranks.world_size)
-        template = template_of(state, ranks.rank, saved)
+            _tell_of_what_has_no_place(template, saved)
         planner = planner if planner is not None else DefaultLoadPlanner()
         reader = _EntryReader(
             store,
@@ -111,6 +119,7 @@ def load_rank(
         reader.read_data(plan, planner).wait()
         joint.note(f"has read step {entry.step}, waiting for the others")
         joint.gather(None, _all_are_here)
+        keys.put_right()
         put_back(state, template, ranks.rank)
         joint.gather(None, _all_are_here)
     counts = store.counts.since(before)
@@ -134,33 +143,65 @@ def _all_are_here(_answers: Sequence[None]) -> None:
 
 
 def _chosen(store: ObjectStore, steps: Sequence[int | str | None]) -> Entry | None:
-    if len(set(steps)) > 1:
+    if any(step != steps[0] for step in steps):
         raise InvalidArgumentError("Ranks ask for different checkpoints at a time.", steps=str(steps[:16]))
-    catalog = catalog_of(store)
-    if steps[0] is None and (catalog is None or catalog.latest() is None):
-        return None
     if type(steps[0]) not in (int, str, type(None)):
         raise InvalidArgumentError("A step is an integer, or a checkpoint's name.", step=steps[0])
+    catalog = catalog_of(store)
+    if catalog is None:
+        require_no_checkpoint_by_itself(store)
+    if steps[0] is None and (catalog is None or catalog.latest() is None):
+        return None
     if catalog is None:
         raise CheckpointNotFoundError("There is no run here yet.", url=store.url, step=steps[0])
     return find(catalog, steps[0], url=store.url)
 
 
-def _tell_of_missing_ranks(
-    state: MutableMapping[str, Any], manifest: Manifest, saved: set[tuple[str | int, ...]], world_size: int
-) -> None:
-    """Once: which of the values that differ between ranks stay as they are."""
-    for key in (key for key, value in state.items() if isinstance(value, PerRank)):
-        without = [rank for rank in range(world_size) if (PER_RANK_KEY, str(rank), key) not in saved]
-        if without:
+def _require_not_thinned(entry: Entry, template: Mapping[str, Any]) -> None:
+    gone = [key for key in entry.thinned if key in template]
+    if gone:
+        raise InvalidArgumentError(
+            "This checkpoint was thinned: retention let go what the state asks for. Leave it out of the state, or "
+            "restore a newer step.",
+            step=entry.step,
+            without=", ".join(gone),
+        )
+
+
+def _tell_of_what_has_no_place(template: Mapping[str, Any], saved: set[tuple[str | int, ...]]) -> None:
+    """Of an optimizer that has made no step, most of all: what is empty asks for nothing, and gets nothing."""
+    places = empty_places(template)
+    depths = {len(place) for place in places}
+    below_of = Counter(tuple(map(str, path[:depth])) for path in saved for depth in depths if depth < len(path))
+    for place in places:
+        if below := below_of[place]:
             logger.warning(
-                "The checkpoint was saved by %d ranks and is restored by %d: %d of them, from rank %d on, keep their "
-                "own %r. What was saved can be read by dcp_remote.load(url, step=%d, keys='per_rank.*').",
+                "%s is empty in the state that is restored, so that %d values of the checkpoint are left out. An "
+                "optimizer has no state before its first step: use torch's get_optimizer_state_dict.",
+                ".".join(place),
+                below,
+            )
+
+
+def _tell_of_missing_ranks(
+    state: Mapping[str, Any], manifest: Manifest, saved: set[tuple[str | int, ...]], world_size: int
+) -> None:
+    """Once: which of the values that differ between ranks stay as they are, and which are nobody's."""
+    keys = sorted(key for key, value in state.items() if isinstance(value, PerRank))
+    kept = [key for key in keys if any((PER_RANK_KEY, str(rank), key) not in saved for rank in range(world_size))]
+    left = [
+        key
+        for key in keys
+        if any((PER_RANK_KEY, str(rank), key) in saved for rank in range(world_size, manifest.world_size))
+    ]
+    for told, of in (("ranks that it has no values of keep their own", kept), ("values of others are left out", left)):
+        if of:
+            logger.warning(
+                "The checkpoint was saved by %d ranks and is restored by %d: %s (%s). What was saved can be read by "
+                "dcp_remote.load(url, step=%d, keys='per_rank.*').",
                 manifest.world_size,
                 world_size,
-                len(without),
-                without[0],
-                key,
+                told,
+                ", ".join(of),
                 manifest.run.step if manifest.run is not None else 0,
             )
-            return

@@ -35,6 +35,7 @@ from dcp_remote.flight import Flight
 from dcp_remote.joint import Joint, Ranks
 from dcp_remote.load_rank import load_rank
 from dcp_remote.location import Location, require_budget, require_shared, require_timeout
+from dcp_remote.manifest_json import checked_user
 from dcp_remote.per_rank import saved_state
 from dcp_remote.preemption import Preemption
 from dcp_remote.reports import LoadReport, SaveReport
@@ -47,6 +48,7 @@ from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.retrying import Deadline
 from dcp_remote.telemetry import Telemetry
+from dcp_remote.text_keys import require_distinct
 from dcp_remote.transfer import MEMORY_BUDGET_BYTES
 
 logger = logging.getLogger(__name__)
@@ -88,7 +90,7 @@ class CheckpointManager:
         retention: What to keep; None keeps everything.
         process_group: Whose ranks save; None is all. Only its members and its store are used.
         storage_options: Endpoint, region, credentials and so on, by the names that boto3 and fsspec use.
-        timeout_seconds: Of a save, from its call on.
+        timeout_seconds: Of a save, from its call on; and of a restore.
         dedup: Do not send again what did not change since the newest checkpoint.
         resumed_from: The step whose state was loaded by other means than `restore`.
         start_over: Leave the run's checkpoints behind: they are marked as abandoned by the first commit.
@@ -120,6 +122,8 @@ class CheckpointManager:
         memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
     ) -> None:
         """See the class."""
+        if retention is not None and not isinstance(retention, Retention):
+            raise InvalidArgumentError("retention is a Retention.", type=type(retention).__qualname__)
         require_timeout(timeout_seconds)
         require_timeout(silence_seconds)
         require_timeout(timeout_seconds if notice_seconds is None else notice_seconds)
@@ -135,6 +139,14 @@ class CheckpointManager:
         self._store = CountingStore(location.store)
         self._timeout_seconds, self._silence_seconds = timeout_seconds, silence_seconds
         self._allow_pickle, self._memory_budget_bytes = allow_pickle, memory_budget_bytes
+        self._pid = os.getpid()
+        self._is_alone = not _has_group()
+        if self._is_alone and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            logger.warning(
+                "%s: WORLD_SIZE is set, but torch.distributed is not initialized: this process takes itself for the "
+                "only one that saves here",
+                self._store.url,
+            )
         self._ranks = Ranks.of(process_group, f"dcp_remote/{digest(self._store.url.encode()).hex()}")
         self._preemption = Preemption(self._ranks, notice_seconds=notice_seconds)
         self._job = Job(self._store)
@@ -168,7 +180,7 @@ class CheckpointManager:
         """Close it; what failed in the background is raised, unless the block raises something itself."""
         try:
             self.close()
-        except DcpRemoteError:
+        except Exception:
             if error is None:
                 raise
             logger.exception("%s: the last save failed, too", self._store.url)
@@ -231,6 +243,7 @@ class CheckpointManager:
         called_seconds = time.monotonic()
         self._require_open()
         note = Note.of(step, name=name, metrics=metrics, overwrite=overwrite)
+        noted = checked_user(user or {})
         operation = self._telemetry.save(self._store, step=step, rank=self._ranks.rank)
         try:
             with operation.phase("waiting"):
@@ -247,7 +260,7 @@ class CheckpointManager:
             note=note,
             state=copied,
             planner=planner if planner is not None else DefaultSavePlanner(),
-            user=dict(user or {}),
+            user=noted,
             called_seconds=called_seconds,
             waiting_seconds=waiting_seconds,
             staging_seconds=time.monotonic() - called_seconds - waiting_seconds,
@@ -257,7 +270,7 @@ class CheckpointManager:
         )
         self._flight = self._newest = Flight(joint, self._saver, task, self._desk, before=self._newest)
         if wait:
-            self.wait()
+            self._wait_for_what_is_no_copy(self._flight)
 
     def restore(
         self, state: MutableMapping[str, Any], step: int | str | None = None, *, planner: LoadPlanner | None = None
@@ -325,8 +338,11 @@ class CheckpointManager:
         one step, at which this is True on all of them. From the first call on, SIGTERM no longer ends the process.
         Saves that follow end within `notice_seconds` of the signal, or are given up: never half a checkpoint.
 
-            if step % 1000 == 0 or (stopping := checkpoints.reached_preemption(step)):
+            stopping = checkpoints.reached_preemption(step)
+            if stopping or step % 1000 == 0:
                 checkpoints.save(step, state)
+            if stopping:
+                break
 
         Costs nothing as long as there is no signal.
         """
@@ -404,6 +420,7 @@ class CheckpointManager:
         finally:
             if self._newest is not None:
                 self._newest.finish()
+            self._newest = None
             self._stager.close()
             self._preemption.close()
             self._ranks.close()
@@ -413,6 +430,7 @@ class CheckpointManager:
     def _copied(self, joint: Joint, state: Mapping[str, Any], *, stage: bool) -> dict[str, Any]:
         try:
             copied = saved_state(state, self._ranks.rank)
+            require_distinct(copied)
             if not stage:
                 return copied
             joint.note("copying the state")
@@ -420,6 +438,15 @@ class CheckpointManager:
         except BaseException:
             with joint:  # the others are told
                 raise
+
+    def _wait_for_what_is_no_copy(self, flight: Flight) -> None:
+        try:
+            self.wait()
+        except BaseException:
+            flight.interrupt()
+            if flight.is_settled:
+                self._flight = None
+            raise
 
     def _join(
         self,
@@ -429,6 +456,12 @@ class CheckpointManager:
         failed: type[DcpRemoteError] = SaveFailedError,
         timed_out: type[DcpRemoteError] = SaveTimeoutError,
     ) -> Joint:
+        if self._is_alone and _has_group() and dist.get_world_size() > 1:
+            raise InvalidArgumentError(
+                "This CheckpointManager was made before torch.distributed was initialized, and knows of no other rank; "
+                "make it afterwards.",
+                url=self._store.url,
+            )
         return self._ranks.join(
             what, seconds=seconds, silence_seconds=self._silence_seconds, failed=failed, timed_out=timed_out
         )
@@ -450,6 +483,8 @@ class CheckpointManager:
 
         By the exit code as well: a job that ends well without its last checkpoint would be taken for one that has it.
         """
+        if os.getpid() != self._pid:
+            return  # a child that was forked has none of its threads
         try:
             self.close()
         except BaseException:
@@ -459,3 +494,7 @@ class CheckpointManager:
                 with contextlib.suppress(Exception):
                     stream.flush()
             os._exit(1)
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()

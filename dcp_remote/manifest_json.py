@@ -5,7 +5,9 @@ Reading is typed and bounded: version and required features first, then the docu
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -218,6 +220,25 @@ def _encode(value: object) -> bytes:
         return msgspec.json.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError("A name or the user metadata cannot be said in JSON.", cause=error) from error
+
+
+def checked_user(user: object) -> dict[str, Any]:
+    """What a user notes, as it will be read: a copy, which nobody changes any more.
+
+    Raises:
+        InvalidArgumentError: It is no mapping, no JSON (as NaN is none), or too large.
+    """
+    if not isinstance(user, Mapping):
+        raise InvalidArgumentError("The user metadata is a mapping.", type=type(user).__qualname__)
+    try:
+        text = json.dumps(dict(user), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError("The user metadata is no JSON.", cause=error) from error
+    copied: dict[str, Any] = json.loads(text)
+    length = len(_encode(copied))
+    if length > USER_BYTES_MAX:
+        raise InvalidArgumentError("The user metadata is too large.", bytes=length, limit_bytes=USER_BYTES_MAX)
+    return copied
 
 
 def decode_head(data: bytes) -> Head:

@@ -29,8 +29,8 @@ _TAG_BY_NAME: dict[str, Tag] = {tag.name: tag for tag in (*_TAG_BY_TYPE.values()
 _REFUSALS_NAMED_MAX = 5
 
 _WHAT_TO_DO = (
-    "An object cannot be stored without pickle, which runs code when it is loaded: pass allow_pickle=True to writer "
-    "and reader, or store it in another way."
+    "An object cannot be stored without pickle, which runs code when it is loaded: pass allow_pickle=True to whoever "
+    "saves and loads, or store it in another way."
 )
 
 

@@ -86,7 +86,10 @@ def read_or_explain(
                 save_id=manifest.save_id,
             ) from error
         raise CorruptCheckpointError(
-            "A shard of the checkpoint is missing. Use another checkpoint.", url=store.url, cause=error
+            "A shard of the checkpoint is missing. Use another checkpoint; of a run, one that does not name it as "
+            "well, and save once with dedup=False, so that what did not change is sent again.",
+            url=store.url,
+            cause=error,
         ) from error
     assert not any(reading.open_pieces.values()), "every piece of the plan has arrived"
 

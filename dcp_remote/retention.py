@@ -16,7 +16,7 @@ class Candidate:
     Attributes:
         step: Of training, finished.
         pinned: Kept whatever the rest says.
-        abandoned: Newer than what a later job went on from: it counts for nothing, and is nobody's to retire but gc's.
+        abandoned: Newer than what a later job went on from: it counts for nothing, and only `rm` retires it.
         thinned: Without its optimizer already.
         metrics: What the user noted, by name.
     """

@@ -18,16 +18,15 @@ from typing import SupportsFloat
 
 from dcp_remote.catalog import Attempt, Catalog, Entry, committed, fenced, refreshed
 from dcp_remote.catalog_store import Change, read_catalog, swap
-from dcp_remote.checkpoint import require_not_lost
+from dcp_remote.checkpoint import require_no_checkpoint_by_itself, require_not_lost
 from dcp_remote.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     FencedError,
     InvalidArgumentError,
-    ObjectNotFoundError,
     SaveTimeoutError,
 )
-from dcp_remote.manifest import MANIFEST_KEY, RunInfo
+from dcp_remote.manifest import RunInfo
 from dcp_remote.run_names import manifest_key
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.retrying import Deadline, RetryingStore, jitter
@@ -37,6 +36,9 @@ logger = logging.getLogger(__name__)
 # What a catalog and a manifest can say, and a person can read in a list.
 _WORD = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,200}")
 STEP_MAX = 2**53
+
+# Of those that are abandoned, the newest are named.
+_STEPS_NAMED_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +72,24 @@ class Note:
             InvalidArgumentError: Says what.
         """
         require_step(step)
+        if name is not None and not isinstance(name, Iterable):
+            raise InvalidArgumentError("A name is a text, or several are.", name=name)
         names = (name,) if isinstance(name, str) else tuple(name or ())
         for word in (*names, *(metrics or ())):
             if not isinstance(word, str) or not _WORD.fullmatch(word):
                 raise InvalidArgumentError(
                     "A name is a text of 1 to 200 characters, none of them a control character.", name=ascii(word)[:300]
                 )
+        if any(word.isdecimal() for word in names):
+            raise InvalidArgumentError("A name of digits alone would be taken for a step.", names=", ".join(names))
         if len(set(names)) != len(names):
             raise InvalidArgumentError("A name is given twice.", names=", ".join(names))
-        return cls(step, names, tuple(_metric(key, value) for key, value in (metrics or {}).items()), overwrite)
+        numbers = {key: _number(key, value) for key, value in (metrics or {}).items()}
+        for key, number in numbers.items():
+            if not math.isfinite(number):
+                # It compares with nothing, and a training that diverges is not to end for want of its metric.
+                logger.warning("a metric that is not finite is left out: step=%d metric=%s value=%s", step, key, number)
+        return cls(step, names, tuple(one for one in numbers.items() if math.isfinite(one[1])), overwrite)
 
 
 def require_step(step: object) -> None:
@@ -91,15 +102,11 @@ def require_step(step: object) -> None:
         raise InvalidArgumentError("A step is an integer from 0 on: how many are finished.", step=step)
 
 
-def _metric(name: str, value: SupportsFloat) -> tuple[str, float]:
+def _number(name: str, value: SupportsFloat) -> float:
     try:
-        number = float(value)  # a numpy scalar, a tensor of one element
-    except (TypeError, ValueError, RuntimeError) as error:
+        return float(value)  # a numpy scalar, a tensor of one element
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InvalidArgumentError("A metric is a number.", metric=name, value=value) from error
-    if not math.isfinite(number):
-        # It would compare with nothing: a run could never tell its best checkpoint.
-        raise InvalidArgumentError("A metric must be finite; leave out one that is not.", metric=name, value=number)
-    return name, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +154,7 @@ class Job:
         self._token: int | None = None
         self._went_on_from: int | None = None
         self._open = False
+        self._outranked: FencedError | None = None
 
     @property
     def token(self) -> int | None:
@@ -156,7 +164,8 @@ class Job:
     def go_on_from(self, step: int | None) -> None:
         """The state is that of this checkpoint (-1: of none, on purpose; None: of none, since there was none).
 
-        The next save takes the fence anew, and abandons what is newer.
+        The next save takes the fence anew, and abandons what is newer. A job that was fenced stays so: it would fight
+        with the one that fenced it.
         """
         self._went_on_from, self._token = step, None
 
@@ -174,15 +183,23 @@ class Job:
         Raises:
             CheckpointExistsError: The run has checkpoints and this job went on from none of them; or a checkpoint of
                 this step is live; or here is a checkpoint by itself. Nothing was changed, but for the fence.
-            FencedError: A newer job owns the run.
+            InvalidArgumentError: The step is older than the newest checkpoint, and does not overwrite one.
+            FencedError: A newer job owns the run; told again at every save of this one.
             CheckpointNotFoundError: The run is gone.
             CorruptCheckpointError: The run has lost its catalog.
             CommitUnknownError: The store never said whether the fence was taken.
             SaveTimeoutError: The deadline passed meanwhile.
             StorageError: The store refused, or did not answer.
         """
-        catalog = self._catalog(deadline)
+        if self._outranked is not None:
+            raise FencedError(self._outranked.what, **self._outranked.details)
+        try:
+            catalog = self._catalog(deadline)
+        except FencedError as error:
+            self._outranked = error
+            raise
         there = catalog.at(note.step)
+        self._require_progress(note, catalog)
         if there is not None and not (note.overwrite or there.abandoned or self._abandons(there)):
             raise CheckpointExistsError(
                 "A checkpoint of this step is live already. Save another step, or pass overwrite=True to replace it.",
@@ -247,7 +264,11 @@ class Job:
             metrics=run.metrics,
         )
         attempt = Attempt(entry, run.run_id, before=begun.before, borrowed=begun.borrowed, abandons=self._went_on_from)
-        catalog = self._swap(lambda now: committed(now, attempt), deadline)
+        try:
+            catalog = self._swap(lambda now: committed(now, attempt), deadline)
+        except FencedError as error:
+            self._outranked = error
+            raise
         self._open = False
         # What it went on from was said; saves that follow are beyond it.
         self._went_on_from = None
@@ -255,8 +276,8 @@ class Job:
 
     def _catalog(self, deadline: Deadline) -> Catalog:
         if self._token is None:
-            self._require_no_checkpoint(deadline)
             asking = RetryingStore(self._store, deadline, sleep=self._sleep)
+            require_no_checkpoint_by_itself(asking)
 
             def fence(now: Catalog) -> Catalog:
                 # A thread that was held up would fence the very job that went on without it.
@@ -282,15 +303,25 @@ class Job:
         self._require_ours(catalog)
         return catalog
 
-    def _require_no_checkpoint(self, deadline: Deadline) -> None:
-        """Refuse the prefix of a checkpoint by itself: who reads there would find that, and never the run."""
-        try:
-            RetryingStore(self._store, deadline, sleep=self._sleep).head(MANIFEST_KEY)
-        except ObjectNotFoundError:
-            return
-        raise CheckpointExistsError(
-            "A checkpoint by itself lies here (manifest.json); a run needs a URL of its own.", url=self._store.url
-        )
+    def _require_progress(self, note: Note, catalog: Catalog) -> None:
+        """Refuse a step that nobody would ever restore: the loop does not go on from what it was restored from."""
+        newest = self._newest(catalog)
+        if newest is not None and note.step < newest.step and not note.overwrite:
+            raise InvalidArgumentError(
+                "This step is older than the newest checkpoint, from which every job would go on. Does the loop go on "
+                "from the step that restore() returned? restore(state, <older step>) goes back.",
+                url=self._store.url,
+                step=note.step,
+                newest=newest.step,
+            )
+        left = [one.step for one in catalog.entries if self._abandons(one) and not one.abandoned]
+        if left:
+            logger.warning(
+                "%s: this job %s: its first commit abandons %s",
+                self._store.url,
+                "starts over" if self._went_on_from == -1 else f"goes on from step {self._went_on_from}",
+                ", ".join(map(str, left[-_STEPS_NAMED_MAX:])),
+            )
 
     def _fenced(self, catalog: Catalog) -> Catalog:
         newest = catalog.latest()

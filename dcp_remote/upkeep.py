@@ -398,8 +398,12 @@ def require_expendable(now: Catalog, entries: Iterable[Entry]) -> None:
     newest = now.latest()
     for entry in entries:
         if entry.pinned:
-            raise InvalidArgumentError("The checkpoint is pinned; undo that first, or force it.", step=entry.step)
+            raise InvalidArgumentError(
+                "The checkpoint is pinned: unpin it first (`dcp-remote pin --undo`), or force it (`rm --force`).",
+                step=entry.step,
+            )
         if entry == newest:
             raise InvalidArgumentError(
-                "This is the newest checkpoint, from which a job would go on; force it if it is to go.", step=entry.step
+                "This is the newest checkpoint, from which a job would go on; `rm --force` if it is to go.",
+                step=entry.step,
             )

@@ -168,7 +168,8 @@ class Scene:
         rounds: How often each does what it does, at most.
         resumes: From where a job goes on, one of these: the newest, one that is older, none on purpose, or none by
             mistake.
-        thins: How likely somebody is, while a save borrows, to thin what it borrows from.
+        thins: How likely somebody is, while a save borrows, to thin what it borrows from; and who retires and thins, to
+            thin alone, while somebody removes orphans.
     """
 
     jobs: tuple[int, int]
@@ -197,6 +198,7 @@ SCENES = (
     Scene(jobs=(1, 1), doubles=1.0, rounds=2),
     Scene(jobs=(0, 0), keep=(1, 1), said=0.8, read=(1, 1), rounds=1),
     Scene(jobs=(1, 1), rounds=1, resumes=("older",), thins=1.0),
+    Scene(jobs=(0, 0), keep=(1, 1), rounds=1, thins=1.0),
 )
 
 
@@ -338,7 +340,7 @@ class Trainer:
             except FencedError as error:
                 self.actor.say(f"    is told {type(error).__name__}")
                 raise
-            except CheckpointExistsError as error:
+            except (CheckpointExistsError, InvalidArgumentError) as error:  # the latter where its double is ahead
                 self.actor.say(f"    is told {type(error).__name__}")
                 return
             except TOLD as error:
@@ -435,7 +437,9 @@ def keep(actor: Actor, *, scene: Scene) -> None:
     upkeep = _upkeep(actor)
     by = retention(rng)
     for _ in range(rng.randint(1, scene.rounds)):
-        if rng.random() >= scene.said:
+        if scene.thins:
+            said(actor, partial(_thin_beside_gc, actor))
+        elif rng.random() >= scene.said:
             tidy(actor, upkeep, by)
         else:
             said(actor, partial(_remove, actor, upkeep))
@@ -468,6 +472,16 @@ def _remove(actor: Actor, upkeep: Upkeep) -> None:
         actor.doing = Thinning(steps)
         upkeep.thin(steps, deadline=deadline)
     upkeep.delete(deadline=deadline)
+
+
+def _thin_beside_gc(actor: Actor) -> None:
+    older = [entry.step for entry in _catalog(actor).entries][:-1]
+    if older:
+        step = actor.rng.choice(older)
+        actor.world.add(f"{actor.name}-collects", partial(collect, rounds=1))
+        # About when its new manifest lies there, and the catalog does not name it yet.
+        actor.gives_way_at = frozenset({actor.requests + actor.rng.randint(3, 7)})
+        _thin(actor, step)
 
 
 def _thin(actor: Actor, step: int) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
+import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dcp_remote
@@ -40,6 +47,7 @@ from dcp_remote.retention import Best
 from dcp_remote.run_gc import find_run_orphans
 from dcp_remote.run_names import manifest_key
 from dcp_remote.storage import LocalStore, MemoryStore
+from dcp_remote.storage.base import Buffer, Condition, Version
 from dcp_remote.storage.retrying import Deadline
 from dcp_remote.storage.wrapper import Request, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
@@ -122,7 +130,7 @@ def test_others_read_a_run() -> None:
     state = state_of(0)
     load_as_ranks([state], lambda: RemoteReader(store, step=1))
     assert_is(state, 1)
-    with pytest.raises(CheckpointNotFoundError, match="newest='1, 2'"):
+    with pytest.raises(CheckpointNotFoundError, match="steps='1, 2'"):
         load(store, step=3)
     with pytest.raises(InvalidArgumentError, match="integer"):
         load(store, step=1.0)  # type: ignore[arg-type]  # on purpose
@@ -222,13 +230,19 @@ def test_a_whole_training_in_one_commit() -> None:
         ({"name": "\ud800"}, "name"),
         ({"name": ["a", "a"]}, "twice"),
         ({"name": "x" * 201}, "name"),
-        ({"metrics": {"loss": float("nan")}}, "finite"),
         ({"metrics": {"loss": "low"}}, "number"),
         ({"metrics": {"loss": torch.zeros(2)}}, "number"),
         ({"metrics": {"": 1.0}}, "name"),
         ({"state": {1: 2}}, "strings"),
         ({"state": {"per_rank": 2}}, "per_rank"),
+        ({"name": 5}, "name"),
+        ({"name": "100"}, "digits"),
+        ({"metrics": {"loss": 10**400}}, "number"),
+        ({"state": {"a": {3: 1, "3": 2}}}, "alike as text, .* where='a' keys='3'"),
         ({"user": {"when": object()}}, "JSON"),
+        ({"user": {"loss": float("nan")}}, "JSON"),
+        ({"user": {"long": "x" * 2**20}}, "too large"),
+        ({"user": "text"}, "mapping"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], what: str) -> None:
@@ -244,7 +258,115 @@ def test_wrong_arguments(arguments: dict[str, Any], what: str) -> None:
     assert dict(newest.metrics) == {"loss": 0.5, "accuracy": 0.25}
 
 
+def test_a_retention_that_is_none() -> None:
+    with pytest.raises(InvalidArgumentError, match="Retention"):
+        CheckpointManager(MemoryStore(), retention=3)  # type: ignore[arg-type]  # on purpose
+
+
+def test_a_metric_that_is_not_finite(caplog: pytest.LogCaptureFixture) -> None:
+    """A loss that has become NaN does not end the training; the checkpoint goes without it, and that is said."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state_of(1), metrics={"loss": float("nan"), "accuracy": 0.5})
+    assert [dict(entry.metrics) for entry in read_catalog(store).catalog.entries] == [{"accuracy": 0.5}]  # type: ignore[union-attr]  # it is there
+    assert "metric=loss" in caplog.text
+
+
+def test_notes_are_copied() -> None:
+    """What is changed after the call is not noted."""
+    store = MemoryStore()
+    notes = {"seen": [1]}
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state_of(1), user=notes)
+        notes["seen"].append(2)
+        checkpoints.wait()
+        assert checkpoints.user() == {"seen": [1]}
+
+
+def test_keys_that_are_no_text() -> None:
+    """A schedule's milestones, and tensors below a number: each comes back under its own key, and is saved again."""
+
+    def made(value: float) -> dict[str, Any]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=value)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 7], gamma=value)
+        own = {0: {"best": value, 5: torch.full((2,), value), "rest": [{1: value, 2: torch.full((1,), value)}, 7]}}
+        return {
+            "schedule": schedule,
+            "loss": {0: value, 1: value / 2},
+            "own": own,
+            "more": PerRank({1: "a", "1": value}),
+        }
+
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, made(0.5))
+    state = made(0.25)
+    own = state["own"][0]
+    with CheckpointManager(store) as checkpoints:
+        assert checkpoints.restore(state) == 1
+        assert state["schedule"].milestones == {3: 1, 7: 1}
+        assert state["schedule"].gamma == 0.5
+        assert state["loss"] == {0: 0.5, 1: 0.25}
+        assert state["own"] == {0: own}
+        assert sorted(own, key=str) == [5, "best", "rest"]
+        assert own["best"] == 0.5
+        assert torch.equal(own[5], torch.full((2,), 0.5))
+        assert [*own["rest"][0]] == [1, 2]
+        assert own["rest"][0][1] == 0.5
+        assert own["rest"][0][2].item() == 0.5
+        assert state["more"].value == {1: "a", "1": 0.5}
+        checkpoints.save(2, state)
+    assert load(store)["schedule"]["milestones"] == {"3": 1, "7": 1}
+
+
 # ---- who may save
+
+
+def test_a_step_that_falls_behind() -> None:
+    """A loop that does not go on from what was restored: its checkpoints would never be restored."""
+    store = MemoryStore()
+    saved(store, 10, 20)
+    with CheckpointManager(store, retention=Retention(keep_last=2)) as checkpoints:
+        checkpoints.restore(state_of(0))
+        for step in (1, 15):
+            with pytest.raises(InvalidArgumentError, match=rf"restore\(\).* step={step} newest=20"):
+                checkpoints.save(step, state_of(step), wait=True)
+        checkpoints.save(10, state_of(10), overwrite=True, wait=True)
+        checkpoints.save(21, state_of(21))
+        checkpoints.wait()
+    with CheckpointManager(store) as checkpoints:
+        assert checkpoints.steps() == [20, 21]
+        checkpoints.restore(state_of(0), 20)
+        checkpoints.save(20, state_of(20), overwrite=True)  # at the very step that it went back to
+
+
+def test_what_is_left_behind_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, by the job that goes back or over; and that a job starts from nothing."""
+    store = MemoryStore()
+    saved(store, 10, 20)
+    assert "starts from nothing" in caplog.text
+    caplog.clear()
+    with CheckpointManager(store, resumed_from=1) as checkpoints:
+        checkpoints.save(2, state_of(2))
+    with CheckpointManager(store, start_over=True) as checkpoints:
+        checkpoints.save(1, state_of(1))
+    assert "goes on from step 1: its first commit abandons 10, 20" in caplog.text
+    assert "starts over: its first commit abandons 2" in caplog.text
+    assert "nothing" not in caplog.text
+
+
+def test_a_job_that_was_fenced_stays_so() -> None:
+    """Restoring again and going on, it would take the run back from the job that took it."""
+    store = MemoryStore()
+    with contextlib.suppress(FencedError), CheckpointManager(store) as old:
+        old.save(1, state_of(1), wait=True)
+        saved(store, 2)
+        with pytest.raises(FencedError):
+            old.save(3, state_of(3), wait=True)
+        assert old.restore(state_of(0)) == 2
+        with pytest.raises(FencedError):
+            old.save(3, state_of(3), wait=True)
+    assert dcp_remote.latest(store).step == 2  # type: ignore[union-attr]  # it is there
 
 
 def test_a_run_that_was_not_restored() -> None:
@@ -285,6 +407,17 @@ def test_going_back() -> None:
     assert load(store, step=20)["step"] == -20
     assert load(store, step=30)["step"] == 30
     assert load(store)["step"] == 40
+
+
+def test_a_run_is_no_place_for_a_checkpoint_by_itself() -> None:
+    """Readers of the run would find that one instead, and jobs the run."""
+    store = MemoryStore()
+    saved(store, 1)
+    with pytest.raises(CheckpointExistsError, match="A run lies here"):
+        save_as_ranks([{"a": torch.zeros(3)}], lambda: RemoteWriter(store))
+    with pytest.raises(CheckpointExistsError, match="A run lies here"):
+        save_as_ranks([{"a": torch.zeros(3)}], lambda: RemoteWriter(store, overwrite=True))
+    assert_is(load(store), 1)
 
 
 def test_a_checkpoint_by_itself_is_no_run() -> None:
@@ -409,6 +542,38 @@ def test_thinning() -> None:
         assert entries[0].size_bytes < entries[2].size_bytes
     found = find_run_orphans(store, grace_seconds=0)
     assert (found.old, found.young) == ((), ())
+
+
+def test_a_state_that_asks_for_what_was_thinned() -> None:
+    """Says so, and not that a key is missing."""
+    store = MemoryStore()
+    saved(store, 1, 2, retention=Retention(keep_optimizer_last=1))
+    with CheckpointManager(store) as checkpoints:
+        with pytest.raises(InvalidArgumentError, match=r"thinned.* step=1 without='optim'"):
+            checkpoints.restore(state_of(0), 1)
+        state = {key: value for key, value in state_of(0).items() if key != "optim"}
+        assert checkpoints.restore(state, 1) == 1
+
+
+def test_what_has_no_place_in_the_state_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """An optimizer that has made no step has no state to restore into; so has a dict that is still empty."""
+
+    def made() -> dict[str, Any]:
+        model = nn.Linear(3, 2)
+        return {"model": model, "optim": torch.optim.Adam(model.parameters()), "scores": {}}
+
+    store, state = MemoryStore(), made()
+    state["model"](torch.ones(3)).sum().backward()
+    state["optim"].step()
+    state["scores"]["best"] = 1
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        checkpoints.restore(state)
+        assert "left out" not in caplog.text
+        checkpoints.restore(made())
+    told = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert sorted(line.split()[0] for line in told) == ["optim.state", "scores"]
 
 
 def test_a_checkpoint_that_was_thinned_lends_no_optimizer() -> None:
@@ -619,6 +784,79 @@ def test_a_fence_that_hangs() -> None:
     checkpoints.save(3, state_of(3), wait=True)
     checkpoints.close()
     assert CheckpointManager(inner).steps() == [2, 3]
+
+
+class InterruptingStore(WrappedStore):
+    """Ctrl-C while a shard is on its way."""
+
+    uploads = 0
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        if key.startswith("shards/"):
+            type(self).uploads += 1
+            if type(self).uploads == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1.0)
+        return super().put(key, buffers, condition=condition)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
+def test_ctrl_c_in_a_save_that_copies_nothing() -> None:
+    """The state changes afterwards: nothing of it may be committed under that step, and the next save is right."""
+    store = MemoryStore()
+    state = state_of(1)
+    with CheckpointManager(InterruptingStore(store)) as checkpoints:
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(1, state, wait=True)
+        state["model"]["weight"].fill_(7.0)
+        assert checkpoints.wait() is None
+        assert checkpoints.steps() == []
+        checkpoints.save(2, state_of(2))
+    assert_is(load(store), 2)
+    assert [entry.step for entry in read_catalog(store).catalog.entries] == [2]  # type: ignore[union-attr]  # it is there
+
+
+def test_the_copy_of_a_state_goes_with_its_save() -> None:
+    """Two copies of one state, each of its size, are too much; so is one for ever."""
+    with CheckpointManager(MemoryStore()) as checkpoints:
+        big = torch.zeros(1_000)
+        gone = weakref.ref(big)
+        checkpoints.save(1, {"a": big}, wait=True)
+        del big
+        gc.collect()
+        assert gone() is None
+
+
+def test_a_child_that_is_forked_leaves_the_save_to_its_parent(tmp_path: Path) -> None:
+    """It has none of the threads, and ends as if there were no manager."""
+    code = f"""
+import os, time, torch
+from dcp_remote import CheckpointManager, latest
+checkpoints = CheckpointManager({str(tmp_path)!r})
+checkpoints.save(1, {{"a": torch.zeros(1000)}})
+pid = os.fork()
+if pid == 0:
+    raise SystemExit(5)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+checkpoints.close()
+assert latest({str(tmp_path)!r}).step == 1
+"""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_manager_made_too_early(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Before torch.distributed was initialized, each rank would take itself for the only one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with CheckpointManager(MemoryStore()) as checkpoints:
+        assert "WORLD_SIZE is set" in caplog.text
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        with pytest.raises(InvalidArgumentError, match=r"before torch\.distributed was initialized"):
+            checkpoints.save(1, state_of(1))
+        monkeypatch.undo()
 
 
 def test_leaving_the_block() -> None:

@@ -96,6 +96,7 @@ ROOMS = [
     "aliases",
     "loading",
     "reader",
+    "text_keys",
     "per_rank",
     "random_states",
     "staging",

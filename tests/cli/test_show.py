@@ -176,7 +176,7 @@ def test_a_step_that_is_not_there(run: str, checkpoint: str, capsys: pytest.Capt
     """Told which are; a checkpoint by itself has none."""
     for step in ("300", "worst"):
         assert main(["show", run, "--step", step]) == 1
-        assert "newest='100, 200'" in capsys.readouterr().err
+        assert "steps='100, 200'" in capsys.readouterr().err
     assert main(["show", checkpoint, "--step", "1"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
