@@ -307,6 +307,8 @@ class CheckpointManager:
         joint = self._join(
             "the restore", seconds=self._timeout_seconds, failed=DcpRemoteError, timed_out=DcpRemoteError
         )
+        # Here, whatever comes of the restore: at the same place on all ranks.
+        self._preemption.count_anew()
         asked = step if isinstance(step, int) else None
         operation = self._telemetry.load(self._store, step=asked, rank=self._ranks.rank)
         try:
@@ -335,7 +337,8 @@ class CheckpointManager:
         """Whether this is the step at which to save and stop, because the job is about to be killed.
 
         Called by every rank after every step. SIGTERM reaches ranks at different times, and some never: they agree on
-        one step, at which this is True on all of them. From the first call on, SIGTERM no longer ends the process.
+        one step, at which this is True on all of them. From the first call on, SIGTERM no longer ends the process;
+        a handler of your own that was installed before is called as well.
         Saves that follow end within `notice_seconds` of the signal, or are given up: never half a checkpoint.
 
             stopping = checkpoints.reached_preemption(step)

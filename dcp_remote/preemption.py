@@ -4,22 +4,27 @@ An ordinary step costs a lock. A collective in each step would cost more, and on
 of the signal would never end. So ranks agree in the background, over the key-value store (`dcp_remote.pulse`):
 
     preempt/asked       somebody is about to be killed
-    preempt/at/<rank>   the last step that this rank's `reached` was asked about; -1 if it never was
-    preempt/step        what the coordinator decides, one more than the largest of these; or `none`. Written once
+    preempt/at/<rank>   the last moment that this rank's `reached` was asked about
+    preempt/step        what the coordinator decides, a step after the latest of these; or `none`. Written once
 
 As soon as a rank's pulse sees the first, it publishes the second, and from then on `reached` waits there for the third.
 So nobody is past the step that is decided. And nobody waits in vain: what a rank publishes does not depend on its
 training, which may itself be waiting, in a collective, for a rank that waits here.
+
+A moment is a step, and how often steps were counted anew before it: a training that restores goes back to a smaller
+step, and has not been there yet. All ranks come to the same moments, in the same order.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 
 from dcp_remote.errors import InvalidArgumentError
@@ -39,6 +44,29 @@ _STEP = "preempt/step"
 _NONE = b"none"
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Moment:
+    """When `reached` was asked.
+
+    Attributes:
+        turn: How often steps had been counted anew.
+        step: That it was asked about; -1 if it never was.
+    """
+
+    turn: int
+    step: int
+
+    def encode(self) -> bytes:
+        """As it stands in the store."""
+        return b"%d %d" % (self.turn, self.step)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Moment:
+        """What `encode` made."""
+        turn, step = data.split()
+        return cls(int(turn), int(step))
+
+
 class Agreement:
     """One rank's side of it: no clock, no signal, and nothing here waits.
 
@@ -52,22 +80,25 @@ class Agreement:
         self._rank = rank
         self._world_size = world_size
         self._lock = threading.Lock()
+        # The last step of this turn, if there is one yet; and the last moment of those before.
+        self._turn = 0
         self._last_step = -1
-        # The last step as it was, or is about to be, published.
-        self._here: int | None = None
+        self._before = Moment(0, -1)
+        # The last moment as it was, or is about to be, published.
+        self._here: Moment | None = None
         self._published = False
         self._stopped = False
-        self._step: int | None = None
-        self._reached: int | None = None
+        self._decided: Moment | None = None
+        self._reached: Moment | None = None
         # The coordinator's: what is known of the others.
-        self._steps: dict[int, int] = {}
+        self._moments: dict[int, Moment] = {}
         self.heard = threading.Event()
         self.settled = threading.Event()
 
     @property
-    def step(self) -> int | None:
+    def decided(self) -> Moment | None:
         """What was decided; None if nothing was, or not yet."""
-        return self._step
+        return self._decided
 
     def ask(self, step: int) -> bool | None:
         """Whether this is the step, or the first one after it; None if it is not known, and nobody may go on.
@@ -75,12 +106,30 @@ class Agreement:
         In the thread of training.
         """
         with self._lock:
-            if self._here is not None and not self.settled.is_set() and not self._stopped and step > self._here:
+            if self._here is None and self._decided is None:  # an ordinary step
+                self._last_step = max(self._last_step, step)
+                return False
+            passed, now = self._last(), Moment(self._turn, step)
+            if self._here is not None and not self.settled.is_set() and not self._stopped and now > self._here:
                 return None
-            passed, self._last_step = self._last_step, max(self._last_step, step)
-            if self._step is not None and self._reached is None and passed < self._step <= step:
-                self._reached = step
-            return self._reached == step
+            self._last_step = max(self._last_step, step)
+            if self._decided is not None and self._reached is None and passed < self._decided <= now:
+                self._reached = now
+            return self._reached == now
+
+    def stop_at(self, step: int) -> None:
+        """It is this step, in whatever order steps are asked about; of a rank that is alone."""
+        with self._lock:
+            if self._decided is None:
+                self._decided = self._reached = Moment(self._turn, step)
+                self.settled.set()
+
+    def count_anew(self) -> None:
+        """Steps may be smaller from here on; in the thread of training, between the same two calls on all ranks."""
+        with self._lock:
+            self._before = self._last()
+            self._turn += 1
+            self._last_step = -1
 
     def stop_waiting(self) -> None:
         """Go on, whatever the others do: the store does not answer. A decision that comes in time still counts."""
@@ -106,37 +155,38 @@ class Agreement:
             self.heard.set()
             with self._lock:
                 if self._here is None:
-                    self._here = self._last_step
+                    self._here = self._last()
                 here = self._here
-            client.put(f"preempt/at/{self._rank}", b"%d" % here)
+            client.put(f"preempt/at/{self._rank}", here.encode())
             self._published = True
         if self._rank == 0:
             self._decide(client)
         if client.has([_STEP]):
-            value = client.get(_STEP)
-            self.settle(None if value == _NONE else int(value))
+            self._settle(client.get(_STEP))
 
     def give_up(self, client: Client) -> None:
         """Nothing is decided, unless it is already; in the thread of the pulse."""
         if not self.settled.is_set():
             client.put_first(_STEP, _NONE)
-            value = client.get(_STEP)
-            self.settle(None if value == _NONE else int(value))
+            self._settle(client.get(_STEP))
 
-    def settle(self, step: int | None) -> None:
-        """It is this step, or none; what was settled before stays."""
+    def _settle(self, value: bytes) -> None:
         with self._lock:
             if not self.settled.is_set():
-                self._step = step
+                self._decided = None if value == _NONE else Moment.decode(value)
                 self.settled.set()
 
+    def _last(self) -> Moment:
+        return Moment(self._turn, self._last_step) if self._last_step >= 0 else self._before
+
     def _decide(self, client: Client) -> None:
-        keys = {f"preempt/at/{rank}": rank for rank in range(self._world_size) if rank not in self._steps}
+        keys = {f"preempt/at/{rank}": rank for rank in range(self._world_size) if rank not in self._moments}
         there = sorted(client.present(list(keys)))
         for key, value in zip(there, client.get_many(there), strict=True):
-            self._steps[keys[key]] = int(value)
-        if len(self._steps) == self._world_size:
-            client.put_first(_STEP, b"%d" % (max(self._steps.values()) + 1))
+            self._moments[keys[key]] = Moment.decode(value)
+        if len(self._moments) == self._world_size:
+            latest = max(self._moments.values())
+            client.put_first(_STEP, Moment(latest.turn, latest.step + 1).encode())
 
 
 class Preemption:
@@ -161,47 +211,64 @@ class Preemption:
         self._asked = False
         self._heard_seconds = math.inf
         self._given_up = False
-        self._installed = False
-        self._before: Callable[[int, FrameType | None], object] | int | None = None
         if self._pulse is not None:
             self._pulse.add_hook(self._beat)
 
     def install(self) -> None:
         """Listen for SIGTERM, which from now on does not end this process; done once, however often it is called.
 
+        A handler that was there before, in Python, is called as well, after this has heard of it; see `Sigterm`.
+
         Raises:
             InvalidArgumentError: This is not the main thread, where Python allows it.
         """
-        if self._installed:
+        if self in _SIGTERM:
             return
         if threading.current_thread() is not threading.main_thread():
             raise InvalidArgumentError("SIGTERM can only be listened for from the main thread; call this there first.")
-        self._before = signal.signal(signal.SIGTERM, self._on_signal)
-        self._installed = True
+        _SIGTERM.add(self)
 
     def request(self) -> None:
         """Ask for it without a signal; from any thread."""
-        self._on_signal(signal.SIGTERM, None)
+        self.hear()
         if self._pulse is not None:
             self._pulse.tell(self._beat)
+
+    def hear(self) -> None:
+        """Somebody asks for it; takes no lock, since signals do. The pulse looks at every beat."""
+        if not self._asked:
+            self._heard_seconds = min(self._heard_seconds, self._clock())
+            self._asked = True
+
+    def count_anew(self) -> None:
+        """Steps may be smaller from here on, because an older checkpoint is restored; costs a lock.
+
+        Called by every rank between the same two calls of `reached`; needlessly, it does no harm. What was agreed on
+        already still counts: then the next step is the one.
+        """
+        self._agreement.count_anew()
 
     def reached(self, step: int) -> bool:
         """Whether this is the step at which to save and stop; called by every rank after every step.
 
-        True on all ranks at one and the same step, the first one that is at least what was agreed on. Waits only
-        between the signal and the agreement, about three beats; at most as long as the notice, or half a minute if
-        there is none. If they cannot agree in time, it is never True, which is logged once.
+        True on all ranks at one and the same step, the first one that is at least what was agreed on; and again, if it
+        is asked about again. Steps do not go down but where `count_anew` was called. Ranks may call several times with
+        one step, as when gradients are accumulated. A rank that is alone stops at the next call, whatever the step.
+
+        Costs a lock before the signal, and no request. Waits only between the signal and the agreement, about three
+        beats; at most as long as the notice, or half a minute if there is none. If they cannot agree in time, it is
+        never True, which is logged once.
         """
         if self._pulse is None:
             if self._asked:
-                self._agreement.settle(step)
+                self._agreement.stop_at(step)
             return bool(self._agreement.ask(step))
         answer = self._agreement.ask(step)
         if answer is None:
             self._wait()
             answer = self._agreement.ask(step)
         if self._agreement.settled.is_set():
-            hopeless = self._agreement.step is None
+            hopeless = self._agreement.decided is None
         else:
             hopeless = self._asked and self._pulse.gone is not None
         if hopeless:
@@ -218,20 +285,7 @@ class Preemption:
         """Do not listen any more: SIGTERM does what it did before."""
         if self._pulse is not None:
             self._pulse.remove_hook(self._beat)
-        if not self._installed:
-            return
-        self._installed = False
-        if threading.current_thread() is not threading.main_thread():
-            logger.warning("SIGTERM stays ignored: what it did before can be restored from the main thread only.")
-        elif signal.getsignal(signal.SIGTERM) == self._on_signal:  # somebody may have put his own in its place
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # Runs between any two instructions of the main thread, which may hold any lock: so none is taken here. The
-        # pulse looks every second.
-        if not self._asked:
-            self._heard_seconds = min(self._heard_seconds, self._clock())
-            self._asked = True
+        _SIGTERM.remove(self)
 
     def _beat(self, client: Client) -> None:
         self._agreement.beat(client, asked=self._asked)
@@ -257,3 +311,91 @@ class Preemption:
         if not self._given_up:
             self._given_up = True
             logger.warning("The ranks did not agree in time on a step at which to stop: training goes on.")
+
+
+class Sigterm:
+    """This process's handler of SIGTERM: one for all who listen, there from the first that does to the last.
+
+    The handler runs between any two instructions of the main thread, which may hold any lock: so it takes none, and
+    logs nothing.
+
+    What SIGTERM did before goes on as far as it does not end the process: a handler of the user's own, in Python, is
+    called as well, after the listeners. Where SIGTERM was ignored it is listened for all the same: a launcher that
+    ignores it, as after `trap '' TERM` in a shell, wants to outlive it, not that nobody hears of it.
+
+    A child that is forked does not listen: SIGTERM does there what it did before, until the child says otherwise. None
+    that was sent to the child is lost, however early.
+    """
+
+    def __init__(self) -> None:
+        """See the class; nobody listens yet."""
+        # Changed in one instruction: other threads may stop to listen while the handler runs.
+        self._listeners: set[Preemption] = set()
+        self._before: Callable[[int, FrameType | None], object] | int | None = signal.SIG_DFL
+        self._is_handing_on = False
+        self._forking = threading.local()
+        os.register_at_fork(
+            before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork_in_child
+        )
+
+    def __contains__(self, listener: object) -> bool:
+        """Whether it listens."""
+        return listener in self._listeners
+
+    def add(self, listener: Preemption) -> None:
+        """From now on it hears of each signal; in the main thread."""
+        self._listeners.add(listener)
+        if not self._is_installed():
+            self._before = signal.signal(signal.SIGTERM, self._handle)
+
+    def remove(self, listener: Preemption) -> None:
+        """It hears of none from now on; after the last one, SIGTERM does what it did before.
+
+        In a thread that may not put the former handler back, ours stays, and does that instead.
+        """
+        self._listeners.discard(listener)
+        if not self._listeners and threading.current_thread() is threading.main_thread():
+            self._put_back()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        listeners = tuple(self._listeners)
+        for listener in listeners:
+            listener.hear()
+        if callable(self._before):
+            # It may call us in its turn: then it was put in our place earlier, and has kept ours as the one before.
+            if not self._is_handing_on:
+                self._is_handing_on = True
+                try:
+                    self._before(number, frame)
+                finally:
+                    self._is_handing_on = False
+        elif not listeners and self._is_installed():  # if it is not, whoever calls us has decided what happens
+            self._put_back()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _is_installed(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) == self._handle
+
+    def _put_back(self) -> None:
+        if self._is_installed():  # somebody may have put his own in its place
+            before, self._before = self._before, signal.SIG_DFL
+            # None is a handler that is not Python's.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+    def _before_fork(self) -> None:
+        # What reaches the child before Python is ready there would find our handler, and then be forgotten. It waits.
+        self._forking.mask = None
+        if self._is_installed():
+            self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def _after_fork(self) -> None:
+        if self._forking.mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
+
+    def _after_fork_in_child(self) -> None:
+        self._listeners.clear()
+        self._put_back()
+        self._after_fork()
+
+
+_SIGTERM = Sigterm()

@@ -859,6 +859,20 @@ def test_a_manager_made_too_early(monkeypatch: pytest.MonkeyPatch, caplog: pytes
         monkeypatch.undo()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
+def test_preemption_after_going_back() -> None:
+    """Steps that are done again count, and so does one that is asked about several times."""
+    store = MemoryStore()
+    saved(store, 4)
+    with CheckpointManager(store) as checkpoints:
+        assert not any(checkpoints.reached_preemption(step) for step in range(1, 30))
+        assert checkpoints.restore(state_of(0)) == 4
+        assert not any(checkpoints.reached_preemption(step) for step in (5, 6, 6))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert checkpoints.reached_preemption(6)
+        checkpoints.save(6, state_of(6))
+
+
 def test_leaving_the_block() -> None:
     """It waits, and raises; but an error of the block itself comes first."""
     store = FaultyStore(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -20,7 +23,7 @@ import torch.distributed as dist
 
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.joint import Ranks
-from dcp_remote.preemption import Agreement, Preemption
+from dcp_remote.preemption import Agreement, Moment, Preemption
 from dcp_remote.pulse import Client
 from dcp_remote.testing.rank_pool import RankPool
 from tests.distributed.parties import Party, held, join, party, wait_until
@@ -33,14 +36,14 @@ class Terms:
     """What ranks do.
 
     Attributes:
-        steps: After which they ask, of all ranks alike.
+        steps: After which they ask, of all ranks alike; at None they all restore, and count anew.
         world_size: How many ranks.
         asked: Who may get a signal.
         give_up: Who may lose patience.
         in_step: Whether each step is a collective of all.
     """
 
-    steps: tuple[int, ...]
+    steps: tuple[int | None, ...]
     world_size: int
     asked: frozenset[int]
     give_up: frozenset[int] = frozenset()
@@ -56,7 +59,7 @@ class World:
         self.client = Client(self.store)
         self.agreements = [Agreement(rank, terms.world_size) for rank in range(terms.world_size)]
         self.done = [0] * terms.world_size  # how many steps
-        self.stopped: dict[int, int] = {}
+        self.stopped: dict[int, int] = {}  # in which of their calls
         self.waits = [False] * terms.world_size
         self.asked = [False] * terms.world_size
         self.gave_up = [False] * terms.world_size
@@ -94,12 +97,14 @@ class World:
             agreement.give_up(self.client)
         else:
             step = self.terms.steps[self.done[rank]]
-            answer = agreement.ask(step)
+            if step is None:
+                agreement.count_anew()
+            answer = False if step is None else agreement.ask(step)
             self.waits[rank] = answer is None
+            if answer:
+                self.stopped[rank] = self.done[rank]
             if answer is not None:
                 self.done[rank] += 1
-            if answer:
-                self.stopped[rank] = step
         assert len(set(self.stopped.values())) <= 1, "ranks stop at different steps"
 
     def finish(self) -> None:
@@ -115,7 +120,8 @@ class World:
     def state(self) -> object:
         return (
             [
-                (one._last_step, one._here, one._published, one._step, one._reached, one.settled.is_set(), one._steps)
+                {name: value for name, value in vars(one).items() if name not in ("_lock", "heard", "settled")}
+                | {"settled": one.settled.is_set()}
                 for one in self.agreements
             ],
             sorted((key, self.store.get(key)) for key in self.store.list_keys()),
@@ -124,7 +130,7 @@ class World:
 
 
 def explore(terms: Terms) -> tuple[int, set[int | None]]:
-    """All states that can be reached: how many, and at which steps ranks stop."""
+    """All states that can be reached: how many, and in which of their calls ranks stop."""
     seen: set[str] = set()
     endings: set[int | None] = set()
     paths: deque[tuple[tuple[str, int], ...]] = deque([()])
@@ -150,8 +156,13 @@ BOTH = frozenset({0, 1})
     ("terms", "endings"),
     [
         pytest.param(Terms((0, 1, 2), 2, BOTH), {None, 0, 1, 2}, id="two ranks"),
-        pytest.param(Terms((10, 20, 30), 2, BOTH), {None, 10, 20, 30}, id="strides"),
+        pytest.param(Terms((10, 20, 30), 2, BOTH), {None, 0, 1, 2}, id="strides"),
         pytest.param(Terms((0, 1, 2), 2, BOTH, in_step=False), {None, 0, 1, 2}, id="each by itself"),
+        pytest.param(Terms((0, 0, 1, 1), 2, BOTH), {None, 0, 2}, id="several calls of a step"),
+        pytest.param(Terms((8, 9, None, 4, 5), 2, BOTH), {None, 0, 1, 3, 4}, id="back to an earlier step"),
+        pytest.param(
+            Terms((8, None, 8, 9), 2, BOTH, in_step=False), {None, 0, 2, 3}, id="back to the same step, each by itself"
+        ),
         pytest.param(Terms((0, 1), 2, BOTH, BOTH), {None, 0, 1}, id="impatient"),
         pytest.param(Terms((0, 1), 3, frozenset({2})), {None, 0, 1}, id="three ranks, one signal"),
     ],
@@ -169,7 +180,9 @@ def test_random_interleavings(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(100):
         world_size = rng.randrange(2, 6)
-        steps = tuple(range(0, rng.randrange(4, 30), rng.randrange(1, 4)))
+        steps: tuple[int | None, ...] = tuple(range(0, rng.randrange(4, 30), rng.randrange(1, 4)))
+        for _ in range(rng.randrange(3)):  # some steps again
+            steps = (*steps, rng.choice([None, steps[-1]]), *steps[rng.randrange(len(steps)) :])
         some = [frozenset(rank for rank in range(world_size) if rng.random() < 0.4) for _ in range(2)]
         world = World(Terms(steps, world_size, some[0], some[1], in_step=rng.random() < 0.7))
         for _ in range(rng.randrange(200)):
@@ -248,6 +261,43 @@ def test_a_rank_that_has_not_begun_to_train() -> None:
         assert [late.reached(step) for step in (1, 2, 3)] == [False, True, False]
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_training_that_goes_back(is_early: bool) -> None:
+    """What was asked about before a restore counts no more; but what was agreed on before it ends the job after it."""
+    with party(2, beat_seconds=0.01) as them:
+        preemptions = [Preemption(ranks, 20.0) for ranks in them.ranks]
+
+        def agree() -> None:
+            preemptions[0].request()
+            wait_until(lambda: all(one._agreement.settled.is_set() for one in preemptions))
+
+        assert not any(one.reached(step) for step in range(1, 31) for one in preemptions)
+        if is_early:
+            agree()
+        for one in preemptions:
+            one.count_anew()
+        if not is_early:
+            assert not any(one.reached(5) for one in preemptions)
+            agree()
+        assert [one.reached(6) for one in preemptions] == [True, True]
+
+
+def test_a_rank_goes_back_while_another_is_asked() -> None:
+    """One said where it was before the restore, the other after it: they stop at a step that neither has passed."""
+    with party(2, beat_seconds=0.01) as them:
+        one, other = (Preemption(ranks, 20.0) for ranks in them.ranks)
+        assert not one.reached(30)
+        assert not other.reached(30)
+        with held(them.ranks[1]):
+            one.request()
+            wait_until(lambda: one._agreement._published)
+            one.count_anew()
+            other.count_anew()
+            assert not other.reached(5)
+        wait_until(lambda: one._agreement.settled.is_set() and other._agreement.settled.is_set())
+        assert [one.reached(5), one.reached(6), other.reached(6)] == [False, True, True]
+
+
 def test_ranks_that_cannot_agree_go_on(caplog: pytest.LogCaptureFixture) -> None:
     """One is silent: the others wait for as long as the notice, then train on, and say so once each."""
     with party(3, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
@@ -272,7 +322,7 @@ def test_a_silent_coordinator_holds_nobody_up_for_ever() -> None:
             wait_until(preemptions[1]._agreement.heard.is_set)
             assert not preemptions[1].reached(1)
         wait_until(preemptions[0]._agreement.settled.is_set)
-        assert preemptions[0]._agreement.step is None
+        assert preemptions[0]._agreement.decided is None
         assert not any(one.reached(2) for one in preemptions)
 
 
@@ -289,7 +339,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up_for_ever(
             with held(them.ranks[1]):
                 assert [other.reached(step) for step in (1, 2)] == [False, False]
                 # What the coordinator then decides counts where it still can.
-                Client(dist.PrefixStore("party", them.store)).put_first("preempt/step", b"4")
+                Client(dist.PrefixStore("party", them.store)).put_first("preempt/step", Moment(0, 4).encode())
             wait_until(other._agreement.settled.is_set)
             assert [other.reached(step) for step in (3, 4, 5)] == [False, True, False]
         wait_until(one._agreement.settled.is_set)
@@ -298,19 +348,33 @@ def test_a_store_that_does_not_answer_holds_nobody_up_for_ever(
 
 
 class LostStore:
-    """Goes away when it is told to."""
+    """Goes away when it is told to; notes which threads use it."""
 
     lost = False
 
     def __init__(self) -> None:
         self._store = dist.HashStore()
+        self.threads: set[int] = set()
 
     def __getattr__(self, name: str) -> Any:
+        self.threads.add(threading.get_ident())
         if self.lost:
             raise dist.DistNetworkError("Broken pipe")
         if name == "clone":
             raise AttributeError(name)
         return getattr(self._store, name)
+
+
+def test_a_training_that_nobody_stops_asks_the_store_nothing() -> None:
+    """Each call is answered by what this rank knows: only the pulse has to do with the store."""
+    store = LostStore()
+    ranks = Ranks(0, 2, store, beat_seconds=0.01)  # type: ignore[arg-type]
+    preemption = Preemption(ranks, 20.0)
+    store.threads.clear()
+    assert not any(preemption.reached(step) for step in range(1000))
+    wait_until(lambda: store.threads)
+    assert threading.get_ident() not in store.threads
+    ranks.close()
 
 
 def test_a_store_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:
@@ -368,6 +432,22 @@ def test_a_signal(alone: tuple[Preemption, Clock]) -> None:
     assert preemption.remaining_seconds() == 0.0
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param([1, 1], [1, 1, 1, 2, 2], id="several calls of a step"),
+        pytest.param([1, 2, 30], [6, 6, 7], id="back to an earlier step"),
+        pytest.param([], [0, 1], id="the first"),
+    ],
+)
+def test_a_rank_that_is_alone(before: list[int], after: list[int]) -> None:
+    """It stops at the next call, whatever its step, and in all calls of that."""
+    preemption = Preemption(Ranks(0, 1, None))
+    assert not any(preemption.reached(step) for step in before)
+    preemption.request()
+    assert [preemption.reached(step) for step in after] == [step == after[0] for step in after]
+
+
 def test_without_a_notice_nothing_counts_down() -> None:
     """It is not known how long there is."""
     preemption = Preemption(Ranks(0, 1, None))
@@ -376,29 +456,115 @@ def test_without_a_notice_nothing_counts_down() -> None:
     assert preemption.reached(1)
 
 
-def test_handlers_are_put_back(alone: tuple[Preemption, Clock]) -> None:
-    """The one before; but not over one that somebody has put in place since."""
-    preemption, _ = alone
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """A handler of the user's own stands already: what it hears."""
+    found: list[int] = []
 
-    def other(number: int, frame: FrameType | None) -> None:
-        """Of somebody else."""
+    def own(number: int, frame: FrameType | None) -> None:
+        found.append(number)
 
+    before = signal.signal(signal.SIGTERM, own)
     try:
-        signal.signal(signal.SIGTERM, other)
-        preemption.install()
-        preemption.close()
-        assert signal.getsignal(signal.SIGTERM) is other
-        preemption.install()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        preemption.close()
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        yield found
+        assert signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_other_threads_cannot_listen(alone: tuple[Preemption, Clock], caplog: pytest.LogCaptureFixture) -> None:
-    """Python allows it in the main thread alone: said by an error; and by a warning where a thread closes."""
+def alone_too() -> Preemption:
+    return Preemption(Ranks(0, 1, None))
+
+
+@pytest.mark.parametrize("closed_first", [0, 1])
+def test_two_that_listen(heard: list[int], closed_first: int) -> None:
+    """Each hears of it, and so does the handler from before; closed in any order, that is back after the last."""
+    two = [alone_too(), alone_too()]
+    for one in two:
+        one.install()
+    signal.raise_signal(signal.SIGTERM)
+    assert [one.reached(1) for one in two] == [True, True]
+    assert heard == [signal.SIGTERM]
+    first, last = two[closed_first], two[1 - closed_first]
+    first.close()
+    late = alone_too()
+    late.install()
+    last.close()
+    signal.raise_signal(signal.SIGTERM)
+    assert late.reached(1)
+    late.close()
+    signal.raise_signal(signal.SIGTERM)
+    assert len(heard) == 3
+
+
+def test_the_former_handler_comes_last(heard: list[int]) -> None:
+    """It may raise: whoever listens has heard of it before, and hears of the next."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        assert preemptions[-1].reached(1)
+        raise SystemExit(7)
+
+    own = signal.signal(signal.SIGTERM, leave)
+    preemptions: list[Preemption] = []
+    for _ in range(2):
+        preemptions.append(alone_too())
+        preemptions[-1].install()
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+    for one in preemptions:
+        one.close()
+    assert signal.getsignal(signal.SIGTERM) is leave
+    signal.signal(signal.SIGTERM, own)
+    assert not heard
+
+
+def test_a_handler_that_was_put_in_its_place(heard: list[int]) -> None:
+    """It is left there; and where it calls ours, as the one before, nothing goes round in circles."""
+    own = signal.getsignal(signal.SIGTERM)
+    one, two = alone_too(), alone_too()
+    one.install()
+    ours = signal.getsignal(signal.SIGTERM)
+    assert callable(ours)
+    calls: list[int] = []
+
+    def on_top(number: int, frame: FrameType | None) -> None:
+        calls.append(number)
+        ours(number, frame)
+
+    signal.signal(signal.SIGTERM, on_top)
+    signal.raise_signal(signal.SIGTERM)
+    assert one.reached(1)
+    assert (len(calls), len(heard)) == (1, 1)
+    two.install()
+    signal.raise_signal(signal.SIGTERM)
+    assert two.reached(1)
+    assert len(calls) == 2
+    one.close()
+    two.close()
+    assert signal.getsignal(signal.SIGTERM) is on_top
+    signal.raise_signal(signal.SIGTERM)
+    assert len(calls) == 3
+    signal.signal(signal.SIGTERM, own)
+
+
+def test_what_was_ignored_is_heard_of(heard: list[int]) -> None:
+    """A launcher that ignores SIGTERM does not mean that nobody may know; afterwards it is ignored again."""
+    own = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    preemption = alone_too()
+    preemption.install()
+    signal.raise_signal(signal.SIGTERM)
+    assert preemption.reached(1)
+    preemption.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    preemption.install()
+    in_a_thread(preemption.close)
+    signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    signal.signal(signal.SIGTERM, own)
+
+
+def test_other_threads_cannot_listen(alone: tuple[Preemption, Clock], heard: list[int]) -> None:
+    """Python allows it in the main thread alone, which an error says. Where a thread closes, the former is called."""
     preemption, _ = alone
     errors: list[BaseException] = []
 
@@ -412,8 +578,14 @@ def test_other_threads_cannot_listen(alone: tuple[Preemption, Clock], caplog: py
     assert "main thread" in str(errors[0])
     preemption.install()
     in_a_thread(preemption.close)
-    assert "stays ignored" in caplog.text
-    preemption._installed = True  # so that the fixture can put back what was before
+    signal.raise_signal(signal.SIGTERM)
+    assert not preemption.reached(1)
+    assert heard == [signal.SIGTERM]
+    preemption.install()
+    signal.raise_signal(signal.SIGTERM)
+    assert preemption.reached(1)
+    preemption.close()
+    assert len(heard) == 2
 
 
 def in_a_thread(action: object) -> None:
@@ -423,6 +595,115 @@ def in_a_thread(action: object) -> None:
 
 
 # ---- processes
+
+
+BEGINNING = """
+import multiprocessing, os, signal, sys, threading
+from dcp_remote.joint import Ranks
+from dcp_remote.preemption import Preemption
+
+preemption = Preemption(Ranks(0, 1, None))
+preemption.install()
+
+def in_a_thread(action):
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join()
+
+def ending_of(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+"""
+
+
+def run_script(script: str) -> tuple[int, str]:
+    """How it ends, and what it says; whatever it leaves behind is killed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", BEGINNING + script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, said
+
+
+def test_children_that_are_forked_can_be_ended() -> None:
+    """A pool of processes is left at once, however early its workers are told; this process still hears of SIGTERM."""
+    code, said = run_script(
+        """
+def told_early():
+    child = os.fork()
+    if child == 0:
+        signal.sigwait([signal.SIGUSR1])
+    os.kill(child, signal.SIGTERM)
+    return ending_of(child)
+
+for _ in range(3):
+    with multiprocessing.get_context("fork").Pool(2):
+        pass
+print("left", flush=True)
+endings = {told_early() for _ in range(20)}
+in_a_thread(lambda: endings.add(told_early()))
+print(endings, flush=True)
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+assert not preemption.reached(1)
+signal.raise_signal(signal.SIGTERM)
+assert preemption.reached(2)
+"""
+    )
+    assert (code, said.splitlines()) == (0, ["left", f"{{{-signal.SIGTERM}}}"])
+
+
+def test_what_a_child_says_itself_counts() -> None:
+    """Its own handler stays, it may listen itself, and the mask of signals is its parent's."""
+    code, said = run_script(
+        """
+def child_of(part):
+    child = os.fork()
+    if child == 0:
+        part()
+        os._exit(3)
+    return ending_of(child)
+
+def with_its_own():
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(4))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def that_listens():
+    preemption.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(5 if preemption.reached(1) else 6)
+
+def that_blocks():
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == {signal.SIGTERM}
+    os.kill(os.getpid(), signal.SIGTERM)
+
+print(child_of(with_its_own), child_of(that_listens))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+print(child_of(that_blocks))
+"""
+    )
+    assert (code, said.split()) == (0, ["4", "5", "3"])
+
+
+@pytest.mark.parametrize("close", ["preemption.close()", "in_a_thread(preemption.close)"])
+def test_once_closed_a_signal_ends_the_process(close: str) -> None:
+    """As if nobody had ever listened; in whatever thread it was closed, and with others closed before."""
+    code, said = run_script(
+        f"""
+other = Preemption(Ranks(0, 1, None))
+other.install()
+other.close()
+signal.raise_signal(signal.SIGTERM)
+print(preemption.reached(1), flush=True)
+{close}
+os.kill(os.getpid(), signal.SIGTERM)
+print("alive", flush=True)
+"""
+    )
+    assert (code, said.split()) == (-signal.SIGTERM, ["True"])
 
 
 def test_one_process_of_three_gets_a_signal(rank_pool: RankPool) -> None:
