@@ -231,7 +231,7 @@ def require_not_lost(store: ObjectStore) -> None:
         has_begun = any(revision_of(info.key) is not None for info in store.list(MANIFESTS_PREFIX))
     except PermissionDeniedError:
         return  # who may not list cannot know
-    if has_begun and not exists(store, CATALOG_KEY):
+    if has_begun and not _exists(store, CATALOG_KEY):
         raise CorruptCheckpointError(
             "This run has manifests, but has lost its catalog.json. `dcp-remote recover` makes it again.",
             url=store.url,
@@ -244,9 +244,11 @@ def require_no_checkpoint_by_itself(store: ObjectStore) -> None:
     Raises:
         CheckpointExistsError: A manifest lies there.
     """
-    if exists(store, MANIFEST_KEY):
+    if _exists(store, MANIFEST_KEY):
         raise CheckpointExistsError(
-            "A checkpoint by itself lies here (manifest.json); a run needs a URL of its own.", url=store.url
+            "A checkpoint by itself lies here (manifest.json); a run needs a URL of its own. If a run was here first, "
+            "that checkpoint was saved over it: load it if it is wanted, and delete manifest.json.",
+            url=store.url,
         )
 
 
@@ -267,7 +269,7 @@ def not_found(store: ObjectStore) -> CheckpointNotFoundError:
     )
 
 
-def exists(store: ObjectStore, key: str) -> bool:
+def _exists(store: ObjectStore, key: str) -> bool:
     """Whether such an object lies there; one HEAD."""
     try:
         store.head(key)

@@ -22,9 +22,10 @@ from dcp_remote.reports import LoadReport, LoadSeconds
 from dcp_remote.run import catalog_of
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
-from dcp_remote.storage.retrying import Deadline
+from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.telemetry import Operation
 from dcp_remote.text_keys import KeysPutRight, empty_places
+from dcp_remote.transfer import RANGE_RETRY_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +148,9 @@ def _chosen(store: ObjectStore, steps: Sequence[int | str | None]) -> Entry | No
         raise InvalidArgumentError("Ranks ask for different checkpoints at a time.", steps=str(steps[:16]))
     if type(steps[0]) not in (int, str, type(None)):
         raise InvalidArgumentError("A step is an integer, or a checkpoint's name.", step=steps[0])
+    # Before anything is trained: the first save would refuse it, hours later.
+    require_no_checkpoint_by_itself(RetryingStore(store, Deadline(RANGE_RETRY_SECONDS)))
     catalog = catalog_of(store)
-    if catalog is None:
-        require_no_checkpoint_by_itself(store)
     if steps[0] is None and (catalog is None or catalog.latest() is None):
         return None
     if catalog is None:

@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_remote import commit
-from dcp_remote.catalog import CATALOG_KEY
-from dcp_remote.checkpoint import exists
 from dcp_remote.commit import Slot
 from dcp_remote.crossing import crosses_ranks
 from dcp_remote.errors import (
@@ -293,14 +291,7 @@ class RemoteWriter(StorageWriter):
         return is_location(checkpoint_id)
 
     def _look(self, deadline: Deadline) -> Slot:
-        looking = RetryingStore(self._store, deadline)
-        slot = commit.look(looking)
-        if slot.version is None and exists(looking, CATALOG_KEY):
-            raise CheckpointExistsError(
-                "A run lies here (catalog.json), whose readers would find this checkpoint instead; one by itself needs "
-                "a URL of its own.",
-                url=self._store.url,
-            )
+        slot = commit.look(RetryingStore(self._store, deadline))
         if slot.committed and not self._overwrite:
             raise CheckpointExistsError(
                 "There is a checkpoint here already. Choose another URL, or pass overwrite=True to replace it.",

@@ -409,15 +409,19 @@ def test_going_back() -> None:
     assert load(store)["step"] == 40
 
 
-def test_a_run_is_no_place_for_a_checkpoint_by_itself() -> None:
-    """Readers of the run would find that one instead, and jobs the run."""
+def test_a_checkpoint_by_itself_that_was_saved_over_a_run() -> None:
+    """A job is told before it trains, and not when it saves."""
     store = MemoryStore()
     saved(store, 1)
-    with pytest.raises(CheckpointExistsError, match="A run lies here"):
-        save_as_ranks([{"a": torch.zeros(3)}], lambda: RemoteWriter(store))
-    with pytest.raises(CheckpointExistsError, match="A run lies here"):
-        save_as_ranks([{"a": torch.zeros(3)}], lambda: RemoteWriter(store, overwrite=True))
-    assert_is(load(store), 1)
+    save_as_ranks([{"a": torch.zeros(3)}], lambda: RemoteWriter(store))
+    with CheckpointManager(store) as checkpoints:
+        with pytest.raises(CheckpointExistsError, match=r"by itself lies here.* delete manifest\.json"):
+            checkpoints.restore(state_of(0))
+        with pytest.raises(CheckpointExistsError, match="by itself lies here"):
+            checkpoints.save(2, state_of(2), wait=True)
+        store.delete(["manifest.json"])
+        assert checkpoints.restore(state_of(0)) == 1
+        checkpoints.save(2, state_of(2))
 
 
 def test_a_checkpoint_by_itself_is_no_run() -> None:
