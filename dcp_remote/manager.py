@@ -283,8 +283,8 @@ class CheckpointManager:
         replaced. A rank that the checkpoint has no `PerRank` values of keeps its own. If it raises, the state holds
         parts of the checkpoint and must not be used.
 
-        Costs: a HEAD, and a GET of the catalog, by the coordinator; on every rank one of the manifest, and one per range
-        of at most 8 MiB.
+        Costs: a HEAD, and a GET of the catalog, by the coordinator; on every rank one of the manifest, and one per
+        range of at most 8 MiB.
 
         Args:
             state: As for `save`: says what is wanted, and of what shape.
