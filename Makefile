@@ -20,7 +20,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install lint format typecheck pytest test torture demo clean
+.PHONY: help install lint format typecheck pytest test torture demo bench clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,8 +64,13 @@ torture: $(INSTALLED) ## Attack the core for twenty minutes and print figures; T
 demo: $(INSTALLED) ## Train on a local S3 server, kill the job in mid-save, resume at other world sizes
 	$(PYTHON) examples/demo.py
 
+# Into the same .venv, where its peers stand beside us.
+bench: $(INSTALLED) ## Measure save and load beside s3fs, s3torchconnector and boto3; ARGS="--rounds 1 --ranks 1" is quick
+	$(PIP) install --quiet "$(TORCH)" --editable ".[dev,bench]"
+	$(PYTHON) -m dcp_remote.bench.run $(ARGS)
+
 clean: ## Remove what the tools, the tests and the demo left; .venv stays
-	rm -rf build dist demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist bench-output demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # ---- recipes, each one shell command line ----

@@ -69,6 +69,22 @@ ROOMS = [
     "reports",
     "progress",
     "telemetry",
+    # The benchmark's server.
+    "bench.__init__",
+    "bench.shape",
+    "bench.counts",
+    "bench.space",
+    "bench.request",
+    "bench.checksums",
+    "bench.objects",
+    "bench.reply",
+    "bench.wire",
+    "bench.body",
+    "bench.operations",
+    "bench.service",
+    "bench.connection",
+    "bench.certificates",
+    "bench.server",
     "cli.show",
     "cli.gc",
     "cli.ls",
@@ -109,6 +125,11 @@ ROOMS = [
     "flight",
     "manager",
     "__init__",
+    # The benchmark.
+    "bench.state",
+    "bench.clients",
+    "bench.worker",
+    "bench.run",
     # Shipped for whoever writes a store: nothing above imports it.
     "testing.wrappers",
     "testing.servers",
@@ -122,6 +143,7 @@ ROOMS = [
 # Who may know these: everybody else speaks to `ObjectStore`, and a run on a local folder loads none of them.
 CLIENTS = {"obstore", "boto3", "botocore"}
 ROOMS_WITH_CLIENTS = {
+    "bench.clients",
     "storage.cloud",
     "storage.cloud_clients",
     "storage.cloud_errors",
