@@ -54,11 +54,11 @@ pytest: $(INSTALLED) ## Run the tests alone; ARGS="-k manifest -x" goes to pytes
 
 test: lint typecheck pytest ## Everything that CI checks
 
-# Of each of the ten parts that could go on for ever (fuzzers, mutations, random faults); the rest takes about eight
+# Of each of the parts that could go on for ever (fuzzers, mutations, random faults); the rest takes about fifty
 # minutes. `make test` runs the same parts for two seconds each; from 60 on, what is large is as large as it gets.
 TORTURE_SECONDS := 60
 
-torture: $(INSTALLED) ## Attack the core for twenty minutes and print figures; TORTURE_SECONDS=3600 makes it long
+torture: $(INSTALLED) ## Attack everything for an hour and print figures; TORTURE_SECONDS=3600 makes it long
 	$(PYTHON) -m pytest -m torture --torture-seconds $(TORTURE_SECONDS) --durations 15 $(ARGS)
 
 demo: $(INSTALLED) ## Train on a local S3 server, kill the job in mid-save, resume at other world sizes
