@@ -141,7 +141,7 @@ class CheckpointManager:
         self._allow_pickle, self._memory_budget_bytes = allow_pickle, memory_budget_bytes
         self._pid = os.getpid()
         self._is_alone = not _has_group()
-        if self._is_alone and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if self._is_alone and os.environ.get("WORLD_SIZE", "1") not in {"", "1"}:
             logger.warning(
                 "%s: WORLD_SIZE is set, but torch.distributed is not initialized: this process takes itself for the "
                 "only one that saves here",
@@ -219,20 +219,23 @@ class CheckpointManager:
         Waits for the save before, and raises its error. Then the state is copied, into memory that the next save uses
         again (pinned, where there is a GPU), and may be changed as soon as this returns.
 
-        Costs the store: one GET, a PUT per shard of at most 64 MiB, two PUTs and a GET for the commit.
+        Costs the store: one GET, a PUT per shard of at most 64 MiB, two PUTs and a GET for the commit; a job's first
+        save three requests more (fence, a look for a checkpoint by itself, the newest manifest or a LIST).
 
         Args:
             step: How many steps of training are finished.
             state: What to save: nested dicts of tensors and objects, `Stateful`s, and `PerRank` values.
             name: By which the checkpoint can be asked for, or several; a name moves to the newest that is given it.
-            metrics: Finite numbers, by name; `Retention(keep_best=…)` goes by them. The coordinator's count.
+            metrics: Numbers, by name; `Retention(keep_best=…)` goes by them. One that is not finite is left out, with a
+                warning. The coordinator's count.
             user: Notes for the manifest: JSON, at most 1 MiB. The coordinator's count.
-            overwrite: Replace the live checkpoint of this step, if there is one.
+            overwrite: Replace the live checkpoint of this step, if there is one; its names and its pin go with it.
             planner: torch's; None is `DefaultSavePlanner()`.
             wait: Return when it is committed. Nothing is copied then.
 
         Raises:
-            InvalidArgumentError: A step, name, metric, or the state is wrong.
+            InvalidArgumentError: A step, name, metric, note, or the state is wrong; or, told as the next one is, the
+                step is older than the newest checkpoint.
             CheckpointExistsError: Of this save if `wait`, else by the next call: see `Job.begin`.
             FencedError: Likewise: a newer job owns the run. Stop this one.
             CommitConflictError: Likewise: another save of this step was committed meanwhile.
