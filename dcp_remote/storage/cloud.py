@@ -120,25 +120,34 @@ class CloudStore:
         return self._ask("get", key, request)
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """See `ObjectStore.get_into`. One request, and a HEAD after a failure that may mean a shorter object."""
+        """See `ObjectStore.get_into`. One request; a second where it is late, or has to be asked for in another way.
+
+        And a HEAD after a failure that may mean a shorter object.
+        """
         path = self._path(key)
         stop = start + len(buffer)
 
-        def request() -> memoryview:
+        def by_obstore() -> memoryview:
             client = self._connections.client(download=True, size_bytes=len(buffer))
+            return memoryview(obstore.get_range(client, path, start=start, end=stop))
+
+        def request() -> None:
+            if self._connections.read_directly(path, start, buffer, by_obstore):
+                return
             try:
-                return memoryview(obstore.get_range(client, path, start=start, end=stop))
+                data = by_obstore()
             except GenericError:
                 # 416 is one of the many things that this class stands for.
                 size_bytes = self._connections.size_after_failure(path)
                 if size_bytes is None or size_bytes >= stop:
                     raise
                 self._refuse_short(key, size_bytes=size_bytes, start=start, stop=stop)
+            if len(data) != len(buffer):
+                self._refuse_short(key, size_bytes=start + len(data), start=start, stop=stop)
+            buffer[:] = data
+            self._connections.direct_was_refused()
 
-        data = self._ask("get_into", key, request)
-        if len(data) != len(buffer):
-            self._refuse_short(key, size_bytes=start + len(data), start=start, stop=stop)
-        buffer[:] = data
+        self._ask("get_into", key, request)
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """See `ObjectStore.put`. One PUT, whatever the size; S3 verifies a CRC64NVME of the body before it answers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -28,6 +29,7 @@ from dcp_remote.storage.cloud_options import (
     s3_config,
     secrets_of,
 )
+from dcp_remote.storage.direct_reads import DirectReads, goes_through_a_proxy
 from dcp_remote.url import ParsedUrl
 
 if TYPE_CHECKING:
@@ -51,6 +53,12 @@ _DEFINITE_VERDICT_SECONDS = 2.0
 # obstore asks again when less than five minutes are left; botocore renews what it gives out ten minutes before its end.
 _CREDENTIALS_SECONDS = 600.0
 
+# A signed URL is used at once.
+_SIGNED_FOR = timedelta(minutes=10)
+
+# After so many reads in a row that only obstore could do, it is asked at once.
+_DIRECT_REFUSALS_MAX = 3
+
 # obstore's threads do not survive a fork, and a child that uses them waits for ever.
 _requesting_pid: int | None = None
 
@@ -71,6 +79,8 @@ class Connections:
         self._verdict: Verdict | None = None
         self._look_again_at = 0.0
         self._head_again_at = 0.0
+        self._direct: DirectReads | None = None
+        self._direct_refusals = 0
 
     def client(self, *, download: bool, size_bytes: int = 0, delete_singly: bool = False) -> Client:
         """The client for requests of about this size.
@@ -133,6 +143,54 @@ class Connections:
                 bucket=self._bucket,
                 cause=reason.details.get("cause"),
             ) from chained(error, self.secrets())
+
+    def read_directly(self, path: str, start: int, buffer: memoryview, other_way: Callable[[], memoryview]) -> bool:
+        """Read a range of an object straight into `buffer`, by one GET; see `DirectReads.read`.
+
+        Of S3 alone: on the others, to sign a URL costs a request with many a kind of credentials.
+
+        Returns:
+            Whether it was read. If not, the content of `buffer` is undefined, and obstore is to be asked.
+
+        Raises:
+            ConnectionError: The store is too busy, or the connection broke.
+            TimeoutError: The store was silent, or slow.
+        """
+        if (
+            not isinstance(self.options, S3Options)
+            or self.options.anon
+            or self._direct_refusals >= _DIRECT_REFUSALS_MAX
+        ):
+            return False
+        client = self.client(download=True, size_bytes=len(buffer))
+        assert isinstance(client, S3Store)
+        url = obstore.sign(client, "GET", path, _SIGNED_FOR)
+        try:
+            direct = self._direct_reads(url)
+            seconds = self.timeouts.request_seconds(len(buffer))
+            read = direct is not None and direct.read(url, start, buffer, seconds=seconds, other_way=other_way)
+        except (ConnectionError, TimeoutError):
+            raise
+        except OSError:
+            return False  # names, certificates: obstore has its own, and its errors are known
+        if read:
+            self._direct_refusals = 0
+        return read
+
+    def direct_was_refused(self) -> None:
+        """Note that obstore read what `read_directly` did not: a redirect, say, or a signature not taken in a URL."""
+        self._direct_refusals += 1
+
+    def _direct_reads(self, url: str) -> DirectReads | None:
+        with self._lock:
+            if self._direct is None and not goes_through_a_proxy(url):
+                assert self._place is not None
+                self._direct = DirectReads(
+                    verify=self._place.verify,
+                    connect_seconds=self.options.connect_timeout_seconds,
+                    silence_seconds=self.timeouts.silence_seconds,
+                )
+            return self._direct
 
     def secrets(self) -> list[str]:
         """What must not be shown: what options hold, and what was found and last used."""

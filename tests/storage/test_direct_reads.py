@@ -1,0 +1,310 @@
+"""Reads into the caller's memory: what is read, over how many connections, and what is left to obstore."""
+
+from __future__ import annotations
+
+import gc
+import math
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from dcp_remote.bench.server import BenchServer, bench_server
+from dcp_remote.errors import StorageError, TransientStorageError
+from dcp_remote.ranges import KiB, MiB
+from dcp_remote.storage.cloud import CloudStore, open_cloud_store
+from dcp_remote.storage.cloud_options import Timeouts
+from dcp_remote.storage.direct_reads import DirectReads
+from dcp_remote.storage.pace import LATE_SECONDS_MIN, SAMPLES_MIN, Pace
+from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
+from dcp_remote.url import parse_url
+
+DATA = bytes(range(256)) * 4 * KiB  # 1 MiB
+HEADERS = {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT", "ETag": '"abc"'}
+
+
+def open_at(endpoint_url: str, *, timeouts: Timeouts | None = None, **options: object) -> CloudStore:
+    keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
+    options = {"endpoint_url": endpoint_url, **keys, **options}
+    return open_cloud_store(parse_url("s3://bench/run"), options, timeouts=timeouts)
+
+
+def range_of(request: HttpRequest) -> HttpAnswer:
+    """The bytes that it asks for."""
+    first, last = map(int, request.headers["range"].removeprefix("bytes=").split("-"))
+    return HttpAnswer(206, DATA[first : last + 1], {**HEADERS, "Content-Range": f"bytes {first}-{last}/{len(DATA)}"})
+
+
+def is_direct(request: HttpRequest) -> bool:
+    """Signed in the URL, and not in a header as obstore does."""
+    return "X-Amz-Signature" in request.path
+
+
+def read(store: CloudStore, start: int, stop: int) -> bytes:
+    buffer = bytearray(stop - start)
+    store.get_into("key", start, memoryview(buffer))
+    return bytes(buffer)
+
+
+@pytest.fixture(params=["http", "tls"], scope="module")
+def server(request: pytest.FixtureRequest) -> Iterator[BenchServer]:
+    with bench_server(size_bytes=64 * MiB, tls=request.param == "tls") as server:
+        yield server
+
+
+def test_ranges_of_all_sizes(server: BenchServer) -> None:
+    """One thread, ranges around the sizes at which buffers end, over http and TLS: the bytes, and one GET each."""
+    store = open_cloud_store(parse_url("s3://bench/run"), server.storage_options)
+    store.put("key", [DATA])
+    server.reset()
+    ranges = [
+        (start, start + length)
+        for start in (0, 1, 8191, 500_001)
+        for length in (1, 2, 8191, 8192, 8193, 16 * KiB - 1, 16 * KiB, 256 * KiB, 256 * KiB + 1, 300_001)
+    ]
+    for start, stop in ranges:
+        assert read(store, start, stop) == DATA[start:stop]
+    counts = server.counts()
+    assert counts.total.requests == len(ranges)
+
+
+def test_many_threads(server: BenchServer) -> None:
+    """Sixteen threads that read a thousand ranges: each gets its own bytes."""
+    store = open_cloud_store(parse_url("s3://bench/run"), server.storage_options)
+    store.put("key", [DATA])
+
+    def check(number: int) -> None:
+        start = number * 997 % 900_000
+        stop = start + 1 + number * 131 % 100_000
+        assert read(store, start, stop) == DATA[start:stop]
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(check, range(1000)))
+
+
+def test_a_certificate_that_is_not_trusted(tmp_path: Path) -> None:
+    """As obstore says it, whatever the way: without the file of the authority, with it, and with verify=False."""
+    with bench_server(size_bytes=16 * MiB, tls=True, folder=tmp_path) as server:
+        options = server.storage_options
+        open_cloud_store(parse_url("s3://bench/run"), options).put("key", [DATA])
+        trusting = open_cloud_store(parse_url("s3://bench/run"), {**options, "verify": False})
+        assert read(trusting, 10, 20) == DATA[10:20]
+        del options["verify"]
+        with pytest.raises(StorageError, match="not trusted"):
+            read(open_cloud_store(parse_url("s3://bench/run"), options), 10, 20)
+
+
+def test_one_connection_for_one_thread() -> None:
+    """Ten reads in a row, by an address each: the connection is kept; and reopened when the server closed it."""
+    addresses: list[tuple[str, int]] = []
+    with _CountingConnections(addresses, answers=3) as endpoint_url:
+        store = open_at(endpoint_url)
+        for start in range(10):
+            assert read(store, start, start + 100) == DATA[start : start + 100]
+    assert len(addresses) == 4
+
+
+@pytest.mark.parametrize("status", [301, 307, 400, 403, 404, 416, 200])
+def test_other_answers_are_left_to_obstore(status: int) -> None:
+    """A store that takes no signature in a URL, in each way to say so: obstore is asked, then asked at once."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if is_direct(request):
+            return HttpAnswer(status, DATA[:100], {**HEADERS, "Location": "http://127.0.0.1:1/"})
+        return range_of(request)
+
+    with scripted_server(answer) as server:
+        store = open_at(server.endpoint_url)
+        for _ in range(10):
+            assert read(store, 0, 100) == DATA[:100]
+    assert [is_direct(request) for request in server.requests] == [True, False] * 3 + [False] * 7
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Range": f"bytes 1-100/{len(DATA)}"},
+        {"Content-Range": "bytes 0-98/99", "Content-Length": "99"},
+        {"Content-Range": f"bytes 0-99/{len(DATA)}", "Content-Encoding": "gzip"},
+        {},
+    ],
+    ids=["another", "shorter", "encoded", "unnamed"],
+)
+def test_another_range_is_no_answer(headers: dict[str, str]) -> None:
+    """A 206 that is not of the range, or not of its bytes."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if is_direct(request):
+            length = int(headers.get("Content-Length", 100))
+            return HttpAnswer(206, b"x" * length, {**HEADERS, **headers})
+        return range_of(request)
+
+    with scripted_server(answer) as server:
+        assert read(open_at(server.endpoint_url), 0, 100) == DATA[:100]
+    assert [is_direct(request) for request in server.requests] == [True, False]
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_busy_store_is_not_asked_twice(status: int) -> None:
+    """It is told at once: whoever repeats it waits first. The other request is the diagnosis."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return range_of(request) if "range" in request.headers and not is_direct(request) else HttpAnswer(status)
+
+    with scripted_server(answer) as server, pytest.raises(TransientStorageError, match=str(status)):
+        read(open_at(server.endpoint_url), 0, 100)
+    assert sum("range" in request.headers for request in server.requests) == 1
+
+
+@pytest.mark.parametrize("cut_bytes", [0, 1, 50_000])
+def test_a_cut_answer_is_told(cut_bytes: int) -> None:
+    """The connection ends in the body; a kept one, too, is not taken for one that was closed while it was idle."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        whole = range_of(request)
+        if len(whole.body) == 100:
+            return whole
+        return HttpAnswer(206, whole.body, whole.headers, cut_bytes=cut_bytes)
+
+    with scripted_server(answer) as server:
+        store = open_at(server.endpoint_url)
+        read(store, 0, 100)
+        with pytest.raises(TransientStorageError):
+            read(store, 0, 100_000)
+        assert sum("range" in request.headers for request in server.requests) == 2
+
+
+def test_a_proxy_is_left_to_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy for http in the environment: nothing is asked in the direct way. With an exception for the host it is."""
+    with scripted_server(range_of) as server:
+        monkeypatch.setenv("http_proxy", server.endpoint_url)
+        store = open_at("http://storage.invalid")
+        assert read(store, 0, 100) == DATA[:100]
+        assert not any(is_direct(request) for request in server.requests)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert read(open_at(server.endpoint_url), 0, 100) == DATA[:100]
+        assert is_direct(server.requests[-1])
+
+
+def test_silence_in_an_answer_ends() -> None:
+    """Half of the headers, and then nothing, with a limit of a third of a second."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        reads = DirectReads(verify=None, connect_seconds=5, silence_seconds=0.3)
+        thread = threading.Thread(target=_answer_half, args=(listener,))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/key"
+        with pytest.raises(TimeoutError, match="silent"):
+            reads.read(url, 0, memoryview(bytearray(10)), seconds=60, other_way=_never)
+        thread.join()
+
+
+def test_a_late_read_is_overtaken() -> None:
+    """Sixteen quick ranges teach what is late; then one hangs: obstore's answer counts."""
+    hang = threading.Event()
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return HttpAnswer(silent=True) if hang.is_set() and is_direct(request) else range_of(request)
+
+    with scripted_server(answer) as server:
+        store = open_at(server.endpoint_url)
+        for start in range(SAMPLES_MIN):
+            read(store, start, start + 100)
+        hang.set()
+        assert read(store, 5, 105) == DATA[5:105]
+        asked = [is_direct(request) for request in server.requests if request.headers["range"] == "bytes=5-104"]
+    assert asked[-2:] == [True, False]
+
+
+def test_connections_are_closed_with_their_store() -> None:
+    """After the store is forgotten, its sockets are: no warning of a socket that was left open."""
+    with scripted_server(range_of) as server:
+        store = open_at(server.endpoint_url)
+        read(store, 0, 100)
+        del store
+        gc.collect()
+
+
+def test_pace() -> None:
+    """Nothing is late before enough is known; then what takes twice as long as nearly all, but never below a second."""
+    pace = Pace()
+    for number in range(SAMPLES_MIN):
+        assert pace.late_seconds(8 * MiB) == math.inf
+        pace.note(8 * MiB, 0.1 + number / 1000)
+    assert pace.late_seconds(8 * MiB) == LATE_SECONDS_MIN
+    assert pace.late_seconds(64 * MiB) == math.inf
+    for _ in range(1000):
+        pace.note(8 * MiB, 3.0)
+    assert pace.late_seconds(8 * MiB) == 6.0
+
+
+def test_few_are_sent_twice() -> None:
+    """A thousand late requests: the share that may be repeated is a twentieth, and a few for a quiet time before."""
+    pace = Pace()
+    repeated = 0
+    for _ in range(1000):
+        pace.note(1, 100.0)
+        repeated += pace.may_repeat()
+    assert 45 <= repeated <= 55
+
+
+def _never() -> memoryview:
+    raise AssertionError
+
+
+def _answer_half(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 206 Partial Content\r\nContent-")
+        connection.recv(1)  # until the client goes
+
+
+class _CountingConnections:
+    """A server that answers so many requests on a connection, and then closes it without a word."""
+
+    def __init__(self, addresses: list[tuple[str, int]], *, answers: int) -> None:
+        self._addresses = addresses
+        self._answers = answers
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._serve)
+        self._open: socket.socket | None = None
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self._open is not None:
+            with suppress(OSError):  # closed already
+                self._open.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError:
+                return
+            self._addresses.append(address)
+            self._open = connection
+            with connection, connection.makefile("rb") as file:
+                for _ in range(self._answers):
+                    lines: list[str] = []
+                    while (line := file.readline()).strip():
+                        lines.append(line.decode().strip())
+                    if not lines:
+                        break
+                    (asked,) = (text for text in lines if text.lower().startswith("range:"))
+                    first, last = map(int, asked.partition("=")[2].split("-"))
+                    body = DATA[first : last + 1]
+                    connection.sendall(
+                        f"HTTP/1.1 206 Partial Content\r\nContent-Length: {len(body)}\r\n"
+                        f"Content-Range: bytes {first}-{last}/{len(DATA)}\r\n\r\n".encode()
+                        + body
+                    )
