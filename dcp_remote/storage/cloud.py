@@ -7,6 +7,7 @@ a deadline), no upload has parts, no bucket is ever created.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -22,6 +23,7 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage.base import Buffer, Capabilities, Condition, Content, ObjectInfo, Version
+from dcp_remote.storage.budget import REFUSAL_SECONDS_MAX
 from dcp_remote.storage.cloud_clients import FAILURES, Connections
 from dcp_remote.storage.cloud_errors import NO_SUCH_BUCKET, CloudError, chained, kind_of, translate
 from dcp_remote.storage.cloud_options import CloudOptions, S3Options, Timeouts, parse_options
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 _Answer = TypeVar("_Answer")
 
 _CAPABILITIES = Capabilities(compare_and_swap=True, shared=True)
+
+# The verbs whose requests come in numbers; by the others it is settled what is.
+_CARRYING = frozenset({"put", "get_into"})
 
 # The largest request of S3's DeleteObjects; obstore sends less at a time where a store takes less.
 _DELETE_KEYS_MAX = 1000
@@ -290,11 +295,24 @@ class CloudStore:
                 diagnosis says afterwards of the bucket: that is no answer to this request.
         """
         try:
-            return request()
+            return self._within_budget(request) if verb in _CARRYING else request()
         except DcpRemoteError:  # of ours already, though some are OSErrors and ValueErrors, too
             raise
         except Exception as error:  # noqa: BLE001  # `KINDS` has a row for everything
             self._fail(error, verb=verb, key=key, settled_later=settled_later)
+
+    def _within_budget(self, request: Callable[[], _Answer]) -> _Answer:
+        budget = self._connections.budget
+        with budget.slot():
+            began_seconds = time.monotonic()
+            try:
+                answer = request()
+            except Exception as error:
+                if kind_of(error) is TransientStorageError:
+                    budget.note(refused=time.monotonic() - began_seconds < REFUSAL_SECONDS_MAX)
+                raise
+            budget.note(refused=False)
+            return answer
 
     def _fail(self, error: Exception, *, verb: str, key: str, settled_later: bool) -> NoReturn:
         url = f"{self.url}/{key}" if key else self.url

@@ -15,6 +15,7 @@ from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from dcp_remote.errors import InvalidArgumentError, PermissionDeniedError, TransientStorageError
+from dcp_remote.storage.budget import RequestBudget, shared_budget
 from dcp_remote.storage.cloud_errors import Verdict, chained, diagnose_s3, translate
 from dcp_remote.storage.cloud_options import (
     CloudOptions,
@@ -79,6 +80,7 @@ class Connections:
         self._verdict: Verdict | None = None
         self._look_again_at = 0.0
         self._head_again_at = 0.0
+        self._budget: RequestBudget | None = None
         self._direct: DirectReads | None = None
         self._direct_refusals = 0
 
@@ -168,7 +170,11 @@ class Connections:
         try:
             direct = self._direct_reads(url)
             seconds = self.timeouts.request_seconds(len(buffer))
-            read = direct is not None and direct.read(url, start, buffer, seconds=seconds, other_way=other_way)
+            # Where the store is short of breath, nothing is sent twice.
+            spare = self.budget.share() == 1
+            read = direct is not None and direct.read(
+                url, start, buffer, seconds=seconds, other_way=other_way if spare else None
+            )
         except (ConnectionError, TimeoutError):
             raise
         except OSError:
@@ -191,6 +197,16 @@ class Connections:
                     silence_seconds=self.timeouts.silence_seconds,
                 )
             return self._direct
+
+    @property
+    def budget(self) -> RequestBudget:
+        """What this host has under way to this bucket."""
+        with self._lock:
+            if self._budget is None:
+                self._budget = shared_budget(
+                    f"{type(self.options).__name__} {self.options.endpoint_url} {self._bucket}"
+                )
+            return self._budget
 
     def secrets(self) -> list[str]:
         """What must not be shown: what options hold, and what was found and last used."""

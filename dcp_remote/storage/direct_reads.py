@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -54,7 +55,7 @@ class _Asked:
     start: int
     buffer: memoryview
     seconds: float
-    other_way: Callable[[], memoryview]
+    other_way: Callable[[], memoryview] | None
 
 
 class DirectReads:
@@ -80,7 +81,7 @@ class DirectReads:
         weakref.finalize(self, _close, self._idle)
 
     def read(
-        self, url: str, start: int, buffer: memoryview, *, seconds: float, other_way: Callable[[], memoryview]
+        self, url: str, start: int, buffer: memoryview, *, seconds: float, other_way: Callable[[], memoryview] | None
     ) -> bool:
         """Read a range into `buffer`; on any other outcome than True its content is undefined.
 
@@ -89,7 +90,7 @@ class DirectReads:
             start: First byte.
             buffer: As long as the range.
             seconds: What it may take in all.
-            other_way: Reads the same range; called in another thread when this one is late.
+            other_way: Reads the same range; called in another thread when this one is late; None to wait for it.
 
         Returns:
             Whether it was read. If not, the store answered something that has to be asked for by the other way.
@@ -127,7 +128,7 @@ class DirectReads:
             watch = _Watch(
                 self._pace, connection, len(buffer), seconds=asked.seconds, silence_seconds=self._silence_seconds
             )
-            watch.begin(lambda: self._others.submit(asked.other_way))
+            watch.begin(partial(self._others.submit, asked.other_way) if asked.other_way is not None else None)
             connection.request("GET", asked.target, headers={"Range": f"bytes={start}-{start + len(buffer) - 1}"})
             answer = connection.getresponse()
             if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR or answer.status in _BUSY:
@@ -199,8 +200,8 @@ class _Watch:
         self._ask_other: Callable[[], Future[memoryview]] | None = None
         self._other: Future[memoryview] | None = None
 
-    def begin(self, ask_other: Callable[[], Future[memoryview]]) -> None:
-        """Connect, if need be, and look from now on; `ask_other` sends the second request."""
+    def begin(self, ask_other: Callable[[], Future[memoryview]] | None) -> None:
+        """Connect, if need be, and look from now on; `ask_other` sends a second request."""
         self._ask_other = ask_other
         self._connection.watched_by(self._look)
 

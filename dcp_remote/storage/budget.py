@@ -1,0 +1,132 @@
+"""How many requests at once a store takes from this host: what it refuses is offered less often.
+
+A store that is asked for more than it gives answers a part of the requests with 503 ("SlowDown"), and repeating them
+makes it worse. So every process keeps to a share of the requests that it would have under way, and all processes of one
+user on a host that speak to one bucket have the same share. It goes down by the part of the requests that was refused,
+which brings it to what the store takes in one step, and grows again by a tenth a second. Where few are refused, that is
+no overload, and repeating them is all it needs.
+
+The share and when it was last changed lie in a small file that the processes map. Nothing is counted there, so a
+process that dies leaves nothing behind; two that write at once lose one of two steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+import os
+import stat
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# Of one process, at a full share: both pools of `transfer` together are hardly ever busy.
+REQUESTS_MAX = 16
+
+# A share is changed once in so long, and only after so many requests were answered.
+_STEP_SECONDS = 1.0
+_ANSWERS_MIN = 8
+
+# From this part on, what is refused is too much.
+REFUSED_MAX = 0.1
+
+_GROWTH = 1.1
+SHARE_MIN = 1 / REQUESTS_MAX
+
+# Nobody waits longer for others: a share is a bound on what is begun in a second, and no lock that could be held.
+WAIT_SECONDS_MAX = 2.0
+
+# A refusal comes at once. What fails after longer was stalled or cut, which fewer requests do not cure.
+REFUSAL_SECONDS_MAX = 5.0
+
+_FORMAT = struct.Struct("=dd")  # the share, and when it was changed by the monotonic clock
+
+
+class RequestBudget:
+    """The requests of this process to one bucket.
+
+    Args:
+        shared: `_FORMAT.size` bytes or more that all processes see, as zeroes at first.
+        clock: In seconds, one for all processes.
+    """
+
+    def __init__(self, shared: bytearray | mmap.mmap, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """See the class."""
+        self._shared = shared
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._running = 0
+        self._answered = 0
+        self._refused = 0
+
+    def share(self) -> float:
+        """What of `REQUESTS_MAX` may be under way, in (0, 1]."""
+        return self._read()[0]
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """Around a request: waits for one of the others if there are too many, though never for long."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._running < math.ceil(self.share() * REQUESTS_MAX), timeout=WAIT_SECONDS_MAX
+            )
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify()
+
+    def note(self, *, refused: bool) -> None:
+        """A request was answered, or refused."""
+        with self._changed:
+            self._answered += 1
+            self._refused += refused
+            if self._answered < _ANSWERS_MIN:
+                return
+            share, changed_seconds = self._read()
+            now_seconds = self._clock()
+            if 0 <= now_seconds - changed_seconds < _STEP_SECONDS:
+                return
+            part = self._refused / self._answered
+            self._answered = self._refused = 0
+            next_share = share * (1 - part) if part > REFUSED_MAX else share * _GROWTH
+            next_share = min(1.0, max(SHARE_MIN, next_share))
+            if next_share != share:
+                _FORMAT.pack_into(self._shared, 0, next_share, now_seconds)
+
+    def _read(self) -> tuple[float, float]:
+        share, changed_seconds = _FORMAT.unpack_from(self._shared)
+        # Zeroes at first; and nothing that somebody wrote there stops us.
+        return (share if SHARE_MIN <= share <= 1 else 1.0), changed_seconds
+
+
+def shared_budget(place: str) -> RequestBudget:
+    """The budget of this user's processes on this host for a place such as an endpoint and a bucket.
+
+    Where no file can be shared, the budget is this process's own.
+    """
+    try:
+        return RequestBudget(_mapped(hashlib.sha256(place.encode()).hexdigest()[:16]))
+    except (OSError, ValueError):
+        return RequestBudget(bytearray(_FORMAT.size))
+
+
+def _mapped(name: str) -> mmap.mmap:
+    folder = Path(tempfile.gettempdir()) / f"dcp_remote-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError("somebody else made the folder")
+    descriptor = os.open(folder / f"requests-{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.ftruncate(descriptor, _FORMAT.size)
+        return mmap.mmap(descriptor, _FORMAT.size)
+    finally:
+        os.close(descriptor)
