@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import xxhash
 
@@ -100,6 +100,10 @@ class ShardNames:
     rank: int
     origin: str = ""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def again(self) -> ShardNames:
+        """Others for the same shards."""
+        return replace(self, token=secrets.token_hex(8))
 
     def key(self, number: int) -> str:
         """Of the n-th shard, relative to the checkpoint; two hex digits of its hash spread the keys."""

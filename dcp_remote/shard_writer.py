@@ -265,12 +265,17 @@ def write_shards(
         items.compare(base, partial(uploads.claim, 0))
     compared_seconds = clock()
     of_the_state = _gives_the_state_itself(planner)
+    other_names = names.again()
     for number, pieces in enumerate(pack(items, shard_bytes_max=shard_bytes_max)):
         claimed_bytes = sum(piece.length for piece in pieces if _is_held(piece, of_the_state=of_the_state))
         uploads.claim(claimed_bytes)
         _wait_for_devices(pieces)
-        key = names.key(number)
-        uploads.submit(key, partial(_prepare, key, pieces), claimed_bytes=claimed_bytes)
+        uploads.submit(
+            names.key(number),
+            partial(_prepare, pieces),
+            claimed_bytes=claimed_bytes,
+            second_key=other_names.key(number),
+        )
     report = _report(rank, url, items, uploads.finish(), inline)
     slowest = max(uploads.seconds, key=lambda key: uploads.seconds[key], default="")
     figures = RankFigures(
@@ -353,7 +358,7 @@ def _wait_for_devices(pieces: Sequence[Piece[Source]]) -> None:
             current_stream(device).synchronize()
 
 
-def _prepare(key: str, pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard]:
+def _prepare(pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard]:
     """Called in a worker thread: the buffers of a shard, digested on the way."""
     views: list[memoryview] = []
     tables: list[bytes] = []
@@ -375,8 +380,8 @@ def _prepare(key: str, pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard
     lengths = np.array([piece.length for piece in pieces], dtype=np.int64)
     starts = len(front) + firsts(lengths)
     entries = np.array([table_entries(piece.length) for piece in pieces], dtype=np.int64)
-    written = WrittenShard(
-        key=key,
+    written = partial(
+        WrittenShard,
         size_bytes=int(starts[-1]),
         data_start=len(front),
         table=table,

@@ -10,6 +10,7 @@ import itertools
 import logging
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -31,6 +32,7 @@ from dcp_remote.errors import (
 )
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Buffer, Condition, Version
+from dcp_remote.storage.pace import LATE_SECONDS_MIN, SAMPLES_MIN, Pace
 from dcp_remote.storage.retrying import Deadline
 from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import FaultyStore, matching, nth
@@ -93,7 +95,7 @@ def uploads_to(
 
 
 def ready(buffers: list[Buffer], number: int) -> Prepared[int]:
-    return Prepared(buffers, number, lambda: None)
+    return Prepared(buffers, lambda _: number, lambda: None)
 
 
 def sending(number: int) -> Callable[[], Prepared[int]]:
@@ -331,7 +333,6 @@ def test_preparing_may_fail() -> None:
 
 def test_a_claim_sees_a_failure() -> None:
     """Also one that would fit: no more is read from the state once the save is lost."""
-    failed = threading.Event()
 
     def prepare() -> Prepared[int]:
         raise ValueError
@@ -339,8 +340,8 @@ def test_a_claim_sees_a_failure() -> None:
     def save() -> None:
         with uploads_to(MemoryStore()) as uploads:
             uploads.submit("a", prepare, claimed_bytes=0)
-            next(iter(uploads._futures)).add_done_callback(lambda _: failed.set())
-            opened(failed)
+            while not uploads._jobs[0].over:
+                time.sleep(0.001)
             uploads.claim(1)
 
     with pytest.raises(SaveFailedError):
@@ -480,6 +481,182 @@ def test_retries_end_with_the_save() -> None:
         upload(HookedStore(MemoryStore(), before), "stuck", "denied")
     assert caught.value.details["shard"] == "denied"
     join(workers("upload"))
+
+
+# ---- puts that are late
+
+
+class LateStore(HookedStore):
+    """Holds the put of "first" until its gate opens; then it may fail, before or after it is carried out."""
+
+    def __init__(self, *, fails: str = "") -> None:
+        self.memory = MemoryStore()
+        self.gate = threading.Event()
+        self.arrived = threading.Event()
+        self._fails = fails
+        super().__init__(self.memory, self._held, self._lost)
+
+    def _held(self, key: str) -> None:
+        if key == "first":
+            self.arrived.set()
+            opened(self.gate)
+            if self._fails == "before":
+                raise PermissionDeniedError("refused")
+
+    def _lost(self, key: str) -> None:
+        if key == "first" and self._fails == "after":
+            raise PermissionDeniedError("refused, and yet carried out")
+
+    def keys(self) -> list[str]:
+        return [info.key for info in self.memory.list()]
+
+
+class LateClock:
+    """Stands still until the held put has begun; then it is late."""
+
+    def __init__(self, store: LateStore) -> None:
+        self._store = store
+
+    def __call__(self) -> float:
+        return 10 * LATE_SECONDS_MIN if self._store.arrived.is_set() else 0.0
+
+
+def known_pace() -> Pace:
+    pace = Pace()
+    for _ in range(2 * SAMPLES_MIN):
+        pace.note(2, 0.01)
+    return pace
+
+
+def late_upload(store: LateStore, *, pace: Pace, on_put: Callable[[str, int], None] | None = None) -> Uploads[str]:
+    uploads: Uploads[str] = Uploads(
+        store,
+        rank=7,
+        deadline=Deadline(60),
+        memory_budget_bytes=1000,
+        clock=LateClock(store),
+        pace=pace,
+        on_put=on_put,
+    )
+    return uploads
+
+
+def named(key: str) -> str:
+    return key
+
+
+def submit(uploads: Uploads[str], *, second_key: str = "second") -> None:
+    data = bytearray(b"12")
+    uploads.submit("first", lambda: Prepared([data], named, lambda: None), claimed_bytes=0, second_key=second_key)
+
+
+@pytest.mark.parametrize("fails", ["", "before", "after"])
+def test_a_late_put_is_sent_under_another_name(fails: str) -> None:
+    """The first put hangs: the second is the shard, is told once, and what becomes of the first is deleted later."""
+    store = LateStore(fails=fails)
+    told: list[str] = []
+    with late_upload(store, pace=known_pace(), on_put=lambda key, _: told.append(key)) as uploads:
+        submit(uploads)
+        assert uploads.finish() == ["second"]
+        assert (uploads.requests, uploads.retries) == (2, 1)
+    assert store.keys() == ["second"]
+    store.gate.set()
+    join(workers("upload"))
+    assert store.keys() == ["second"]
+    assert told == ["second"]
+
+
+def test_of_two_puts_that_arrive_one_counts() -> None:
+    """The first arrives while the second is under way: the first is the shard, the second is deleted."""
+    store = LateStore()
+
+    class Both(HookedStore):
+        def __init__(self) -> None:
+            super().__init__(store, self._before)
+
+        def _before(self, key: str) -> None:
+            if key == "second":
+                store.gate.set()
+                while uploads._jobs[0].over is False:
+                    time.sleep(0.001)
+
+    uploads: Uploads[str] = Uploads(
+        Both(), rank=7, deadline=Deadline(60), memory_budget_bytes=1000, clock=LateClock(store), pace=known_pace()
+    )
+    with uploads:
+        submit(uploads)
+        assert uploads.finish() == ["first"]
+    join(workers("upload"))
+    assert store.keys() == ["first"]
+
+
+def test_one_of_two_puts_may_fail() -> None:
+    """The second is refused while the first hangs, and then the first arrives: no failure."""
+    store = LateStore()
+    refused = threading.Event()
+
+    class Refusing(HookedStore):
+        def __init__(self) -> None:
+            super().__init__(store, self._before)
+
+        def _before(self, key: str) -> None:
+            if key == "second":
+                refused.set()
+                raise PermissionDeniedError("refused")
+
+    uploads: Uploads[str] = Uploads(
+        Refusing(), rank=7, deadline=Deadline(60), memory_budget_bytes=1000, clock=LateClock(store), pace=known_pace()
+    )
+    with uploads:
+        submit(uploads)
+
+        def open_then() -> None:
+            opened(refused)
+            store.gate.set()
+
+        opener = threading.Thread(target=open_then)
+        opener.start()
+        assert uploads.finish() == ["first"]
+        opener.join()
+    assert store.keys() == ["first"]
+
+
+def test_a_failed_save_deletes_both_names() -> None:
+    """The first put hangs, the second is there, and then something else fails: nothing of it stays."""
+    store = LateStore()
+
+    def save() -> None:
+        with late_upload(store, pace=known_pace()) as uploads:
+            submit(uploads)
+            while not uploads._jobs[0].over:
+                uploads.claim(0)
+                with uploads._changed:
+                    uploads._wait()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save()
+    store.gate.set()
+    join(workers("upload"))
+    assert store.keys() == []
+
+
+@pytest.mark.parametrize("why", ["nothing is known", "one name", "enough were sent twice"])
+def test_what_is_not_sent_twice(why: str) -> None:
+    """A put that hangs for as long as it takes a waiting thread to look several times."""
+    store = LateStore()
+    pace = Pace() if why == "nothing is known" else known_pace()
+    while why == "enough were sent twice" and pace.may_repeat():
+        pass
+    with late_upload(store, pace=pace) as uploads:
+        submit(uploads, second_key="" if why == "one name" else "second")
+        opened(store.arrived)
+        for _ in range(3):
+            with uploads._changed:
+                uploads._repeat_what_is_late()
+        store.gate.set()
+        assert uploads.finish() == ["first"]
+        assert uploads.requests == 1
 
 
 # ---- downloads

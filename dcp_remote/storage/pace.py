@@ -28,6 +28,10 @@ _SHARE_TWICE = 0.05
 _TWICE_MAX = 4.0
 
 
+# What keeps whole objects behind a network, where a request may be late.
+_CLOUDS = ("s3://", "gs://", "az://")
+
+
 class Pace:
     """The pace of one kind of request, of all threads."""
 
@@ -58,3 +62,14 @@ class Pace:
                 return False
             self._twice -= 1
             return True
+
+
+_paces: dict[str, Pace] = {}  # of puts, by bucket
+
+
+def pace_of(url: str) -> Pace:
+    """The pace of puts below a URL, of all saves in this process; of a store that is no cloud, an empty one."""
+    if not url.startswith(_CLOUDS):
+        return Pace()
+    scheme, _, rest = url.partition("://")
+    return _paces.setdefault(f"{scheme}://{rest.partition('/')[0]}", Pace())
