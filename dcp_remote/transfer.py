@@ -31,9 +31,9 @@ T = TypeVar("T")
 MEMORY_BUDGET_BYTES = 256 * MiB
 
 # A connection to S3 gives 50 to 100 MB/s; the client costs a fraction of a core for all of them together.
-UPLOADS_IN_FLIGHT = 8
+UPLOADS_IN_FLIGHT = 16
 SECOND_UPLOADS_IN_FLIGHT = 2
-DOWNLOADS_IN_FLIGHT = 8
+DOWNLOADS_IN_FLIGHT = 16
 
 # How much one range asks for. Larger ones are slower down (facts: 1.2 s/GiB at 64 MiB, 0.65 s at 8 MiB).
 RANGE_BYTES_MAX = 8 * MiB

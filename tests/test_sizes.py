@@ -32,7 +32,7 @@ from dcp_remote.storage.memory import MemoryStore
 from dcp_remote.testing import RecordingStore
 from dcp_remote.testing.rank_pool import RankPool
 from dcp_remote.testing.ranks import LocalShards, assembled, load_as_ranks, save_as_ranks
-from dcp_remote.transfer import DOWNLOADS_IN_FLIGHT, Fetch, _Buffers, download
+from dcp_remote.transfer import DOWNLOADS_IN_FLIGHT, RANGE_BYTES_MAX, Fetch, _Buffers, download
 from tests.figures import LONG_SECONDS
 from tests.states import equal
 
@@ -274,13 +274,14 @@ def test_large_tensors_through_a_folder(torture_seconds: float, tmp_path: Path) 
 def test_memory_of_ranges_is_used_again() -> None:
     """A hundred ranges of 1 MiB share the memory of those that are under way at a time.
 
-    malloc would keep what it gave to each of eight threads: 6 GiB, read with a budget of 64 MiB, then took 129.
+    malloc would keep what it gave to each of the threads: 6 GiB, read with a budget of 64 MiB, then took 129.
     """
     store = MemoryStore()
     store.put("shard", [bytes(100 * MiB)])
     fetches = [Fetch("shard", n * MiB, MiB, None, lambda _: b"", n) for n in range(100)]
     # The objects themselves are kept, so that none gets the place of another.
-    memories = [fetched.data.obj for fetched in download(store, fetches, memory_budget_bytes=BUDGET_BYTES)]
+    budget_bytes = DOWNLOADS_IN_FLIGHT * RANGE_BYTES_MAX
+    memories = [fetched.data.obj for fetched in download(store, fetches, memory_budget_bytes=budget_bytes)]
     assert len(memories) == 100
     assert len({id(memory) for memory in memories}) <= DOWNLOADS_IN_FLIGHT
 
