@@ -154,8 +154,18 @@ def read_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE
         CorruptCheckpointError: It is damaged, of another save, or gone although the catalog names it.
         UnsupportedFormatError: A newer version wrote it.
     """
+    return decode_entry(store, entry, fetch_entry(store, entry, retry_seconds=retry_seconds))
+
+
+def fetch_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> bytes:
+    """The manifest of a checkpoint of a run as it is stored; one GET.
+
+    Raises:
+        CheckpointNotFoundError: It was retired, or thinned, since the catalog was read.
+        CorruptCheckpointError: It is gone although the catalog names it.
+    """
     try:
-        return read_manifest_at(store, entry.manifest, save_id=entry.save_id, retry_seconds=retry_seconds)
+        return RetryingStore(store, Deadline(retry_seconds)).get(entry.manifest, limit_bytes=STORED_BYTES_MAX).data
     except ObjectNotFoundError as error:
         seen = read_catalog(RetryingStore(store, Deadline(retry_seconds)))
         if seen is None or entry.manifest not in {one.manifest for one in seen.catalog.entries}:
@@ -183,6 +193,20 @@ def read_manifest_at(
         UnsupportedFormatError: A newer version wrote it.
     """
     data = RetryingStore(store, Deadline(retry_seconds)).get(key, limit_bytes=STORED_BYTES_MAX).data
+    return _decoded_at(store, key, data, save_id=save_id)
+
+
+def decode_entry(store: ObjectStore, entry: Entry, data: bytes) -> Manifest:
+    """Check what `fetch_entry` gave, here or on another rank; no request.
+
+    Raises:
+        CorruptCheckpointError: It is damaged, or of another save.
+        UnsupportedFormatError: A newer version wrote it.
+    """
+    return _decoded_at(store, entry.manifest, data, save_id=entry.save_id)
+
+
+def _decoded_at(store: ObjectStore, key: str, data: bytes, *, save_id: str) -> Manifest:
     try:
         manifest = manifest_json.decode(data)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:

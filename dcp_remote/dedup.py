@@ -177,7 +177,7 @@ class Base:
 
         Args:
             report: As `write_shards` gave it, in this process.
-            left_out: Keys of shards that the committed manifest does not name (`dcp_metadata.left_out`), because
+            left_out: Keys of shards that the committed manifest does not name (`assembly.left_out`), because
                 another rank wrote the same chunks: they are orphans, and nobody may borrow of them.
         """
         notes = report.notes

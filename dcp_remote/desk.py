@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-
+from dcp_remote.assembly import Planned, left_out
 from dcp_remote.catalog import BeginAgainError, Catalog
-from dcp_remote.dcp_metadata import left_out
 from dcp_remote.errors import CommitUnknownError, DcpRemoteError, InvalidArgumentError
 from dcp_remote.joint import Joint
 from dcp_remote.report import RankReport
@@ -99,7 +97,7 @@ class Desk:
         self,
         joint: Joint,
         begun: Begun,
-        metadata: Metadata,
+        planned: Planned,
         reports: Sequence[RankReport],
         user: Mapping[str, Any],
     ) -> Committed | Again:
@@ -109,7 +107,7 @@ class Desk:
             DcpRemoteError: See `saving.assembled` and `Job.commit`.
         """
         manifest, body = assembled(
-            metadata, reports, url=self._store.url, save_id=begun.save_id, run=begun.run, user=user
+            planned, reports, url=self._store.url, save_id=begun.save_id, run=begun.run, user=user
         )
         joint.note("committing")
         joint.no_return()

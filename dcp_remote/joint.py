@@ -13,6 +13,7 @@ In the store, below the prefix of the ranks, for joint k, which is what `w` is t
     k-w/i/in/<rank>   contributions; deleted by the coordinator when it reads them
     k-w/i/out         the answer to all; deleted when a later round shows that all have read it
     k-w/i/out/<rank>  answers one by one; deleted by their readers
+    k-w/i/out/of-<n>  answers to several, each of whom is told its number; deleted as the answer to all is
     k/failed          the first rank that failed or gave up, and why
     k/verdict         how the coordinator ended it, if not by its answers
 
@@ -88,6 +89,7 @@ class Ranks:
         world_size: See above.
         is_coordinator: Whether this is rank 0.
         pulse: Its heartbeat; None for a rank that is alone.
+        store_host: Where the store is, which all ranks can reach; None if that is not known.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Ranks:
         self.rank = rank
         self.world_size = world_size
         self.is_coordinator = rank == 0
+        self.store_host = _host_of(store)
         self.pulse: Pulse | None = None
         self._clock = clock
         self._number = 0
@@ -270,6 +273,12 @@ class Ranks:
         return True
 
 
+def _host_of(store: dist.Store | None) -> str | None:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return str(store.host) if isinstance(store, dist.TCPStore) else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where things of a joint lie in the store.
@@ -294,9 +303,9 @@ class _Place:
         """Of several ranks."""
         return [self.contribution(number, rank) for rank in ranks]
 
-    def answer(self, number: int, rank: int | None = None) -> str:
-        """To a rank, or to all."""
-        return f"{self._prefix}/{number}/out" + (f"/{rank}" if rank is not None else "")
+    def answer(self, number: int, to: int | str | None = None) -> str:
+        """To a rank, to several, or to all."""
+        return f"{self._prefix}/{number}/out" + (f"/{to}" if to is not None else "")
 
     @property
     def failed(self) -> str:
@@ -481,6 +490,31 @@ class Joint:
         assert len(answers) == self._ranks.world_size, "one answer for each rank"
         self._publish({self._place.answer(self._round, rank): answers[rank] for rank in range(1, len(answers))})
         return answers[0]
+
+    def deal(self, value: V, decide: Callable[[list[V]], tuple[Sequence[R], Sequence[int]]]) -> R:
+        """As `scatter`, but one answer may be that of many ranks, and is put once.
+
+        Args:
+            value: This rank's.
+            decide: As for `gather`; gives the answers, and for each rank the number of its own.
+        """
+        self._begin_round()
+        if self._pulse is None:
+            answers, numbers = decide([value])
+            return answers[numbers[0]]
+        if self._ranks.is_coordinator:
+            answers, numbers = decide(self._contributions(value))
+            dealt: dict[str, object] = {
+                self._place.answer(self._round, f"of-{n}"): one for n, one in enumerate(answers)
+            }
+            # Afterwards: who has been told its number finds what it is of.
+            dealt |= {self._place.answer(self._round, rank): numbers[rank] for rank in range(1, len(numbers))}
+            self._publish(dealt)
+            return answers[numbers[0]]
+        number = self._answer(value, shared=False)
+        with self._asking() as client:
+            answer = client.get(self._place.answer(self._round, f"of-{number}"))
+        return pickle.loads(answer)  # type: ignore[no-any-return]  # noqa: S301  # of a rank of this job
 
     def no_return(self) -> None:
         """Nothing is needed of the others: their silence and failures do not end it any more, only the deadline.

@@ -6,18 +6,27 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from dcp_remote.catalog import Entry
-from dcp_remote.checkpoint import find, read_entry, require_no_checkpoint_by_itself
-from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
+from dcp_remote.checkpoint import decode_entry, fetch_entry, find, require_no_checkpoint_by_itself
+from dcp_remote.chunk_list import local_plan
+from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidArgumentError
+from dcp_remote.exchange import Exchange, cohorts_of
 from dcp_remote.joint import Joint, Ranks
 from dcp_remote.manifest import Manifest
+from dcp_remote.peers import host_towards
 from dcp_remote.per_rank import PER_RANK_KEY, PerRank, put_back, template_of
+from dcp_remote.ranges import MiB
+from dcp_remote.read_plan import wanted_blocks
 from dcp_remote.reader import RemoteReader
+from dcp_remote.reading import Target, read_or_explain
 from dcp_remote.reports import LoadReport, LoadSeconds
 from dcp_remote.run import catalog_of
 from dcp_remote.storage import ObjectStore
@@ -30,24 +39,79 @@ from dcp_remote.transfer import RANGE_RETRY_SECONDS
 logger = logging.getLogger(__name__)
 
 
+# Of manifests that all ranks get from the coordinator, over the one host of their group's store. What is more than that
+# each reads for itself: a store of objects has many hosts.
+_MANIFESTS_BYTES_MAX = 256 * MiB
+
+
 class _EntryReader(RemoteReader):
-    """Reads the checkpoint whose manifest it is given."""
+    """Reads the checkpoint whose manifest it is given, together with the others of its joint.
+
+    Args:
+        store: Opened at the run.
+        manifest: Of the checkpoint.
+        joint: Of all who read.
+        exchange: This rank's side of reading together; None for a rank that is alone.
+        allow_pickle: As for `RemoteReader`.
+        memory_budget_bytes: As for `RemoteReader`.
+    """
 
     def __init__(
         self,
         store: ObjectStore,
         manifest: Manifest,
+        joint: Joint,
+        exchange: Exchange | None,
         *,
-        deadline: Deadline,
         allow_pickle: bool,
         memory_budget_bytes: int,
     ) -> None:
         super().__init__(store, allow_pickle=allow_pickle, memory_budget_bytes=memory_budget_bytes)
         self._manifest = manifest
-        self._deadline = deadline
+        self._joint = joint
+        self._deadline = joint.deadline
+        self._exchange = exchange
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """See `RemoteReader`. What is wrong with bytes of others is no reason to fail: they are read once more."""
+        exchange = self._exchange
+        try:
+            return super().read_data(plan, planner)
+        except CorruptCheckpointError as error:
+            if exchange is None or not exchange.received_bytes:
+                raise
+            logger.warning("Of what came from other ranks something is wrong; all is read again. cause=%s", error)
+            exchange.close()
+        self._exchange = None
+        return super().read_data(plan, planner)
 
     def _find(self) -> Manifest:
         return self._manifest
+
+    def _read_all(self, manifest: Manifest, layers: Sequence[Sequence[Target]]) -> None:
+        if self._exchange is None:
+            super()._read_all(manifest, layers)
+            return
+        # What shares memory with other templates is hardly anything.
+        first, *later = layers
+        self._read_together(self._exchange, manifest, first)
+        super()._read_all(manifest, later)
+
+    def _read_together(self, exchange: Exchange, manifest: Manifest, targets: Sequence[Target]) -> None:
+        wanted = wanted_blocks(manifest, [target.want for target in targets])
+        # All are here: nobody has failed before a byte is asked for.
+        cohort = self._joint.deal(exchange.tell(manifest, wanted), cohorts_of)
+        store, plan = exchange.begin(self._store, manifest, wanted, cohort)
+        read_or_explain(
+            store,
+            manifest,
+            targets,
+            memory_budget_bytes=exchange.budget_bytes,
+            retry_seconds=self._timeout_seconds,
+            deadline=self._deadline,
+            plan=plan,
+            arrived=exchange.arrived,
+        )
 
 
 def load_rank(
@@ -81,14 +145,17 @@ def load_rank(
     began_seconds, before = time.monotonic(), store.counts
     with operation.phase("planning"):
         joint.note("asking which checkpoint to restore")
-        entry = joint.gather(step, lambda steps: _chosen(store, steps))
-        if entry is None:
+        chosen = joint.gather(step, lambda steps: _chosen(store, steps))
+        if chosen is None:
             if ranks.is_coordinator:
                 # A URL that is a little wrong looks the same: a job must not begin anew without a word.
                 logger.warning("%s: there is no checkpoint here yet; the job starts from nothing", store.url)
             return None
+        entry = chosen.entry
         joint.note(f"planning the restore of step {entry.step}")
-        manifest = read_entry(store, entry)
+        data = fetch_entry(store, entry) if chosen.manifest is None else chosen.manifest
+        manifest = decode_entry(store, entry, data)
+        del chosen, data
         # What follows may be collectives of training, which nobody may enter alone.
         joint.gather(None, _all_are_here)
         saved = set((manifest.flatten or {}).values())
@@ -99,17 +166,26 @@ def load_rank(
             _tell_of_missing_ranks(state, manifest, saved, ranks.world_size)
             _tell_of_what_has_no_place(template, saved)
         planner = planner if planner is not None else DefaultLoadPlanner()
+        exchange: Exchange | None = None
+        if ranks.world_size > 1:
+            exchange = Exchange(
+                ranks.rank,
+                host_towards(ranks.store_host),
+                memory_budget_bytes=memory_budget_bytes,
+                is_over=joint.deadline.expired,
+            )
         reader = _EntryReader(
             store,
             manifest,
-            deadline=joint.deadline,
+            joint,
+            exchange,
             allow_pickle=allow_pickle,
             memory_budget_bytes=memory_budget_bytes,
         )
         metadata = reader.read_metadata()
         planner.set_up_planner(template, metadata, ranks.is_coordinator)
         reader.set_up_storage_reader(metadata, ranks.is_coordinator, rank=ranks.rank)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
+        plan = reader.prepare_local_plan(local_plan(planner))
         # torch's own changes nothing here, and plans are large: only who has something to say to all is asked.
         if type(planner).create_global_plan is not DefaultLoadPlanner.create_global_plan:
             plan = joint.scatter(plan, planner.create_global_plan)
@@ -117,9 +193,11 @@ def load_rank(
     planned_seconds = time.monotonic()
     with operation.phase("reading"):
         joint.note(f"reading step {entry.step}")
-        reader.read_data(plan, planner).wait()
-        joint.note(f"has read step {entry.step}, waiting for the others")
-        joint.gather(None, _all_are_here)
+        with exchange or nullcontext():
+            reader.read_data(plan, planner).wait()
+            joint.note(f"has read step {entry.step}, waiting for the others")
+            # Until then there is somebody who wants what this rank has read.
+            joint.gather(None, _all_are_here)
         keys.put_right()
         put_back(state, template, ranks.rank)
         joint.gather(None, _all_are_here)
@@ -133,6 +211,7 @@ def load_rank(
         seconds=LoadSeconds(planning=planned_seconds - began_seconds, reading=time.monotonic() - planned_seconds),
         requests=counts.requests,
         retries=counts.failed,
+        received_bytes=exchange.received_bytes if exchange is not None else 0,
     )
     if ranks.is_coordinator:
         logger.info("%s", report)
@@ -143,7 +222,20 @@ def _all_are_here(_answers: Sequence[None]) -> None:
     """Nobody has failed so far."""
 
 
-def _chosen(store: ObjectStore, steps: Sequence[int | str | None]) -> Entry | None:
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is restored.
+
+    Attributes:
+        entry: Of the catalog.
+        manifest: As it is stored; None if each reads it for itself.
+    """
+
+    entry: Entry
+    manifest: bytes | None
+
+
+def _chosen(store: ObjectStore, steps: Sequence[int | str | None]) -> _Chosen | None:
     if any(step != steps[0] for step in steps):
         raise InvalidArgumentError("Ranks ask for different checkpoints at a time.", steps=str(steps[:16]))
     if type(steps[0]) not in (int, str, type(None)):
@@ -155,7 +247,9 @@ def _chosen(store: ObjectStore, steps: Sequence[int | str | None]) -> Entry | No
         return None
     if catalog is None:
         raise CheckpointNotFoundError("There is no run here yet.", url=store.url, step=steps[0])
-    return find(catalog, steps[0], url=store.url)
+    entry = find(catalog, steps[0], url=store.url)
+    data = fetch_entry(store, entry)
+    return _Chosen(entry, data if len(data) * len(steps) <= _MANIFESTS_BYTES_MAX else None)
 
 
 def _require_not_thinned(entry: Entry, template: Mapping[str, Any]) -> None:

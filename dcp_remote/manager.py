@@ -81,6 +81,10 @@ class CheckpointManager:
     shard and the cause. A rank that is silent for a minute ends it then. Killed at any moment, the run has the
     checkpoints that it had, and perhaps the new one, each whole.
 
+    Plans are exchanged by the first save, and again when on any rank anything but values has changed: a name, a shape,
+    a dtype. A tensor that several ranks hold, as under DDP or HSDP, is written by one of them; one that is larger than
+    a shard by all, each a part, so that of ranks which disagree about its values the checkpoint has some of each.
+
     The first save of a job takes the fence: a job that was started earlier can commit nothing more, and is told so
     (`FencedError`). Nothing is deleted unless `retention` says so.
 
@@ -230,7 +234,8 @@ class CheckpointManager:
                 warning. The coordinator's count.
             user: Notes for the manifest: JSON, at most 1 MiB. The coordinator's count.
             overwrite: Replace the live checkpoint of this step, if there is one; its names and its pin go with it.
-            planner: torch's; None is `DefaultSavePlanner()`.
+            planner: torch's; None is `DefaultSavePlanner()`. One with methods of its own plans each save anew, and its
+                replicas are written by one rank. torch's own cache (`enable_plan_caching`) is not used.
             wait: Return when it is committed. Nothing is copied then.
 
         Raises:
@@ -286,8 +291,9 @@ class CheckpointManager:
         replaced. A rank that the checkpoint has no `PerRank` values of keeps its own. If it raises, the state holds
         parts of the checkpoint and must not be used.
 
-        Costs: a HEAD, and a GET of the catalog, by the coordinator; on every rank one of the manifest, and one per
-        range of at most 8 MiB.
+        Costs: a HEAD, a GET of the catalog and one of the manifest, by the coordinator; one per range of at most 8 MiB,
+        by one of the ranks that want it (of up to 64 that want much of the same), which gives it to the others over
+        sockets of their own. Where that fails, whoever wants it reads it from the store.
 
         Args:
             state: As for `save`: says what is wanted, and of what shape.

@@ -30,6 +30,7 @@ from dcp_remote.manifest import (
     TensorKind,
     Tensors,
 )
+from dcp_remote.ranges import firsts
 from dcp_remote.tiling import Comparisons, why_not_tiled
 
 # Keys are relative to the checkpoint (or run), and nothing that could leave it.
@@ -175,17 +176,19 @@ def _check_pieces(manifest: Manifest) -> None:
         raise _damaged("a piece is empty")
     if bool((pieces.start < shards.data_starts[pieces.shard]).any() or (stops > shards.sizes[pieces.shard]).any()):
         raise _damaged("a piece lies outside the data of its shard")
-    order = np.lexsort((pieces.start, pieces.shard))
-    same = pieces.shard[order][1:] == pieces.shard[order][:-1]
-    if bool((same & (pieces.start[order][1:] < stops[order][:-1])).any()):
+    # All shards one after another: each piece lies in its own. Ranges overlap if and only if one begins before as many
+    # have ended as began before it, so that neither order has to be known of the other.
+    shard_first = firsts(shards.sizes)[pieces.shard]
+    if bool((np.sort(shard_first + pieces.start)[1:] < np.sort(shard_first + stops)[:-1]).any()):
         raise _damaged("two pieces overlap")
     _check_tables(shards, pieces)
     _check_chunk_lengths(tensors, pieces)
 
 
 def _check_tables(shards: Shards, pieces: Pieces) -> None:
-    lengths, inverse = np.unique(pieces.length, return_inverse=True)
-    entries = np.array([table_entries(length) for length in lengths.tolist()], dtype=np.int64)[inverse]
+    lengths = np.unique(pieces.length)
+    of_lengths = np.array([table_entries(length) for length in lengths.tolist()], dtype=np.int64)
+    entries = of_lengths[np.searchsorted(lengths, pieces.length)]
     # Each piece by itself: the table may also hold the digests of pieces that this manifest does not name.
     outside = pieces.table + entries > shards.table_lengths[pieces.shard] // DIGEST_BYTES
     if bool(np.where(entries > 0, outside, pieces.table != 0).any()):

@@ -1,4 +1,4 @@
-"""From what a rank wants to the ranges that it fetches: blocks of pieces, sorted, merged, split. Pure, without torch.
+"""From what a rank wants to the ranges that it fetches: blocks of pieces, merged, split, sorted. Pure, without torch.
 
 A *want* is a part of a chunk, or a whole stored object. It touches blocks of pieces; only whole blocks are fetched, so
 that every byte that is used is verified. A piece that is fetched whole is verified by its digest in the manifest; a
@@ -7,10 +7,13 @@ part of one by the shard's block table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from dcp_remote.digests import BLOCK_BYTES_MIN, block_bytes, block_count
 from dcp_remote.dtypes import ITEM_BYTES
@@ -25,6 +28,9 @@ GAP_BYTES = 16 * KiB
 # At 8 MiB each these are 16 TiB, which no process takes in at once; their list takes half a gigabyte. What asks for
 # more was led to do so by sizes that somebody made up.
 RANGES_MAX = 2**21
+
+# Which blocks of a piece; one entry each.
+Mask: TypeAlias = npt.NDArray[np.bool_]
 
 # A range of this size goes alone, so that it can be read straight into its destination.
 ALONE_BYTES = 1 * MiB
@@ -80,13 +86,32 @@ class RangePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """What wants come to.
+
+    Attributes:
+        blocks: For each piece, which of its blocks are wanted (bool, one per block); None for all of them.
+        users: For each piece, the numbers of the wants that it belongs to.
+        sizes: Bytes of each want.
+        partial: Pieces of which not every block is wanted.
+        tables: Shards of which such pieces are: their block tables are needed. Ascending.
+    """
+
+    blocks: dict[int, Mask | None]
+    users: dict[int, list[int]]
+    sizes: tuple[int, ...]
+    partial: frozenset[int]
+    tables: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ReadPlan:
     """What to fetch.
 
     Attributes:
         tables: Shards whose block tables are needed, to be fetched first.
-        ranges: The requests, by shard and place: what belongs together arrives together, so that few objects are
-            half read, and held, at a time.
+        ranges: The requests, those of what is largest first, so that none of them is still under way when all others
+            are done; but what belongs together together, so that few objects are half read, and held, at a time.
         segments: How many segments of each wanted piece there are.
         partial: Pieces of which not every block is fetched.
         users: For each piece, the numbers of the wants that it belongs to.
@@ -122,13 +147,20 @@ def plan_reads(manifest: Manifest, wants: Sequence[Want]) -> ReadPlan:
     Raises:
         InvalidArgumentError: So much is wanted that the list of requests would not fit into memory.
     """
+    wanted = wanted_blocks(manifest, wants)
+    return plan_of(wanted, wanted.tables, ranges_of(manifest, wanted, wanted.blocks))
+
+
+def wanted_blocks(manifest: Manifest, wants: Sequence[Want]) -> Wanted:
+    """Which blocks of which pieces somebody wants.
+
+    Raises:
+        InvalidArgumentError: So much is wanted that the list of requests would not fit into memory.
+    """
     users: dict[int, list[int]] = {}
-    blocks: dict[int, np.ndarray | None] = {}  # None: all of them
+    blocks: dict[int, Mask | None] = {}
     for number, want in enumerate(wants):
         _touch(manifest, number, want, users, blocks)
-    segments: list[tuple[int, Segment]] = []
-    partial: set[int] = set()
-    counts: dict[int, int] = {}
     ranges = 0
     for piece, mask in blocks.items():
         length = int(manifest.pieces.length[piece])
@@ -140,19 +172,39 @@ def plan_reads(manifest: Manifest, wants: Sequence[Want]) -> ReadPlan:
                 "shards of several ranks.",
                 limit_bytes=RANGES_MAX * RANGE_BYTES_MAX,
             )
-        cut = _segments(manifest, piece, mask)
-        counts[piece] = len(cut)
-        shard = int(manifest.pieces.shard[piece])
-        segments += ((shard, segment) for segment in cut)
-        if mask is not None and not bool(mask.all()):
-            partial.add(piece)
-    segments.sort(key=lambda entry: (entry[0], entry[1].start))
+    partial = frozenset(piece for piece, mask in blocks.items() if mask is not None and not bool(mask.all()))
     tables = sorted({int(manifest.pieces.shard[piece]) for piece in partial})
-    return ReadPlan(tuple(tables), tuple(_merge(segments)), counts, frozenset(partial), users)
+    return Wanted(blocks, users, tuple(_bytes_of(manifest, want) for want in wants), partial, tuple(tables))
+
+
+def ranges_of(manifest: Manifest, wanted: Wanted, blocks: Mapping[int, Mask | None]) -> list[RangePlan]:
+    """The requests for those of the wanted blocks, those of what is largest first."""
+    segments: list[tuple[int, Segment]] = []
+    for piece, mask in blocks.items():
+        shard = int(manifest.pieces.shard[piece])
+        segments += ((shard, segment) for segment in _segments(manifest, piece, mask))
+    # What has the same size stays in the order of its place.
+    return sorted(merged(segments), key=lambda one: -max(one.length, _largest(wanted, one)))
+
+
+def plan_of(wanted: Wanted, tables: Sequence[int], ranges: Sequence[RangePlan]) -> ReadPlan:
+    """The plan that has these requests, in this order; together they are all blocks that are wanted."""
+    counts = Counter(segment.piece for request in ranges for segment in request.segments)
+    return ReadPlan(tuple(tables), tuple(ranges), dict(counts), wanted.partial, wanted.users)
+
+
+def _largest(wanted: Wanted, request: RangePlan) -> int:
+    return max(wanted.sizes[user] for user in wanted.users[request.segments[0].piece])
+
+
+def _bytes_of(manifest: Manifest, want: Want) -> int:
+    if want.runs is None:
+        return int(manifest.pieces.length[want.piece_first : want.piece_stop].sum())
+    return sum(run.length for run in want.runs)
 
 
 def _touch(
-    manifest: Manifest, number: int, want: Want, users: dict[int, list[int]], blocks: dict[int, np.ndarray | None]
+    manifest: Manifest, number: int, want: Want, users: dict[int, list[int]], blocks: dict[int, Mask | None]
 ) -> None:
     lengths = manifest.pieces.length[want.piece_first : want.piece_stop].tolist()
     if want.runs is None:
@@ -182,26 +234,31 @@ def _touch(
         mask |= np.cumsum(marks)[:-1] > 0
 
 
-def _segments(manifest: Manifest, piece: int, mask: np.ndarray | None) -> list[Segment]:
+def _segments(manifest: Manifest, piece: int, mask: Mask | None) -> list[Segment]:
+    if mask is None:
+        return cut(manifest, piece, 0, block_count(int(manifest.pieces.length[piece])))
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    runs = zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+    return [segment for first, stop in runs for segment in cut(manifest, piece, first, stop)]
+
+
+def cut(manifest: Manifest, piece: int, first: int, stop: int) -> list[Segment]:
+    """Consecutive blocks of a piece, in parts that one request can ask for."""
     start, length = int(manifest.pieces.start[piece]), int(manifest.pieces.length[piece])
     size = block_bytes(length)
     at_most = max(1, RANGE_BYTES_MAX // size)
-    if mask is None:
-        groups = [(0, block_count(length))]
-    else:
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
-        groups = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-    cut: list[Segment] = []
-    for first, stop in groups:
-        for block in range(first, stop, at_most):
-            end = min(block + at_most, stop)
-            bytes_stop = min(end * size, length)
-            cut.append(Segment(piece, block, end, start + block * size, bytes_stop - block * size))
-    return cut
+    parts: list[Segment] = []
+    for block in range(first, stop, at_most):
+        end = min(block + at_most, stop)
+        parts.append(Segment(piece, block, end, start + block * size, min(end * size, length) - block * size))
+    return parts
 
 
-def _merge(segments: Sequence[tuple[int, Segment]]) -> list[RangePlan]:
-    """Neighbors become one request, while it stays within a range; what is large enough stays alone."""
+def merged(segments: Iterable[tuple[int, Segment]]) -> list[RangePlan]:
+    """Segments, each with its shard, as requests, by shard and place.
+
+    Neighbors become one request, while it stays within a range; what is large enough stays alone.
+    """
     ranges: list[RangePlan] = []
     group: list[Segment] = []
     group_shard = -1
@@ -211,7 +268,7 @@ def _merge(segments: Sequence[tuple[int, Segment]]) -> list[RangePlan]:
             ranges.append(RangePlan(group_shard, group[0].start, group[-1].stop - group[0].start, tuple(group)))
             group.clear()
 
-    for shard, segment in segments:
+    for shard, segment in sorted(segments, key=lambda entry: (entry[0], entry[1].start)):
         if segment.length >= ALONE_BYTES:
             close()
             ranges.append(RangePlan(shard, segment.start, segment.length, (segment,)))

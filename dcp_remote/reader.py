@@ -10,7 +10,7 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeGuard
@@ -217,15 +217,7 @@ class RemoteReader(StorageReader):
                 targets[0] += self._object(manifest, planner, item)
             else:
                 targets[later.get(item.dest_index, 0)].append(self._tensor(manifest, planner, item, template_of))
-        for layer in targets:
-            read_or_explain(
-                self._store,
-                manifest,
-                layer,
-                memory_budget_bytes=self._memory_budget_bytes,
-                retry_seconds=self._timeout_seconds,
-                deadline=self._deadline,
-            )
+        self._read_all(manifest, targets)
         logger.info(
             "loaded %d items of %s in %.1f s", len(plan.items), self._store.url, time.monotonic() - began_seconds
         )
@@ -237,6 +229,18 @@ class RemoteReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a URL or path that a reader can be made for."""
         return is_location(checkpoint_id)
+
+    def _read_all(self, manifest: Manifest, layers: Sequence[Sequence[Target]]) -> None:
+        """One layer after another, of which there is at least one."""
+        for layer in layers:
+            read_or_explain(
+                self._store,
+                manifest,
+                layer,
+                memory_budget_bytes=self._memory_budget_bytes,
+                retry_seconds=self._timeout_seconds,
+                deadline=self._deadline,
+            )
 
     def _find(self) -> Manifest:
         return read_manifest(self._store, step=self._step, retry_seconds=self._timeout_seconds)

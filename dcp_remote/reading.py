@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from dcp_remote.checkpoint import why_missing
 from dcp_remote.digests import (
@@ -26,6 +26,14 @@ from dcp_remote.read_plan import RangePlan, ReadPlan, Segment, Want, plan_reads
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.retrying import Deadline
 from dcp_remote.transfer import Fetch, Fetched, download
+
+# Called with what has arrived and was looked at: key, first byte, the bytes, and whether they stay where they are until
+# the load is over; otherwise they are gone when this returns.
+Arrived: TypeAlias = Callable[[str, int, memoryview, bool], None]
+
+
+def _for_nobody_else(_key: str, _start: int, _data: memoryview, _stays: bool) -> None:  # noqa: FBT001  # `Arrived`
+    """What one process reads for itself."""
 
 
 class Target(Protocol):
@@ -57,11 +65,23 @@ def read_or_explain(
     memory_budget_bytes: int,
     retry_seconds: float,
     deadline: Deadline | None = None,
+    plan: ReadPlan | None = None,
+    arrived: Arrived = _for_nobody_else,
 ) -> None:
     """Read everything that is wanted, in parallel, and verify every byte of it.
 
     One GET per range of at most 8 MiB, and one per shard of which only parts of pieces are read (its block table). If
     a shard is gone, one more, to see whether the checkpoint still is what it was.
+
+    Args:
+        store: Opened at the checkpoint, or at its run.
+        manifest: Of the checkpoint.
+        targets: What is wanted, and where it goes.
+        memory_budget_bytes: Of what is under way.
+        retry_seconds: How long one request is tried again.
+        deadline: Of all of it.
+        plan: For what the targets want; None is that of a process that reads for itself alone.
+        arrived: See there; in the caller's thread. A whole piece of several ranges is verified with the last of them.
 
     Raises:
         CheckpointNotFoundError: It was removed or replaced while it was being read.
@@ -71,12 +91,15 @@ def read_or_explain(
     fetch = partial(
         download, store, memory_budget_bytes=memory_budget_bytes, retry_seconds=retry_seconds, deadline=deadline
     )
-    reading = _Reading(manifest, plan_reads(manifest, [target.want for target in targets]), targets)
+    if plan is None:
+        plan = plan_reads(manifest, [target.want for target in targets])
+    reading = _Reading(manifest, plan, targets)
     try:
-        for fetched in fetch(reading.table_fetches()):
-            reading.take_table(fetched)
-        for arrived in fetch(reading.range_fetches()):
-            reading.take_range(arrived)
+        for table in fetch(reading.table_fetches()):
+            arrived(table.fetch.key, table.fetch.start, reading.take_table(table), True)  # noqa: FBT003  # `Arrived`
+        for fetched in fetch(reading.range_fetches()):
+            reading.take_range(fetched)
+            arrived(fetched.fetch.key, fetched.fetch.start, fetched.data, fetched.fetch.into is not None)
     except ObjectNotFoundError as error:
         gone = why_missing(store, manifest, retry_seconds=retry_seconds)
         if gone is not None:
@@ -120,11 +143,13 @@ class _Reading:
             start = int(shards.data_starts[shard]) - length
             yield Fetch(shards.keys[shard], start, length, None, digest, shard)
 
-    def take_table(self, fetched: Fetched[int]) -> None:
+    def take_table(self, fetched: Fetched[int]) -> memoryview:
+        """Keep it; where it is kept."""
         shard = fetched.fetch.subject
         if fetched.digest != self._manifest.shards.table_digest(shard):
             raise _corrupt(fetched.fetch, "a block table")
-        self._tables[shard] = bytes(fetched.data)
+        kept = self._tables[shard] = bytes(fetched.data)
+        return memoryview(kept)
 
     def range_fetches(self) -> Iterator[Fetch[RangePlan]]:
         keys = self._manifest.shards.keys

@@ -173,6 +173,7 @@ class LoadReport:
         seconds: Of this rank's phases.
         requests: Of this rank, those that were repeated included.
         retries: How many of them were repetitions.
+        received_bytes: That came from other ranks, which had read them.
     """
 
     step: int
@@ -183,12 +184,15 @@ class LoadReport:
     seconds: LoadSeconds
     requests: int
     retries: int
+    received_bytes: int = 0
 
     def __str__(self) -> str:
         """`loaded step 1000: read 4.1 GiB in 3.2 s, one of 3 ranks; 8 ranks had saved it`."""
         parts = [f"loaded step {self.step}: read {human_bytes(self.read_bytes)} in {self.seconds.total:.1f} s"]
         if self.world_size > 1:
             parts.append(f", one of {self.world_size} ranks")
+        if self.received_bytes:
+            parts.append(f", which gave it {human_bytes(self.received_bytes)}")
         if self.retries:
             parts.append(f", {self.retries} of {self.requests} requests repeated")
         parts.append(f"; {counted(self.saved_world_size, 'rank')} had saved it")

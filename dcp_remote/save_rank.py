@@ -10,14 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+from dcp_remote.assembly import Planned
 from dcp_remote.checkpoint import read_manifest_at
+from dcp_remote.dcp_metadata import planned_of
 from dcp_remote.dedup import Base
 from dcp_remote.desk import Again, Committed, Desk
 from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError
 from dcp_remote.joint import Joint, Ranks
+from dcp_remote.plans import PlanCache, Proposal, is_torchs, plan_all, propose, uncached
 from dcp_remote.progress import Progress, can_redraw
 from dcp_remote.report import RankReport
 from dcp_remote.reports import RankFigures, SaveReport, Seconds, SlowShard, combine
@@ -78,6 +81,19 @@ class Task:
     background: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """What this rank is to write, and the planner that has it; the coordinator also knows what it amounts to.
+
+    Kept by the save itself: a thread that was left behind in an earlier one may still plan that.
+    """
+
+    begun: Begun
+    planner: SavePlanner
+    plan: SavePlan
+    planned: Planned | None
+
+
 class RankSaver:
     """Saves of one rank, one after another; remembers what it wrote last, so as not to send it again.
 
@@ -103,11 +119,15 @@ class RankSaver:
         self._store = store
         self._desk = desk
         self._memory_budget_bytes = memory_budget_bytes
+        self._shard_bytes_max = shard_bytes_max(memory_budget_bytes)
         self._allow_pickle = allow_pickle
         # A save whose shards are all there, and of whose commit nothing was heard yet.
         self._unheard: tuple[Begun, RankFigures] | None = None
         # What this rank wrote last, and the checkpoint that names it: save_id and manifest key.
         self._last: tuple[tuple[str, str], Base] | None = None
+        # What all agreed on last, and for which save: plans on each rank, what they amount to on the coordinator.
+        self._plans = PlanCache()
+        self._planned: tuple[str, Planned] | None = None
 
     def save(self, joint: Joint, task: Task) -> SaveReport:
         """Save; called by every rank, in a block of the joint. Returns when it is committed.
@@ -160,19 +180,18 @@ class RankSaver:
 
     def _attempt(self, joint: Joint, task: Task, attempt: int, before: Counts) -> SaveReport | Again:
         with task.operation.phase("planning"):
-            begun, plan, metadata = self._plan(joint, task, borrow=attempt < _ATTEMPTS_MAX)
-        with self._progress(task, plan) as progress:
+            agreed = self._plan(joint, task, borrow=attempt < _ATTEMPTS_MAX)
+        begun = agreed.begun
+        with self._progress(task, agreed.plan) as progress:
             uploading_seconds = time.monotonic()
             with task.operation.phase("uploading"):
-                report = self._upload(joint, task, begun, plan, progress)
+                report = self._upload(joint, task, agreed, progress)
             figures = self._figures(task, report, before, uploading_seconds)
             self._unheard = begun, figures
             joint.note("waiting for the commit")
             progress.tell("waiting for the others")
             with task.operation.phase("committing"):
-                answer = joint.gather(
-                    (report, figures), lambda parts: self._commit(joint, task, begun, metadata[-1], parts)
-                )
+                answer = joint.gather((report, figures), lambda parts: self._commit(joint, task, agreed, parts))
             self._unheard = None
             if isinstance(answer, Again):
                 return answer
@@ -182,36 +201,56 @@ class RankSaver:
         self._last = (done.save_id, done.manifest), Base.of_report(report, left_out=done.left_out)
         return told
 
-    def _plan(self, joint: Joint, task: Task, *, borrow: bool) -> tuple[Begun, SavePlan, list[Metadata]]:
-        """Agree on what is saved, and who writes what of it; the coordinator has torch's metadata, too."""
-        planner = task.planner
+    def _plan(self, joint: Joint, task: Task, *, borrow: bool) -> _Agreed:
+        """Agree on what is saved, and who writes what of it: as the last time, if on every rank only values changed."""
+        planner, proposal = uncached(task.planner), None
+        if is_torchs(planner):  # a user's may want to know of the save
+            proposal = self._propose(joint, planner, task)
         joint.note("asking whether this step may be saved")
-        begun = joint.gather(task.note, lambda notes: _there(self._desk).begin(notes, joint.deadline, borrow=borrow))
+        kept, known = self._plans, self._planned
+
+        def begin(parts: list[tuple[Note, str | None]]) -> tuple[Begun, bool]:
+            begun = _there(self._desk).begin([note for note, _ in parts], joint.deadline, borrow=borrow)
+            return begun, known is not None and all(key == known[0] for _, key in parts)
+
+        begun, is_known = joint.gather((task.note, kept.key_of(proposal)), begin)
+        if is_known:
+            return _Agreed(begun, planner, planner.finish_plan(kept.plan), known[1] if known is not None else None)
+        if proposal is None:
+            proposal = self._propose(joint, planner, task, save_id=begun.save_id)
         joint.note("planning")
-        meta = StorageMeta(checkpoint_id=self._store.url, save_id=begun.save_id)
+
+        def plan(proposals: list[Proposal]) -> list[SavePlan]:
+            nonlocal known
+            plans, metadata = plan_all(planner, proposals, shard_bytes_max=self._shard_bytes_max)
+            known = begun.save_id, planned_of(metadata)
+            return plans
+
+        own = joint.scatter(proposal, plan)
+        self._planned = known
+        self._plans = PlanCache(begun.save_id, proposal, own) if is_torchs(planner) else PlanCache()
+        return _Agreed(begun, planner, planner.finish_plan(own), known[1] if known is not None else None)
+
+    def _propose(self, joint: Joint, planner: SavePlanner, task: Task, *, save_id: str | None = None) -> Proposal:
+        joint.note("planning")
+        meta = StorageMeta(checkpoint_id=self._store.url, save_id=save_id)
         planner.set_up_planner(task.state, meta, self._ranks.is_coordinator)
-        plan = planner.create_local_plan()
-        require_unicode(plan)
-        metadata: list[Metadata] = []
-
-        def planned(plans: list[SavePlan]) -> list[SavePlan]:
-            everyones, whole = planner.create_global_plan(plans)
-            metadata.append(whole)
-            return everyones
-
-        return begun, planner.finish_plan(joint.scatter(plan, planned)), metadata
+        proposal = propose(planner, shard_bytes_max=self._shard_bytes_max)
+        require_unicode(proposal.plan)
+        return proposal
 
     def _commit(
         self,
         joint: Joint,
         task: Task,
-        begun: Begun,
-        metadata: Metadata,
+        agreed: _Agreed,
         parts: list[tuple[RankReport, RankFigures]],
     ) -> tuple[Committed, SaveReport] | Again:
         """On the coordinator, which has heard from all."""
         began_seconds, counts = time.monotonic(), self._store.counts
-        done = _there(self._desk).commit(joint, begun, metadata, [report for report, _ in parts], task.user)
+        assert agreed.planned is not None, "on the coordinator"
+        reports = [report for report, _ in parts]
+        done = _there(self._desk).commit(joint, agreed.begun, agreed.planned, reports, task.user)
         if isinstance(done, Again):
             return done
         own = parts[0][1]
@@ -233,7 +272,8 @@ class RankSaver:
         shown = self._ranks.is_coordinator and can_redraw(sys.stderr)
         return Progress(f"saving step {task.note.step}", _plan_bytes(plan), sys.stderr, is_terminal=shown)
 
-    def _upload(self, joint: Joint, task: Task, begun: Begun, plan: SavePlan, progress: Progress) -> RankReport:
+    def _upload(self, joint: Joint, task: Task, agreed: _Agreed, progress: Progress) -> RankReport:
+        begun = agreed.begun
         joint.note("uploading")
         base = self._base(begun, retry_seconds=min(_BASE_SECONDS, joint.deadline.remaining_seconds() / 4))
         put: list[int] = []
@@ -251,14 +291,14 @@ class RankSaver:
             on_put=on_put,
         ) as uploads:
             report = write_shards(
-                plan,
-                task.planner,
+                agreed.plan,
+                agreed.planner,
                 uploads,
                 ShardNames(self._ranks.rank, origin(revision=begun.run.revision, step=begun.run.step)),
                 rank=self._ranks.rank,
                 url=self._store.url,
                 allow_pickle=self._allow_pickle,
-                shard_bytes_max=shard_bytes_max(self._memory_budget_bytes),
+                shard_bytes_max=self._shard_bytes_max,
                 base=base,
             )
         progress.add(report.figures.borrowed_bytes)

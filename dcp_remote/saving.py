@@ -8,11 +8,10 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_remote import manifest_json
-from dcp_remote.dcp_metadata import SaveInfo, to_manifest
+from dcp_remote.assembly import Planned, SaveInfo, to_manifest
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError, UnsupportedFormatError
 from dcp_remote.manifest import Manifest, RunInfo
 from dcp_remote.ranges import MiB
@@ -49,7 +48,7 @@ def require_unicode(plan: SavePlan) -> None:
 
 
 def assembled(
-    metadata: Metadata,
+    planned: Planned,
     reports: Sequence[object],
     *,
     url: str,
@@ -61,7 +60,7 @@ def assembled(
     """The manifest of what all ranks wrote, and the document to be put. Called by the coordinator.
 
     Args:
-        metadata: torch's; not changed, as torch may have cached it.
+        planned: What the checkpoint is to hold.
         reports: `RankReport`s, in the order of the ranks.
         url: Of the checkpoint, or the run, as the coordinator knows it.
         save_id: Of this save.
@@ -89,7 +88,7 @@ def assembled(
     info = SaveInfo(
         save_id=save_id, replaces=replaces, created=datetime.now(UTC).isoformat(timespec="seconds"), writer=_WRITER
     )
-    manifest = replace(to_manifest(metadata, known, info), run=run, user=dict(user or {}))
+    manifest = replace(to_manifest(planned, known, info), run=run, user=dict(user or {}))
     try:
         body = manifest_json.encode(manifest)
         # Nothing is committed that no reader takes.

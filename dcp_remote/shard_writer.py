@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias, TypeGuard
@@ -13,6 +13,7 @@ from typing import TypeAlias, TypeGuard
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_remote.dedup import NO_LOAN, Base, Known, Loan, Part, Parts, place
@@ -23,6 +24,7 @@ from dcp_remote.manifest import DIMENSIONS_MAX, JSON, RAW
 from dcp_remote.names import top_level_key
 from dcp_remote.objects import EncodedObject, encode_object, encode_stream
 from dcp_remote.packing import Item, Piece, pack, piece_label
+from dcp_remote.plans import SharedPart, SharedParts
 from dcp_remote.ranges import Box, KiB, MiB, boxes_of_run, firsts
 from dcp_remote.report import Notes, RankFigures, RankReport, ReportedObject, WrittenShard
 from dcp_remote.serialization import dtype_name, encoding_of, is_copied, narrow, run_bytes
@@ -53,6 +55,10 @@ class _Items:
     known: list[str] = field(default_factory=list)  # how the base has each encoded
     drawn: list[tuple[WriteItem, str]] = field(default_factory=list)  # and how each is encoded
     parts: Parts = field(default_factory=Parts)
+    shared: Mapping[MetadataIndex, SharedPart] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shared = SharedParts.in_plan(self.plan)
 
     def compare(self, base: Base, look: Callable[[], None]) -> None:
         """See what the base has already; `look` raises when the save is over.
@@ -157,6 +163,34 @@ class _Items:
         )
 
     def _tensor(self, write_item: WriteItem) -> tuple[Item[Source], str]:
+        name, planned, shared = write_item.index.fqn, write_item.tensor_data, self.shared.get(write_item.index)
+        tensor = self._resolved(write_item if shared is None else shared.whole)
+        assert planned is not None, "looked at when it was resolved"
+        encoding, stream = encoding_of(name, tensor, allow_pickle=self.allow_pickle)
+        if encoding != RAW:
+            if planned.chunk.sizes != planned.size:
+                raise InvalidArgumentError(
+                    "A part of a sharded tensor is of a kind whose elements alone do not say everything, and that "
+                    "cannot be put together again. Save the whole tensor, or its plain parts.",
+                    tensor=name,
+                    type=f"{type(tensor).__module__}.{type(tensor).__qualname__}",
+                    layout=tensor.layout,
+                )
+            return self._bytes(write_item, stream), encoding
+        if shared is not None:
+            tensor = narrow(tensor.detach(), shared.box)
+        item: Item[Source] = Item(
+            top=self._top(write_item),
+            name=name,
+            dtype=dtype_name(tensor.dtype),
+            offsets=tuple(planned.chunk.offsets),
+            sizes=tuple(planned.chunk.sizes),
+            whole=planned.chunk.sizes == planned.size,
+            source=tensor,
+        )
+        return item, encoding
+
+    def _resolved(self, write_item: WriteItem) -> torch.Tensor:
         name, planned = write_item.index.fqn, write_item.tensor_data
         tensor = self.planner.resolve_data(write_item)
         if planned is None or not isinstance(tensor, torch.Tensor):
@@ -174,27 +208,7 @@ class _Items:
             raise InvalidArgumentError(
                 "A tensor has more dimensions than a manifest can say.", tensor=name, limit=DIMENSIONS_MAX
             )
-        encoding, stream = encoding_of(name, tensor, allow_pickle=self.allow_pickle)
-        if encoding != RAW:
-            if planned.chunk.sizes != planned.size:
-                raise InvalidArgumentError(
-                    "A part of a sharded tensor is of a kind whose elements alone do not say everything, and that "
-                    "cannot be put together again. Save the whole tensor, or its plain parts.",
-                    tensor=name,
-                    type=f"{type(tensor).__module__}.{type(tensor).__qualname__}",
-                    layout=tensor.layout,
-                )
-            return self._bytes(write_item, stream), encoding
-        item: Item[Source] = Item(
-            top=self._top(write_item),
-            name=name,
-            dtype=dtype_name(tensor.dtype),
-            offsets=tuple(planned.chunk.offsets),
-            sizes=tuple(planned.chunk.sizes),
-            whole=planned.chunk.sizes == planned.size,
-            source=tensor,
-        )
-        return item, encoding
+        return tensor
 
 
 def _part(item: Item[Source], box: Box) -> Item[Source]:

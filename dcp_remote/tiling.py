@@ -37,6 +37,8 @@ def why_not_tiled(shape: Sequence[int], offsets: I64, sizes: I64, comparisons: C
     Returns:
         None if they do, else the reason in a few words.
     """
+    if _is_stack(shape, offsets, sizes):
+        return None
     elements = math.prod(shape)
     if bool((offsets + sizes > np.asarray(shape, dtype=np.int64)).any()):
         return "a chunk reaches outside the tensor"
@@ -52,6 +54,25 @@ def why_not_tiled(shape: Sequence[int], offsets: I64, sizes: I64, comparisons: C
     if len(sizes) <= 1:
         return None
     return _why_overlapping(offsets, sizes, comparisons or Comparisons())
+
+
+def _is_stack(shape: Sequence[int], offsets: I64, sizes: I64) -> bool:
+    """Whether the boxes are slices of one dimension in order, as nearly all are: a tenth of the time to look for more.
+
+    Each begins where the one before ends, from the tensor's first element to its last, and is whole in all else.
+    """
+    if not len(sizes) or not len(shape):
+        return False
+    whole = sizes == np.asarray(shape, dtype=np.int64)
+    cut = np.flatnonzero(~whole[0])
+    dimension = int(cut[0]) if len(cut) else 0
+    starts = offsets[:, dimension]
+    stops = starts + sizes[:, dimension]
+    if int(starts[0]) or int(stops[-1]) != shape[dimension] or bool((starts[1:] != stops[:-1]).any()):
+        return False
+    whole[:, dimension] = True
+    # Where nothing else is cut, an offset anywhere else would lead outside.
+    return bool(whole.all()) and int(np.count_nonzero(offsets)) == int(np.count_nonzero(starts))
 
 
 def _why_overlapping(offsets: I64, sizes: I64, comparisons: Comparisons) -> str | None:

@@ -23,6 +23,7 @@ from torch.futures import Future
 from dcp_remote import commit
 from dcp_remote.commit import Slot
 from dcp_remote.crossing import crosses_ranks
+from dcp_remote.dcp_metadata import planned_of
 from dcp_remote.errors import (
     CheckpointExistsError,
     DcpRemoteError,
@@ -262,7 +263,7 @@ class RemoteWriter(StorageWriter):
         save = self._current()
         assert save.slot is not None, "torch calls finish on the coordinator alone, which has looked at the slot"
         manifest, body = assembled(
-            metadata,
+            planned_of(metadata),
             [result.storage_data for written in results for result in written],
             url=save.store.url,
             save_id=save.save_id,

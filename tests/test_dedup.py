@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_remote import RemoteReader, load, manifest_json
-from dcp_remote.dcp_metadata import SaveInfo, left_out, to_dcp_metadata, to_manifest
+from dcp_remote.assembly import SaveInfo, left_out, to_manifest
+from dcp_remote.dcp_metadata import planned_of, to_dcp_metadata
 from dcp_remote.dedup import LIVE_SHARE_MIN, SPAN_BYTES, Base
 from dcp_remote.digests import block_bytes
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
@@ -130,7 +131,8 @@ class Run:
         assert metadata is not None
         info = SaveInfo(f"{len(self.saves):032x}", (), "2026-01-01T00:00:00+00:00", {"dcp_remote": "0"})
         # Reports come to the coordinator through pickle.
-        manifest = check(to_manifest(metadata, [pickle.loads(pickle.dumps(report)) for report in reports], info))
+        copies = [pickle.loads(pickle.dumps(report)) for report in reports]
+        manifest = check(to_manifest(planned_of(metadata), copies, info))
         self.saves.append(Saved(manifest, reports, sent_bytes))
         self.load(self.saves[-1], states, expected, allow_pickle=allow_pickle)
         return self.saves[-1]
@@ -840,7 +842,7 @@ def test_ranks_that_borrow_from_one_shard() -> None:
         reports = [*second.reports]
         reports[1] = replace(reports[1], shards=replace(shards, **change))
         with pytest.raises(SaveFailedError) as caught:
-            to_manifest(to_dcp_metadata(second.manifest), reports, SaveInfo("5" * 32, (), "", {}))
+            to_manifest(planned_of(to_dcp_metadata(second.manifest)), reports, SaveInfo("5" * 32, (), "", {}))
         assert caught.value.details == {"shard": shards.keys[0]}
 
 
@@ -851,7 +853,9 @@ def test_nobody_names_a_piece_for_two_chunks() -> None:
     saved = run.save([{"a": noise(100), "b": noise(100)}])
     (report,) = saved.reports
     report = replace(report, chunk_piece_first=np.zeros_like(report.chunk_piece_first))
-    manifest = to_manifest(to_dcp_metadata(saved.manifest), [report], SaveInfo("5" * 32, (), "", {"a": "b"}))
+    manifest = to_manifest(
+        planned_of(to_dcp_metadata(saved.manifest)), [report], SaveInfo("5" * 32, (), "", {"a": "b"})
+    )
     with pytest.raises(CorruptCheckpointError, match="overlap"):
         check(manifest)
 

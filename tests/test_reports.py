@@ -121,6 +121,10 @@ REPORT = replace(
             "loaded step 1000: read 4.1 GiB in 3.2 s, one of 3 ranks; 8 ranks had saved it",
         ),
         (
+            LoadReport(1000, SAVE_ID, 8, 3, 4 * GiB, LoadSeconds(0.2, 3.0), 520, 0, received_bytes=8 * GiB),
+            "loaded step 1000: read 4.0 GiB in 3.2 s, one of 3 ranks, which gave it 8.0 GiB; 8 ranks had saved it",
+        ),
+        (
             LoadReport(0, SAVE_ID, 1, 1, 10, LoadSeconds(0.0, 0.04), 2, 1),
             "loaded step 0: read 10 B in 0.0 s, 1 of 2 requests repeated; 1 rank had saved it",
         ),

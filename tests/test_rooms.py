@@ -47,10 +47,14 @@ ROOMS = [
     "manifest_check",
     "manifest_json",
     "report",
+    "assembly",
     "dedup",
     "packing",
     "transfer",
     "read_plan",
+    "sharing",
+    "peers",
+    "exchange",
     "commit",
     "catalog",
     "catalog_json",
@@ -89,6 +93,17 @@ ROOMS = [
     "bench.connection",
     "bench.certificates",
     "bench.server",
+    "bench.raw",
+    # And what is made of its figures.
+    "bench.plan",
+    "bench.rows",
+    "bench.goals",
+    "bench.tables",
+    "bench.chart",
+    "bench.publish",
+    # What a user's bucket gives.
+    "bench.probe",
+    "cli.bench",
     "cli.show",
     "cli.gc",
     "cli.ls",
@@ -106,9 +121,11 @@ ROOMS = [
     "object_streams",
     "objects",
     "serialization",
+    "chunk_list",
     "dcp_metadata",
     "crossing",
     "location",
+    "plans",
     "shard_writer",
     "saving",
     "writer",
@@ -132,7 +149,9 @@ ROOMS = [
     # The benchmark.
     "bench.state",
     "bench.clients",
+    "bench.training",
     "bench.worker",
+    "bench.processes",
     "bench.run",
     # Shipped for whoever writes a store: nothing above imports it.
     "testing.wrappers",
@@ -142,6 +161,8 @@ ROOMS = [
     "testing.ranks",
     "testing.rank_pool",
     "testing.__init__",
+    # Of many ranks in one process.
+    "bench.scale",
 ]
 
 # Who may know these: everybody else speaks to `ObjectStore`, and a run on a local folder loads none of them.

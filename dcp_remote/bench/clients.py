@@ -1,7 +1,9 @@
 """Who is compared: ways to save a state to S3 and to load it again, each at its defaults and at its best settings.
 
 Each is a pair of functions of a URL and a state, called on every rank; what it costs to import it is no part of a
-measurement. Peers are imported when they are made: the package does not need them.
+measurement. Peers are imported when they are made: the package does not need them. Over TLS each trusts the server's
+certificate by a setting that it documents: `verify` of boto3 and botocore, and `SSL_CERT_FILE`, which the connector's
+runtime reads.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from dcp_remote.bench.plan import BEST, BOTO3, CONNECTOR, OURS, RAW, S3FS
+from dcp_remote.bench.raw import RawShard, get_all, pack, put_all
+from dcp_remote.bench.state import local_tensors
 from dcp_remote.ranges import MiB
 from dcp_remote.reader import RemoteReader
 from dcp_remote.storage import open_store
@@ -52,6 +57,27 @@ def ours(options: Options) -> Client:
     return Client(save, load)
 
 
+def raw(options: Options) -> Client:
+    """The socket alone; what it saved, only as many ranks load."""
+    endpoint_url, ca_file = str(options["endpoint_url"]), options.get("verify")
+
+    def shards(url: str, state: dict[str, Any]) -> list[RawShard]:
+        views = [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in local_tensors(state)]
+        return pack(views, f"/{url.removeprefix('s3://')}/rank-{_rank()}")
+
+    def save(url: str, state: dict[str, Any]) -> None:
+        put_all(endpoint_url, shards(url, state), ca_file=ca_file)
+
+    def load(url: str, state: dict[str, Any]) -> None:
+        get_all(endpoint_url, shards(url, state), ca_file=ca_file)
+
+    return Client(save, load)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def fsspec(options: Options, *, best: bool) -> Client:
     """FsspecWriter and FsspecReader of torch, with s3fs. At its best it writes by eight threads."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
@@ -82,6 +108,8 @@ def connector(options: Options, *, best: bool) -> Client:
     from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
 
     os.environ |= {"AWS_ACCESS_KEY_ID": str(options["key"]), "AWS_SECRET_ACCESS_KEY": str(options["secret"])}
+    if options.get("verify") is not None:
+        os.environ["SSL_CERT_FILE"] = str(options["verify"])
     region = str(options.get("region_name", "us-east-1"))
     settings: dict[str, Any] = {"part_size": 16 * MiB, "throughput_target_gbps": 100.0} if best else {}
     config = S3ClientConfig(force_path_style=True, **settings)
@@ -128,7 +156,7 @@ def torch_save(options: Options, *, best: bool) -> Client:
 
     def place(url: str) -> tuple[str, str]:
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
-        return bucket, f"{prefix}/rank-{dist.get_rank() if dist.is_initialized() else 0}.pt"
+        return bucket, f"{prefix}/rank-{_rank()}.pt"
 
     def save(url: str, state: dict[str, Any]) -> None:
         stream = io.BytesIO()
@@ -155,11 +183,12 @@ def _copy_into(state: dict[str, Any], loaded: dict[str, Any]) -> None:
 
 # By name; each is made from the options of the server.
 CLIENTS: dict[str, Callable[[Options], Client]] = {
-    "dcp_remote": ours,
-    "FsspecWriter + s3fs": lambda options: fsspec(options, best=False),
-    "FsspecWriter + s3fs, best": lambda options: fsspec(options, best=True),
-    "s3torchconnector": lambda options: connector(options, best=False),
-    "s3torchconnector, best": lambda options: connector(options, best=True),
-    "torch.save + boto3": lambda options: torch_save(options, best=False),
-    "torch.save + boto3, best": lambda options: torch_save(options, best=True),
+    OURS: ours,
+    RAW: raw,
+    S3FS: lambda options: fsspec(options, best=False),
+    S3FS + BEST: lambda options: fsspec(options, best=True),
+    CONNECTOR: lambda options: connector(options, best=False),
+    CONNECTOR + BEST: lambda options: connector(options, best=True),
+    BOTO3: lambda options: torch_save(options, best=False),
+    BOTO3 + BEST: lambda options: torch_save(options, best=True),
 }

@@ -49,10 +49,12 @@ class Shape:
 LARGE = Shape(layers=4, hidden=1024, vocabulary=51_200)
 # 4 GiB, of the same tensors.
 LARGEST = Shape(layers=24, hidden=1024, vocabulary=51_200)
+# 0.4 GiB, where the server is slow.
+MEDIUM = Shape(layers=2, hidden=768, vocabulary=25_600)
 # 7 MiB, for the tests.
 SMALL = Shape(layers=2, hidden=128, vocabulary=1_000)
 
-SHAPES = {"small": SMALL, "large": LARGE, "largest": LARGEST}
+SHAPES = {"small": SMALL, "medium": MEDIUM, "large": LARGE, "largest": LARGEST}
 
 
 def state_of(shape: Shape, *, filled: bool) -> dict[str, Any]:
@@ -89,10 +91,15 @@ def require_loaded(state: dict[str, Any], shape: Shape) -> None:
             raise AssertionError(f"the step of {name} was not loaded as it was saved")
 
 
+def local_tensors(state: dict[str, Any]) -> list[torch.Tensor]:
+    """What this rank has of each of its tensors, in their order."""
+    tensors = [*state["model"].values(), *(one for part in state["optim"]["state"].values() for one in part.values())]
+    return [_local(tensor) for tensor in tensors]
+
+
 def size_bytes(state: dict[str, Any]) -> int:
     """Of the memory of its tensors, on this rank."""
-    tensors = [*state["model"].values(), *(one for part in state["optim"]["state"].values() for one in part.values())]
-    return sum(_local(tensor).nbytes for tensor in tensors)
+    return sum(tensor.nbytes for tensor in local_tensors(state))
 
 
 def _tensor(size: tuple[int, ...], number: int, *, filled: bool) -> torch.Tensor:

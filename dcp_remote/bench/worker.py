@@ -1,25 +1,38 @@
-"""One measurement in a fresh process, on one rank: `python -m dcp_remote.bench.worker JSON` prints a line of JSON."""
+"""One step on one rank, in a process that is fresh: made by a fork of one that has imported torch, and nothing else.
+
+What has threads or connections (obstore, boto3, the peers) is imported behind the fork, and before the clock starts.
+"""
 
 from __future__ import annotations
 
 import gc
-import json
+import multiprocessing
 import os
 import resource
+import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from threading import Event, Thread
 
 import torch
 import torch.distributed as dist
 
 from dcp_remote.bench.clients import CLIENTS
+from dcp_remote.bench.plan import Beside, Step
+from dcp_remote.bench.rows import Measured
 from dcp_remote.bench.state import SHAPES, require_loaded, size_bytes, state_of
+from dcp_remote.bench.training import background_saves, disturbed
 
-Action: TypeAlias = Literal["save", "load"]
+# Of a peer's message; the end of a traceback says it.
+_FAILURE_CHARACTERS_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,61 +40,121 @@ class Task:
     """What is measured.
 
     Attributes:
-        client: One of `CLIENTS`.
-        action: Saving, or loading what was saved.
+        client: One of `CLIENTS`; the actions "background" and "train" are ours alone.
+        step: What is done.
         url: Where.
-        shape: One of `SHAPES`.
+        state: One of `SHAPES`.
         options: Of the store.
-        world_size: How many ranks; each is a process.
-        store_port: Where they meet; 0 for one rank.
+        store_port: Where ranks meet; 0 for one rank.
     """
 
     client: str
-    action: Action
+    step: Step
     url: str
-    shape: str
+    state: str
     options: dict[str, object]
-    world_size: int = 1
     store_port: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What it cost on this rank.
+def run_rank(task: Task, rank: int, told: Connection) -> None:
+    """What a process of this rank does; sends what it measured, or a text that says why not."""
+    Thread(target=_end_with_the_benchmark, name="benchmark", daemon=True).start()
+    # One rank is what was asked for.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    try:
+        if task.step.ranks > 1:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"tcp://127.0.0.1:{task.store_port}",
+                rank=rank,
+                world_size=task.step.ranks,
+                timeout=timedelta(minutes=5),
+            )
+        told.send(measure(task))
+    except BaseException:  # noqa: BLE001  # CheckpointException is one; and whatever it is, others go on
+        told.send(traceback.format_exc()[-_FAILURE_CHARACTERS_MAX:])
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
-    Attributes:
-        wall_seconds: From a barrier to the next.
-        cpu_seconds: Of all threads of this process.
-        state_bytes: Of the tensors.
-        above_state_bytes: The most memory that was resident, beyond what was when it began.
-    """
 
-    wall_seconds: float
-    cpu_seconds: float
-    state_bytes: int
-    above_state_bytes: int
+def _end_with_the_benchmark() -> None:
+    """However it dies: a save whose server is gone would try again for half an hour."""
+    benchmark = multiprocessing.parent_process()
+    assert benchmark is not None
+    wait([benchmark.sentinel])
+    os._exit(1)
 
 
 def measure(task: Task) -> Measured:
     """Make the state, act, and see that what was loaded is what was saved."""
     torch.set_num_threads(1)
-    shape = SHAPES[task.shape]
-    state = state_of(shape, filled=task.action == "save")
+    shape = SHAPES[task.state]
+    step = task.step
+    state = state_of(shape, filled=step.action != "load")
     client = CLIENTS[task.client](task.options)
-    act = client.save if task.action == "save" else client.load
     gc.collect()
     _meet()
     resident = _reset_peak()
     cpu = _cpu_seconds()
     began = time.monotonic()
-    act(task.url, state)
+    blocked = 0.0, 0.0
+    training = None
+    match step.action:
+        case "save" | "load":
+            act = client.save if step.action == "save" else client.load
+            with _spinning(step.beside):
+                act(task.url, state)
+        case "background":
+            blocked = background_saves(task.url, task.options, state)
+        case "train":
+            training = disturbed(task.url, task.options, state, step.beside)
     _meet()
     wall = time.monotonic() - began
     cpu = _cpu_seconds() - cpu
     above = max(0, _status_bytes("VmHWM") - resident)
-    if task.action == "load":
+    if step.action == "load":
         require_loaded(state, shape)
-    return Measured(wall, cpu, size_bytes(state), above)
+    found = Measured(wall_seconds=wall, cpu_seconds=cpu, state_bytes=size_bytes(state), above_state_bytes=above)
+    if training is not None:
+        return replace(
+            found,
+            wall_seconds=training.seconds,
+            first_blocked_seconds=training.first_blocked_seconds,
+            blocked_seconds=training.blocked_seconds,
+            steps_per_second=training.steps / training.seconds,
+            alone_steps_per_second=training.alone_steps_per_second,
+            saves=training.saves,
+        )
+    return replace(found, first_blocked_seconds=blocked[0], blocked_seconds=blocked[1])
+
+
+@contextmanager
+def _spinning(beside: Beside) -> Iterator[None]:
+    """Beside a loop of pure Python, which never waits and keeps the interpreter as long as it may."""
+    if beside == "process":
+        process = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+        try:
+            yield
+        finally:
+            process.kill()
+            process.wait()
+        return
+    ended = Event()
+
+    def spin() -> None:
+        while not ended.is_set():
+            for _ in range(10_000):
+                pass
+
+    thread = Thread(target=spin, daemon=True)
+    if beside == "thread":
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if beside == "thread":
+            thread.join()
 
 
 def _meet() -> None:
@@ -103,26 +176,3 @@ def _reset_peak() -> int:
 def _status_bytes(name: str) -> int:
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
     return 1024 * int(line.split()[1])
-
-
-def main() -> None:
-    """By a task as JSON."""
-    given: dict[str, Any] = json.loads(sys.argv[1])
-    task = Task(**given)
-    if task.world_size > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{task.store_port}",
-            rank=int(os.environ["RANK"]),
-            world_size=task.world_size,
-            timeout=timedelta(minutes=5),
-        )
-    measured = measure(task)
-    sys.stdout.write(json.dumps(asdict(measured)) + "\n")
-    sys.stdout.flush()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

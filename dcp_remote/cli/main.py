@@ -12,9 +12,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import TypeAlias
 
-from dcp_remote.cli import gc, ls, pin, recover, rm, show
+from dcp_remote.cli import bench, gc, ls, pin, recover, rm, show
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 from dcp_remote.gc import GRACE_SECONDS
 from dcp_remote.terminal import printable
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dcp-remote {version('dcp-remote')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     where = _where()
-    for add in (_add_ls, _add_show, _add_gc, _add_rm, _add_pin, _add_recover):
+    for add in (_add_ls, _add_show, _add_gc, _add_rm, _add_pin, _add_recover, _add_bench):
         add(commands, where)
     return parser
 
@@ -166,6 +167,35 @@ def _add_recover(commands: _Commands, where: argparse.ArgumentParser) -> None:
     parser.add_argument("--write", action="store_true", help="write it; without this nothing is changed")
 
 
+def _add_bench(commands: _Commands, where: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(
+        "bench",
+        parents=[where],
+        allow_abbrev=False,
+        help="measure what a bucket gives this machine, and what limits it",
+        description="Measure latency, bandwidth by connections and conditional writes of a bucket, from this machine, "
+        "by objects below a fresh prefix, which are deleted at the end; also on Ctrl-C. Writes a report without "
+        "credentials or the name of the bucket, for whoever wants to contribute it.",
+    )
+    parser.set_defaults(run=_bench)
+    parser.add_argument(
+        "--bytes",
+        type=bench.parse_bytes,
+        default=bench.BYTES,
+        metavar="N[MiB|GiB]",
+        help="how much to put, and to read back, at most (default: 256MiB)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=bench.SECONDS,
+        metavar="N",
+        help="begin nothing more after so long (default: %(default)g)",
+    )
+    parser.add_argument("--name", help="what the report calls this place; without it nothing says which one it is")
+    parser.add_argument("--output", default=bench.OUTPUT, metavar="FILE", help="the report (default: %(default)s)")
+
+
 def _where() -> argparse.ArgumentParser:
     """The arguments of all commands."""
     where = argparse.ArgumentParser(add_help=False)
@@ -228,6 +258,18 @@ def _pin(options: argparse.Namespace) -> None:
 
 def _recover(options: argparse.Namespace) -> None:
     recover.run(options.url, storage_options=_storage_options(options), write=options.write, out=sys.stdout)
+
+
+def _bench(options: argparse.Namespace) -> None:
+    bench.run(
+        options.url,
+        storage_options=_storage_options(options),
+        bytes_max=options.bytes,
+        seconds_max=options.seconds,
+        name=options.name,
+        output=Path(options.output),
+        out=sys.stdout,
+    )
 
 
 def _storage_options(options: argparse.Namespace) -> dict[str, object]:

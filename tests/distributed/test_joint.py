@@ -59,7 +59,7 @@ def upload(joint: Joint) -> NoReturn:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_all_get_their_answers(world_size: int) -> None:
-    """Values in order of ranks to the coordinator alone; one answer to all, or each its own; joint after joint."""
+    """Values in order of ranks to the coordinator alone; one answer to all, to some, or to each; joint after joint."""
     asked: list[tuple[str, list[object]]] = []
 
     def part(ranks: Ranks) -> list[object]:
@@ -74,6 +74,10 @@ def test_all_get_their_answers(world_size: int) -> None:
             with join(ranks, f"the save of step {number}") as joint:
                 assert joint.gather(ranks.rank + number, decide) == {"sum": [one + number for one in everybody]}
                 answers.append(joint.scatter(ranks.rank, lambda values: [-one for one in values]))
+                some = joint.deal(
+                    ranks.rank, lambda values: ([values[0::2], values[1::2]], [one % 2 for one in values])
+                )
+                assert some == list(everybody)[ranks.rank % 2 :: 2]
                 assert joint.gather(None, len) == world_size
                 assert joint.cancelled is None
         return answers
@@ -122,7 +126,8 @@ def test_large_values() -> None:
         with join(ranks) as joint:
             everything = joint.gather(mine, b"".join)
             own = joint.scatter(mine, lambda values: [2 * value for value in values])
-        return own == 2 * mine and len(everything) == 2 * len(mine)
+            dealt = joint.deal(mine, lambda values: (values[::-1], [1, 0]))
+        return own == 2 * dealt == 2 * mine and len(everything) == 2 * len(mine)
 
     with party(2, store) as them:
         assert [one.value for one in them.run(part)] == [True, True]
@@ -892,6 +897,7 @@ def test_nothing_is_left_of_what_is_long_over(seed: int) -> None:
                     joint.gather(ranks.rank, len)
                     maybe()
                     joint.scatter(ranks.rank, lambda values: values)
+                    joint.deal(ranks.rank, lambda values: (["one", "other"], [1 for _ in values]))
                     maybe()
                     joint.gather(ranks.rank, lambda values: maybe())
                     maybe()

@@ -1,0 +1,190 @@
+"""What `dcp-remote bench` asks of a bucket: that it is right, bounded, and gone at the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from dcp_remote.bench.probe import CONNECTIONS, Probe, Rate, limit, object_bytes, probe
+from dcp_remote.bench.space import MiB
+from dcp_remote.errors import InvalidArgumentError, PermissionDeniedError, StorageError, TransientStorageError
+from dcp_remote.storage import Buffer, MemoryStore, ObjectStore, Version
+from dcp_remote.storage.base import Condition
+from dcp_remote.storage.counting import CountingStore
+from dcp_remote.storage.wrapper import WrappedStore
+
+BYTES = 8 * MiB
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(f"probe-{os.urandom(4).hex()}")
+
+
+def ask(store: ObjectStore, seconds: float = 30.0) -> Probe:
+    return probe(store, bytes_max=BYTES, seconds_max=seconds, tell=lambda line: None)
+
+
+class Refusing(WrappedStore):
+    """Denies every put; or every put of a key of rates once this many were put."""
+
+    def __init__(self, store: ObjectStore, error: BaseException, after: int) -> None:
+        super().__init__(store)
+        self.error, self.left = error, [after]
+
+    def child(self, prefix: str) -> Refusing:
+        child = Refusing(self._store.child(prefix), self.error, 0)
+        child.left = self.left
+        return child
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        if not self.left[0]:
+            raise self.error
+        self.left[0] -= 1
+        return self._store.put(key, buffers, condition=condition)
+
+
+class Lenient(WrappedStore):
+    """Ignores conditions, as some servers do."""
+
+    def child(self, prefix: str) -> Lenient:
+        return Lenient(self._store.child(prefix))
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        return self._store.put(key, buffers)
+
+
+def test_finds_what_a_store_does_within_its_bytes(store: MemoryStore) -> None:
+    """Counted by a store around it: no more bytes than were allowed, either way; and nothing is left."""
+    counting = CountingStore(store)
+    found = ask(counting)
+    assert (found.creates_if_absent, found.compares_and_swaps) == (True, True)
+    assert [rate.connections for rate in found.up] == [rate.connections for rate in found.down] == list(CONNECTIONS)
+    assert found.requests_again == 0
+    assert not found.stopped_early
+    assert counting.counts.put_bytes <= BYTES + 8192
+    assert counting.counts.got_bytes <= BYTES + 80 * 4096
+    assert list(store.list()) == []
+
+
+def test_store_that_ignores_conditions_is_told(store: MemoryStore) -> None:
+    """It would hold checkpoints that are replaced by others."""
+    found = ask(Lenient(store))
+    assert found.creates_if_absent is False
+    assert not found.compares_and_swaps
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PermissionDeniedError("No."), StorageError("Broken."), KeyboardInterrupt()],
+    ids=lambda one: type(one).__name__,
+)
+@pytest.mark.parametrize("after", [0, 1, 3, 9])
+def test_whatever_ends_it_nothing_is_left(store: MemoryStore, error: BaseException, after: int) -> None:
+    """A put that is denied, that fails, or Ctrl-C: in each part."""
+    with pytest.raises(type(error)):
+        ask(Refusing(store, error, after))
+    assert list(store.list()) == []
+
+
+class Keeping(WrappedStore):
+    """Has no grant to delete."""
+
+    def child(self, prefix: str) -> Keeping:
+        return Keeping(self._store.child(prefix))
+
+    def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
+        return dict.fromkeys(keys, PermissionDeniedError("No."))
+
+
+def test_what_cannot_be_deleted_is_told(store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+    """The figures are there all the same; the warning says where it lies."""
+    found = ask(Keeping(store))
+    assert found.objects_left == len(list(store.list())) > 0
+    assert len(found.up) == len(CONNECTIONS)
+    (warning,) = caplog.messages
+    assert f"{store.url}/bench-" in warning
+
+
+def test_nothing_is_begun_after_its_time(store: MemoryStore) -> None:
+    found = ask(store, seconds=1e-9)
+    assert found.stopped_early
+    assert found.up == ()
+    assert "--seconds" in limit(found)
+    assert list(store.list()) == []
+
+
+def test_too_few_bytes_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="Too few bytes"):
+        object_bytes(1000)
+    assert object_bytes(10**12) == 64 * MiB
+
+
+def rates(*bytes_per_second: float, cpu_share: float = 0.1) -> tuple[Rate, ...]:
+    return tuple(
+        Rate(connections, MiB * speed, 1.0, cpu_share, int(MiB * speed))
+        for connections, speed in zip(CONNECTIONS, bytes_per_second, strict=True)
+    )
+
+
+FOUND = Probe(
+    first_answer_seconds=0.1,
+    answer_seconds=0.01,
+    slow_answer_seconds=0.02,
+    creates_if_absent=True,
+    compares_and_swaps=True,
+    small_reads_per_second=100.0,
+    object_bytes=8 * MiB,
+    up=rates(50, 100, 200, 400, 800),
+    down=rates(50, 100, 200, 400, 800),
+    requests_again=0,
+    slow_downs=0,
+    requests=200,
+    cores=2,
+    stopped_early=False,
+    objects_left=0,
+)
+
+
+def test_limit_of_one_connection() -> None:
+    assert limit(FOUND).startswith("Upload: one connection gives 50 MiB/s, 16 give 16.0 times that")
+
+
+def test_limit_of_latency() -> None:
+    """A request of 8 MiB takes 160 ms at this rate, of which an answer takes 100."""
+    assert limit(replace(FOUND, answer_seconds=0.1)).startswith("Upload: latency")
+
+
+def test_limit_of_the_network() -> None:
+    told = limit(replace(FOUND, up=rates(50, 100, 110, 111, 112)))
+    assert told.startswith("Upload: the network or the store; 110 MiB/s by 4 connections")
+
+
+def test_limit_of_the_processor() -> None:
+    assert "CPU" in limit(replace(FOUND, up=rates(50, 100, 110, 111, 112, cpu_share=1.9)))
+
+
+def test_limit_of_the_rate() -> None:
+    assert limit(replace(FOUND, requests_again=20, slow_downs=15)).startswith("Throttling: 20 of 200 requests")
+
+
+def test_failures_for_now_are_counted(store: MemoryStore) -> None:
+    """The first attempt of each read is refused for its rate."""
+
+    class Busy(WrappedStore):
+        seen: set[str] = set()  # noqa: RUF012
+
+        def child(self, prefix: str) -> Busy:
+            return Busy(self._store.child(prefix))
+
+        def get_into(self, key: str, start: int, buffer: memoryview) -> None:
+            if key.startswith("1-") and key not in self.seen:
+                self.seen.add(key)
+                raise TransientStorageError("Slow down.", code="SlowDown")
+            self._store.get_into(key, start, buffer)
+
+    found = ask(Busy(store))
+    assert (found.requests_again, found.slow_downs) == (2, 2)

@@ -1,0 +1,160 @@
+"""From rows to medians, goals, tables, and the README."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dcp_remote.bench.goals import Goal, goals
+from dcp_remote.bench.plan import FULL, HTTP, OURS, PEERS, QUICK, RAW, TRAINING
+from dcp_remote.bench.publish import (
+    BEGIN,
+    CHART,
+    END,
+    FOLDER,
+    README,
+    RESULTS,
+    TABLES,
+    document,
+    readme_part,
+    with_part,
+    write,
+)
+from dcp_remote.bench.rows import Results, Row, median
+from dcp_remote.bench.space import GiB, MiB
+from dcp_remote.bench.tables import failures, transfer_table
+from dcp_remote.errors import InvalidArgumentError
+
+ABOUT = {
+    "cores": 2,
+    "processor": "one",
+    "system": "Linux",
+    "python": "3.11",
+    "versions": "torch 2",
+    "date": "2026-01-01",
+    "seconds": 60,
+}
+
+
+def row(client: str, action: str, wall: float, *, cpu: float = 1.0, section: str = HTTP, round_: int = 0) -> Row:
+    return Row(
+        section=section,
+        client=client,
+        action=action,
+        ranks=1,
+        beside="nothing",
+        round=round_,
+        wall_seconds=wall,
+        cpu_seconds=cpu,
+        state_bytes=GiB,
+        above_state_bytes=300 * MiB,
+        got_bytes=GiB,
+    )
+
+
+ROWS = (
+    row(OURS, "save", 1.0, cpu=0.4),
+    row(OURS, "save", 9.0, cpu=0.4, round_=1),
+    row(OURS, "save", 2.0, cpu=0.4, round_=2),
+    row(RAW, "save", 1.0, cpu=0.2),
+    row(PEERS[0], "save", 8.0),
+    row(PEERS[1], "save", 7.0),
+    replace(row(PEERS[1], "load", 0.0), failed="Traceback\n  a line\nError: it `broke`"),
+)
+
+
+def named(results: Results) -> dict[str, Goal]:
+    return {goal.what: goal for goal in goals(results)}
+
+
+def test_json_and_back() -> None:
+    """Every figure, to the last bit; a line for each row."""
+    results = Results(ABOUT, ROWS)
+    assert Results.from_json(results.to_json()) == results
+    assert results.to_json().count("\n{") == len(ROWS)
+
+
+def test_median_of_rounds_and_of_nothing() -> None:
+    results = Results(ABOUT, ROWS)
+    assert median(results.select(HTTP, OURS, "save"), lambda one: one.wall_seconds) == 2.0
+    assert median(results.select(HTTP, PEERS[1], "load"), lambda one: one.wall_seconds) is None
+
+
+def test_goals_compare_with_the_better_peer_and_with_the_socket() -> None:
+    """Limits to both sides; what was not measured has no line."""
+    found = named(Results(ABOUT, ROWS))
+    faster = found["http, 1 rank: save faster than the better peer"]
+    assert (faster.measured, faster.reached) == (3.5, True)
+    cpu = found["http: client CPU of a save over the raw socket's"]
+    assert (cpu.measured, cpu.reached) == (2.0, False)
+    memory = found["memory above a state of 1.0 GiB in a save"]
+    assert (memory.measured, memory.reached) == (300, False)
+    assert not any("load" in what for what in found)
+
+
+def test_training_lost_is_what_its_steps_took_longer() -> None:
+    """Two saves in 4 s, at half of the speed: a second lost by each; the save itself needs 0.4 s of CPU."""
+    disturbed = replace(
+        row(OURS, "train", 4.0, section=TRAINING),
+        beside="manager",
+        steps_per_second=50.0,
+        alone_steps_per_second=100.0,
+        saves=2,
+    )
+    found = named(Results(ABOUT, (*ROWS, disturbed)))
+    goal = found["training lost by a save in the background over the CPU that the save needs"]
+    assert goal.measured == pytest.approx(2.5)
+    assert not goal.reached
+
+
+def test_table_tells_ratios_failures_and_nothing_else() -> None:
+    """Seconds against ours, CPU against the socket's; who failed has a reason, and ours is compared with nobody."""
+    results = Results(ABOUT, ROWS)
+    lines = transfer_table(results, HTTP).splitlines()
+    (ours,) = (line for line in lines if f"| {OURS} |" in line)
+    assert "| 2.00 | – | 0.40 (2.0 ×) |" in ours.replace("failed", "–")
+    (peer,) = (line for line in lines if PEERS[1] in line)
+    assert "| 7.00 (3.5 ×) | failed |" in peer
+    assert failures(results) == f"- {HTTP}, {PEERS[1]}, load: `Error: it 'broke'`"
+    assert failures(results) in document(results)
+
+
+def test_part_of_the_readme_is_replaced_and_nothing_else() -> None:
+    readme = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    assert with_part(readme, f"{BEGIN}\nnew\n{END}") == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    with pytest.raises(InvalidArgumentError, match="no place"):
+        with_part("before\nafter\n", "new")
+
+
+def test_written_files_tell_the_same(tmp_path: Path) -> None:
+    """The JSON that was written makes the tables that were written; the chart is a PNG."""
+    write(Results(ABOUT, ROWS), tmp_path)
+    again = Results.from_json((tmp_path / RESULTS).read_text(encoding="utf-8"))
+    assert document(again) == (tmp_path / TABLES).read_text(encoding="utf-8")
+    assert (tmp_path / CHART).read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_shown_is_what_was_measured() -> None:
+    """README.md and RESULTS.md are what the program makes of the committed measurements: no figure is typed in."""
+    results = Results.from_json((FOLDER / RESULTS).read_text(encoding="utf-8"))
+    assert readme_part(results) in README.read_text(encoding="utf-8")
+    assert document(results) == (FOLDER / TABLES).read_text(encoding="utf-8")
+    assert (FOLDER / CHART).is_file()
+
+
+def test_every_section_interleaves_its_groups() -> None:
+    """Each round does each group once; where there are several rounds, they do not all begin with the same one."""
+    for section in FULL.values():
+        turns = list(section.turns())
+        for number in range(section.rounds):
+            assert sorted(str(group) for round_, group in turns if round_ == number) == sorted(map(str, section.groups))
+        if section.rounds > 1 and len(section.groups) > 1:
+            assert turns[0][1] != turns[len(section.groups)][1]
+
+
+def test_quick_is_a_part_of_it() -> None:
+    """One round of each, of the same clients, and never of the largest state."""
+    assert all(section.rounds == 1 and section.state == "medium" for section in QUICK.values())
+    assert QUICK.keys() < FULL.keys()

@@ -1,0 +1,112 @@
+"""`dcp-remote bench`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcp_remote.bench.server import bench_server
+from dcp_remote.bench.shape import Shape
+from dcp_remote.bench.space import MiB
+from dcp_remote.cli import main
+from dcp_remote.storage import open_store
+from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
+
+BYTES = ["--bytes", "4MiB"]
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    return tmp_path / "report.json"
+
+
+def arguments(server: S3Server) -> list[str]:
+    named = {name: str(value) for name, value in server.storage_options.items()}
+    endpoint_url = named.pop("endpoint_url")
+    options = [argument for name, value in named.items() for argument in ("--option", f"{name}={value}")]
+    return ["--endpoint-url", endpoint_url, *options, *BYTES]
+
+
+def test_measures_reports_and_cleans_up(s3_server: S3Server, report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report names neither the bucket nor the endpoint, and holds no credential."""
+    bucket = "a-bucket-to-measure"
+    s3_server.create_bucket(bucket)
+    url = f"s3://{bucket}/some/run"
+    assert main(["bench", url, *arguments(s3_server), "--output", str(report)]) == 0
+    said = capsys.readouterr().out
+    assert "create-if-absent     works" in said
+    assert "compare-and-swap     works" in said
+    assert list(open_store(f"s3://{bucket}", s3_server.storage_options).list()) == []
+    text = report.read_text()
+    told = json.loads(text)
+    assert told["limit"] in said
+    assert told["name"] is None
+    assert len(told["measured"]["up"]) == 5
+    for secret in (bucket, "some/run", *map(str, s3_server.storage_options.values())):
+        assert secret not in text or secret == "us-east-1"
+
+
+def test_local_folder_and_a_name(tmp_path: Path, report: Path) -> None:
+    """Whatever stores checkpoints can be asked; the name is what the user calls it."""
+    assert main(["bench", str(tmp_path / "run"), *BYTES, "--name", "laptop", "--output", str(report)]) == 0
+    assert json.loads(report.read_text())["name"] == "laptop"
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+
+
+def test_bucket_that_is_not_there(s3_server: S3Server, report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A typo: one line, and no report."""
+    assert main(["bench", "s3://no-such-bucket-here/run", *arguments(s3_server), "--output", str(report)]) == 1
+    assert "bucket does not exist" in capsys.readouterr().err
+    assert not report.exists()
+
+
+def test_bucket_that_may_only_be_read(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first put is denied: that is said, and there is nothing to delete."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if request.method == "HEAD":
+            return HttpAnswer(404)
+        return HttpAnswer(403, b"<Error><Code>AccessDenied</Code></Error>")
+
+    with scripted_server(answer) as server:
+        options = ["--endpoint-url", server.endpoint_url, "--option", "key=k1", "--option", "secret=s1"]
+        assert main(["bench", "s3://bucket/run", *options, *BYTES, "--output", str(report)]) == 1
+        assert {request.method for request in server.requests} <= {"HEAD", "PUT", "GET"}
+    assert "AccessDenied" in capsys.readouterr().err
+    assert not report.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark's server needs Linux")
+def test_interrupted_it_leaves_nothing(report: Path) -> None:
+    """Ctrl-C while it uploads: a process, since it is the signal that is tried."""
+    with bench_server(size_bytes=64 * MiB, shape=Shape(latency_ms=100)) as server:
+        options = ["--endpoint-url", server.endpoint_url, "--option", "key=k1", "--option", "secret=s1", *BYTES]
+        command = [sys.executable, "-c", "import sys; from dcp_remote.cli import main; sys.exit(main())", "bench"]
+        with subprocess.Popen(
+            [*command, "s3://bench/run", *options, "--output", str(report)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line == "… 4 connections\n":
+                    process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        assert server.counts().operations["PutObject"] > 6
+        assert list(open_store("s3://bench", server.storage_options).list()) == []
+    assert not report.exists()
+
+
+def test_wrong_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused before anything is sent."""
+    with pytest.raises(SystemExit) as refused:
+        main(["bench", str(tmp_path), "--bytes", "much"])
+    assert refused.value.code == 2
+    assert main(["bench", str(tmp_path), "--bytes", "10"]) == 2
+    assert main(["bench", str(tmp_path), "--seconds", "0"]) == 2
+    assert main(["bench", str(tmp_path), "--output", str(tmp_path / "no" / "folder.json")]) == 2
+    assert "cannot be written there" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

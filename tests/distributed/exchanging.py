@@ -1,0 +1,287 @@
+"""What ranks do in the tests of what they read together: functions for a `RankPool`, and what they find."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dcp_remote import PerRank, load_rank, peers
+from dcp_remote.exchange import Exchange
+from dcp_remote.peers import Giver
+from dcp_remote.storage import LocalStore
+from dcp_remote.testing import RecordingStore
+from tests.distributed.managed import Ended, State, ended, managing, warnings_kept
+
+ROWS, COLUMNS = 1200, 4092
+# Parts of a read that another rank is to give are many, and none is large.
+REPLICATED = 3_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Got:
+    """What a restore cost a rank.
+
+    Attributes:
+        ranges: Of shards that it read from the store: key, first byte, bytes.
+        manifests: How often it read one.
+        received_bytes: From other ranks.
+        ending: What it raised.
+        warnings: What it logged.
+    """
+
+    ranges: tuple[tuple[str, int, int], ...]
+    manifests: int
+    received_bytes: int
+    ending: Ended | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def read_bytes(self) -> int:
+        """Of shards."""
+        return sum(length for _, _, length in self.ranges)
+
+
+class _Noting(RecordingStore):
+    """Keeps where each range began, too."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(LocalStore(str(path)))
+        self.ranges: list[tuple[str, int, int]] = []
+        self.seconds = 0.0
+
+    def get_into(self, key: str, start: int, buffer: memoryview) -> None:
+        if key.startswith("shards/"):
+            self.ranges.append((key, start, len(buffer)))
+            time.sleep(self.seconds)
+        super().get_into(key, start, buffer)
+
+
+def cut(tensor: torch.Tensor, dimension: int) -> DTensor:
+    """This rank's part of it along a dimension."""
+    members = dist.group.WORLD
+    assert members is not None
+    mesh = DeviceMesh.from_group(members, "cpu")
+    part = tensor.chunk(mesh.size(), dimension)[mesh.get_local_rank()]
+    return DTensor.from_local(part.clone(), mesh, [Shard(dimension)], run_check=False)
+
+
+def state_of(kind: str, *, filled: bool) -> State:
+    """Tensors that all ranks have, rows, or columns of one; objects in shards and in the manifest."""
+    factor = 1.0 if filled else 0.0
+    grid = (torch.arange(ROWS * COLUMNS, dtype=torch.float32) * factor).reshape(ROWS, COLUMNS)
+    if kind in {"rows", "columns"}:
+        return {"grid": cut(grid, 0 if kind == "rows" else 1)}
+    state: dict[str, Any] = {
+        "large": torch.arange(REPLICATED, dtype=torch.float64) * factor,
+        "small": {str(n): torch.full((n + 1,), n * factor) for n in range(40)},
+        "turned": torch.zeros(1000, 300).t().copy_(torch.arange(300_000.0).reshape(300, 1000) * factor),
+        "objects": [list(range(20_000)) if filled else None, "a text" if filled else ""],
+    }
+    if kind == "mixed":
+        state |= {"rows": cut(grid, 0), "own": PerRank(dist.get_rank() if filled else None)}
+    return state
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """To the bit."""
+    if isinstance(one, DTensor):
+        assert torch.equal(one.to_local(), other.to_local())
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, PerRank):
+        assert one.value == other.value
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_equal(value, other[key])
+    else:
+        assert one == other
+
+
+def save(path: Path, kind: str) -> None:
+    with managing(path) as manager:
+        manager.save(1, state_of(kind, filled=True), wait=True)
+
+
+def healthy(path: Path, kind: str) -> Got:
+    """Restore without any trouble."""
+    return restore(path, kind, "", -1, 2**28)
+
+
+def restore(path: Path, kind: str, trouble: str, victim: int, budget_bytes: int) -> Got:
+    """And compare; with a trouble on one rank."""
+    state, store = state_of(kind, filled=False), _Noting(path)
+    troubled = trouble if dist.get_rank() == victim else ""
+    threads = set(threading.enumerate())
+    with (
+        impatient(),
+        managing(store, memory_budget_bytes=budget_bytes, silence_seconds=3.0) as manager,
+        warnings_kept() as kept,
+        _TROUBLES[troubled](store),
+    ):
+        ending = ended(partial(manager.restore, state))
+        left = {thread.name for thread in set(threading.enumerate()) - threads}
+        assert left <= {"dcp_remote pulse"}, left
+        report = manager.last_load
+    if ending is None:
+        assert_equal(state, state_of(kind, filled=True))
+    manifests = sum(verb == "get" and key.startswith("manifests/") for verb, key in store.calls)
+    received_bytes = report.received_bytes if report is not None else 0
+    return Got(tuple(store.ranges), manifests, received_bytes, ending, tuple(kept))
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """A second without a byte is too long."""
+    usual_seconds, peers.PATIENCE_SECONDS = peers.PATIENCE_SECONDS, 1.0
+    try:
+        yield
+    finally:
+        peers.PATIENCE_SECONDS = usual_seconds
+
+
+# ---- troubles
+
+
+@contextmanager
+def _nothing(_store: _Noting) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _replaced(of: object, name: str, function: Any) -> Iterator[None]:
+    usual = getattr(of, name)
+    setattr(of, name, function)
+    try:
+        yield
+    finally:
+        setattr(of, name, usual)
+
+
+@contextmanager
+def _deaf(_store: _Noting) -> Iterator[None]:
+    """It gives nothing, and says so to nobody."""
+    with _replaced(Giver, "offer", lambda *_args, **_options: None):
+        yield
+
+
+@contextmanager
+def _gone(_store: _Noting) -> Iterator[None]:
+    """Nobody listens where it said."""
+    usual = Exchange.tell
+
+    def tell(exchange: Exchange, *args: Any) -> Any:
+        told = usual(exchange, *args)
+        assert exchange._giver is not None
+        exchange._giver.close()
+        exchange._giver = None
+        return told
+
+    with _replaced(Exchange, "tell", tell):
+        yield
+
+
+@contextmanager
+def _unable(_store: _Noting) -> Iterator[None]:
+    """It cannot listen."""
+
+    def refuse(*_args: Any, **_options: Any) -> None:
+        raise OSError("An injected refusal.")
+
+    with _replaced(Giver, "__init__", refuse):
+        yield
+
+
+@contextmanager
+def _lying(_store: _Noting) -> Iterator[None]:
+    """The last bit of all that it gives is another."""
+    usual = Giver.offer
+
+    def offer(giver: Giver, number: int, data: memoryview, **options: Any) -> None:
+        wrong = bytearray(data)
+        wrong[-1] ^= 1
+        usual(giver, number, memoryview(wrong), **options)
+
+    with _replaced(Giver, "offer", offer):
+        yield
+
+
+@contextmanager
+def _slow(store: _Noting) -> Iterator[None]:
+    """Its store takes its time; but a rank that is asked and has nothing yet is no dead one."""
+    store.seconds = 0.3
+    yield
+
+
+@contextmanager
+def _refused(store: _Noting) -> Iterator[None]:
+    """Its store gives it no shard."""
+
+    def refuse(*_args: Any) -> None:
+        raise PermissionError("An injected refusal.")
+
+    with _replaced(type(store), "get_into", refuse):
+        yield
+
+
+@contextmanager
+def _large(_store: _Noting) -> Iterator[None]:
+    """The manifest is too large for the store of the group; the coordinator says so."""
+    with _replaced(load_rank, "_MANIFESTS_BYTES_MAX", 0):
+        yield
+
+
+@contextmanager
+def _killed(_store: _Noting) -> Iterator[None]:
+    """At its first gift."""
+    with _replaced(Giver, "offer", lambda *_args, **_options: os.kill(os.getpid(), signal.SIGKILL)):
+        yield
+
+
+@contextmanager
+def _stopped(_store: _Noting) -> Iterator[None]:
+    """At its first gift, for two seconds: a process of its own wakes it up."""
+    usual = Giver.offer
+
+    def offer(giver: Giver, number: int, data: memoryview, **options: Any) -> None:
+        if number >= 0 and not stopped:
+            stopped.append(number)
+            me = os.getpid()
+            if os.fork() == 0:
+                time.sleep(2.0)
+                os.kill(me, signal.SIGCONT)
+                os._exit(0)
+            os.kill(me, signal.SIGSTOP)
+            os.wait()
+        usual(giver, number, data, **options)
+
+    stopped: list[int] = []
+    with _replaced(Giver, "offer", offer):
+        yield
+
+
+_TROUBLES = {
+    "": _nothing,
+    "deaf": _deaf,
+    "gone": _gone,
+    "unable": _unable,
+    "lying": _lying,
+    "slow": _slow,
+    "refused": _refused,
+    "large": _large,
+    "killed": _killed,
+    "stopped": _stopped,
+}

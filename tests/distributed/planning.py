@@ -1,0 +1,161 @@
+"""What ranks do with managers that keep their plans: functions for a `RankPool`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from dcp_remote.errors import PermissionDeniedError
+from dcp_remote.joint import Joint
+from dcp_remote.ranges import MiB
+from dcp_remote.storage import LocalStore, ObjectStore
+from dcp_remote.storage.wrapper import Verb
+from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from tests.distributed.managed import Ended, State, ended, managing
+
+# Of the tensor that is sharded over all ranks.
+ROWS = 12
+
+
+class OwnPlanner(DefaultSavePlanner):
+    """A user's: nobody knows what its plans depend on."""
+
+    def create_local_plan(self) -> SavePlan:
+        return super().create_local_plan()
+
+
+def planned_state(change: str, step: int) -> State:
+    """A state whose values are those of a step, and its structure that of a change; some are of one rank alone."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = torch.full((ROWS if change != "other rows" else ROWS + 3, 2), float(step))
+    own: Any = torch.full((rank + 1,), float(step))
+    if rank == 2 and change == "dtype of one rank":
+        own = own.double()
+    if rank == 2 and change == "shape of one rank":
+        own = own.repeat(2)
+    if rank == 2 and change == "an object of one rank":
+        own = f"step {step}"
+    state: State = {
+        "model": {"rows": distribute_tensor(rows, mesh, [Shard(0)]), "replicated": torch.full((5,), float(step))},
+        "own": {str(rank): own},
+        "step": step,
+        "history": list(range(step % 3)),
+        "note": "n" * step,
+    }
+    if rank == 3 and change == "a key of one rank":
+        state["own"]["more"] = step
+    return state
+
+
+class Refusing(FaultyStore):
+    """Takes no shards, for as long as it is told so."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.refuses = [False]
+
+        def is_refused(verb: Verb, key: str, _number: int) -> bool:
+            return self.refuses[0] and verb == "put" and "shards/" in key
+
+        super().__init__(store, [matching(is_refused, "request", persistent=True, error=_denied)])
+
+
+def _denied() -> PermissionDeniedError:
+    return PermissionDeniedError("No more shards.")
+
+
+@contextmanager
+def scatters_counted() -> Iterator[list[int]]:
+    """How often plans are exchanged: a list of one number."""
+    count = [0]
+    scatter = Joint.scatter
+
+    def counted(joint: Joint, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        count[0] += 1
+        return scatter(joint, value, decide)
+
+    with mock.patch.object(Joint, "scatter", counted):
+        yield count
+
+
+def plans_of_saves(path: Path, changes: Sequence[str], dedup: bool, overwrite: bool) -> list[int]:
+    """Save a state of each structure in turn; how often plans were exchanged for each."""
+    exchanged = []
+    with managing(path, dedup=dedup) as manager, scatters_counted() as count:
+        for number, change in enumerate(changes, 1):
+            count[0] = 0
+            step = 1 if overwrite else number
+            planner = OwnPlanner() if change == "a planner of the user" else None
+            manager.save(step, planned_state(change, number), overwrite=overwrite, planner=planner, wait=True)
+            exchanged.append(count[0])
+    return exchanged
+
+
+def plans_of_two_managers(paths: Sequence[Path]) -> list[int]:
+    """Two models of one process, saved in turn with planners of one class, that were asked for torch's cache."""
+    exchanged = []
+    structures = ["", "dtype of one rank"]
+    with managing(paths[0]) as one, managing(paths[1]) as other, scatters_counted() as count:
+        for step in (1, 2, 3):
+            for manager, structure in zip((one, other), structures, strict=True):
+                count[0] = 0
+                planner = DefaultSavePlanner(enable_plan_caching=True)
+                manager.save(step, planned_state(structure, step), planner=planner, wait=True)
+                exchanged.append(count[0])
+    return exchanged
+
+
+def plans_around_failures(path: Path, victim: int) -> list[tuple[int, str | None]]:
+    """Saves that fail on one rank at its shards, and at its plan; how often plans were exchanged, and its error."""
+    seen: list[tuple[int, str | None]] = []
+    for fails_first in (True, False):
+        store = Refusing(LocalStore(str(path / str(fails_first))))
+        with managing(store) as manager, scatters_counted() as count:
+            for step in range(1, 6):
+                count[0] = 0
+                change = "" if step < 4 else "other rows"
+                state = planned_state(change, step)
+                store.refuses[0] = dist.get_rank() == victim and step in (1 if fails_first else 2, 4)
+                if step == 3 and dist.get_rank() == victim:
+                    state["\ud800"] = 1  # refused when it is planned
+                failure = ended(partial(manager.save, step, state, wait=True))
+                seen.append((count[0], failure.kind if failure is not None else None))
+    return seen
+
+
+def share_replicas(path: Path, strategy: str) -> tuple[list[int], Ended | None]:
+    """Save a tensor of 12 MiB, of which all ranks have replicas, in shards of 1 MiB; twice.
+
+    Returns:
+        Bytes of shards that this rank put in each save, and how the third one ended, in which rank 2 can put nothing.
+    """
+    refusing = Refusing(LocalStore(str(path)))
+    store = RecordingStore(refusing)
+    whole = torch.arange(3 * MiB, dtype=torch.float32).reshape(3 * 1024, 1024)
+    value: Any = whole
+    if strategy == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        value = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
+        assert isinstance(value, DTensor)
+    put = []
+    failure = None
+    with managing(store, memory_budget_bytes=MiB) as manager:
+        for step in (1, 2, 3):
+            store.clear()
+            if step > 1:
+                value += 1
+            refusing.refuses[0] = step == 3 and dist.get_rank() == 2
+            failure = ended(partial(manager.save, step, {"w": value, "step": step}, wait=True))
+            put.append(sum(one.size_bytes for one in store.requests if one.verb == "put" and "shards/" in one.key))
+    return put, failure

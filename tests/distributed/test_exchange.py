@@ -1,0 +1,134 @@
+"""What several ranks want is read from the store once; and whatever becomes of a rank that reads for others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from dcp_remote.testing.rank_pool import RankPool, RanksFailedError
+from tests.distributed.exchanging import COLUMNS, REPLICATED, ROWS, Got, healthy, restore, save
+
+THREE, PAIR = range(3), range(2)
+
+
+def assert_read_once(got: Sequence[Got]) -> int:
+    """No two ranks read the same byte, and one read the manifest; how many bytes were read."""
+    ranges = sorted(one for rank in got for one in rank.ranges)
+    for (key, start, length), (other, begin, _) in pairwise(ranges):
+        assert key != other or start + length <= begin
+    assert [rank.manifests for rank in got] == [1] + [0] * (len(got) - 1)
+    assert [rank.ending for rank in got] == [None] * len(got)
+    assert [rank.warnings for rank in got] == [()] * len(got)
+    return sum(rank.read_bytes for rank in got)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_replicated_state_is_read_once(world_size: int, rank_pool: RankPool, tmp_path: Path) -> None:
+    """By all together: large and small tensors, one that is not contiguous, objects; each rank about as much.
+
+    Saved by two. What each rank did not read it received, and all hold what was saved.
+    """
+    rank_pool.run(save, tmp_path, "replicated", ranks=PAIR)
+    got = rank_pool.run(healthy, tmp_path, "replicated", ranks=range(world_size))
+    total = assert_read_once(got)
+    assert total >= 8 * REPLICATED
+    for rank in got:
+        assert rank.read_bytes + rank.received_bytes == total
+        assert rank.read_bytes < total
+
+
+def test_a_rank_alone_exchanges_nothing(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Nor does it listen anywhere."""
+    rank_pool.run(save, tmp_path, "replicated", ranks=PAIR)
+    (got,) = rank_pool.run(healthy, tmp_path, "replicated", ranks=[1])
+    assert_read_once([got])
+    assert got.received_bytes == 0
+
+
+def test_sharded_state_is_not_exchanged(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Each rank reads its own rows, and nothing else."""
+    rank_pool.run(save, tmp_path, "rows", ranks=THREE)
+    got = rank_pool.run(healthy, tmp_path, "rows", ranks=THREE)
+    assert assert_read_once(got) == 4 * ROWS * COLUMNS
+    assert [rank.received_bytes for rank in got] == [0] * 3
+
+
+def test_from_rows_to_columns(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Every rank needs every block, and all together read each once: their tables never, as no block is left out."""
+    rank_pool.run(save, tmp_path, "rows", ranks=range(4))
+    got = rank_pool.run(healthy, tmp_path, "columns", ranks=THREE)
+    assert assert_read_once(got) == 4 * ROWS * COLUMNS
+    assert all(rank.read_bytes + rank.received_bytes == 4 * ROWS * COLUMNS for rank in got)
+
+
+@pytest.mark.parametrize("budget_bytes", [2**28, 2**20])
+def test_all_together(budget_bytes: int, rank_pool: RankPool, tmp_path: Path) -> None:
+    """Rows, replicas, objects and values of single ranks, at another world size: each wanted byte is there once.
+
+    But for blocks at the edges of rows. With little memory as well: what a rank has no room to keep, others read.
+    """
+    rank_pool.run(save, tmp_path, "mixed", ranks=range(4))
+    got = rank_pool.run(restore, tmp_path, "mixed", "", -1, budget_bytes, ranks=THREE)
+    assert [rank.ending for rank in got] == [None] * 3
+    assert all(rank.received_bytes for rank in got)
+    read = Counter(one for rank in got for one in rank.ranges)
+    once = 8 * REPLICATED + 4 * ROWS * COLUMNS
+    assert once <= sum(length * count for (_, _, length), count in read.items()) < 1.25 * once
+
+
+def test_a_large_manifest_is_read_by_all(rank_pool: RankPool, tmp_path: Path) -> None:
+    """By the coordinator twice: once to see how large it is. What it describes is read once all the same."""
+    rank_pool.run(save, tmp_path, "replicated", ranks=PAIR)
+    got = rank_pool.run(restore, tmp_path, "replicated", "large", 0, 2**28, ranks=THREE)
+    assert [rank.ending for rank in got] == [None] * 3
+    assert [rank.manifests for rank in got] == [2, 1, 1]
+    assert all(rank.received_bytes for rank in got)
+
+
+# ---- trouble
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("trouble", ["deaf", "gone", "unable", "lying", "slow", "stopped"])
+def test_a_rank_that_gives_nothing_good(trouble: str, victim: int, rank_pool: RankPool, tmp_path: Path) -> None:
+    """All hold what was saved in the end: what it does not give is read from the store by those who want it.
+
+    It gives nothing, does not listen, cannot, gives wrong bytes, is late, or is stopped for longer than the others'
+    patience.
+    """
+    rank_pool.run(save, tmp_path, "mixed", ranks=THREE)
+    got = rank_pool.run(restore, tmp_path, "mixed", trouble, victim, 2**28, ranks=THREE)
+    assert [rank.ending for rank in got] == [None] * 3
+    total = sum(rank.read_bytes for rank in got)
+    if trouble in {"slow", "unable"}:
+        return
+    once = 8 * REPLICATED + 4 * ROWS * COLUMNS
+    assert total > once
+    for rank in (rank for number, rank in enumerate(got) if number != victim):
+        assert any("it is read from the store" in one or "all is read again" in one for one in rank.warnings)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_fails_while_others_wait_for_it(victim: int, rank_pool: RankPool, tmp_path: Path) -> None:
+    """Every rank raises, and names it."""
+    rank_pool.run(save, tmp_path, "replicated", ranks=THREE)
+    for rank in rank_pool.run(restore, tmp_path, "replicated", "refused", victim, 2**28, ranks=THREE):
+        assert rank.ending is not None
+        assert "An injected refusal" in rank.ending.text
+
+
+def test_a_rank_that_is_killed_while_others_wait_for_it(rank_pool: RankPool, tmp_path: Path) -> None:
+    """The others read what it owned, and then give up for its silence, as without it."""
+    rank_pool.run(save, tmp_path, "replicated", ranks=THREE)
+    with pytest.raises(RanksFailedError) as failed:
+        rank_pool.run(restore, tmp_path, "replicated", "killed", 1, 2**28, ranks=THREE)
+    assert set(failed.value.failures) == {1}
+    for got in failed.value.results.values():
+        assert got.ending is not None
+        assert "Rank 1 has been silent" in got.ending.text
+    for got in rank_pool.run(healthy, tmp_path, "replicated", ranks=THREE):
+        assert got.ending is None

@@ -1,0 +1,255 @@
+"""Plans of many ranks in one process: what is shared out among holders, and what makes a plan another one."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from dcp_remote import load, manifest_json
+from dcp_remote.assembly import SaveInfo, to_manifest
+from dcp_remote.dcp_metadata import planned_of
+from dcp_remote.errors import InvalidArgumentError, SaveFailedError
+from dcp_remote.manifest import MANIFEST_KEY
+from dcp_remote.manifest_check import check
+from dcp_remote.plans import PlanCache, Proposal, plan_all, propose, uncached
+from dcp_remote.report import RankReport
+from dcp_remote.shard import ShardNames
+from dcp_remote.shard_writer import write_shards
+from dcp_remote.storage import MemoryStore
+from dcp_remote.storage.retrying import Deadline
+from dcp_remote.testing.ranks import shard
+from dcp_remote.transfer import Uploads
+
+State: TypeAlias = dict[str, Any]
+
+KiB = 1024
+SHARD_BYTES_MAX = 16 * KiB
+
+
+def rows(count: int, width: int = 64) -> torch.Tensor:
+    """Of 4 bytes an element; every value another."""
+    return torch.arange(count * width, dtype=torch.float32).reshape(count, width)
+
+
+def proposal(state: State, planner: DefaultSavePlanner | None = None) -> Proposal:
+    planner = planner if planner is not None else DefaultSavePlanner()
+    planner.set_up_planner(state, None, is_coordinator=True)
+    return propose(planner, shard_bytes_max=SHARD_BYTES_MAX)
+
+
+def planned(states: Sequence[State], **options: Any) -> tuple[list[SavePlan], Metadata]:
+    planner = DefaultSavePlanner(**options)
+    proposals = [proposal(state, DefaultSavePlanner(**options)) for state in states]
+    planner.set_up_planner(states[0], None, is_coordinator=True)
+    return plan_all(planner, proposals, shard_bytes_max=SHARD_BYTES_MAX)
+
+
+def write(states: Sequence[State]) -> tuple[MemoryStore, Metadata, list[RankReport]]:
+    """As a manager does, each rank in turn; plans and reports come through pickle."""
+    store, (plans, metadata) = MemoryStore(), planned(states)
+    reports = []
+    for rank, (state, plan) in enumerate(zip(states, plans, strict=True)):
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(state, None, is_coordinator=rank == 0)
+        with Uploads[Any](store, rank=rank, deadline=Deadline(60), memory_budget_bytes=64 * KiB) as uploads:
+            report = write_shards(
+                planner.finish_plan(pickle.loads(pickle.dumps(plan))),
+                planner,
+                uploads,
+                ShardNames(rank),
+                rank=rank,
+                url=store.url,
+                allow_pickle=False,
+                shard_bytes_max=SHARD_BYTES_MAX,
+            )
+        reports.append(pickle.loads(pickle.dumps(report)))
+    return store, metadata, reports
+
+
+def commit(store: MemoryStore, metadata: Metadata, reports: Sequence[RankReport]) -> None:
+    manifest = check(to_manifest(planned_of(metadata), reports, SaveInfo("1" * 32, (), "", {})))
+    store.put(MANIFEST_KEY, [manifest_json.encode(manifest)])
+
+
+def bytes_of(reports: Sequence[RankReport]) -> list[int]:
+    return [int(report.pieces.length.sum()) for report in reports]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.parametrize(
+    "whole",
+    [
+        rows(300),
+        rows(1, 19_200),  # nothing to cut in the first dimension
+        rows(19_200, 1).reshape(-1),
+        rows(300).reshape(3, 2, 50, 64),
+        rows(300).t(),  # not contiguous
+        rows(300).to(torch.bfloat16).repeat(2, 1),
+    ],
+    ids=lambda whole: "x".join(map(str, whole.shape)),
+)
+def test_a_replica_is_written_by_all_its_holders(whole: torch.Tensor, world_size: int) -> None:
+    """The bytes that each writes are even within a row of what is cut, and come together to the same tensor."""
+    store, metadata, reports = write([{"model": {"weight": whole}, "step": 3} for _ in range(world_size)])
+    commit(store, metadata, reports)
+    state = load(store)
+    assert torch.equal(state["model"]["weight"], whole)
+    assert state["step"] == 3
+    written = bytes_of(reports)
+    first = next(size for size in whole.shape if size > 1)
+    assert sum(written) == whole.nbytes
+    count = sum(one > 0 for one in written)
+    assert count == min(world_size, first)
+    assert max(written) <= math.ceil(first / count) * whole.nbytes // first
+
+
+def test_no_part_is_smaller_than_a_quarter_of_a_shard() -> None:
+    """75 KiB in shards of 16 KiB are for 18 ranks; of two such tensors each of 40 ranks writes one at most."""
+    store, metadata, reports = write([{"one": rows(300), "two": rows(300) + 1} for _ in range(40)])
+    commit(store, metadata, reports)
+    written = bytes_of(reports)
+    assert sum(one > 0 for one in written) == 36
+    assert max(written) < 5 * KiB
+    assert torch.equal(load(store)["two"], rows(300) + 1)
+
+
+def test_replicas_of_shards() -> None:
+    """As HSDP has them: two replicas of a tensor on two ranks each, and what is smaller than a shard is torch's."""
+    whole, small = rows(512), rows(8)
+    halves = shard(whole, 2, (2, 1))
+    store, metadata, reports = write([{"w": halves[rank % 2], "small": small} for rank in range(4)])
+    commit(store, metadata, reports)
+    assert torch.equal(load(store)["w"], whole)
+    written = bytes_of(reports)
+    assert sum(written) == whole.nbytes + small.nbytes
+    assert max(written) <= whole.nbytes // 4 + small.nbytes
+
+
+def test_a_part_that_nobody_wrote_is_named() -> None:
+    """A report without the part of its rank."""
+    states = [{"model": {"weight": rows(300)}} for _ in range(3)]
+    store, metadata, reports = write(states)
+    with pytest.raises(SaveFailedError, match="No rank wrote a chunk") as caught:
+        commit(store, metadata, [reports[0], reports[2]])
+    assert caught.value.details["tensor"] == "model.weight"
+    assert caught.value.details["offsets"] == "(100, 0)"
+
+
+def test_a_tensor_that_is_no_longer_what_was_planned() -> None:
+    """A cached plan, and a state that is another."""
+    plans, _ = planned([{"weight": rows(300)}, {"weight": rows(300)}])
+    for other in (rows(200), rows(300).double(), rows(300).to_sparse()):
+        planner = DefaultSavePlanner()
+        planner.set_up_planner({"weight": other}, None, is_coordinator=True)
+        with (
+            Uploads[Any](MemoryStore(), rank=0, deadline=Deadline(60), memory_budget_bytes=64 * KiB) as uploads,
+            pytest.raises((SaveFailedError, InvalidArgumentError), match=r"not what was planned|be put together again"),
+        ):
+            write_shards(plans[1], planner, uploads, ShardNames(0), rank=0, url="", allow_pickle=False)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"weight": rows(200)},  # another shape on one rank
+        {"weight": rows(300).double()},
+        {"weight": rows(300).to_sparse()},
+        {"weight": rows(300).requires_grad_()},
+    ],
+    ids=["shape", "dtype", "layout", "requires_grad"],
+)
+def test_what_holders_disagree_about_is_left_to_torch(others: State) -> None:
+    """Its plans are those that it makes by itself."""
+    states = [{"weight": rows(300)}, others, {"weight": rows(300)}]
+    plans, metadata = planned(states)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(states[0], None, is_coordinator=True)
+    expected, expected_metadata = planner.create_global_plan([proposal(state).plan for state in states])
+    assert plans == expected
+    assert metadata == expected_metadata
+
+
+def test_a_planner_that_saves_to_the_lowest_rank_does() -> None:
+    """A flag of torch's planner."""
+    plans, _ = planned([{"weight": rows(300)} for _ in range(3)], dedup_save_to_lowest_rank=True)
+    assert [len(plan.items) for plan in plans] == [1, 0, 0]
+
+
+def test_the_coordinators_planner_keeps_no_plans() -> None:
+    """At a thousand ranks they are gigabytes."""
+    planner = DefaultSavePlanner()
+    state = {"weight": rows(300)}
+    planner.set_up_planner(state, None, is_coordinator=True)
+    before = set(vars(planner))
+    plan_all(planner, [proposal(state)] * 2, shard_bytes_max=SHARD_BYTES_MAX)
+    assert set(vars(planner)) == before
+
+
+# ---- what makes a plan another one
+
+
+def base() -> State:
+    return {"model": {"weight": rows(300), "bias": rows(1)}, "step": 1}
+
+
+CHANGES: dict[str, Callable[[State], object]] = {
+    "dtype": lambda state: state["model"].update(bias=rows(1).to(torch.int32)),
+    "shape": lambda state: state["model"].update(bias=rows(2)),
+    "equal shape, transposed": lambda state: state["model"].update(bias=rows(1).t()),
+    "new key": lambda state: state["model"].update(more=1),
+    "key gone": lambda state: state["model"].pop("bias"),
+    "an object becomes a tensor": lambda state: state.update(step=torch.tensor(1)),
+    "a tensor becomes an object": lambda state: state["model"].update(bias="none"),
+    "another name for a place": lambda state: state.update({"model.weight": state["model"].pop("weight")}),
+    "a large tensor is stored otherwise": lambda state: state["model"].update(weight=rows(300).to_sparse()),
+    "gradients": lambda state: state["model"].update(bias=rows(1).requires_grad_()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_is_kept_for_as_long_as_the_structure_is(change: str) -> None:
+    """Values may change, objects entirely; a fresh planner each time. What changed and changed back is as before."""
+    kept = PlanCache("first", proposal(base()), SavePlan([]))
+    state = base()
+    state["model"]["weight"] += 1
+    state["step"] = "something else"
+    assert kept.key_of(proposal(state)) == "first"
+    CHANGES[change](state)
+    assert kept.key_of(proposal(state)) is None
+    assert kept.key_of(proposal(base())) == "first"
+
+
+def test_a_plan_of_other_flags_is_another() -> None:
+    """The plan itself does not show all of them."""
+    state = {"weight": rows(1)}
+    kept = PlanCache("first", proposal(state), SavePlan([]))
+    assert kept.key_of(proposal(state, DefaultSavePlanner(dedup_save_to_lowest_rank=True))) is None
+    assert kept.key_of(proposal(state, DefaultSavePlanner(flatten_sharded_tensors=False))) is None
+    assert kept.key_of(None) is None
+    assert PlanCache().key_of(proposal(state)) is None
+
+
+def test_torchs_own_cache_is_not_used() -> None:
+    """It belongs to the class: of a user's own planner it is his business."""
+
+    class Own(DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            return copy.copy(super().create_local_plan())
+
+    asked = DefaultSavePlanner(enable_plan_caching=True, flatten_state_dict=False)
+    given = uncached(asked)
+    assert isinstance(given, DefaultSavePlanner)
+    assert not given._enable_plan_caching
+    assert asked._enable_plan_caching
+    assert not given.flatten_state_dict
+    own = Own(enable_plan_caching=True)
+    assert uncached(own) is own
