@@ -512,8 +512,10 @@ class Joint:
             self._publish(dealt)
             return answers[numbers[0]]
         number = self._answer(value, shared=False)
-        with self._asking() as client:
-            answer = client.get(self._place.answer(self._round, f"of-{number}"))
+        place = self._place
+        answer = self._taken(place.answer(self._round, f"of-{number}"), place, shared=True)
+        if answer is None:
+            raise self.failed(f"This rank is behind: {self.what} is over for the others.")
         return pickle.loads(answer)  # type: ignore[no-any-return]  # noqa: S301  # of a rank of this job
 
     def no_return(self) -> None:
@@ -587,13 +589,20 @@ class Joint:
                 self._require_going_on()
                 place = self._place
                 client.put(place.contribution(self._round, rank), data)
-            key = place.answer(self._round, None if shared else rank)
-            if self._await([key], place):
-                break
-        self._met = True
-        with self._asking() as client:
-            answer = client.get(key) if shared else client.take_many([key])[0]
-        return pickle.loads(answer)  # noqa: S301  # of a rank of this job
+            answer = self._taken(place.answer(self._round, None if shared else rank), place, shared=shared)
+            if answer is not None:
+                self._met = True
+                return pickle.loads(answer)  # noqa: S301  # of a rank of this job
+
+    def _taken(self, key: str, place: _Place, *, shared: bool) -> bytes | None:
+        """A value, as soon as it is there; None once this is not the place any more."""
+        while self._await([key], place):
+            with self._asking() as client:
+                answer = client.get(key) if shared else client.take_many([key])[0]
+            if answer:
+                return answer
+            # Swept since it was seen: the coordinator is two joints on, which is seen by looking once more.
+        return None
 
     def _contributions(self, value: V) -> list[V]:
         """Of all ranks, by rank; once more under each number that it turns out to have."""

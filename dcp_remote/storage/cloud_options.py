@@ -8,6 +8,9 @@ here sends a request, but looking for credentials may: botocore asks the instanc
 from __future__ import annotations
 
 import difflib
+import functools
+import gzip
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -19,6 +22,7 @@ from urllib.parse import quote, urlsplit
 
 from botocore import UNSIGNED
 from botocore.config import Config
+from botocore.loaders import Loader
 from botocore.session import Session
 
 from dcp_remote.errors import InvalidArgumentError
@@ -315,6 +319,7 @@ def resolve_s3(bucket: str, options: S3Options) -> S3Place:
         ValueError: The endpoint is no URL.
     """
     session = Session(profile=options.profile_name)
+    session.register_component("data_loader", _models(session.get_config_variable("data_path")))
     if options.aws_access_key_id is not None and options.aws_secret_access_key is not None:
         session.set_credentials(options.aws_access_key_id, options.aws_secret_access_key, options.aws_session_token)
     # An unsigned client needs no credentials to tell where it would send a request.
@@ -329,6 +334,42 @@ def resolve_s3(bucket: str, options: S3Options) -> S3Place:
         virtual_hosted=not in_path,
         verify=options.verify if options.verify is not None else session.get_config_variable("ca_bundle"),
     )
+
+
+class _Json:
+    """Reads botocore's files into plain dicts, which are ordered, too: its own way takes three times as long."""
+
+    def exists(self, file_path: str) -> bool:
+        """Whether there is one, packed or not."""
+        return self._path(file_path) is not None
+
+    def load_file(self, file_path: str) -> Any:
+        """What it holds; None if there is none."""
+        path = self._path(file_path)
+        if path is None:
+            return None
+        data = path.read_bytes()
+        return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+
+    def _path(self, file_path: str) -> Path | None:
+        return next((path for end in (".json", ".json.gz") if (path := Path(file_path + end)).is_file()), None)
+
+
+class _Models(Loader):
+    """botocore's models, without a look into each of its 400 folders to see whether it knows S3."""
+
+    def list_available_services(self, type_name: str) -> list[str]:  # the type is looked for when it is loaded
+        """All that have a folder."""
+        folders = [folder for path in self.search_paths if (folder := Path(path)).is_dir()]
+        return sorted({service.name for folder in folders for service in folder.iterdir()})
+
+
+@functools.cache
+def _models(data_path: str | None) -> _Models:
+    """One for all sessions of a process: what was read is kept."""
+    given = [path for path in (data_path or "").split(os.pathsep) if path]
+    paths = [str(Path(os.path.expandvars(path)).expanduser()) for path in given]
+    return _Models(extra_search_paths=paths, file_loader=_Json())  # type: ignore[arg-type]  # any that has these methods
 
 
 def presign_s3(place: S3Place, options: S3Options, operation: str, **parameters: str | int) -> str:

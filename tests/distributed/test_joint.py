@@ -775,6 +775,32 @@ def test_a_rank_that_wakes_up_is_told_what_it_slept_through() -> None:
         assert [one.value for one in them.run(lambda ranks: together(ranks, "the save of step 3"))] == expected(2)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_answer_that_is_swept_before_it_is_read(monkeypatch: pytest.MonkeyPatch, *, shared: bool) -> None:
+    """A rank that sees its answer and is slow to read it, while the coordinator is two joints on: told that it is."""
+    of_values = Client.get_many
+
+    def slowly(client: Client, keys: list[str]) -> list[bytes]:
+        if any("/out" in key for key in keys):
+            client.delete(keys)
+            return [b"" for _ in keys]  # what a TCPStore gives if they go while it looks for them
+        return of_values(client, keys)
+
+    def part(ranks: Ranks) -> object:
+        with join(ranks) as joint:
+            answer: object = joint.gather(1, sum) if shared else joint.scatter(1, lambda values: values)
+        for _ in range(2):  # the coordinator alone comes so far
+            with pytest.raises(ValueError, match="boo"), join(ranks):
+                raise ValueError("boo")
+        return answer
+
+    monkeypatch.setattr(Client, "get_many", slowly)
+    with party(2) as them:
+        _, slow = them.run(part)
+        assert type(slow.error) is SaveFailedError
+        assert "This rank is behind" in str(slow.error)
+
+
 def test_a_rank_that_is_far_behind_is_told_so() -> None:
     """What it asks for is over, and nothing of it is left."""
     with party(2) as them:
