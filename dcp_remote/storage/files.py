@@ -266,16 +266,26 @@ def _remove_if_stale(path: str, *, trust_locks: bool) -> None:
         _unlock(descriptor)
 
 
+# Each is a deleter that came between two system calls.
+_FOLDER_RACES_MAX = 100
+
+
 def make_folders(path: str) -> None:
     """Make a folder and those above it that are missing, each synced into the one above. Safe in a race.
 
     Raises:
         NotADirectoryError: A file is in the way.
+        OSError: The file system makes no folders there.
     """
+    races = 0
     while not os.path.isdir(path):
         try:
             os.mkdir(path)
         except FileNotFoundError:
+            # Somebody removed the one above, or the file system makes no folders: /proc says so with this errno, too.
+            races += 1
+            if races > _FOLDER_RACES_MAX:
+                raise OSError(errno.EOPNOTSUPP, "no folder can be made here", path) from None
             make_folders(os.path.dirname(path))
         except FileExistsError:
             # One look: between two, a deleter may remove the folder that was in the way.

@@ -601,3 +601,11 @@ def test_an_untrusted_file_system_refuses_swaps(tmp_path: Path, monkeypatch: pyt
     version = trusted.put("key", [b"4"], condition="absent")
     trusted.put("key", [b"5"], condition=version)
     assert (tmp_path / "key").read_bytes() == b"5"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no file system here that makes no folders")
+def test_a_file_system_without_folders() -> None:
+    """/proc says of a folder that it cannot make that there is none above it: an error, and no search without end."""
+    with pytest.raises(StorageError, match="no folder can be made here") as caught:
+        LocalStore("/proc/nope/nor/this").put("key", [b"1"])
+    assert not isinstance(caught.value, TransientStorageError)
