@@ -92,12 +92,16 @@ class Exchange:
     Args:
         rank: Of this process.
         host: An address of this host that the others can reach.
+        gives: Whether what it reads is still the same when it is given. If not, it reads alone.
         memory_budget_bytes: Of what is under way, and kept for others.
         is_over: Whether the load was given up.
     """
 
-    def __init__(self, rank: int, host: str, *, memory_budget_bytes: int, is_over: Callable[[], bool]) -> None:
+    def __init__(
+        self, rank: int, host: str, *, gives: bool, memory_budget_bytes: int, is_over: Callable[[], bool]
+    ) -> None:
         """See the class."""
+        self._gives = gives
         self._rank = rank
         self._host = host
         self._budget_bytes = memory_budget_bytes
@@ -137,9 +141,10 @@ class Exchange:
     def tell(self, manifest: Manifest, wanted: Wanted) -> Told:
         """Listen, and say what the others need to know."""
         try:
-            self._giver = Giver(self._host, kept_bytes_max=self._budget_bytes // _KEPT_SHARE)
+            if self._gives:
+                self._giver = Giver(self._host, kept_bytes_max=self._budget_bytes // _KEPT_SHARE)
         except OSError as error:
-            logger.warning("What this rank reads it cannot give to others. host=%s cause=%s", self._host, error)
+            logger.warning("This rank reads alone, and nothing for others. host=%s cause=%s", self._host, error)
         encoded = encode_wanted(manifest, wanted)
         address = self._giver.address if self._giver is not None else None
         return Told(address, encoded, place_of(decode_wanted(encoded)))

@@ -171,6 +171,8 @@ def load_rank(
             exchange = Exchange(
                 ranks.rank,
                 host_towards(ranks.store_host),
+                # Another's may change a tensor when it is complete.
+                gives=type(planner).commit_tensor is DefaultLoadPlanner.commit_tensor,
                 memory_budget_bytes=memory_budget_bytes,
                 is_over=joint.deadline.expired,
             )

@@ -14,9 +14,12 @@ Nothing depends on an answer: whoever gets none reads from the store.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import logging
+import math
 import os
+import resource
 import selectors
 import socket
 import struct
@@ -25,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self, cast
 
 from dcp_remote.ranges import MiB
@@ -50,8 +54,14 @@ _BACKLOG = 1024
 # In the kernel, of a Unix socket: at its default of 200 KiB two processes wake each other twenty times as often.
 _BUFFER_BYTES = 4 * MiB
 
-# After a connection that could not be accepted.
-_PAUSE_SECONDS = 0.1
+# Accepted at a time; who is turned away reads from the store.
+_CONNECTIONS_MAX = 128
+
+# What a load needs at most: these, one or two kept to each of 63 others, and those of the store.
+_DESCRIPTORS_MIN = 2 * _CONNECTIONS_MAX + 64
+
+# Connections to one rank that are kept for the next unit.
+_IDLE_MAX = 2
 
 _SECRET_BYTES = 16
 _REQUEST = struct.Struct(f"<{_SECRET_BYTES}sq")
@@ -73,6 +83,15 @@ class Address:
     port: int
     name: bytes
     secret: bytes
+
+
+def _free_descriptors() -> float:
+    """How many files this process may still open; infinite where that cannot be seen."""
+    try:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return math.inf if limit == resource.RLIM_INFINITY else limit - sum(1 for _ in Path("/proc/self/fd").iterdir())
+    except OSError:
+        return math.inf
 
 
 def host_towards(host: str | None) -> str:
@@ -119,6 +138,8 @@ class Giver:
 
     def __init__(self, host: str, *, kept_bytes_max: int) -> None:
         """See the class."""
+        if _free_descriptors() < _DESCRIPTORS_MIN:
+            raise OSError(errno.EMFILE, "too few files may be opened (ulimit -n) for connections to other ranks")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listening = [socket.create_server((host, 0), family=family, backlog=_BACKLOG)]
         here = _listening_here()
@@ -181,6 +202,16 @@ class Giver:
             self._changed.notify_all()
 
     def _accept(self) -> None:
+        try:
+            self._accept_all()
+        except OSError as error:  # too many open files, for one
+            logger.debug("no more connections of other ranks are accepted: %s", error)
+        finally:
+            # Who waits to be accepted is told at once, and reads elsewhere.
+            for one in self._listening:
+                one.close()
+
+    def _accept_all(self) -> None:
         with selectors.DefaultSelector() as selector:
             for one in (*self._listening, self._woken):
                 one.settimeout(0)
@@ -193,9 +224,10 @@ class Giver:
     def _welcome(self, listening: socket.socket) -> None:
         try:
             connection, _ = listening.accept()
-        except OSError as error:
-            logger.debug("a connection of another rank was not accepted: %s", error)
-            time.sleep(_PAUSE_SECONDS)  # too many open files, for one
+        except (BlockingIOError, ConnectionError):
+            return  # it went away again
+        if len(self._connections) >= _CONNECTIONS_MAX:
+            connection.close()
             return
         with self._changed:
             thread = threading.Thread(target=self._serve, args=(connection,), name="dcp_remote-gift", daemon=True)
@@ -306,9 +338,14 @@ class Taker:
             self._lose(giver, error)
             return False
         with self._lock:
-            self._idle.setdefault(giver, []).append(connection)
+            idle = self._idle.setdefault(giver, [])
+            is_kept = len(idle) < _IDLE_MAX
+            if is_kept:
+                idle.append(connection)
             self._reached = True
             self._taken_bytes += len(into) if given else 0
+        if not is_kept:
+            connection.close()
         return given
 
     def _connect(self, giver: int) -> socket.socket:

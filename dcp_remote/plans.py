@@ -5,29 +5,37 @@ process share them, and a dtype that changes goes unnoticed (torch 2.13, planner
 and all that a plan says is compared.
 
 torch also has a tensor that all ranks hold written by one of them. A large one is cut here before torch plans, and each
-holder writes a part. In the checkpoint it looks as if it had been sharded. Where holders disagree about its values,
-which torch never looks at, the checkpoint gets some of each.
+holder writes a part. In the checkpoint it looks as if it had been sharded. That is only right where all hold the same
+values, at which torch never looks: a sample of them is compared in each save, and where it differs, one rank writes the
+whole, as in torch.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
+from dcp_remote.digests import digest
 from dcp_remote.ranges import Box
-from dcp_remote.serialization import is_plain
+from dcp_remote.serialization import byte_view, is_plain
+
+logger = logging.getLogger(__name__)
 
 # Of a shard: a part is no smaller, or its request would cost more than its bytes.
 _PART_SHARE_MIN = 0.25
+
+# Of a large tensor: replicas that differ at all mostly differ everywhere.
+_SAMPLED_VALUES = 4096
 
 # What makes a planner's plan depend on nothing but the state and its flags, and its tensors those of the state. An
 # older torch may not have all of them.
@@ -69,6 +77,9 @@ class SharedParts:
         return plan.storage_data.of if isinstance(plan.storage_data, SharedParts) else {}
 
 
+Samples: TypeAlias = Mapping[MetadataIndex, bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What a rank would write if it were alone.
@@ -77,11 +88,13 @@ class Proposal:
         plan: torch's.
         large: Of the items that are larger than a shard and need not be written whole.
         flags: Of the planner.
+        samples: Of the values of what is large, a digest; it changes with every save.
     """
 
     plan: SavePlan
     large: frozenset[MetadataIndex] = frozenset()
     flags: tuple[bool, ...] = ()
+    samples: Samples = field(default_factory=dict, compare=False)
 
     @property
     def hints(self) -> list[int | None]:
@@ -139,8 +152,43 @@ def propose(planner: SavePlanner, *, shard_bytes_max: int) -> Proposal:
     flags = (planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank)
     if planner.dedup_save_to_lowest_rank:
         return Proposal(plan, flags=flags)
-    large = [item.index for item in plan.items if _chunk_bytes(item) > shard_bytes_max]
-    return Proposal(plan, frozenset(index for index in large if _is_divisible(planner.lookup_object(index))), flags)
+    tensors = {
+        item.index: planner.lookup_object(item.index) for item in plan.items if _chunk_bytes(item) > shard_bytes_max
+    }
+    samples = {
+        index: sample
+        for index, tensor in tensors.items()
+        if _is_divisible(tensor) and (sample := _sample(tensor)) is not None
+    }
+    return Proposal(plan, frozenset(samples), flags, samples)
+
+
+def _sample(tensor: torch.Tensor) -> bytes | None:
+    """A digest of some thousand values, spread over all of them; None of a dtype that torch cannot pick them from."""
+    with torch.no_grad():
+        places = torch.linspace(0, tensor.numel() - 1, _SAMPLED_VALUES, dtype=torch.float64).long()
+        where = tuple(one.to(tensor.device) for one in torch.unravel_index(places, tensor.shape))
+        try:
+            values = tensor.detach()[where].resolve_conj().resolve_neg().cpu()
+        except (NotImplementedError, RuntimeError):
+            return None
+    return digest(byte_view(values))
+
+
+def differing(samples: Sequence[Samples]) -> frozenset[MetadataIndex]:
+    """What ranks hold different values of; called on the coordinator, with what each rank has."""
+    seen: dict[MetadataIndex, bytes] = {}
+    found: set[MetadataIndex] = set()
+    for one in samples:
+        for index, value in one.items():
+            if seen.setdefault(index, value) != value:
+                found.add(index)
+    return frozenset(found)
+
+
+def shared_in(plans: Sequence[SavePlan]) -> frozenset[MetadataIndex]:
+    """The items that ranks write parts of."""
+    return frozenset(part.whole.index for plan in plans for part in SharedParts.in_plan(plan).values())
 
 
 def plan_all(
@@ -161,7 +209,8 @@ def shared_out(proposals: Sequence[Proposal], *, shard_bytes_max: int) -> list[S
     """The ranks' plans, with what several of them hold and is larger than a shard cut up among them.
 
     Such an item is cut along its first dimension into rows for as many of its holders as get a quarter of a shard; of
-    more holders, those that have the least so far. An item of which holders plan something different is left to torch.
+    more holders, those that have the least so far. An item of which holders plan something different, or have other
+    values, is left to torch.
 
     Args:
         proposals: Of all ranks, in their order.
@@ -175,7 +224,14 @@ def shared_out(proposals: Sequence[Proposal], *, shard_bytes_max: int) -> list[S
     filled = [0] * len(proposals)
     parts: list[dict[MetadataIndex, WriteItem]] = [{} for _ in proposals]
     gone: set[MetadataIndex] = set()
+    unlike = differing([one.samples for one in proposals])
+    for index in unlike:
+        logger.warning(
+            "Ranks hold different values of a tensor that each has whole; one rank's are saved. tensor=%s", index.fqn
+        )
     for index, found in items.items():
+        if index in unlike:
+            continue
         ranks, item = [rank for rank, _ in found], found[0][1]
         if ranks != holders[index] or any(other.tensor_data != item.tensor_data for _, other in found):
             continue

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcp_remote.assembly import Planned
@@ -20,7 +20,17 @@ from dcp_remote.dedup import Base
 from dcp_remote.desk import Again, Committed, Desk
 from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError
 from dcp_remote.joint import Joint, Ranks
-from dcp_remote.plans import PlanCache, Proposal, is_torchs, plan_all, propose, uncached
+from dcp_remote.plans import (
+    PlanCache,
+    Proposal,
+    Samples,
+    differing,
+    is_torchs,
+    plan_all,
+    propose,
+    shared_in,
+    uncached,
+)
 from dcp_remote.progress import Progress, can_redraw
 from dcp_remote.report import RankReport
 from dcp_remote.reports import RankFigures, SaveReport, Seconds, SlowShard, combine
@@ -94,6 +104,15 @@ class _Agreed:
     planned: Planned | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the coordinator keeps of the plans of all: for which save they were made, and what they amount to."""
+
+    save_id: str
+    planned: Planned
+    shared: frozenset[MetadataIndex]  # what ranks write parts of
+
+
 class RankSaver:
     """Saves of one rank, one after another; remembers what it wrote last, so as not to send it again.
 
@@ -127,7 +146,7 @@ class RankSaver:
         self._last: tuple[tuple[str, str], Base] | None = None
         # What all agreed on last, and for which save: plans on each rank, what they amount to on the coordinator.
         self._plans = PlanCache()
-        self._planned: tuple[str, Planned] | None = None
+        self._planned: _Known | None = None
 
     def save(self, joint: Joint, task: Task) -> SaveReport:
         """Save; called by every rank, in a block of the joint. Returns when it is committed.
@@ -209,13 +228,17 @@ class RankSaver:
         joint.note("asking whether this step may be saved")
         kept, known = self._plans, self._planned
 
-        def begin(parts: list[tuple[Note, str | None]]) -> tuple[Begun, bool]:
-            begun = _there(self._desk).begin([note for note, _ in parts], joint.deadline, borrow=borrow)
-            return begun, known is not None and all(key == known[0] for _, key in parts)
+        def begin(parts: list[tuple[Note, str | None, Samples]]) -> tuple[Begun, bool]:
+            begun = _there(self._desk).begin([note for note, _, _ in parts], joint.deadline, borrow=borrow)
+            if known is None or any(key != known.save_id for _, key, _ in parts):
+                return begun, False
+            # A part of one replica and a part of another are only one tensor while they are alike.
+            return begun, not differing([samples for _, _, samples in parts]) & known.shared
 
-        begun, is_known = joint.gather((task.note, kept.key_of(proposal)), begin)
+        samples = proposal.samples if proposal is not None else {}
+        begun, is_known = joint.gather((task.note, kept.key_of(proposal), samples), begin)
         if is_known:
-            return _Agreed(begun, planner, planner.finish_plan(kept.plan), known[1] if known is not None else None)
+            return _Agreed(begun, planner, planner.finish_plan(kept.plan), known.planned if known is not None else None)
         if proposal is None:
             proposal = self._propose(joint, planner, task, save_id=begun.save_id)
         joint.note("planning")
@@ -223,13 +246,13 @@ class RankSaver:
         def plan(proposals: list[Proposal]) -> list[SavePlan]:
             nonlocal known
             plans, metadata = plan_all(planner, proposals, shard_bytes_max=self._shard_bytes_max)
-            known = begun.save_id, planned_of(metadata)
+            known = _Known(begun.save_id, planned_of(metadata), shared_in(plans))
             return plans
 
         own = joint.scatter(proposal, plan)
         self._planned = known
         self._plans = PlanCache(begun.save_id, proposal, own) if is_torchs(planner) else PlanCache()
-        return _Agreed(begun, planner, planner.finish_plan(own), known[1] if known is not None else None)
+        return _Agreed(begun, planner, planner.finish_plan(own), known.planned if known is not None else None)
 
     def _propose(self, joint: Joint, planner: SavePlanner, task: Task, *, save_id: str | None = None) -> Proposal:
         joint.note("planning")

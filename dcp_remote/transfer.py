@@ -275,9 +275,12 @@ class Uploads(Generic[T]):
                 continue
             late = now_seconds - job.began_seconds > self._pace.late_seconds(job.prepared.size_bytes)
             if late and self._pace.may_repeat():
+                try:
+                    self._second_pool.submit(self._send, job, job.second_key)
+                except RuntimeError:  # the interpreter is about to exit, and starts no thread any more
+                    return
                 job.sent_twice = True
                 self._sent_twice += 1
-                _submitted(self._second_pool, partial(self._send, job, job.second_key))
 
     def _raise_if_over(self) -> None:
         self._raise_failure()

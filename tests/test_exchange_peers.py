@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -148,3 +150,15 @@ def test_the_address_towards_a_host() -> None:
     assert host_towards("localhost") in {HERE, "::1"}
     assert host_towards(None) == HERE
     assert host_towards("no-such-host.invalid") == HERE
+
+
+def test_too_few_descriptors_for_connections() -> None:
+    """A limit a hundred above what is open: no connections to others, which would take those of the store's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 100, hard))
+    try:
+        with pytest.raises(OSError, match="too few files may be opened"):
+            Giver("127.0.0.1", kept_bytes_max=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -80,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m dcp_remote.bench.run", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one round, a smaller state: it works, no more than that")
     parser.add_argument("--rounds", type=int, help="instead of each section's own")
-    parser.add_argument("--sections", nargs="+", choices=list(FULL), metavar="NAME", help=f"of {', '.join(FULL).replace('%', '%%')}")
+    parser.add_argument(
+        "--sections", nargs="+", choices=list(FULL), metavar="NAME", help=f"of {', '.join(FULL).replace('%', '%%')}"
+    )
     parser.add_argument("--output", type=Path, default=Path("bench-output"), help="folder (default: %(default)s)")
     options = parser.parse_args(arguments)
     plan = QUICK if options.quick else FULL

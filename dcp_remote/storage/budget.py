@@ -6,15 +6,15 @@ user on a host that speak to one bucket have the same share. It goes down by the
 which brings it to what the store takes in one step, and grows again by a tenth a second. Where few are refused, that is
 no overload, and repeating them is all it needs.
 
-The share and when it was last changed lie in a small file that the processes map. Nothing is counted there, so a
-process that dies leaves nothing behind; two that write at once lose one of two steps.
+The share and when it was last changed lie in a small file of the temporary folder. Nothing is counted there, so a
+process that dies leaves nothing behind; two that write at once lose one of two steps. The file is read and written, and
+not mapped: where somebody cuts it, or the disk is full, an access to mapped memory kills the process.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import mmap
 import os
 import stat
 import struct
@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Of one process, at a full share: both pools of `transfer` together are hardly ever busy.
@@ -47,15 +47,72 @@ REFUSAL_SECONDS_MAX = 5.0
 _FORMAT = struct.Struct("=dd")  # the share, and when it was changed by the monotonic clock
 
 
+class Shared:
+    """A share, and when it was changed; for this process alone."""
+
+    def __init__(self) -> None:
+        """Nothing was written yet."""
+        self._data = b""
+
+    def read(self) -> bytes:
+        """What was written last; empty at first."""
+        return self._data
+
+    def write(self, data: bytes) -> None:
+        """Replace it."""
+        self._data = data
+
+
+class SharedFile(Shared):
+    """For all processes that can open a file; where that fails, for this one.
+
+    Args:
+        path: In a folder that nobody else can write to; made if it is not there.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """See the class."""
+        super().__init__()
+        self._path = path
+        os.close(self._open())
+
+    def read(self) -> bytes:
+        """See `Shared.read`."""
+        try:
+            descriptor = self._open()
+        except OSError:
+            return super().read()
+        try:
+            return os.pread(descriptor, _FORMAT.size, 0)
+        finally:
+            os.close(descriptor)
+
+    def write(self, data: bytes) -> None:
+        """See `Shared.write`."""
+        super().write(data)
+        with suppress(OSError):
+            descriptor = self._open()
+            try:
+                os.pwrite(descriptor, data, 0)
+            finally:
+                os.close(descriptor)
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
 class RequestBudget:
     """The requests of this process to one bucket.
 
     Args:
-        shared: `_FORMAT.size` bytes or more that all processes see, as zeroes at first.
+        shared: What all processes see.
         clock: In seconds, one for all processes.
     """
 
-    def __init__(self, shared: bytearray | mmap.mmap, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, shared: Shared, *, clock: Callable[[], float] = time.monotonic) -> None:
         """See the class."""
         self._shared = shared
         self._clock = clock
@@ -99,11 +156,12 @@ class RequestBudget:
             next_share = share * (1 - part) if part > REFUSED_MAX else share * _GROWTH
             next_share = min(1.0, max(SHARE_MIN, next_share))
             if next_share != share:
-                _FORMAT.pack_into(self._shared, 0, next_share, now_seconds)
+                self._shared.write(_FORMAT.pack(next_share, now_seconds))
 
     def _read(self) -> tuple[float, float]:
-        share, changed_seconds = _FORMAT.unpack_from(self._shared)
-        # Zeroes at first; and nothing that somebody wrote there stops us.
+        data = self._shared.read()
+        share, changed_seconds = _FORMAT.unpack(data) if len(data) == _FORMAT.size else (1.0, 0.0)
+        # Nothing that somebody wrote there stops us.
         return (share if SHARE_MIN <= share <= 1 else 1.0), changed_seconds
 
 
@@ -113,20 +171,15 @@ def shared_budget(place: str) -> RequestBudget:
     Where no file can be shared, the budget is this process's own.
     """
     try:
-        return RequestBudget(_mapped(hashlib.sha256(place.encode()).hexdigest()[:16]))
-    except (OSError, ValueError):
-        return RequestBudget(bytearray(_FORMAT.size))
+        return RequestBudget(SharedFile(_folder() / f"requests-{hashlib.sha256(place.encode()).hexdigest()[:16]}"))
+    except OSError:
+        return RequestBudget(Shared())
 
 
-def _mapped(name: str) -> mmap.mmap:
+def _folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"dcp_remote-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise PermissionError("somebody else made the folder")
-    descriptor = os.open(folder / f"requests-{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        os.ftruncate(descriptor, _FORMAT.size)
-        return mmap.mmap(descriptor, _FORMAT.size)
-    finally:
-        os.close(descriptor)
+    return folder

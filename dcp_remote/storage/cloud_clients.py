@@ -57,8 +57,9 @@ _CREDENTIALS_SECONDS = 600.0
 # A signed URL is used at once.
 _SIGNED_FOR = timedelta(minutes=10)
 
-# After so many reads in a row that only obstore could do, it is asked at once.
+# After so many reads in a row that only obstore could do, it is asked at once for so long.
 _DIRECT_REFUSALS_MAX = 3
+_DIRECT_AGAIN_SECONDS = 60.0
 
 # obstore's threads do not survive a fork, and a child that uses them waits for ever.
 _requesting_pid: int | None = None
@@ -83,6 +84,7 @@ class Connections:
         self._budget: RequestBudget | None = None
         self._direct: DirectReads | None = None
         self._direct_refusals = 0
+        self._direct_again_at = 0.0
 
     def client(self, *, download: bool, size_bytes: int = 0, delete_singly: bool = False) -> Client:
         """The client for requests of about this size.
@@ -186,6 +188,8 @@ class Connections:
     def direct_was_refused(self) -> None:
         """Note that obstore read what `read_directly` did not: a redirect, say, or a signature not taken in a URL."""
         self._direct_refusals += 1
+        if self._direct_refusals >= _DIRECT_REFUSALS_MAX:
+            self._direct_again_at = time.monotonic() + _DIRECT_AGAIN_SECONDS
 
     def _direct_reads(self, url: str) -> DirectReads | None:
         with self._lock:

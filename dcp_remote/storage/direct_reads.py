@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -168,7 +169,7 @@ class DirectReads:
         with self._lock:
             while self._idle and found is None:
                 since, where, connection = self._idle.pop()
-                if time.monotonic() - since < _IDLE_SECONDS and where == place:
+                if time.monotonic() - since < _IDLE_SECONDS and where == place and connection.is_quiet():
                     found = connection
                 else:
                     old.append(connection)
@@ -193,6 +194,7 @@ class _Watch:
     ) -> None:
         self._pace = pace
         self._connection = connection
+        self._size_bytes = size_bytes
         self._began_seconds = time.monotonic()
         self._seconds = seconds
         self._silence_seconds = silence_seconds
@@ -211,14 +213,18 @@ class _Watch:
     def _look(self) -> None:
         now_seconds = time.monotonic()
         if self._other is not None and self._other.done() and self._other.exception() is None:
-            raise _OvertakenError(self._other.result())
+            data = self._other.result()
+            if len(data) == self._size_bytes:  # or the object is shorter, as this way will find, too
+                raise _OvertakenError(data)
         elapsed_seconds = now_seconds - self._began_seconds
         if elapsed_seconds > self._seconds:
             raise TimeoutError("The store took too long to answer.")
         if now_seconds - max(self._began_seconds, self._connection.heard_seconds) > self._silence_seconds:
             raise TimeoutError("The store fell silent in the middle of an answer.")
         if self._ask_other is not None and elapsed_seconds > self._late_seconds and self._pace.may_repeat():
-            self._other, self._ask_other = self._ask_other(), None
+            with suppress(RuntimeError):  # the interpreter is about to exit
+                self._other = self._ask_other()
+            self._ask_other = None
 
 
 def _close(idle: list[tuple[float, tuple[str, str], StreamConnection]]) -> None:

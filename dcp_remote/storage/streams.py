@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import http.client
 import io
+import select
 import socket
 import ssl
+import struct
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +26,10 @@ TICK_SECONDS = 0.25
 
 # What the kernel is asked for at a time. At 64 KiB the same costs a tenth more.
 _RECORDS_BYTES = 256 * KiB
+
+# OpenSSL decrypts a record in microseconds, and Python's lock is given up for each: sixteen threads that take it from
+# each other cost twice the CPU of one that does the records of all.
+_decrypting = threading.Lock()
 
 
 def _nothing() -> None:
@@ -38,27 +45,41 @@ class ByteStream(io.RawIOBase):
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        """Of a connected socket, whose timeout becomes `TICK_SECONDS`."""
+        """Of a connected socket, whose reads now wait for `TICK_SECONDS` at most."""
         super().__init__()
         self._sock = sock
         self.look: Callable[[], None] = _nothing
         self.heard_seconds = 0.0
-        sock.settimeout(TICK_SECONDS)
+        # By the kernel's clock and not Python's, which would take the socket out of blocking mode.
+        sock.settimeout(None)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, round(TICK_SECONDS * 1e6)))
 
     def readable(self) -> bool:
         """It is."""
         return True
 
+    def close(self) -> None:
+        """Nothing: `http.client` closes what it read an answer from."""
+
+    def is_quiet(self) -> bool:
+        """Whether nothing has arrived that nobody has read: neither bytes nor an end."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return not poll.poll(0)
+
     def readinto(self, buffer: Any) -> int:
         """See `io.RawIOBase`. 0 when the other side has closed."""
-        return self._receive(memoryview(buffer))
+        view = memoryview(buffer)
+        # What is longer than what `BufferedReader` reads ahead is all of it the body's: one call of the kernel for it,
+        # and so no fight of many threads for Python's lock.
+        return self._receive(view, socket.MSG_WAITALL if len(view) > io.DEFAULT_BUFFER_SIZE else 0)
 
-    def _receive(self, buffer: memoryview) -> int:
+    def _receive(self, buffer: memoryview, flags: int = 0) -> int:
         while True:
             self.look()
             try:
-                count = self._sock.recv_into(buffer)
-            except TimeoutError:
+                count = self._sock.recv_into(buffer, 0, flags)
+            except (BlockingIOError, TimeoutError):
                 continue
             self.heard_seconds = time.monotonic()
             return count
@@ -103,6 +124,10 @@ class TlsStream(ByteStream):
         self._flush()
         self.look = _nothing
 
+    def is_quiet(self) -> bool:
+        """See `ByteStream.is_quiet`."""
+        return not (self._tls.pending() or self._received.pending) and super().is_quiet()
+
     def send(self, data: bytes) -> None:
         """Send all of it."""
         self._tls.write(data)
@@ -111,6 +136,15 @@ class TlsStream(ByteStream):
     def readinto(self, buffer: Any) -> int:
         """See `io.RawIOBase`. As much as has arrived, at least one byte; 0 when the other side has closed."""
         view = memoryview(buffer)
+        while True:
+            try:
+                with _decrypting:
+                    return self._decrypt(view)
+            except ssl.SSLWantReadError:
+                self._exchange()
+
+    def _decrypt(self, view: memoryview) -> int:
+        """All that has arrived and fits."""
         tls, length, done = self._tls, len(view), 0
         while done < length:
             try:
@@ -119,8 +153,7 @@ class TlsStream(ByteStream):
             except ssl.SSLWantReadError:
                 if done:
                     break
-                self._exchange()
-                continue
+                raise
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                 break
             if not count:
@@ -148,7 +181,6 @@ class _Sock:
     def __init__(self, sock: socket.socket, stream: ByteStream) -> None:
         self._sock = sock
         self._stream = stream
-        self._buffered: io.BufferedReader = io.BufferedReader(stream)
 
     def sendall(self, data: Any) -> None:
         if isinstance(self._stream, TlsStream):
@@ -156,27 +188,12 @@ class _Sock:
         else:
             self._sock.sendall(data)
 
-    def makefile(self, _mode: str) -> _Kept:
-        return _Kept(self._buffered)
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        # One for each answer, as `http.client` expects: what came behind an answer is no part of the next.
+        return io.BufferedReader(self._stream)
 
     def close(self) -> None:
         self._sock.close()
-
-
-class _Kept:
-    """A file that stays open when `http.client` closes it, with what was read ahead: the next answer begins there."""
-
-    def __init__(self, file: io.BufferedReader) -> None:
-        self.readline = file.readline
-        self.read = file.read
-        self.readinto = file.readinto
-        self.closed = False
-
-    def flush(self) -> None:
-        """Nothing is written."""
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class StreamConnection(http.client.HTTPConnection):
@@ -192,7 +209,8 @@ class StreamConnection(http.client.HTTPConnection):
     def __init__(self, host: str, port: int | None, *, context: ssl.SSLContext | None, connect_seconds: float) -> None:
         """Opens nothing yet."""
         self.default_port = http.client.HTTP_PORT if context is None else http.client.HTTPS_PORT
-        super().__init__(host, port, timeout=connect_seconds)
+        # With a port: it would look for one in an address of IPv6.
+        super().__init__(host, self.default_port if port is None else port, timeout=connect_seconds)
         self._context = context
         self._connect_seconds = connect_seconds
         self._stream: ByteStream | None = None
@@ -216,6 +234,10 @@ class StreamConnection(http.client.HTTPConnection):
     def heard_seconds(self) -> float:
         """When bytes last arrived, by the monotonic clock; 0 before the first."""
         return self._stream.heard_seconds if self._stream is not None else 0.0
+
+    def is_quiet(self) -> bool:
+        """Whether it can be used again: what has come unasked would be taken for the next answer."""
+        return self._stream is not None and self._stream.is_quiet()
 
     def watched_by(self, look: Callable[[], None] | None) -> None:
         """Connect, if that is not done, and look around while waiting from now on; see `ByteStream.look`."""

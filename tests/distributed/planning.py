@@ -159,3 +159,20 @@ def share_replicas(path: Path, strategy: str) -> tuple[list[int], Ended | None]:
             failure = ended(partial(manager.save, step, {"w": value, "step": step}, wait=True))
             put.append(sum(one.size_bytes for one in store.requests if one.verb == "put" and "shards/" in one.key))
     return put, failure
+
+
+def unlike_replicas(path: Path, unlike: Sequence[bool]) -> list[int]:
+    """Save a tensor of 4 MiB that every rank has whole, in shards of 1 MiB; in some saves each has other values.
+
+    Returns:
+        Bytes of shards that this rank put in each save.
+    """
+    store = RecordingStore(LocalStore(str(path)))
+    put = []
+    with managing(store, memory_budget_bytes=MiB) as manager:
+        for step, differs in enumerate(unlike, start=1):
+            store.clear()
+            value = float(10 * step + (dist.get_rank() if differs else 0))
+            manager.save(step, {"w": torch.full((1024, 1024), value)}, wait=True)
+            put.append(sum(one.size_bytes for one in store.requests if one.verb == "put" and "shards/" in one.key))
+    return put

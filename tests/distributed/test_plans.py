@@ -16,6 +16,7 @@ from tests.distributed.planning import (
     plans_of_saves,
     plans_of_two_managers,
     share_replicas,
+    unlike_replicas,
 )
 
 # Structures of saves in turn, and how often plans are exchanged for each.
@@ -114,3 +115,14 @@ def test_replicas_are_written_by_all(strategy: str, rank_pool: RankPool, tmp_pat
     for step in (1, 2):
         whole = torch.arange(3 * MiB, dtype=torch.float32).reshape(3 * 1024, 1024) + (step - 1)
         assert torch.equal(load(tmp_path, step=step)["w"], whole)
+
+
+def test_replicas_that_differ_are_not_mixed(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Alike, then different under the plan that cuts them, then alike again: each checkpoint is of one rank."""
+    unlike = [False, True, False]
+    puts = rank_pool.run(unlike_replicas, tmp_path, unlike)
+    assert sorted(put[0] > 0 for put in puts) == [True] * 4
+    assert sorted(put[1] > 0 for put in puts) == [False] * 3 + [True]
+    for step, differs in enumerate(unlike, start=1):
+        (value,) = load(tmp_path, step=step)["w"].unique().tolist()
+        assert value in ({10 * step + rank for rank in range(4)} if differs else {10 * step})

@@ -14,7 +14,7 @@ import pytest
 
 from dcp_remote.errors import ObjectNotFoundError, TransientStorageError
 from dcp_remote.storage import budget as room
-from dcp_remote.storage.budget import REQUESTS_MAX, SHARE_MIN, RequestBudget, shared_budget
+from dcp_remote.storage.budget import REQUESTS_MAX, SHARE_MIN, RequestBudget, Shared, shared_budget
 from dcp_remote.storage.cloud import CloudStore, open_cloud_store
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 from dcp_remote.url import parse_url
@@ -36,7 +36,7 @@ class Host:
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
-        shared = bytearray(64)
+        shared = Shared()
         self.budgets = [RequestBudget(shared, clock=self.clock) for _ in range(self.processes)]
 
     def offer(self, *, seconds: float, taken: Callable[[int], int]) -> tuple[int, int]:
@@ -93,8 +93,10 @@ def test_a_few_refusals_are_no_overload() -> None:
 
 def test_what_is_no_share_counts_as_a_full_one() -> None:
     """Anything in the file, since another program may write there: never less than a request, never more than all."""
-    for text in (b"\xff" * 16, b"\x00" * 16, b"\x7f" * 16):
-        budget = RequestBudget(bytearray(text))
+    for text in (b"\xff" * 16, b"\x00" * 16, b"\x7f" * 16, b"1", b""):
+        shared = Shared()
+        shared.write(text)
+        budget = RequestBudget(shared)
         assert budget.share() == 1
         for _ in range(100):
             budget.note(refused=True)
@@ -178,3 +180,17 @@ def test_a_folder_that_is_not_ours(obstacle: str, tmp_path: Path, monkeypatch: p
         budget.note(refused=True)
     assert budget.share() < 1 == shared_budget("place").share()
     assert obstacle == "a file" or not list(folder.iterdir())
+
+
+def test_a_file_that_is_cut_or_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is in use: nothing is raised, and the process goes on with what it knows."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    budget = shared_budget("place")
+    (file,) = (tmp_path / f"dcp_remote-{os.getuid()}").iterdir()
+    file.write_bytes(b"")
+    assert budget.share() == 1
+    file.unlink()
+    file.mkdir()
+    for _ in range(20):
+        budget.note(refused=True)
+    assert budget.share() < 1

@@ -190,6 +190,45 @@ def test_a_proxy_is_left_to_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
         assert is_direct(server.requests[-1])
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_what_follows_an_answer_is_no_answer(*, late: bool) -> None:
+    """A server that sends a second answer nobody asked for, at once or a moment later: it is not taken for the next."""
+    unasked = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 4\r\nContent-Range: bytes 4-7/8\r\n\r\nZZZZ"
+
+    def serve(listener: socket.socket) -> None:
+        for start in (0, 4):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                head = (
+                    f"HTTP/1.1 206 Partial Content\r\nContent-Length: 4\r\nContent-Range: bytes {start}-{start + 3}/8"
+                )
+                body = head.encode() + b"\r\n\r\n" + DATA[start : start + 4]
+                connection.sendall(body if late else body + unasked)
+                if late:
+                    asked.wait(30)
+                    connection.sendall(unasked)
+                    sent.set()
+                with suppress(ConnectionError):  # it leaves without having read the second
+                    connection.recv(1)
+
+    asked, sent = threading.Event(), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        reads = DirectReads(verify=None, connect_seconds=5, silence_seconds=5)
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/key"
+        for start in (0, 4):
+            buffer = bytearray(4)
+            assert reads.read(url, start, memoryview(buffer), seconds=60, other_way=None)
+            assert buffer == DATA[start : start + 4]
+            asked.set()
+            assert not late or sent.wait(30)
+        del reads
+        gc.collect()
+        thread.join()
+
+
 def test_silence_in_an_answer_ends() -> None:
     """Half of the headers, and then nothing, with a limit of a third of a second."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
