@@ -24,6 +24,7 @@ from dcp_remote import load
 from dcp_remote.catalog import CATALOG_KEY, Catalog, Entry
 from dcp_remote.catalog_store import read_catalog
 from dcp_remote.checkpoint import read_entry
+from dcp_remote.errors import CheckpointNotFoundError
 from dcp_remote.run_gc import find_run_orphans, remove_run_orphans
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.testing.servers import S3Server, moto_server
@@ -258,7 +259,11 @@ class Campaign:
         """What is live loads and is what was saved; nothing that was committed is gone that should not be."""
         catalog = self.catalog()
         for entry in catalog.entries:
-            self._check_that_it_is_what_was_saved(entry)
+            try:
+                self._check_that_it_is_what_was_saved(entry)
+            except CheckpointNotFoundError:
+                # Retention goes on when a save has been told already; whether it was let go by right, the history says.
+                assert all(one.save_id != entry.save_id for one in self.catalog().entries), f"{entry} cannot be read"
         self._check_history()
         live = {(entry.step, entry.save_id) for entry in catalog.entries}
         ever = live | {(entry.step, entry.save_id) for one in self.relay.catalogs for entry in one.entries}

@@ -86,7 +86,12 @@ def test_interrupted_it_leaves_nothing(report: Path) -> None:
     """Ctrl-C while it uploads: a process, since it is the signal that is tried."""
     with bench_server(size_bytes=64 * MiB, shape=Shape(latency_ms=100)) as server:
         options = ["--endpoint-url", server.endpoint_url, "--option", "key=k1", "--option", "secret=s1", *BYTES]
-        command = [sys.executable, "-c", "import sys; from dcp_remote.cli import main; sys.exit(main())", "bench"]
+        # A shell may have started this in the background, where the signal is ignored.
+        code = (
+            "import signal, sys; from dcp_remote.cli import main; "
+            "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main())"
+        )
+        command = [sys.executable, "-c", code, "bench"]
         with subprocess.Popen(
             [*command, "s3://bench/run", *options, "--output", str(report)], stdout=subprocess.PIPE, text=True
         ) as process:
