@@ -810,8 +810,13 @@ def test_ctrl_c_in_a_save_that_copies_nothing() -> None:
     store = MemoryStore()
     state = state_of(1)
     with CheckpointManager(InterruptingStore(store)) as checkpoints:
-        with pytest.raises(KeyboardInterrupt):
-            checkpoints.save(1, state, wait=True)
+        # A job in the background of a shell is begun without.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.save(1, state, wait=True)
+        finally:
+            signal.signal(signal.SIGINT, before)
         state["model"]["weight"].fill_(7.0)
         assert checkpoints.wait() is None
         assert checkpoints.steps() == []
