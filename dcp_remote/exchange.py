@@ -143,7 +143,7 @@ class Exchange:
         try:
             if self._gives:
                 self._giver = Giver(self._host, kept_bytes_max=self._budget_bytes // _KEPT_SHARE)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the latter: no thread can be started
             logger.warning("This rank reads alone, and nothing for others. host=%s cause=%s", self._host, error)
         encoded = encode_wanted(manifest, wanted)
         address = self._giver.address if self._giver is not None else None

@@ -156,7 +156,12 @@ class Giver:
         self._threads: list[threading.Thread] = []
         self._woken, self._wake = socket.socketpair()
         self._accepting = threading.Thread(target=self._accept, name="dcp_remote-giver", daemon=True)
-        self._accepting.start()
+        try:
+            self._accepting.start()
+        except RuntimeError:
+            for one in (*self._listening, self._woken, self._wake):
+                one.close()
+            raise
 
     def __enter__(self) -> Self:
         """Itself."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -55,20 +56,38 @@ CLEANUP_SECONDS = 5.0
 LATE_CLEANUP_SECONDS = 0.5
 
 
-def _submitted(pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T]:
-    """Call it in a worker thread; or here and now, if the interpreter is about to exit and starts no thread any more.
+class _Once(Generic[T]):
+    """A call that is made once, by whichever thread comes first, and what came of it."""
 
-    That is when the last background save of a script runs: it must be slow rather than lost.
-    """
-    try:
-        return pool.submit(call)
-    except RuntimeError:
-        future: Future[T] = Future()
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call: Callable[[], T] | None = call
+        self._lock = threading.Lock()
+        self.future: Future[T] = Future()
+
+    def __call__(self) -> None:
+        with self._lock:
+            call, self._call = self._call, None
+        if call is None or not self.future.set_running_or_notify_cancel():
+            return
         try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001  # handed over, as a worker thread does
-            future.set_exception(error)
-        return future
+            self.future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  # handed over, as a pool does
+            self.future.set_exception(error)
+
+
+def _submitted(pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T]:
+    """Call it in a worker thread; or here and now, if no thread can be started any more.
+
+    That is when the last background save of a script runs, as the interpreter is about to exit: it must be slow rather
+    than lost. Or where a process has all the threads that it may have: then the pool has put the call into its queue
+    before it fails, and a thread that lives may find it there, too.
+    """
+    once = _Once(call)
+    try:
+        pool.submit(once)
+    except RuntimeError:
+        once()
+    return once.future
 
 
 class _Patience:
@@ -275,12 +294,11 @@ class Uploads(Generic[T]):
                 continue
             late = now_seconds - job.began_seconds > self._pace.late_seconds(job.prepared.size_bytes)
             if late and self._pace.may_repeat():
-                try:
-                    self._second_pool.submit(self._send, job, job.second_key)
-                except RuntimeError:  # the interpreter is about to exit, and starts no thread any more
-                    return
                 job.sent_twice = True
                 self._sent_twice += 1
+                # No thread can be started: it is sent by another that finds it in the queue, or not at all.
+                with suppress(RuntimeError):
+                    self._second_pool.submit(self._send, job, job.second_key)
 
     def _raise_if_over(self) -> None:
         self._raise_failure()
@@ -330,9 +348,12 @@ class Uploads(Generic[T]):
                 if failure is not None:
                     self._failure = self._failure or (key, failure)
                 self._end(job)
-        if lost:
+        if lost and not self._is_the_object(job, key):
             # Also what failed: it may have been carried out, or may be yet.
             self._remove([key])
+
+    def _is_the_object(self, job: _Job[T], key: str) -> bool:
+        return job.lies_under == key and not self._given_up
 
     def _needs_no_more(self, job: _Job[T]) -> bool:
         return job.over or self._given_up

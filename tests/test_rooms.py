@@ -201,7 +201,7 @@ def imports(room: str) -> set[str]:
 def _room(module: str) -> str:
     package, *parts = module.split(".")
     if package != PACKAGE.name:
-        return module
+        return f"Python's {module}" if module in FILES else module  # `gc` is theirs and ours
     for name in (".".join(parts), ".".join([*parts, "__init__"])):
         if name in FILES or name in ROOMS:
             return name

@@ -30,6 +30,7 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
+from dcp_remote.ranges import MiB
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Buffer, Condition, Version
 from dcp_remote.storage.pace import LATE_SECONDS_MIN, SAMPLES_MIN, Pace
@@ -481,6 +482,61 @@ def test_retries_end_with_the_save() -> None:
         upload(HookedStore(MemoryStore(), before), "stuck", "denied")
     assert caught.value.details["shard"] == "denied"
     join(workers("upload"))
+
+
+# ---- a process that has all the threads that it may have
+
+
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ours: the pool puts a call into its queue, and then fails to start the second thread for it."""
+    start = threading.Thread.start
+    begun: list[str] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("dcp_remote-"):
+            if begun:
+                threading._limbo.pop(thread, None)  # type: ignore[attr-defined]  # as CPython does itself
+                raise RuntimeError("can't start new thread")
+            begun.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_uploads_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each object is put once, by the thread or by the caller, and all that were reported are there."""
+    one_thread(monkeypatch)
+    memory = MemoryStore()
+    puts: list[str] = []
+
+    def before(key: str) -> None:
+        puts.append(key)
+        time.sleep(0.02 if threading.current_thread() is threading.main_thread() else 0.005)
+
+    with uploads_to(HookedStore(memory, before)) as uploads:
+        for number in range(8):
+            uploads.submit(f"k{number}", sending(number), claimed_bytes=0)
+        assert uploads.finish() == list(range(8))
+    join(workers("upload"))
+    assert sorted(puts) == [f"k{number}" for number in range(8)] == [info.key for info in memory.list()]
+
+
+def test_downloads_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each range is read once: nobody writes into memory that was handed over."""
+    one_thread(monkeypatch)
+    memory = MemoryStore()
+    memory.put("shard", [bytes(range(8)) * MiB])
+    reads: list[str] = []
+
+    def before(key: str) -> None:
+        reads.append(key)
+        time.sleep(0.005 if threading.current_thread() is threading.main_thread() else 0.02)
+
+    fetches = [Fetch("shard", n * MiB, MiB, None, digest, n) for n in range(8)]
+    for fetched in download(HookedStore(memory, before), fetches, memory_budget_bytes=64 * MiB):
+        time.sleep(0.01)
+        assert digest(fetched.data) == fetched.digest
+    assert len(reads) == 8
 
 
 # ---- puts that are late

@@ -160,11 +160,7 @@ class Connections:
             ConnectionError: The store is too busy, or the connection broke.
             TimeoutError: The store was silent, or slow.
         """
-        if (
-            not isinstance(self.options, S3Options)
-            or self.options.anon
-            or self._direct_refusals >= _DIRECT_REFUSALS_MAX
-        ):
+        if not self._tries_directly():
             return False
         client = self.client(download=True, size_bytes=len(buffer))
         assert isinstance(client, S3Store)
@@ -185,8 +181,14 @@ class Connections:
             self._direct_refusals = 0
         return read
 
+    def _tries_directly(self) -> bool:
+        is_signed = isinstance(self.options, S3Options) and not self.options.anon
+        return is_signed and time.monotonic() >= self._direct_again_at
+
     def direct_was_refused(self) -> None:
         """Note that obstore read what `read_directly` did not: a redirect, say, or a signature not taken in a URL."""
+        if not self._tries_directly():
+            return  # it was not even asked
         self._direct_refusals += 1
         if self._direct_refusals >= _DIRECT_REFUSALS_MAX:
             self._direct_again_at = time.monotonic() + _DIRECT_AGAIN_SECONDS
@@ -303,6 +305,7 @@ class _S3Credentials:
             # obstore would make a text of it: what it was is kept for `_fail`.
             self.error = error
             raise
+        self.error = None  # of before, which nobody may have asked for
         self.secrets = tuple(text for text in (frozen.secret_key, frozen.token) if text)
         return {
             "access_key_id": frozen.access_key or "",

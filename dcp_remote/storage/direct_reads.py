@@ -34,8 +34,17 @@ _IDLE_MAX = 64
 # Late requests that are asked for again at the same time.
 _SECOND_READS_IN_FLIGHT = 2
 
-# Answers that say: not now.
-_BUSY = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.REQUEST_TIMEOUT})
+# Answers that say: not now. All others may be to the way in which it was asked.
+_BUSY = frozenset(
+    {
+        HTTPStatus.REQUEST_TIMEOUT,
+        HTTPStatus.TOO_MANY_REQUESTS,
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        HTTPStatus.BAD_GATEWAY,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        HTTPStatus.GATEWAY_TIMEOUT,
+    }
+)
 
 # What a connection that was kept raises when the server closed it meanwhile.
 _CLOSED = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
@@ -97,7 +106,7 @@ class DirectReads:
             Whether it was read. If not, the store answered something that has to be asked for by the other way.
 
         Raises:
-            ConnectionError: The connection broke, what was answered is no HTTP, or the store is too busy.
+            ConnectionError: The connection broke, or the store is too busy.
             TimeoutError: The store was silent, or slow.
             OSError: There is no such host, or no trust in it.
         """
@@ -125,14 +134,14 @@ class DirectReads:
     def _read(self, connection: StreamConnection, asked: _Asked) -> bool:
         start, buffer = asked.start, asked.buffer
         usable = False
+        watch = _Watch(
+            self._pace, connection, len(buffer), seconds=asked.seconds, silence_seconds=self._silence_seconds
+        )
         try:
-            watch = _Watch(
-                self._pace, connection, len(buffer), seconds=asked.seconds, silence_seconds=self._silence_seconds
-            )
             watch.begin(partial(self._others.submit, asked.other_way) if asked.other_way is not None else None)
             connection.request("GET", asked.target, headers={"Range": f"bytes={start}-{start + len(buffer) - 1}"})
             answer = connection.getresponse()
-            if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR or answer.status in _BUSY:
+            if answer.status in _BUSY:
                 raise ConnectionError(f"The store answered {answer.status} {answer.reason}.")
             if not _is_range(answer, start, len(buffer)):
                 return False
@@ -142,10 +151,13 @@ class DirectReads:
         except http.client.HTTPException as error:
             if isinstance(error, ConnectionError):
                 raise
-            raise ConnectionError(f"The answer is no HTTP: {type(error).__name__}.") from error
+            if isinstance(error, http.client.IncompleteRead):
+                raise ConnectionError("The answer ends too early.") from error
+            return False  # obstore may understand it
         except _OvertakenError as overtaken:
             buffer[:] = overtaken.data
         finally:
+            watch.end()
             if usable:
                 self._keep(asked.place, connection)
             else:
@@ -178,7 +190,6 @@ class DirectReads:
         return found
 
     def _keep(self, place: tuple[str, str], connection: StreamConnection) -> None:
-        connection.watched_by(None)
         with self._lock:
             self._idle.append((time.monotonic(), place, connection))
             too_many = self._idle.pop(0)[2] if len(self._idle) > _IDLE_MAX else None
@@ -206,6 +217,11 @@ class _Watch:
         """Connect, if need be, and look from now on; `ask_other` sends a second request."""
         self._ask_other = ask_other
         self._connection.watched_by(self._look)
+
+    def end(self) -> None:
+        """Let go of everything: connection and watch know each other, and what they hold is the caller's memory."""
+        self._connection.unwatched()
+        self._ask_other = self._other = None
 
     def elapsed_seconds(self) -> float:
         return time.monotonic() - self._began_seconds

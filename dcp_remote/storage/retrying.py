@@ -251,6 +251,8 @@ class _Attempts:
         if terms.on_retry is not None:
             terms.on_retry(request.verb, request.key, error)
         terms.sleep(delay_seconds)
+        if terms.deadline.expired():  # it was given up meanwhile
+            raise self.last_error(error)
 
     def last_error(self, error: TransientStorageError, **details: object) -> TransientStorageError:
         """The error, with what was tried. What the store itself said of verb and key stays, unless it is in `details`.

@@ -239,9 +239,14 @@ class StreamConnection(http.client.HTTPConnection):
         """Whether it can be used again: what has come unasked would be taken for the next answer."""
         return self._stream is not None and self._stream.is_quiet()
 
-    def watched_by(self, look: Callable[[], None] | None) -> None:
+    def watched_by(self, look: Callable[[], None]) -> None:
         """Connect, if that is not done, and look around while waiting from now on; see `ByteStream.look`."""
         if self._stream is None:
             self.connect()
         assert self._stream is not None
-        self._stream.look = _nothing if look is None else look
+        self._stream.look = look
+
+    def unwatched(self) -> None:
+        """Look no more."""
+        if self._stream is not None:
+            self._stream.look = _nothing

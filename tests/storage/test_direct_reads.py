@@ -16,6 +16,7 @@ import pytest
 from dcp_remote.bench.server import BenchServer, bench_server
 from dcp_remote.errors import StorageError, TransientStorageError
 from dcp_remote.ranges import KiB, MiB
+from dcp_remote.storage import cloud_clients
 from dcp_remote.storage.cloud import CloudStore, open_cloud_store
 from dcp_remote.storage.cloud_options import Timeouts
 from dcp_remote.storage.direct_reads import DirectReads
@@ -108,7 +109,7 @@ def test_one_connection_for_one_thread() -> None:
     assert len(addresses) == 4
 
 
-@pytest.mark.parametrize("status", [301, 307, 400, 403, 404, 416, 200])
+@pytest.mark.parametrize("status", [301, 307, 400, 403, 404, 416, 501, 505, 200])
 def test_other_answers_are_left_to_obstore(status: int) -> None:
     """A store that takes no signature in a URL, in each way to say so: obstore is asked, then asked at once."""
 
@@ -122,6 +123,50 @@ def test_other_answers_are_left_to_obstore(status: int) -> None:
         for _ in range(10):
             assert read(store, 0, 100) == DATA[:100]
     assert [is_direct(request) for request in server.requests] == [True, False] * 3 + [False] * 7
+
+
+def test_it_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that took no signed URL for a while: directly again, a minute later by the clock."""
+    refuses = [True]
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return HttpAnswer(403, b"", HEADERS) if refuses and is_direct(request) else range_of(request)
+
+    with scripted_server(answer) as server:
+        store = open_at(server.endpoint_url)
+        for _ in range(5):
+            read(store, 0, 100)
+        refuses.clear()
+        assert not is_direct(server.requests[-1])
+        monkeypatch.setattr(cloud_clients, "_DIRECT_AGAIN_SECONDS", 0.0)
+        store._connections._direct_again_at = 0.0
+        assert read(store, 0, 100) == DATA[:100]
+        assert is_direct(server.requests[-1])
+
+
+def test_memory_is_let_go_of_without_a_collection() -> None:
+    """A failed read, with Python's collector off as trainers have it: nothing holds the caller's memory."""
+    gc.disable()
+    try:
+        with scripted_server(lambda _: HttpAnswer(503)) as server:
+            reads = DirectReads(verify=None, connect_seconds=5, silence_seconds=5)
+            buffer = bytearray(100)
+            with pytest.raises(ConnectionError):
+                reads.read(f"{server.endpoint_url}/key", 0, memoryview(buffer), seconds=60, other_way=_Holder(buffer))
+            buffer.append(1)  # refused while there is a view of it
+            del reads
+    finally:
+        gc.enable()
+
+
+class _Holder:
+    """The other way, which knows where to."""
+
+    def __init__(self, buffer: bytearray) -> None:
+        self._view = memoryview(buffer)
+
+    def __call__(self) -> memoryview:
+        return self._view
 
 
 @pytest.mark.parametrize(
