@@ -43,7 +43,7 @@ OLD, NEW, NEXT = 1.0, 2.0, 3.0
 
 # Of one operation: three failures in a row take milliseconds. What fails for ever is given up soon.
 PATIENCE_SECONDS = 30.0
-FOR_EVER_SECONDS = 0.2
+FOR_EVER_SECONDS = 0.3
 
 Way: TypeAlias = Literal[
     "request lost",
