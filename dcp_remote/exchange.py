@@ -87,7 +87,7 @@ def cohorts_of(told: Sequence[Told]) -> tuple[list[Cohort], list[int]]:
 class Exchange:
     """This rank's side of reading together; use as a context manager, in which all have what they want at the end.
 
-    First `tell`, then `begin` with what all have told; then `store` and `plan` say what to read, and from where.
+    First `tell`, then `begin` with what all have told, which gives what to read, and from where.
 
     Args:
         rank: Of this process.

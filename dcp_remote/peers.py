@@ -48,7 +48,7 @@ _LOOK_SECONDS = 1.0
 # If none of the first could be reached, none can: a firewall between hosts.
 _UNREACHED_MAX = 3
 
-# Connections that wait to be accepted: eight of each rank that may ask.
+# Connections that wait to be accepted: sixteen of each rank that may ask.
 _BACKLOG = 1024
 
 # In the kernel, of a Unix socket: at its default of 200 KiB two processes wake each other twenty times as often.
@@ -133,7 +133,8 @@ class Giver:
         kept_bytes_max: Of copies of what does not stay where it is.
 
     Raises:
-        OSError: It cannot listen there.
+        OSError: It cannot listen there, or too few files may be opened.
+        RuntimeError: No thread can be started.
     """
 
     def __init__(self, host: str, *, kept_bytes_max: int) -> None:
