@@ -30,7 +30,7 @@ from dcp_remote.manifest import (
     TensorKind,
     Tensors,
 )
-from dcp_remote.ranges import firsts
+from dcp_remote.ranges import distinct, firsts
 from dcp_remote.tiling import Comparisons, why_not_tiled
 
 # Keys are relative to the checkpoint (or run), and nothing that could leave it.
@@ -186,7 +186,7 @@ def _check_pieces(manifest: Manifest) -> None:
 
 
 def _check_tables(shards: Shards, pieces: Pieces) -> None:
-    lengths = np.unique(pieces.length)
+    lengths = distinct(pieces.length)
     of_lengths = np.array([table_entries(length) for length in lengths.tolist()], dtype=np.int64)
     entries = of_lengths[np.searchsorted(lengths, pieces.length)]
     # Each piece by itself: the table may also hold the digests of pieces that this manifest does not name.

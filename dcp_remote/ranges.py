@@ -187,3 +187,13 @@ def joined(starts: I64, counts: I64) -> I64:
 def firsts(counts: I64) -> I64:
     """Where each of several consecutive groups begins, and where the last one ends; shape [len(counts) + 1]."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
+
+
+def distinct(values: I64) -> I64:
+    """Each value once, ascending; shape [at most len(values)].
+
+    As `np.unique`, which looks whether they are masked first, and for that imports what nobody needs at a first save.
+    """
+    ordered: I64 = np.sort(values, axis=None)
+    first: I64 = ordered[np.concatenate([np.ones(min(1, len(ordered)), dtype=bool), ordered[1:] != ordered[:-1]])]
+    return first

@@ -26,6 +26,7 @@ from dcp_remote.objects import EncodedObject, encode_object, encode_stream
 from dcp_remote.packing import Item, Piece, pack, piece_label
 from dcp_remote.plans import SharedPart, SharedParts
 from dcp_remote.ranges import Box, KiB, MiB, boxes_of_run, firsts
+from dcp_remote.read_plan import ALONE_BYTES
 from dcp_remote.report import Notes, RankFigures, RankReport, ReportedObject, WrittenShard
 from dcp_remote.serialization import dtype_name, encoding_of, is_copied, narrow, run_bytes
 from dcp_remote.shard import SHARD_BYTES_MAX, HeaderEntry, ShardNames, header
@@ -140,11 +141,18 @@ class _Items:
         return self._bytes(write_item, encoded.data), encoded.encoding
 
     def _ordered(self) -> list[WriteItem]:
+        """What is small first, of each top-level key: it is read by a few requests then, and not by one each."""
         by_top: dict[str, list[WriteItem]] = {}
         for write_item in self.plan.items:
             if write_item.type != WriteItemType.BYTE_IO or write_item.index.fqn in self.stored:
                 by_top.setdefault(self._top(write_item), []).append(write_item)
-        return [write_item for group in by_top.values() for write_item in group]
+        return [one for group in by_top.values() for one in sorted(group, key=self._reads_alone)]
+
+    def _reads_alone(self, write_item: WriteItem) -> bool:
+        data = write_item.tensor_data
+        if data is None:
+            return len(self.stored[write_item.index.fqn].data) >= ALONE_BYTES
+        return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize >= ALONE_BYTES
 
     def _top(self, write_item: WriteItem) -> str:
         paths = self.plan.planner_data

@@ -78,6 +78,11 @@ class TensorTarget:
 
     def take(self, span: ByteRange, data: memoryview) -> None:
         """Copy the part of the span that lies in the box, as at most `2 * dimensions - 1` boxes."""
+        memory = self.place(span)
+        if memory is not None:
+            # Without torch, whose every operation lets go of Python's lock: a state has many small tensors.
+            memory[:] = data
+            return
         destination, item = self._resolved(), self._item_bytes
         first = span.start // item
         for start, box in boxes_of_run(self._sizes, first, span.stop // item):
@@ -105,7 +110,9 @@ class TensorTarget:
     def _resolved(self) -> torch.Tensor:
         if self._destination is not None:
             return self._destination
-        destination = self._resolve().detach()
+        destination = self._resolve()
+        if destination.requires_grad:
+            destination = destination.detach()
         if tuple(destination.shape) != self._box.sizes:
             raise InvalidArgumentError(
                 "The planner gave a tensor of another shape than it asked for.",

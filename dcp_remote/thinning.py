@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dcp_remote.digests import DIGEST_BYTES
 from dcp_remote.manifest import Manifest, Pieces, Shards, StoredObject, Tensors
-from dcp_remote.ranges import I64
+from dcp_remote.ranges import I64, distinct
 
 _Mask = npt.NDArray[np.bool_]
 
@@ -85,7 +85,7 @@ def _tensors(tensors: Tensors, gone: Collection[str]) -> tuple[Tensors, _Mask]:
 
 def _laid(shards: Shards, pieces: Pieces, stays: _Mask) -> tuple[Shards, Pieces]:
     """The pieces that stay, and the shards that they lie in, in their order."""
-    used = np.unique(pieces.shard[stays])
+    used = distinct(pieces.shard[stays])
     left = Shards(
         keys=tuple(shards.keys[number] for number in used.tolist()),
         sizes=shards.sizes[used],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcp_remote.ranges import I64
+from dcp_remote.ranges import I64, distinct
 
 # Comparing boxes pairwise is refused beyond this: about a second. Grids (every sharding by mesh dimensions) never
 # get there, nor do FSDP1's flat parameters; only a hostile manifest does.
@@ -78,7 +78,7 @@ def _is_stack(shape: Sequence[int], offsets: I64, sizes: I64) -> bool:
 def _why_overlapping(offsets: I64, sizes: I64, comparisons: Comparisons) -> str | None:
     cells = _grid_cells(offsets, sizes)
     if cells is not None:
-        return None if len(np.unique(cells)) == len(cells) else "chunks overlap"
+        return None if len(distinct(cells)) == len(cells) else "chunks overlap"
     dimension, depths = _sweep_dimension(offsets, sizes)
     comparisons.left -= int(depths.sum())
     if comparisons.left < 0:
@@ -98,7 +98,7 @@ def _grid_cells(offsets: I64, sizes: I64) -> I64 | None:
     cells = np.zeros(len(offsets), dtype=np.int64)
     total = 1
     for dimension in range(offsets.shape[1]):
-        lines = np.unique(offsets[:, dimension])
+        lines = distinct(offsets[:, dimension])
         total *= len(lines)
         if total > 2**62:
             return None

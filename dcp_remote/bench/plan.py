@@ -19,8 +19,9 @@ BEST = ", best"
 # By whose better one we are measured: both save and load by torch's DCP, at any number of ranks.
 PEERS = (f"{S3FS}{BEST}", f"{CONNECTOR}{BEST}")
 
-# "background" is saves by `CheckpointManager`, which returns early; "train" is training while a save is under way.
-Action: TypeAlias = Literal["save", "load", "background", "train"]
+# "again" is the second save of a process, which knows the store by then; "background" is saves by `CheckpointManager`,
+# which returns early; "train" is training while a save is under way.
+Action: TypeAlias = Literal["save", "load", "again", "background", "train"]
 
 # Of a save: where a loop spins meanwhile. Of training: where the save is under way, in a thread of the training
 # process or in a process beside it; "manager" is a thread, too, that of `CheckpointManager`.
@@ -124,7 +125,12 @@ _SECTIONS = (
         server=Shape(slow_down_share=0.05),
     ),
     Section(DEFAULTS, "medium", tuple(_both(client, 1) for client in (OURS, S3FS, CONNECTOR, BOTO3)), rounds=3),
-    Section(BUSY, "large", tuple(Group(OURS, (Step("save", beside=one),)) for one in _SPINNING)),
+    Section(
+        BUSY,
+        "large",
+        tuple(Group(OURS, (Step("save", beside=one), Step("again", beside=one))) for one in _SPINNING),
+        server_bytes=_SEVERAL_SAVES_BYTES,
+    ),
     Section(
         TRAINING,
         "large",

@@ -144,15 +144,15 @@ def _pair(both: Sequence[Sequence[Row]], figure: Callable[[Row], float], told: C
 def busy_table(results: Results) -> str:
     """A save beside a loop that spins, in its process or in another."""
     places: tuple[Beside, ...] = ("nothing", "process", "thread")
-    base = results.select(BUSY, OURS, "save", beside="process")
-    rows = [
-        (name, _against(found, base, _wall))
-        for name, place in zip(("nothing", "another process", "a thread of the same process"), places, strict=True)
-        if (found := results.select(BUSY, OURS, "save", beside=place))
-    ]
-    return "A save beside a loop of pure Python that never waits, in\n\n" + _table(
-        ("where it spins", "save, s (× beside another process)"), rows
-    )
+    saves = ("save", "again")
+    bases = [results.select(BUSY, OURS, action, beside="process") for action in saves]
+    rows = []
+    for name, place in zip(("nothing", "another process", "a thread of the same process"), places, strict=True):
+        found = [results.select(BUSY, OURS, action, beside=place) for action in saves]
+        if any(found):
+            rows.append((name, *(_against(one, base, _wall) for one, base in zip(found, bases, strict=True))))
+    titles = ("where it spins", "first save of a process, s (× beside another process)", "second, s")
+    return "A save beside a loop of pure Python that never waits, in\n\n" + _table(titles, rows)
 
 
 def training_table(results: Results) -> str:

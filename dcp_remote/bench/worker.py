@@ -92,6 +92,8 @@ def measure(task: Task) -> Measured:
     step = task.step
     state = state_of(shape, filled=step.action != "load")
     client = CLIENTS[task.client](task.options)
+    if step.action == "again":
+        client.save(f"{task.url}/first", state)
     gc.collect()
     _meet()
     resident = _reset_peak()
@@ -100,10 +102,11 @@ def measure(task: Task) -> Measured:
     blocked = 0.0, 0.0
     training = None
     match step.action:
-        case "save" | "load":
-            act = client.save if step.action == "save" else client.load
+        case "save" | "load" | "again":
+            act = client.load if step.action == "load" else client.save
+            url = f"{task.url}/again" if step.action == "again" else task.url
             with _spinning(step.beside):
-                act(task.url, state)
+                act(url, state)
         case "background":
             blocked = background_saves(task.url, task.options, state)
         case "train":

@@ -32,6 +32,9 @@ REQUESTS_MAX = 16
 _STEP_SECONDS = 1.0
 _ANSWERS_MIN = 8
 
+# A process looks at it so often: each look is three calls of the system, and so many waits for Python's lock.
+_LOOK_SECONDS = 0.1
+
 # From this part on, what is refused is too much.
 REFUSED_MAX = 0.1
 
@@ -116,21 +119,31 @@ class RequestBudget:
         """See the class."""
         self._shared = shared
         self._clock = clock
+        # Never held across a call of the system: all requests of the process would queue up behind it.
         self._changed = threading.Condition()
+        self._share = 1.0
+        self._changed_seconds = -math.inf
+        self._look_again_at = -math.inf
+        self._step_again_at = -math.inf
         self._running = 0
         self._answered = 0
         self._refused = 0
 
     def share(self) -> float:
         """What of `REQUESTS_MAX` may be under way, in (0, 1]."""
-        return self._read()[0]
+        now_seconds = self._clock()
+        if now_seconds >= self._look_again_at:
+            self._look_again_at = now_seconds + _LOOK_SECONDS
+            self._look()
+        return self._share
 
     @contextmanager
     def slot(self) -> Iterator[None]:
         """Around a request: waits for one of the others if there are too many, though never for long."""
+        self.share()
         with self._changed:
             self._changed.wait_for(
-                lambda: self._running < math.ceil(self.share() * REQUESTS_MAX), timeout=WAIT_SECONDS_MAX
+                lambda: self._running < math.ceil(self._share * REQUESTS_MAX), timeout=WAIT_SECONDS_MAX
             )
             self._running += 1
         try:
@@ -142,27 +155,34 @@ class RequestBudget:
 
     def note(self, *, refused: bool) -> None:
         """A request was answered, or refused."""
+        now_seconds = self._clock()
         with self._changed:
             self._answered += 1
             self._refused += refused
-            if self._answered < _ANSWERS_MIN:
+            if self._answered < _ANSWERS_MIN or now_seconds < self._step_again_at:
                 return
-            share, changed_seconds = self._read()
-            now_seconds = self._clock()
-            if 0 <= now_seconds - changed_seconds < _STEP_SECONDS:
+            # Others need not look meanwhile.
+            self._step_again_at = now_seconds + _LOOK_SECONDS
+        self._look()
+        with self._changed:
+            if 0 <= now_seconds - self._changed_seconds < _STEP_SECONDS:
                 return
-            part = self._refused / self._answered
+            part = self._refused / self._answered if self._answered else 0.0
             self._answered = self._refused = 0
-            next_share = share * (1 - part) if part > REFUSED_MAX else share * _GROWTH
+            next_share = self._share * (1 - part) if part > REFUSED_MAX else self._share * _GROWTH
             next_share = min(1.0, max(SHARE_MIN, next_share))
-            if next_share != share:
-                self._shared.write(_FORMAT.pack(next_share, now_seconds))
+            if next_share == self._share:
+                return
+            self._share, self._changed_seconds = next_share, now_seconds
+        self._shared.write(_FORMAT.pack(next_share, now_seconds))
 
-    def _read(self) -> tuple[float, float]:
+    def _look(self) -> None:
         data = self._shared.read()
         share, changed_seconds = _FORMAT.unpack(data) if len(data) == _FORMAT.size else (1.0, 0.0)
-        # Nothing that somebody wrote there stops us.
-        return (share if SHARE_MIN <= share <= 1 else 1.0), changed_seconds
+        with self._changed:
+            # Nothing that somebody wrote there stops us.
+            self._share = share if SHARE_MIN <= share <= 1 else 1.0
+            self._changed_seconds = changed_seconds
 
 
 def shared_budget(place: str) -> RequestBudget:
