@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dcp_remote import commit, manifest_json
 from dcp_remote.catalog import CATALOG_KEY, Catalog, Entry
 from dcp_remote.catalog_store import read_catalog
+from dcp_remote.downloads import RANGE_RETRY_SECONDS
 from dcp_remote.envelope import STORED_BYTES_MAX
 from dcp_remote.errors import (
     CheckpointExistsError,
@@ -24,7 +25,6 @@ from dcp_remote.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.run_names import MANIFESTS_PREFIX, revision_of
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.retrying import Deadline, RetryingStore
-from dcp_remote.transfer import RANGE_RETRY_SECONDS
 
 # What is named of a run's checkpoints in an error: the newest.
 _STEPS_NAMED_MAX = 10

@@ -17,6 +17,7 @@ from torch.futures import Future
 from dcp_remote.catalog import Entry
 from dcp_remote.checkpoint import decode_entry, fetch_entry, find, require_no_checkpoint_by_itself
 from dcp_remote.chunk_list import local_plan
+from dcp_remote.downloads import RANGE_RETRY_SECONDS
 from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.exchange import Exchange, cohorts_of
 from dcp_remote.joint import Joint, Ranks
@@ -34,7 +35,6 @@ from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.telemetry import Operation
 from dcp_remote.text_keys import KeysPutRight, empty_places
-from dcp_remote.transfer import RANGE_RETRY_SECONDS
 
 logger = logging.getLogger(__name__)
 

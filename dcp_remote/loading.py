@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 
 from dcp_remote.checkpoint import read_manifest
+from dcp_remote.downloads import RANGE_RETRY_SECONDS
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.location import Location, require_budget, require_timeout
 from dcp_remote.manifest import RAW, Manifest
@@ -22,7 +23,7 @@ from dcp_remote.reading import Target, read_or_explain
 from dcp_remote.serialization import decode_tensor, dtype_name, dtype_of, empty_tensor, narrow
 from dcp_remote.storage import ObjectStore
 from dcp_remote.targets import BytesTarget, TensorTarget, object_targets, want_bytes
-from dcp_remote.transfer import MEMORY_BUDGET_BYTES, RANGE_RETRY_SECONDS
+from dcp_remote.transfer import MEMORY_BUDGET_BYTES
 
 
 def load(

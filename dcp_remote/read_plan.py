@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_remote.digests import BLOCK_BYTES_MIN, block_bytes, block_count
+from dcp_remote.downloads import RANGE_BYTES_MAX
 from dcp_remote.dtypes import ITEM_BYTES
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.manifest import RAW, Manifest
 from dcp_remote.ranges import Box, ByteRange, KiB, MiB, runs_of_box
-from dcp_remote.transfer import RANGE_BYTES_MAX
 
 # Ranges of one shard that are this near are fetched as one: 16 KiB cost less than a request.
 GAP_BYTES = 16 * KiB

@@ -26,6 +26,7 @@ from dcp_remote.aliases import layers
 from dcp_remote.checkpoint import read_manifest
 from dcp_remote.crossing import crosses_ranks, portable
 from dcp_remote.dcp_metadata import to_dcp_metadata
+from dcp_remote.downloads import RANGE_RETRY_SECONDS
 from dcp_remote.errors import (
     CommitConflictError,
     InvalidArgumentError,
@@ -45,7 +46,7 @@ from dcp_remote.reading import Target, read_or_explain
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.retrying import Deadline
 from dcp_remote.targets import object_targets, require_writable, stored_layout, tensor_target
-from dcp_remote.transfer import MEMORY_BUDGET_BYTES, RANGE_RETRY_SECONDS
+from dcp_remote.transfer import MEMORY_BUDGET_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from dcp_remote.digests import (
     piece_digest,
     table_entries,
 )
+from dcp_remote.downloads import Fetch, Fetched, download
 from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError, ObjectNotFoundError
 from dcp_remote.manifest import Manifest
 from dcp_remote.ranges import ByteRange
 from dcp_remote.read_plan import RangePlan, ReadPlan, Segment, Want, plan_reads
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.retrying import Deadline
-from dcp_remote.transfer import Fetch, Fetched, download
 
 # Called with what has arrived and was looked at: key, first byte, the bytes, and whether they stay where they are until
 # the load is over; otherwise they are gone when this returns.

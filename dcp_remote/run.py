@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from dcp_remote.catalog import Catalog, Entry
 from dcp_remote.catalog_store import read_catalog
 from dcp_remote.checkpoint import require_not_lost, require_reachable
+from dcp_remote.downloads import RANGE_RETRY_SECONDS
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.retrying import Deadline, RetryingStore
-from dcp_remote.transfer import RANGE_RETRY_SECONDS
 
 
 @dataclass(frozen=True, slots=True)

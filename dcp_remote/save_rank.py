@@ -43,7 +43,7 @@ from dcp_remote.shard_writer import write_shards
 from dcp_remote.storage.counting import CountingStore, Counts
 from dcp_remote.telemetry import Operation
 from dcp_remote.terminal import counted, human_bytes
-from dcp_remote.transfer import Uploads
+from dcp_remote.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 

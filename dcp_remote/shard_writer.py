@@ -31,7 +31,7 @@ from dcp_remote.report import Notes, RankFigures, RankReport, ReportedObject, Wr
 from dcp_remote.serialization import dtype_name, encoding_of, is_copied, narrow, run_bytes
 from dcp_remote.shard import SHARD_BYTES_MAX, HeaderEntry, ShardNames, header
 from dcp_remote.storage.base import Buffer
-from dcp_remote.transfer import Prepared, Uploads
+from dcp_remote.uploads import Prepared, Uploads
 
 # Objects up to this size stand in the manifest, where they cost no request and can be read by eye; more of them than
 # the total would make every rank's read of the manifest slow.

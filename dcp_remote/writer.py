@@ -43,7 +43,8 @@ from dcp_remote.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.shard_writer import write_shards
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.retrying import Deadline, RetryingStore
-from dcp_remote.transfer import MEMORY_BUDGET_BYTES, Uploads
+from dcp_remote.transfer import MEMORY_BUDGET_BYTES
+from dcp_remote.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar
 
 import pytest
 
-from dcp_remote import catalog_json, manifest_json, named, run_save, transfer
+from dcp_remote import catalog_json, downloads, manifest_json, named, run_save, uploads
 from dcp_remote.errors import (
     ConditionFailedError,
     DcpRemoteError,
@@ -559,7 +559,7 @@ _here = _Here()
 
 
 class _Patience:
-    """`transfer._Patience`, in the time of whoever transfers."""
+    """`transfer.Patience`, in the time of whoever transfers."""
 
     def give_up(self) -> None:
         """Nothing waits."""
@@ -620,8 +620,9 @@ def simulated(world: World) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Deadline.__init__, "__defaults__", (_clock,))
         patch.setitem(RetryingStore.__init__.__kwdefaults__, "sleep", _sleep)  # type: ignore[arg-type]  # it has some
-        patch.setattr(transfer, "_Patience", _Patience)
-        patch.setattr(transfer, "ThreadPoolExecutor", _Pool)
+        for module in (uploads, downloads):
+            patch.setattr(module, "Patience", _Patience)
+            patch.setattr(module, "ThreadPoolExecutor", _Pool)
         patch.setattr(named, "ThreadPoolExecutor", _Pool)
         patch.setattr(run_save, "datetime", _Datetime)
         # Pure, and half of the time that a history takes.

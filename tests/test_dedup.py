@@ -45,7 +45,7 @@ from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.retrying import Deadline
 from dcp_remote.testing import RecordingStore
 from dcp_remote.testing.ranks import LocalShards, State, load_as_ranks, save_as_ranks, shard
-from dcp_remote.transfer import Uploads
+from dcp_remote.uploads import Uploads
 from tests.manifests import Layout, build, decode
 from tests.strategies import LAYOUTS, AnyDtypePlanner, Whole, blank, blank_like
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
+
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_remote import digests
 from dcp_remote.digests import (
     DIGEST_BYTES,
     block_bytes,
@@ -35,6 +40,28 @@ def test_known_answers() -> None:
     """XXH3-128 of the reference implementation, big-endian: the empty string, and one short one."""
     assert digest(b"").hex() == "99aa06d3014798d86001c324468d497f"
     assert digest(b"abc").hex() == "06b05ab6733a618578af5f94892f3950"
+
+
+def test_with_python_s_lock_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it took long to get it back, digests are made without letting go of it, for a second; they are the same."""
+    now_seconds = iter([10.0, 10.1, 10.2, 11.05, 11.2, 11.2])
+    monkeypatch.setattr(digests, "time", SimpleNamespace(monotonic=lambda: next(now_seconds)))
+    monkeypatch.setattr(digests, "_keep_until_seconds", 0.0)
+    by_parts: list[int] = []
+    in_parts = digests._digest_by_parts
+
+    def counted(view: memoryview) -> bytes:
+        by_parts.append(len(view))
+        return in_parts(view)
+
+    monkeypatch.setattr(digests, "_digest_by_parts", counted)
+    data = random.Random(3).randbytes(MiB + 7)
+    assert digest(data) == xxhash.xxh3_128_digest(data)
+    assert not by_parts
+    assert digest(data) == digest(memoryview(data)) == xxhash.xxh3_128_digest(data)
+    assert by_parts == [len(data), len(data)]
+    assert digest(data) == xxhash.xxh3_128_digest(data)
+    assert len(by_parts) == 2, "a second later it is tried again"
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_remote.digests import block_bytes, block_count
+from dcp_remote.downloads import RANGE_BYTES_MAX
 from dcp_remote.manifest import RAW, Manifest, TensorKind
 from dcp_remote.manifest_check import check
 from dcp_remote.ranges import I64, Box, KiB, MiB
@@ -27,7 +28,6 @@ from dcp_remote.sharing import (
     plan_shared,
     shared_units,
 )
-from dcp_remote.transfer import RANGE_BYTES_MAX
 from tests.manifests import Layout, build, manifests
 
 # A block of a piece; or the table of a shard, as block -1.

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 
 import pytest
 
-from dcp_remote import RemoteReader, commit, gc, transfer
+from dcp_remote import RemoteReader, commit, gc, uploads
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
@@ -77,7 +77,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrying, "RetryPolicy", policy)
     for module in (commit, gc):
         monkeypatch.setattr(module, "_FIRST_PAUSE_SECONDS", 0.0025)
-    monkeypatch.setattr(transfer, "CLEANUP_SECONDS", FOR_EVER_SECONDS)
+    monkeypatch.setattr(uploads, "CLEANUP_SECONDS", FOR_EVER_SECONDS)
 
 
 def _is_conditional(verb: Verb, key: str) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_remote import RemoteWriter, load, transfer
+from dcp_remote import RemoteWriter, load, uploads
 from dcp_remote.errors import (
     CommitConflictError,
     CommitUnknownError,
@@ -228,7 +228,7 @@ def test_a_place_that_cannot_be_looked_at() -> None:
 
 def test_shards_that_cannot_be_deleted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The save fails by its own cause, not by the cleaning up, which is given up and logged; gc does the rest."""
-    monkeypatch.setattr(transfer, "CLEANUP_SECONDS", 0.3)
+    monkeypatch.setattr(uploads, "CLEANUP_SECONDS", 0.3)
     store = MemoryStore()
     faulty = FaultyStore(
         store,

@@ -31,7 +31,7 @@ from dcp_remote import (
     joint,
     load,
     run_save,
-    transfer,
+    uploads,
 )
 from dcp_remote.catalog import CATALOG_KEY, Attempt, Catalog, Entry, committed, refreshed
 from dcp_remote.catalog_store import Change, read_catalog
@@ -394,7 +394,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = partial(retrying.RetryPolicy, first_delay_seconds=0.005, delay_seconds_max=0.05)
     monkeypatch.setattr(retrying, "RetryPolicy", policy)
     monkeypatch.setattr(catalog_store, "_FIRST_PAUSE_SECONDS", 0.00125)
-    monkeypatch.setattr(transfer, "CLEANUP_SECONDS", FOR_EVER_SECONDS)
+    monkeypatch.setattr(uploads, "CLEANUP_SECONDS", FOR_EVER_SECONDS)
     # A process that is killed leaves no thread behind; here the thread is left, and says what ended it.
     monkeypatch.setattr(threading, "excepthook", _Hook(threading.excepthook))
 

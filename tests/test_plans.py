@@ -27,7 +27,7 @@ from dcp_remote.shard_writer import write_shards
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.retrying import Deadline
 from dcp_remote.testing.ranks import shard
-from dcp_remote.transfer import Uploads
+from dcp_remote.uploads import Uploads
 
 State: TypeAlias = dict[str, Any]
 

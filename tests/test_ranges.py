@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_remote.ranges import Box, ByteRange, boxes_of_run, cut_chunk, firsts, joined, only_run, runs_of_box
+from dcp_remote.ranges import Box, ByteRange, boxes_of_run, cut_chunk, distinct, firsts, joined, only_run, runs_of_box
 
 SIZES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -134,6 +134,14 @@ def test_joined_and_firsts(groups: list[tuple[int, int]]) -> None:
     assert joined(starts, counts).tolist() == [n for start, count in groups for n in range(start, start + count)]
     assert firsts(counts).tolist() == [sum(counts[:i].tolist()) for i in range(len(groups) + 1)]
     assert joined(starts, counts).dtype == firsts(counts).dtype == np.int64
+
+
+@given(st.lists(st.integers(-5, 5) | st.integers(-(2**63), 2**63 - 1)))
+def test_distinct(values: list[int]) -> None:
+    """As a set, sorted; of nothing nothing."""
+    found = distinct(np.array(values, dtype=np.int64))
+    assert found.dtype == np.int64
+    assert found.tolist() == sorted(set(values))
 
 
 def test_byte_range() -> None:

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from dcp_remote.bench.state import LARGE
 from dcp_remote.digests import block_bytes
+from dcp_remote.downloads import RANGE_BYTES_MAX
 from dcp_remote.dtypes import ITEM_BYTES
 from dcp_remote.manifest import RAW, Manifest, TensorKind
 from dcp_remote.manifest_check import check
 from dcp_remote.ranges import Box, KiB, MiB, cut_chunk
 from dcp_remote.read_plan import ALONE_BYTES, GAP_BYTES, ReadPlan, Want, plan_reads, want_box
-from dcp_remote.transfer import RANGE_BYTES_MAX
 from tests.manifests import Layout, build, manifests
 
 # The bytes of each piece that are wanted.

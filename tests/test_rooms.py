@@ -51,6 +51,8 @@ ROOMS = [
     "dedup",
     "packing",
     "transfer",
+    "uploads",
+    "downloads",
     "read_plan",
     "sharing",
     "peers",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_remote import RemoteReader, RemoteWriter, load
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsafeObjectError
@@ -79,6 +82,31 @@ def test_a_contiguous_tensor_is_not_copied() -> None:
     assert bytes(view) == bytes([1, 2, 3, 4, 0, 0, 0, 0])
     byte_view(tensor)[:4] = bytes([7, 0, 0, 0])
     assert tensor[0, 0] == 7
+
+
+def test_the_view_of_a_tensor_keeps_it() -> None:
+    """Also of one that has a gradient, that nobody else knows any more; a tensor that computes has no such view."""
+    memory = weakref.ref(tensor := torch.nn.Parameter(torch.full((3, 5), 2.0)))
+    view = byte_view(tensor)
+    del tensor
+    gc.collect()
+    assert memory() is not None
+    assert bytes(view) == np.full(15, 2, dtype=np.float32).tobytes()
+    view[:4] = bytes(4)
+    del view
+    gc.collect()
+    assert memory() is None
+
+
+def test_the_view_of_what_is_no_plain_tensor() -> None:
+    """Torch is asked then, which knows what it is: a subclass that has memory, and one that has none."""
+
+    class Named(torch.Tensor):
+        pass
+
+    assert bytes(byte_view(torch.ones(2, dtype=torch.uint8).as_subclass(Named))) == b"\1\1"
+    with pytest.raises((RuntimeError, TypeError)):
+        byte_view(TwoTensor(torch.ones(2), torch.ones(2)))
 
 
 def test_tensors_over_bytes_at_any_address() -> None:

@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_remote import RemoteReader, RemoteWriter, load
 from dcp_remote.checkpoint import read_manifest
 from dcp_remote.cli import main
+from dcp_remote.downloads import DOWNLOADS_IN_FLIGHT, RANGE_BYTES_MAX, Fetch, _Buffers, download
 from dcp_remote.ranges import KiB, MiB
 from dcp_remote.shard import ITEMS_PER_SHARD_MAX, SHARD_BYTES_MAX
 from dcp_remote.storage import ObjectStore, open_store
@@ -32,7 +33,6 @@ from dcp_remote.storage.memory import MemoryStore
 from dcp_remote.testing import RecordingStore
 from dcp_remote.testing.rank_pool import RankPool
 from dcp_remote.testing.ranks import LocalShards, assembled, load_as_ranks, save_as_ranks
-from dcp_remote.transfer import DOWNLOADS_IN_FLIGHT, RANGE_BYTES_MAX, Fetch, _Buffers, download
 from tests.figures import LONG_SECONDS
 from tests.states import equal
 

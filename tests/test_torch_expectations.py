@@ -37,7 +37,7 @@ from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.retrying import Deadline
 from dcp_remote.testing import RecordingStore
 from dcp_remote.testing.ranks import load_as_ranks, save_as_ranks
-from dcp_remote.transfer import Uploads
+from dcp_remote.uploads import Uploads
 from tests.states import blank_state, equal, state_of_training
 from tests.test_object_tags import same
 

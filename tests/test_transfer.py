@@ -18,8 +18,8 @@ from functools import partial
 
 import pytest
 
-from dcp_remote import transfer
 from dcp_remote.digests import digest
+from dcp_remote.downloads import DOWNLOADS_IN_FLIGHT, DOWNLOADS_WAITING, Fetch, download
 from dcp_remote.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -37,7 +37,7 @@ from dcp_remote.storage.pace import LATE_SECONDS_MIN, SAMPLES_MIN, Pace
 from dcp_remote.storage.retrying import Deadline
 from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import FaultyStore, matching, nth
-from dcp_remote.transfer import DOWNLOADS_IN_FLIGHT, UPLOADS_IN_FLIGHT, Fetch, Prepared, Uploads, download
+from dcp_remote.uploads import UPLOADS_IN_FLIGHT, Prepared, Uploads
 
 PATIENCE_SECONDS = 60.0
 
@@ -380,7 +380,7 @@ def test_the_deadline(waits_in: str) -> None:
 @pytest.mark.parametrize("waits_in", ["finish", "claim"])
 def test_a_deadline_that_another_thread_lets_expire(waits_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half an hour is left, and nothing comes to an end; who waits looks again by itself."""
-    monkeypatch.setattr(transfer, "WAKE_SECONDS", 0.01)
+    monkeypatch.setattr("dcp_remote.uploads.WAKE_SECONDS", 0.01)
     gate = threading.Event()
     now_seconds = [0.0]
 
@@ -801,6 +801,24 @@ def test_ranges_are_drawn_late_and_by_the_caller() -> None:
     drawn.clear()
     for consumed, _ in enumerate(download(store_with_data(), fetches(), memory_budget_bytes=60)):
         assert len(drawn) <= consumed + 3 + 1, "three of 20 bytes fit"
+
+
+def test_no_thread_waits_for_the_caller() -> None:
+    """What is to be read next was told before; of what needs memory of ours, only as much as is being read."""
+    for into, at_most in ((True, DOWNLOADS_IN_FLIGHT + DOWNLOADS_WAITING), (False, DOWNLOADS_IN_FLIGHT)):
+        begun: list[str] = []
+        enough = threading.Event()
+
+        def before(key: str, begun: list[str] = begun, enough: threading.Event = enough, n: int = at_most) -> None:
+            begun.append(key)
+            if len(begun) == n:
+                enough.set()
+
+        fetches = (fetch(n, 10, memoryview(bytearray(10)) if into else None) for n in range(100))
+        for _ in download(HookedStore(store_with_data(), before), fetches, memory_budget_bytes=1 << 20):
+            opened(enough)
+            assert len(begun) == at_most
+            break
 
 
 def writers(count: int) -> tuple[list[bytearray], list[Fetch[int]]]:

@@ -95,6 +95,20 @@ def test_a_save_of_one_shard_is_three_requests_and_a_load_two(store: RecordingSt
     assert [verb for verb, _ in store.calls] == ["get", "get_into"]
 
 
+def test_small_tensors_are_read_together(store: RecordingStore) -> None:
+    """They lie between large ones in the state, as the steps of an optimizer do, and not in the shard."""
+    sizes = [n % 3 or 300_000 for n in range(60)]
+    state = {"optim": {str(n): torch.full((size,), float(n)) for n, size in enumerate(sizes)}}
+    dcp.save(state, storage_writer=RemoteWriter(store))
+    store.clear()
+    template = {"optim": {name: torch.zeros_like(tensor) for name, tensor in state["optim"].items()}}
+    dcp.load(template, storage_reader=RemoteReader(store))
+    assert equal(template, state)
+    shards = {key for verb, key in store.calls if verb == "get_into"}
+    assert store.count("get_into") == sizes.count(300_000) + 1
+    assert len(shards) == 1
+
+
 def test_objects_alone_cost_no_shard(store: RecordingStore) -> None:
     """Small objects stand in the manifest: two requests to save, one to load. So does a state of nothing."""
     for state in ({"step": 7, "name": "run"}, {}):

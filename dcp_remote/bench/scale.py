@@ -39,7 +39,8 @@ from dcp_remote.shard_writer import write_shards
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.retrying import Deadline
 from dcp_remote.testing.ranks import LocalShards
-from dcp_remote.transfer import MEMORY_BUDGET_BYTES, Uploads
+from dcp_remote.transfer import MEMORY_BUDGET_BYTES
+from dcp_remote.uploads import Uploads
 
 _Value = TypeVar("_Value")
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# Of one process, at a full share: both pools of `transfer` together are hardly ever busy.
+# Of one process, at a full share: the pools of `uploads` and `downloads` together are hardly ever busy.
 REQUESTS_MAX = 16
 
 # A share is changed once in so long, and only after so many requests were answered.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dcp_remote import load
+from dcp_remote.downloads import RANGE_BYTES_MAX
 from dcp_remote.envelope import seal
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsafeObjectError
 from dcp_remote.manifest import JSON, RAW, TORCH, Manifest, TensorKind
@@ -16,7 +17,6 @@ from dcp_remote.objects import EncodedObject, decode_object
 from dcp_remote.ranges import Box
 from dcp_remote.read_plan import RANGES_MAX, Want, plan_reads
 from dcp_remote.storage import MemoryStore
-from dcp_remote.transfer import RANGE_BYTES_MAX
 from tests.attacks.attacker import (
     assert_refused,
     bucket,

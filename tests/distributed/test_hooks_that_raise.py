@@ -22,7 +22,7 @@ from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedEr
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.testing import FaultyStore, nth
 from dcp_remote.testing.rank_pool import RankPool
-from dcp_remote.transfer import Uploads
+from dcp_remote.uploads import Uploads
 from tests.distributed.points import (
     NEW,
     OLD,

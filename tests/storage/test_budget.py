@@ -130,6 +130,52 @@ def test_slots(monkeypatch: pytest.MonkeyPatch) -> None:
         pool.submit(request, 0).result(timeout=30)
 
 
+def test_nobody_waits_for_the_file() -> None:
+    """One looks at the share, in a file system that does not answer; the others' requests go on, and are counted."""
+    looking, answered = threading.Event(), threading.Event()
+
+    class Slow(Shared):
+        def read(self) -> bytes:
+            if threading.current_thread() is not threading.main_thread():
+                looking.set()
+                assert answered.wait(60)
+            return super().read()
+
+    clock = Clock()
+    budget = RequestBudget(Slow(), clock=clock)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(budget.share)
+        assert looking.wait(60)
+        for _ in range(3):
+            with budget.slot():
+                budget.note(refused=False)
+        assert not slow.done()
+        answered.set()
+        assert slow.result() == 1
+
+
+def test_the_file_is_looked_at_now_and_then() -> None:
+    """Not for each request: twice in a tenth of a second, whatever is sent; and what it says then counts."""
+    looks: list[None] = []
+
+    class Counting(Shared):
+        def read(self) -> bytes:
+            looks.append(None)
+            return super().read()
+
+    clock = Clock()
+    shared = Counting()
+    mine, other = RequestBudget(shared, clock=clock), RequestBudget(shared, clock=clock)
+    for _ in range(1000):
+        with mine.slot():
+            mine.note(refused=False)
+    assert len(looks) <= 2
+    for _ in range(100):
+        other.note(refused=True)
+    clock.seconds += 0.2
+    assert mine.share() == other.share() < 1
+
+
 def open_at(endpoint_url: str) -> CloudStore:
     keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
     return open_cloud_store(parse_url("s3://bucket/run"), {"endpoint_url": endpoint_url, **keys})
