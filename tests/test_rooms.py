@@ -154,7 +154,6 @@ ROOMS = [
     "bench.training",
     "bench.worker",
     "bench.processes",
-    "bench.run",
     # Shipped for whoever writes a store: nothing above imports it.
     "testing.wrappers",
     "testing.servers",
@@ -163,8 +162,10 @@ ROOMS = [
     "testing.ranks",
     "testing.rank_pool",
     "testing.__init__",
-    # Of many ranks in one process.
+    # Of many ranks in one process; and what runs Ceph.
     "bench.scale",
+    "bench.ceph",
+    "bench.run",
 ]
 
 # Who may know these: everybody else speaks to `ObjectStore`, and a run on a local folder loads none of them.

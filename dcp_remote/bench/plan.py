@@ -62,6 +62,7 @@ class Section:
         rounds: How many.
         tls: Whether the server speaks it.
         server: How it behaves.
+        ceph: Ceph's gateway is the server instead, a new one for each group.
         server_bytes: Room for what is saved.
     """
 
@@ -71,6 +72,7 @@ class Section:
     rounds: int = 5
     tls: bool = False
     server: Shape = Shape()  # noqa: RUF009  # frozen
+    ceph: bool = False
     server_bytes: int = 3 * GiB
 
     def turns(self) -> Iterator[tuple[int, Group]]:
@@ -83,7 +85,7 @@ class Section:
 
 HTTP, TLS = "http", "TLS"
 FAR, REFUSING = "100 ms, 50 MB/s a connection", "5 % of requests 503"
-DEFAULTS, BUSY, TRAINING, RESHARDING, LARGEST = "defaults", "busy", "training", "resharding", "largest"
+DEFAULTS, CEPH, BUSY, TRAINING, RESHARDING, LARGEST = "defaults", "Ceph", "busy", "training", "resharding", "largest"
 
 # What a state is saved by, and loaded by.
 SAVED_BY_RANKS, LOADED_BY_RANKS = 8, (1, 2, 3, 5)
@@ -126,6 +128,9 @@ _SECTIONS = (
     ),
     Section(DEFAULTS, "medium", tuple(_both(client, 1) for client in (OURS, S3FS, CONNECTOR, BOTO3)), rounds=3),
     Section(
+        CEPH, "medium", tuple(_both(client, 1) for client in (OURS, *PEERS, f"{BOTO3}{BEST}")), rounds=3, ceph=True
+    ),
+    Section(
         BUSY,
         "large",
         tuple(Group(OURS, (Step("save", beside=one), Step("again", beside=one))) for one in _SPINNING),
@@ -163,4 +168,4 @@ def _quick(section: Section) -> Section:
     return replace(section, state="medium", groups=groups, rounds=1, server_bytes=3 * GiB)
 
 
-QUICK = {name: _quick(section) for name, section in FULL.items() if name not in {LARGEST, RESHARDING}}
+QUICK = {name: _quick(section) for name, section in FULL.items() if name not in {LARGEST, RESHARDING, CEPH}}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from typing import Protocol
 
+from dcp_remote.bench.counts import Counts
 from dcp_remote.bench.plan import Group, Section, Step
 from dcp_remote.bench.rows import Measured, Row
-from dcp_remote.bench.server import BenchServer
 from dcp_remote.bench.worker import Task, run_rank
 
 # Nobody takes as long, unless he hangs.
@@ -20,12 +22,29 @@ STEP_SECONDS_MAX = 300.0
 _END_SECONDS = 10.0
 
 
+class Server(Protocol):
+    """What is measured against, and what it saw."""
+
+    @property
+    def storage_options(self) -> Mapping[str, object]:
+        """What to pass as `storage_options`."""
+        ...
+
+    def counts(self) -> Counts:
+        """Since it was reset."""
+        ...
+
+    def reset(self) -> None:
+        """Count from zero."""
+        ...
+
+
 class StepFailedError(Exception):
     """A rank raised, died, or said nothing for too long; says which and why."""
 
 
 def measure_step(
-    server: BenchServer,
+    server: Server,
     section: Section,
     group: Group,
     step: Step,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dcp_remote.bench.goals import Goal, cpu_seconds_of_a_save, training_seconds_lost
 from dcp_remote.bench.plan import (
     BUSY,
+    CEPH,
     LOADED_BY_RANKS,
     OURS,
     RAW,
@@ -90,6 +91,10 @@ def transfer_table(results: Results, section: str, *, columns: Sequence[str] = C
         told += (
             " The server's own TLS runs on the same cores and costs as much as that of the fastest clients: CPU stands "
             "as it is, but ratios of seconds are smaller than against a server elsewhere."
+        )
+    if section == CEPH:
+        told += (
+            " Version 16, all in memory, on the same cores. It knows none of S3's newer checksums, and counts nothing."
         )
     return f"{told}\n\n{_table(shown, lines)}"
 

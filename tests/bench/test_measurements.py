@@ -6,6 +6,7 @@ import importlib.util
 import platform
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from dcp_remote.bench.shape import Shape
 from dcp_remote.bench.space import MiB
 from dcp_remote.bench.state import LARGE, SHAPES, SMALL, local_tensors, require_loaded, size_bytes, state_of
 from dcp_remote.bench.worker import Task
+from dcp_remote.testing.ceph import ceph_is_installed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the server needs Linux's sendfile and shared memory")
 
@@ -111,6 +113,26 @@ def test_background_saves_and_training(http: BenchServer) -> None:
     assert trained.saves > 0
     assert trained.alone_steps_per_second > 0
     assert trained.first_blocked_seconds > 0
+
+
+def test_a_second_save(http: BenchServer) -> None:
+    """A save before it, of the same process, is no part of it: it counts one."""
+    http.clear()
+    group = Group(OURS, (Step("again"),))
+    row = measure_step(http, section(group), group, group.steps[0], round_=0)
+    assert row.failed is None
+    assert row.state_bytes == SMALL_BYTES
+    assert row.sent_bytes >= 2 * SMALL_BYTES, "the server saw both"
+
+
+@pytest.mark.skipif(not ceph_is_installed(), reason="Ceph 16 is not installed; dcp_remote/testing/ceph.py says how")
+def test_ceph_in_the_place_of_the_server() -> None:
+    """A new one for each group; what it does not count is not made up."""
+    group = Group(OURS, (Step("save"), Step("load")))
+    for row in rows([replace(section(group), ceph=True)]):
+        assert row.failed is None
+        assert row.wall_seconds > 0
+        assert row.requests == row.sent_bytes == row.got_bytes == 0
 
 
 def test_save_beside_a_loop(http: BenchServer) -> None:
