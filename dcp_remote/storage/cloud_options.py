@@ -11,7 +11,6 @@ import difflib
 import functools
 import gc
 import gzip
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote, urlsplit
 
+import msgspec
 from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.loaders import Loader
@@ -367,7 +367,7 @@ class _Json:
         if path is None:
             return None
         data = path.read_bytes()
-        return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        return msgspec.json.decode(gzip.decompress(data) if path.suffix == ".gz" else data)
 
     def _path(self, file_path: str) -> Path | None:
         return next((path for end in (".json", ".json.gz") if (path := Path(file_path + end)).is_file()), None)
