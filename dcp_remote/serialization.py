@@ -12,7 +12,6 @@ import mmap
 import sys
 from typing import cast
 
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -161,29 +160,11 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, as bytes; writing to it writes to the tensor."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    array: object
-    if is_plain(tensor) and tensor.data_ptr():
-        array = np.asarray(_Memory(tensor))
-    else:
-        # A dimension of one element may have any stride, and `reshape` keeps it where `view` refuses it.
-        array = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    # Detached, it keeps the memory, whatever memory the tensor is given meanwhile; numpy forbids to resize it.
+    # A dimension of one element may have any stride, and `reshape` keeps it where `view` refuses it.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    array: object = flat.view(torch.uint8).numpy()
     return memoryview(array)  # type: ignore[arg-type]  # numpy's arrays are buffers; its stubs say so from Python 3.12 on
-
-
-class _Memory:
-    """The bytes of a contiguous CPU tensor as numpy takes them, which keeps this, and so the tensor, alive.
-
-    Without an operation of torch: each lets go of Python's lock, and gets it back late beside threads that are busy.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (tensor.numel() * tensor.element_size(),),
-            "data": (tensor.data_ptr(), False),
-        }
 
 
 def as_carrier(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
+from torch.autograd.graph import increment_version
 
 from dcp_remote.dtypes import ITEM_BYTES
 from dcp_remote.errors import InvalidArgumentError
@@ -104,6 +105,9 @@ class TensorTarget:
     def complete(self) -> None:
         """Hand the destination back, and let go of it: a load may have a hundred thousand of them."""
         destination = self._resolved()
+        if self._memory is not None and not destination.is_inference():
+            # What autograd keeps of it is not what it was: torch saw nothing of what was written into its memory.
+            increment_version(destination)
         self._destination = self._memory = None
         self._commit(destination)
 

@@ -95,6 +95,27 @@ def test_a_save_of_one_shard_is_three_requests_and_a_load_two(store: RecordingSt
     assert [verb for verb, _ in store.calls] == ["get", "get_into"]
 
 
+@pytest.mark.parametrize("size", [100, 300_000])
+def test_autograd_sees_that_a_tensor_was_loaded(store: RecordingStore, size: int) -> None:
+    """Nothing tells torch what is written into its memory: a gradient of the values that were there would be wrong."""
+    dcp.save({"w": torch.ones(size)}, storage_writer=RemoteWriter(store))
+    template, other = torch.zeros(size), torch.ones(size, requires_grad=True)
+    loss = (template * other).sum()
+    dcp.load({"w": template}, storage_reader=RemoteReader(store))
+    assert torch.equal(template, torch.ones(size))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def test_loading_into_an_inference_tensor(store: RecordingStore) -> None:
+    """It counts no versions."""
+    dcp.save({"w": torch.ones(3)}, storage_writer=RemoteWriter(store))
+    with torch.inference_mode():
+        template = {"w": torch.zeros(3)}
+        dcp.load(template, storage_reader=RemoteReader(store))
+    assert torch.equal(template["w"], torch.ones(3))
+
+
 def test_small_tensors_are_read_together(store: RecordingStore) -> None:
     """They lie between large ones in the state, as the steps of an optimizer do, and not in the shard."""
     sizes = [n % 3 or 300_000 for n in range(60)]

@@ -165,7 +165,7 @@ class RequestBudget:
             self._step_again_at = now_seconds + _LOOK_SECONDS
         self._look()
         with self._changed:
-            if 0 <= now_seconds - self._changed_seconds < _STEP_SECONDS:
+            if self._answered < _ANSWERS_MIN or 0 <= now_seconds - self._changed_seconds < _STEP_SECONDS:
                 return
             part = self._refused / self._answered if self._answered else 0.0
             self._answered = self._refused = 0
@@ -179,10 +179,14 @@ class RequestBudget:
     def _look(self) -> None:
         data = self._shared.read()
         share, changed_seconds = _FORMAT.unpack(data) if len(data) == _FORMAT.size else (1.0, 0.0)
+        if changed_seconds > self._clock():
+            changed_seconds = -math.inf  # of another time
         with self._changed:
-            # Nothing that somebody wrote there stops us.
-            self._share = share if SHARE_MIN <= share <= 1 else 1.0
-            self._changed_seconds = changed_seconds
+            # Another thread may have changed it while this one was reading.
+            if changed_seconds >= self._changed_seconds:
+                # Nothing that somebody wrote there stops us.
+                self._share = share if SHARE_MIN <= share <= 1 else 1.0
+                self._changed_seconds = changed_seconds
 
 
 def shared_budget(place: str) -> RequestBudget:

@@ -33,6 +33,9 @@ _RECORDS_BYTES = 256 * KiB
 _decrypting = threading.Lock()
 _records = memoryview(bytearray(_RECORDS_BYTES))
 
+# Whoever decrypts lets others do that, and looks up, after so many records: 16 MiB of a server that fills them.
+_TURN_RECORDS = 1024
+
 # Of a handshake.
 _GREETING_BYTES = 16 * KiB
 
@@ -144,39 +147,46 @@ class TlsStream(ByteStream):
         view = memoryview(buffer)
         while True:
             self.look()
-            with _decrypting:
-                count = self._decrypt(view)
+            try:
+                with _decrypting:
+                    count = self._decrypt(view)
+            except BlockingIOError:
+                self._flush()
+                self._poll.poll(TICK_SECONDS * 1000)
+                continue
             self._flush()
             if count is not None:
                 return count
-            self._poll.poll(TICK_SECONDS * 1000)
 
     def _decrypt(self, view: memoryview) -> int | None:
-        """All that has arrived and fits; None if that is nothing. With the lock held: it never waits."""
+        """All that has arrived and fits, as far as one turn goes; None if that is nothing yet.
+
+        With the lock held: it never waits.
+
+        Raises:
+            BlockingIOError: Nothing has arrived.
+        """
         tls, length, done = self._tls, len(view), 0
-        while done < length:
+        for _ in range(_TURN_RECORDS):
+            if done == length:
+                return done
             try:
                 # The stubs know the signature of SSLSocket's method alone.
                 count: int = tls.read(length - done, view[done:])  # type: ignore[assignment]
             except ssl.SSLWantReadError:
-                if not self._take():
-                    return done or None
+                try:
+                    self._heard(_records[: self._sock.recv_into(_records, 0, socket.MSG_DONTWAIT)])
+                except BlockingIOError:
+                    if done:
+                        return done
+                    raise
                 continue
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-                break
+                return done
             if not count:
-                break
+                return done
             done += count
-        return done
-
-    def _take(self) -> bool:
-        """Give to TLS what has arrived; whether anything has, were it an end."""
-        try:
-            count = self._sock.recv_into(_records, 0, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        self._heard(_records[:count])
-        return True
+        return done or None
 
     def _greet(self) -> None:
         """Send what a handshake has to say, and wait for what it wants to hear."""

@@ -154,6 +154,36 @@ def test_nobody_waits_for_the_file() -> None:
         assert slow.result() == 1
 
 
+def test_a_look_that_ends_late_undoes_no_step() -> None:
+    """One read the share, and is held up; another lowers it meanwhile."""
+    looking, lowered = threading.Event(), threading.Event()
+
+    class Late(Shared):
+        def read(self) -> bytes:
+            data = super().read()
+            if threading.current_thread() is not threading.main_thread():
+                looking.set()
+                assert lowered.wait(60)
+            return data
+
+    clock = Clock()
+    budget = RequestBudget(Late(), clock=clock)
+    for _ in range(8):
+        budget.note(refused=True)
+    clock.seconds += 2
+    before = budget.share()
+    clock.seconds += 2
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(budget.share)
+        assert looking.wait(60)
+        for _ in range(8):
+            budget.note(refused=False)
+        after = budget.share()
+        lowered.set()
+        late.result()
+    assert budget.share() == after > before
+
+
 def test_the_file_is_looked_at_now_and_then() -> None:
     """Not for each request: twice in a tenth of a second, whatever is sent; and what it says then counts."""
     looks: list[None] = []

@@ -10,17 +10,20 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from dcp_remote.bench.server import BenchServer, bench_server
 from dcp_remote.errors import StorageError, TransientStorageError
 from dcp_remote.ranges import KiB, MiB
-from dcp_remote.storage import cloud_clients
+from dcp_remote.storage import cloud_clients, streams
 from dcp_remote.storage.cloud import CloudStore, open_cloud_store
 from dcp_remote.storage.cloud_options import Timeouts
 from dcp_remote.storage.direct_reads import DirectReads
 from dcp_remote.storage.pace import LATE_SECONDS_MIN, SAMPLES_MIN, Pace
+from dcp_remote.storage.streams import TlsStream
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 from dcp_remote.url import parse_url
 
@@ -392,3 +395,11 @@ class _CountingConnections:
                         f"Content-Range: bytes {first}-{last}/{len(DATA)}\r\n\r\n".encode()
                         + body
                     )
+
+
+def test_one_turn_of_decrypting_ends() -> None:
+    """Others wait for it, and nobody looks at the clock: a server may send records of a byte."""
+    stream = TlsStream.__new__(TlsStream)
+    stream._tls = cast("Any", SimpleNamespace(read=lambda _length, _view: 1))
+    assert stream._decrypt(memoryview(bytearray(1 << 20))) == streams._TURN_RECORDS
+    assert stream._decrypt(memoryview(bytearray(10))) == 10
