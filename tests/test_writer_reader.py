@@ -104,7 +104,7 @@ def test_autograd_sees_that_a_tensor_was_loaded(store: RecordingStore, size: int
     dcp.load({"w": template}, storage_reader=RemoteReader(store))
     assert torch.equal(template, torch.ones(size))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
 
 def test_loading_into_an_inference_tensor(store: RecordingStore) -> None:
