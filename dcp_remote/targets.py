@@ -247,9 +247,7 @@ def require_writable(name: str, destination: torch.Tensor, *, layout: str) -> No
         raise InvalidArgumentError(
             "A template has no memory to load into: it is on the meta device, or its memory was freed.", tensor=name
         )
-    if layout == "strided" and any(
-        size > 1 and not stride for size, stride in zip(destination.shape, destination.stride(), strict=True)
-    ):
+    if layout == "strided" and _overlaps_itself(destination):
         # Read by parts, each part would overwrite the one before, and torch would say nothing.
         raise InvalidArgumentError(
             "Elements of a template share one place in memory, as those of an expanded tensor do; clone() it first.",
@@ -257,6 +255,16 @@ def require_writable(name: str, destination: torch.Tensor, *, layout: str) -> No
             shape=tuple(destination.shape),
             strides=destination.stride(),
         )
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether a step along one dimension may lead to where steps along others do: windows, say, or an expanded one."""
+    reach = 0
+    for stride, size in sorted((n, size) for n, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+        if stride <= reach:
+            return tensor.numel() > 0
+        reach += stride * (size - 1)
+    return False
 
 
 def _uncopyable(

@@ -105,14 +105,20 @@ def test_a_template_that_does_not_fit_ends_as_with_torch(name: str, partial: boo
 
 
 def test_what_no_template_can_take_is_named_before_a_byte_is_read(store: RecordingStore) -> None:
-    """Sparse for dense and dense for sparse, expanded, quantized dimensions: torch's own errors name no tensor.
+    """Sparse for dense and dense for sparse, expanded dimensions, windows: torch's own errors name no tensor.
 
     Into an expanded template torch would read row after row without an error, each over the one before.
     """
     state = {"dense": torch.ones(3, 3), "sparse": torch.eye(3).to_sparse(), "more": torch.ones(1000)}
     dcp.save(state, storage_writer=RemoteWriter(store))
     templates = {
-        "dense": [torch.zeros(3, 3).to_sparse(), torch.zeros(1, 3).expand(3, 3), torch.zeros(3, 1).expand(3, 3)],
+        "dense": [
+            torch.zeros(3, 3).to_sparse(),
+            torch.zeros(1, 3).expand(3, 3),
+            torch.zeros(3, 1).expand(3, 3),
+            torch.zeros(5).unfold(0, 3, 1),
+            torch.zeros(9).as_strided((3, 3), (1, 2)),
+        ],
         "sparse": [torch.zeros(3, 3), torch.zeros(3, 3).to_sparse_csr()],
     }
     for name, wrong in templates.items():
