@@ -1,7 +1,7 @@
 """What a user's own bucket gives this machine: latency, bandwidth by connections, conditional writes, what it costs.
 
 Objects are put below a fresh prefix, read, and deleted, also when somebody interrupts. What is asked is bounded in
-bytes, and begun within a time.
+bytes, and begun within a time. What was found is told at once: whoever stops it, or sees it fail, has that much.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import resource
 import secrets
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, TypeAlias, TypeVar
 
 from dcp_remote.bench.space import GiB, MiB
 from dcp_remote.errors import (
@@ -29,9 +32,13 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage.base import Buffer, ObjectStore, Version
-from dcp_remote.storage.retrying import Deadline, RetryingStore
+from dcp_remote.storage.counting import CountingStore
+from dcp_remote.storage.retrying import Deadline, RetryingStore, RetryPolicy
+from dcp_remote.terminal import counted
 
 logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
 
 # Connections at a time, ascending: a save uses eight per rank, and eight ranks share many a host.
 CONNECTIONS = (1, 2, 4, 8, 16)
@@ -50,10 +57,16 @@ _SMALL_CONNECTIONS = 8
 
 _CONDITIONAL_ATTEMPTS = 4
 _CONDITIONAL_PAUSE_SECONDS = 0.2
+# After a lost answer nobody knows whose doing a refusal is: a fresh key is asked once more.
+_CONDITIONAL_KEYS = 2
 
-# Somebody looks at a terminal: an outage is told in seconds.
-_FIRST_SECONDS = 10.0
-_CLEANUP_SECONDS = 60.0
+# Somebody looks at a terminal: an outage is told in seconds, and tried again in short steps.
+_REQUEST_SECONDS = 10.0
+_POLICY = RetryPolicy(delay_seconds_max=1.0)
+_CLEANUP_SECONDS = 20.0
+
+# What is at work at a time: files and memory have no connections.
+Unit: TypeAlias = Literal["connection", "thread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +109,8 @@ class Probe:
         up: By connections.
         down: By connections.
         requests_again: Requests that failed for now and were sent again.
-        slow_downs: Of these, how many the store refused for their rate.
-        requests: All of them, these included.
+        slow_downs: Of these, how many the store refused for their rate (503 or 429).
+        requests: All of them, these and the deletions included.
         cores: Of this process.
         stopped_early: Whether time ran out before all was tried.
         objects_left: That could not be deleted.
@@ -125,42 +138,75 @@ _BUSY = 0.9
 _THROTTLED = 0.02
 # A connection more that gives less than half of what the first one gave is not worth having.
 _WORTH = 0.5
+# From one row to the next a rate may stay as it is; one that falls below half of the last says nothing.
+_STEADY = 0.5
 
 
-def limit(probe: Probe) -> str:
+def limit(probe: Probe, *, unit: Unit = "connection") -> str:
     """What limits it, in a sentence; pure."""
+    if probe.slow_downs > _THROTTLED * probe.requests:
+        return (
+            f"Throttling: {probe.slow_downs} of {probe.requests} requests were refused for their rate. Ask for a "
+            "higher one, or spread runs over prefixes."
+        )
     if probe.requests_again > _THROTTLED * probe.requests:
         return (
-            f"Throttling: {probe.requests_again} of {probe.requests} requests failed for now and were sent again, "
-            f"{probe.slow_downs} of them refused for their rate. Ask for a higher one, or spread runs over prefixes."
+            f"The store or the network fails: {probe.requests_again} of {probe.requests} requests had to be sent again."
         )
     if not probe.up:
         return "There was no time to move bytes: give it more --seconds."
-    told = [_limit_of("up", probe.up, probe), _limit_of("down", probe.down, probe)]
+    told = [_limit_of("Upload", probe.up, probe, unit), _limit_of("Download", probe.down, probe, unit)]
     return " ".join(sentence for sentence in told if sentence)
 
 
-def _limit_of(way: str, rates: Sequence[Rate], probe: Probe) -> str:
+def _limit_of(name: str, rates: Sequence[Rate], probe: Probe, unit: Unit) -> str:
     if not rates:
         return ""
-    best = max(rates, key=lambda rate: rate.bytes_per_second)
-    first = rates[0]
-    name = "Upload" if way == "up" else "Download"
-    if best.cpu_seconds >= _BUSY * probe.cores * best.wall_seconds:
-        return f"{name}: the CPU of this machine ({probe.cores} cores) is all in use."
-    if best.connections == rates[-1].connections and len(rates) > 1:
-        times = best.bytes_per_second / first.bytes_per_second
-        if times >= _WORTH * best.connections / first.connections:
-            waiting = probe.answer_seconds / (probe.object_bytes / first.bytes_per_second)
-            if waiting > _WORTH:
-                return f"{name}: latency; most of a request of {probe.object_bytes / MiB:.1f} MiB is waiting."
+    place = "the network or the store" if unit == "connection" else "the store"
+    for earlier, later in pairwise(rates):
+        if later.bytes_per_second < _STEADY * earlier.bytes_per_second:
             return (
-                f"{name}: one connection gives {first.bytes_per_second / MiB:.0f} MiB/s, {best.connections} give "
-                f"{times:.1f} times that: the connection is what limits, not the network."
+                f"{name}: {place} is unsteady, {_speed(earlier)} by {counted(earlier.connections, unit)} and only "
+                f"{_speed(later)} by {later.connections}: nothing can be concluded."
             )
+    best = max(rates, key=lambda rate: rate.bytes_per_second)
+    if best.cpu_seconds >= _BUSY * probe.cores * best.wall_seconds:
+        return f"{name}: the CPU of this machine ({counted(probe.cores, 'core')}) is all in use."
+    first, last = rates[0], rates[-1]
+    if len(rates) == 1:
+        return f"{name}: {_speed(first)} by {counted(first.connections, unit)}; there was no time to try more."
+    before = rates[-2]
+    # How much of what the last connections could have added they did add: 1 if each gives what the others give.
+    grown = last.bytes_per_second / before.bytes_per_second - 1
+    part = grown / (last.connections / before.connections - 1)
+    times = last.bytes_per_second / first.bytes_per_second
+    if part >= _WORTH and times >= _WORTH * last.connections / first.connections:
+        waiting = probe.answer_seconds / (probe.object_bytes / first.bytes_per_second)
+        if waiting > _WORTH:
+            return f"{name}: latency; most of a request of {probe.object_bytes / MiB:.1f} MiB is waiting."
+        culprit = "the connection is what limits, not the network" if unit == "connection" else "more may give more"
+        return (
+            f"{name}: one {unit} gives {_speed(first)}, {last.connections} give {times:.1f} times that: {culprit}, "
+            f"and it is still growing at {last.connections}."
+        )
+    if before.bytes_per_second < _BUSY * last.bytes_per_second:
+        near = f"near the limit of {place}, and " if part < _WORTH else ""
+        return (
+            f"{name}: {_speed(last)} by {counted(last.connections, unit)}, {1 + grown:.1f} times what "
+            f"{before.connections} give: {near}still growing at {last.connections}."
+        )
     enough = next(rate for rate in rates if rate.bytes_per_second >= _BUSY * best.bytes_per_second)
-    speed = f"{enough.bytes_per_second / MiB:.0f} MiB/s"
-    return f"{name}: the network or the store; {speed} by {enough.connections} connections, and hardly more by others."
+    return f"{name}: {place}; {_speed(enough)} by {counted(enough.connections, unit)}, and hardly more by others."
+
+
+def _speed(rate: Rate) -> str:
+    speed = rate.bytes_per_second / MiB
+    return f"{speed:.0f} MiB/s" if speed >= 10 else f"{speed:.1f} MiB/s"  # noqa: PLR2004  # two digits
+
+
+def said(answer: bool | None) -> str:  # noqa: FBT001  # an answer
+    """Of a conditional write."""
+    return {True: "works", False: "does NOT work: this store cannot hold checkpoints safely", None: "not known"}[answer]
 
 
 def object_bytes(bytes_max: int) -> int:
@@ -169,24 +215,44 @@ def object_bytes(bytes_max: int) -> int:
     Raises:
         InvalidArgumentError: That is too little to measure anything.
     """
-    size_bytes = min(_OBJECT_BYTES_MAX, bytes_max // sum(_OBJECTS))
+    objects = 1 + sum(_OBJECTS)  # the first one opens the connection
+    size_bytes = min(_OBJECT_BYTES_MAX, bytes_max // objects)
     if size_bytes < _OBJECT_BYTES_MIN:
         raise InvalidArgumentError(
-            "Too few bytes to measure a bandwidth.", bytes=bytes_max, at_least=_OBJECT_BYTES_MIN * sum(_OBJECTS)
+            "Too few bytes to measure a bandwidth.", bytes=bytes_max, at_least=_OBJECT_BYTES_MIN * objects
         )
     return size_bytes
 
 
-def probe(store: ObjectStore, *, bytes_max: int, seconds_max: float, tell: Callable[[str], object]) -> Probe:
+def fresh_name() -> str:
+    """Of a prefix that nobody else has."""
+    return f"bench-{secrets.token_hex(8)}"
+
+
+def probe(
+    store: ObjectStore,
+    *,
+    name: str,
+    bytes_max: int,
+    seconds_max: float,
+    tell: Callable[[str], object],
+    quick: ObjectStore | None = None,
+    unit: Unit = "connection",
+    hold: Callable[[], object] = lambda: None,
+) -> Probe:
     """Ask a bucket; what was put is deleted, whatever happens, or a warning says where it lies.
 
-    Costs about 160 requests, at most `bytes_max` bytes up and as many down.
+    Costs about 220 requests, at most `bytes_max` bytes up and as many down.
 
     Args:
-        store: Of the prefix; all objects go below a fresh name in it.
+        store: Of the prefix; all objects go below `name` in it.
+        name: A fresh one; see `fresh_name`.
         bytes_max: How much may be put, and read.
         seconds_max: After which nothing more is begun; what is missing then is left out.
-        tell: Hears of each part that begins.
+        tell: Hears of each part that begins, and what it found.
+        quick: The same prefix, by a client that gives up sooner: asked what carries next to nothing, and to delete.
+        unit: What is at work at a time.
+        hold: Called before anything is deleted: from there on nothing may interrupt.
 
     Raises:
         PermissionDeniedError: It may not be written, or read.
@@ -195,25 +261,36 @@ def probe(store: ObjectStore, *, bytes_max: int, seconds_max: float, tell: Calla
     """
     size_bytes = object_bytes(bytes_max)
     deadline = Deadline(seconds_max)
-    with _place(store, Deadline(seconds_max + _FIRST_SECONDS), tell) as place:
+    with _place(_Place(store.child(name), (quick or store).child(name), tell), hold) as place:
         tell("latency")
-        first, answers = _latency(RetryingStore(place.store, Deadline(_FIRST_SECONDS)))
+        first, answers = _aside(place, lambda: _latency(place))
+        answer_seconds = statistics.median(answers)
+        tell(f"latency: {1000 * answer_seconds:.1f} ms, of the first answer {1000 * first:.1f} ms")
         tell("conditional writes")
-        creates, swaps = _conditions(place)
+        creates, swaps = _aside(place, lambda: _conditions(place))
+        tell(f"create-if-absent {said(creates)}; compare-and-swap {said(swaps)}")
         tell("small reads")
         small = _small_reads(place, deadline)
+        tell(f"small reads: {small:.0f}/s")
         up: list[Rate] = []
         down: list[Rate] = []
+        if not deadline.expired():
+            # Untimed: the first bytes open a connection, and warm the client up.
+            _up(place, ["warm"], 1, size_bytes)
+            _down(place, ["warm"], 1, size_bytes)
         for connections, count in zip(CONNECTIONS, _OBJECTS, strict=True):
             if deadline.expired():
                 break
-            tell(f"{connections} connection{'s' * (connections > 1)}")
+            several = counted(connections, unit)
+            tell(several)
             keys = [f"{connections}-{number}" for number in range(count)]
             up.append(_up(place, keys, connections, size_bytes))
+            tell(f"{several}: up {_speed(up[-1])}")
             down.append(_down(place, keys, connections, size_bytes))
+            tell(f"{several}: down {_speed(down[-1])}")
     return Probe(
         first_answer_seconds=first,
-        answer_seconds=statistics.median(answers),
+        answer_seconds=answer_seconds,
         slow_answer_seconds=max(answers),
         creates_if_absent=creates,
         compares_and_swaps=swaps,
@@ -223,75 +300,144 @@ def probe(store: ObjectStore, *, bytes_max: int, seconds_max: float, tell: Calla
         down=tuple(down),
         requests_again=place.again,
         slow_downs=place.slow_downs,
-        requests=place.requests + place.again,
+        requests=place.requests,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         stopped_early=len(up) < len(CONNECTIONS),
         objects_left=place.left,
     )
 
 
+# The code of S3 and Azure, where the error has one; of a read there is only what its client says of the answer.
+_REFUSED_CODES = {"SlowDown", "TooManyRequests", "ServerBusy", "503", "429"}
+_REFUSED = re.compile(r"\b(503 Service Unavailable|429 Too Many Requests)\b")
+
+
+def _refused_for_its_rate(error: StorageError) -> bool:
+    details = error.details
+    return str(details.get("code")) in _REFUSED_CODES or _REFUSED.search(str(details.get("cause"))) is not None
+
+
+class _Stoppable(Deadline):
+    """One that has passed as soon as something is set."""
+
+    def __init__(self, seconds: float, stopped: threading.Event) -> None:
+        super().__init__(seconds)
+        self._stopped = stopped
+
+    def remaining_seconds(self) -> float:
+        return 0.0 if self._stopped.is_set() else super().remaining_seconds()
+
+
 class _Place:
-    """A fresh prefix: remembers what may lie there, and how often a request was sent again."""
+    """A fresh prefix: remembers what may lie there, and how often a request was sent again.
 
-    def __init__(self, store: ObjectStore, deadline: Deadline) -> None:
-        self.name = f"bench-{secrets.token_hex(8)}"
-        self.store = store.child(self.name)
-        self.again = self.slow_downs = self.requests = self.left = 0
-        self._asking = RetryingStore(self.store, deadline, on_retry=self._count)
+    Args:
+        store: Of the prefix, for bodies: as patient as a save is.
+        quick: Of the prefix, for everything else.
+        tell: See `probe`.
+    """
+
+    def __init__(self, store: ObjectStore, quick: ObjectStore, tell: Callable[[str], object]) -> None:
+        self._bodies, self._quick = CountingStore(store), CountingStore(quick)
+        self.tell = tell
+        self.again = self.slow_downs = self.left = 0
         self._lock = threading.Lock()
+        self._stopped = threading.Event()
         self._keys: set[str] = set()
+        self._keys_again: set[str] = set()
 
-    def _count(self, verb: object, key: str, error: StorageError) -> None:
+    @property
+    def store(self) -> ObjectStore:
+        """For requests that carry next to nothing; what fails is not sent again."""
+        return self._quick
+
+    @property
+    def requests(self) -> int:
+        """So far, each attempt."""
+        return self._bodies.counts.requests + self._quick.counts.requests
+
+    def asking(self, size_bytes: int = 0) -> ObjectStore:
+        """For some requests of about this size; what fails for now is sent again for a short while."""
+
+        def pause(seconds: float) -> None:
+            self._stopped.wait(seconds)
+
+        store = self._bodies if size_bytes > _SMALL_BYTES else self._quick
+        deadline = _Stoppable(_REQUEST_SECONDS, self._stopped)
+        return RetryingStore(store, deadline, _POLICY, sleep=pause, on_retry=self.count_again)
+
+    def count_again(self, _: object, key: str, error: StorageError) -> None:
+        """A request failed for now, and is sent again."""
         with self._lock:
             self.again += 1
-            self.slow_downs += str(error.details.get("code")) in {"SlowDown", "503"}
+            self.slow_downs += _refused_for_its_rate(error)
+            self._keys_again.add(key)
+
+    def stop(self) -> None:
+        """Nothing is sent again from here on, and no thread begins anything."""
+        self._stopped.set()
+
+    def stopped(self) -> bool:
+        """Whether one of the threads failed, or somebody interrupted."""
+        return self._stopped.is_set()
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> Version:
         """Put, and remember; what was surely refused is forgotten."""
         with self._lock:
             self._keys.add(key)
-            self.requests += 1
         try:
-            return self._asking.put(key, buffers)
+            return self.asking(sum(memoryview(one).nbytes for one in buffers)).put(key, buffers)
         except PermissionDeniedError:
             with self._lock:
-                self._keys.discard(key)
+                # An earlier attempt may have been carried out, whose answer was lost.
+                if key not in self._keys_again:
+                    self._keys.discard(key)
             raise
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
         """Read."""
-        with self._lock:
-            self.requests += 1
-        self._asking.get_into(key, start, buffer)
+        self.asking(len(buffer)).get_into(key, start, buffer)
 
     def delete(self) -> None:
         """All that may lie here. What cannot be deleted is a warning: the figures are right all the same."""
-        if not self._keys:
+        keys = sorted(self._keys)
+        if not keys:
             return
-        failed = RetryingStore(self.store, Deadline(_CLEANUP_SECONDS)).delete(sorted(self._keys))
+        try:
+            # Not to be told of is a reason to stop, and none to leave anything.
+            self.tell("deleting what was put")
+        finally:
+            _aside(self, lambda: self._delete(keys))
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        deleting = RetryingStore(self._quick, Deadline(_CLEANUP_SECONDS), _POLICY, on_retry=self.count_again)
+        try:
+            failed = deleting.delete(keys)
+        except StorageError as error:
+            failed = dict.fromkeys(keys, error)
         self.left = len(failed)
         if failed:
             logger.warning(
                 "What was put could not be deleted; remove all below this URL by hand. url=%s objects=%d cause=%s",
-                self.store.url,
+                self._quick.url,
                 self.left,
                 next(iter(failed.values())),
             )
 
 
 @contextmanager
-def _place(store: ObjectStore, deadline: Deadline, tell: Callable[[str], object]) -> Iterator[_Place]:
+def _place(place: _Place, hold: Callable[[], object]) -> Iterator[_Place]:
     """One whose objects are gone behind the block, however that ends."""
-    place = _Place(store, deadline)
     try:
         yield place
     finally:
-        tell("deleting what was put")
+        hold()
         place.delete()
 
 
-def _latency(store: ObjectStore) -> tuple[float, list[float]]:
+def _latency(place: _Place) -> tuple[float, list[float]]:
     """Seconds of the first request, and of some more: for an object that is not there, which has no body."""
+    store = place.asking()
     seconds = []
     for _ in range(1 + _LATENCY_REQUESTS):
         began = time.monotonic()
@@ -303,33 +449,70 @@ def _latency(store: ObjectStore) -> tuple[float, list[float]]:
 
 def _conditions(place: _Place) -> tuple[bool | None, bool | None]:
     """Whether the store keeps its word: create-if-absent, and compare-and-swap."""
-    first = place.put("condition", [b"1"])
-    created = _carried_out(lambda: place.store.put("condition", [b"2"], condition="absent"))
+    creates = swaps = None
+    for number in range(_CONDITIONAL_KEYS):
+        creates, swaps = _conditions_of(place, f"condition-{number}")
+        if creates is False or (creates and (swaps is not None or not place.store.capabilities.compare_and_swap)):
+            break
+    return creates, swaps
+
+
+def _conditions_of(place: _Place, key: str) -> tuple[bool | None, bool | None]:
+    first = place.put(key, [b"1"])
+    created = _carried_out(place, key, lambda: place.store.put(key, [b"2"], condition="absent"))
     creates = None if created is None else not created
     if created or not place.store.capabilities.compare_and_swap:
         return creates, None
-    newest = _carried_out(lambda: place.store.put("condition", [b"3"], condition=first))
-    stale = _carried_out(lambda: place.store.put("condition", [b"4"], condition=first))
+    newest = _carried_out(place, key, lambda: place.store.put(key, [b"3"], condition=first))
+    stale = _carried_out(place, key, lambda: place.store.put(key, [b"4"], condition=first))
     return creates, None if newest is None or stale is None else newest and not stale
 
 
-def _carried_out(put: Callable[[], Version]) -> bool | None:
+def _carried_out(place: _Place, key: str, put: Callable[[], Version]) -> bool | None:
     """Whether a conditional put was; None if the store did not say."""
+    errors: list[StorageError] = []
     for attempt in range(_CONDITIONAL_ATTEMPTS):
         try:
             put()
         except ConditionFailedError:
             # Of a later attempt it may be the first one's doing, whose answer was lost.
-            return False if attempt == 0 else None
-        except TransientStorageError:
+            carried_out = None if errors else False
+            break
+        except TransientStorageError as error:
+            errors.append(error)
             time.sleep(_CONDITIONAL_PAUSE_SECONDS * 2**attempt)
         else:
-            return True
-    return None
+            carried_out = True
+            break
+    else:
+        # A store that has no such writes answers some with 501, always: no failure for now.
+        return None
+    for earlier in errors:
+        place.count_again("put", key, earlier)
+    return carried_out
+
+
+@contextmanager
+def _pool(place: _Place, connections: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads, none of which sends anything behind the block, however that ends."""
+    pool = ThreadPoolExecutor(connections)
+    try:
+        yield pool
+    except BaseException:
+        place.stop()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _aside(place: _Place, act: Callable[[], _Answer]) -> _Answer:
+    """By another thread: this one hears of signals while a request is under way."""
+    with _pool(place, 1) as pool:
+        return pool.submit(act).result()
 
 
 def _small_reads(place: _Place, deadline: Deadline) -> float:
-    place.put("small", [os.urandom(_SMALL_BYTES)])
+    _aside(place, lambda: place.put("small", [os.urandom(_SMALL_BYTES)]))
 
     def read(_: int) -> bool:
         if deadline.expired():
@@ -337,7 +520,7 @@ def _small_reads(place: _Place, deadline: Deadline) -> float:
         place.get_into("small", 0, memoryview(bytearray(_SMALL_BYTES)))
         return True
 
-    with ThreadPoolExecutor(_SMALL_CONNECTIONS) as pool:
+    with _pool(place, _SMALL_CONNECTIONS) as pool:
         list(pool.map(read, range(_SMALL_CONNECTIONS)))  # opens the connections
         began = time.monotonic()
         done = sum(pool.map(read, range(_SMALL_REQUESTS)))
@@ -349,7 +532,7 @@ def _up(place: _Place, keys: Sequence[str], connections: int, size_bytes: int) -
     # What cannot be compressed on its way, and is no multiple of a shorter pattern.
     body = os.urandom(MiB)
     views = [memoryview(body)[: min(MiB, size_bytes - start)] for start in range(0, size_bytes, MiB)]
-    return _rate(lambda key: place.put(key, views), keys, connections, size_bytes)
+    return _rate(place, lambda key: place.put(key, views), keys, connections, size_bytes)
 
 
 def _down(place: _Place, keys: Sequence[str], connections: int, size_bytes: int) -> Rate:
@@ -360,18 +543,30 @@ def _down(place: _Place, keys: Sequence[str], connections: int, size_bytes: int)
             local.buffer = memoryview(bytearray(size_bytes))  # used again: fresh memory is dear
         place.get_into(key, 0, local.buffer)
 
-    return _rate(read, keys, connections, size_bytes)
+    return _rate(place, read, keys, connections, size_bytes)
 
 
-def _rate(act: Callable[[str], object], keys: Sequence[str], connections: int, size_bytes: int) -> Rate:
-    with ThreadPoolExecutor(connections) as pool:
+def _rate(place: _Place, act: Callable[[str], object], keys: Sequence[str], connections: int, size_bytes: int) -> Rate:
+    def one(key: str) -> None:
+        # A thread takes the next key before anybody hears that the last one failed: of a silent store, a minute more.
+        if place.stopped():
+            return
+        try:
+            act(key)
+        except BaseException:
+            place.stop()
+            raise
+
+    with _pool(place, connections) as pool:
         cpu, began = _cpu_seconds(), time.monotonic()
-        for future in [pool.submit(act, key) for key in keys]:
-            try:
+        pending = {pool.submit(one, key) for key in keys}
+        while pending:
+            done, pending = wait(pending, timeout=_REQUEST_SECONDS, return_when=FIRST_COMPLETED)
+            if not done:
+                # A slow connection is no error; to be silent about it would look like one.
+                place.tell(f"no request has ended for {_REQUEST_SECONDS:.0f} s; still waiting")
+            for future in done:
                 future.result()
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
         wall, cpu = time.monotonic() - began, _cpu_seconds() - cpu
     return Rate(connections, len(keys) * size_bytes / wall, wall, cpu, len(keys) * size_bytes)
 

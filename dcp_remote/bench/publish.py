@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from dcp_remote.bench.chart import draw
 from dcp_remote.bench.goals import goals
@@ -36,6 +37,9 @@ RESULTS, TABLES, CHART = "results.json", "RESULTS.md", "results.png"
 
 # Sections that compare no clients by save and load.
 _TABLES = {BUSY: busy_table, TRAINING: training_table, RESHARDING: resharding_table}
+
+# What comes of JSON that is broken, or is somebody else's: other names, other types, other figures.
+_FOREIGN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 _PICTURE = "Seconds of a save and of a load, by client"
 
@@ -86,21 +90,62 @@ def with_part(readme: str, part: str) -> str:
     return before + part + after
 
 
+def files(results: Results) -> dict[str, bytes]:
+    """Measurements, tables and chart, by the names of their files.
+
+    Raises:
+        InvalidArgumentError: Nothing was measured, or these are no measurements of this benchmark.
+        ImportError: matplotlib is not installed.
+    """
+    if not results.rows:
+        raise InvalidArgumentError("There is no measurement in it.")
+    try:
+        with TemporaryDirectory() as folder:
+            chart = Path(folder) / CHART
+            draw(results, chart)
+            return {RESULTS: results.to_json().encode(), TABLES: document(results).encode(), CHART: chart.read_bytes()}
+    except _FOREIGN as error:
+        raise InvalidArgumentError("These are no measurements of this benchmark.", cause=error) from error
+
+
 def write(results: Results, folder: Path) -> None:
-    """Measurements, tables and chart into a folder."""
+    """Measurements, tables and chart into a folder; nothing if one of them cannot be made.
+
+    Raises:
+        InvalidArgumentError: See `files`.
+        ImportError: Likewise.
+    """
+    made = files(results)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESULTS).write_text(results.to_json(), encoding="utf-8")
-    (folder / TABLES).write_text(document(results), encoding="utf-8")
-    draw(results, folder / CHART)
+    for name, content in made.items():
+        (folder / name).write_bytes(content)
+
+
+def read(path: Path) -> Results:
+    """What a run has written.
+
+    Raises:
+        InvalidArgumentError: It is something else.
+        OSError: It cannot be read.
+    """
+    try:
+        return Results.from_json(path.read_text(encoding="utf-8"))
+    except _FOREIGN as error:
+        raise InvalidArgumentError("This is no results.json of the benchmark.", path=path, cause=error) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Show what was measured."""
+    """Show what was measured; one line and exit code 1, and nothing written, if that cannot be."""
     parser = argparse.ArgumentParser(prog="python -m dcp_remote.bench.publish", description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path, help="results.json of a run of the benchmark")
-    results = Results.from_json(parser.parse_args(arguments).results.read_text(encoding="utf-8"))
-    write(results, FOLDER)
-    README.write_text(with_part(README.read_text(encoding="utf-8"), readme_part(results)), encoding="utf-8")
+    try:
+        results = read(parser.parse_args(arguments).results)
+        made = {FOLDER / name: content for name, content in files(results).items()}
+        readme = with_part(README.read_text(encoding="utf-8"), readme_part(results))
+        for path, content in (made | {README: readme.encode()}).items():
+            path.write_bytes(content)
+    except (InvalidArgumentError, ImportError, OSError) as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
 
 
 if __name__ == "__main__":

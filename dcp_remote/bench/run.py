@@ -24,7 +24,7 @@ from typing import Any
 from dcp_remote.bench.ceph import ceph_server
 from dcp_remote.bench.plan import FULL, QUICK, Group, Section
 from dcp_remote.bench.processes import Server, measure_step
-from dcp_remote.bench.publish import document, write
+from dcp_remote.bench.publish import RESULTS, document, write
 from dcp_remote.bench.rows import Results, Row
 from dcp_remote.bench.server import bench_server
 from dcp_remote.bench.tables import last_line
@@ -91,24 +91,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(prog="python -m dcp_remote.bench.run", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one round, a smaller state: it works, no more than that")
-    parser.add_argument("--rounds", type=int, help="instead of each section's own")
+    parser.add_argument("--rounds", type=_rounds, help="instead of each section's own")
     parser.add_argument(
         "--sections", nargs="+", choices=list(FULL), metavar="NAME", help=f"of {', '.join(FULL).replace('%', '%%')}"
     )
     parser.add_argument("--output", type=Path, default=Path("bench-output"), help="folder (default: %(default)s)")
     options = parser.parse_args(arguments)
     plan = QUICK if options.quick else FULL
+    if absent := [name for name in options.sections or () if name not in plan]:
+        parser.error(f"--quick has no section {', '.join(absent)}; it has {', '.join(plan)}")
     sections = [plan[name] for name in options.sections or plan]
     if not ceph_is_installed() and any(section.ceph for section in sections):
         sys.stdout.write("Ceph 16 is not installed: its section is left out (dcp_remote/testing/ceph.py says how).\n")
         sections = [section for section in sections if not section.ceph]
     if options.rounds is not None:
         sections = [replace(section, rounds=options.rounds) for section in sections]
+    try:
+        # Before it takes half an hour for nothing.
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
     about = about_this_machine()
     began = time.monotonic()
     measured: list[Row] = []
+
+    def results() -> Results:
+        return Results(about | {"seconds": round(time.monotonic() - began)}, tuple(measured))
+
     try:
         for row in rows(sections):
+            if measured and measured[-1].section != row.section:
+                # Whoever kills it has the sections that were done.
+                keep(results(), options.output)
             measured.append(row)
             sys.stdout.write(f"{time.monotonic() - began:5.0f} s  {_told(row)}\n")
             sys.stdout.flush()
@@ -117,9 +131,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.write("interrupted; of what was measured:\n")
     if not measured:
         return
-    results = Results(about | {"seconds": round(time.monotonic() - began)}, tuple(measured))
-    write(results, options.output)
-    sys.stdout.write("\n" + document(results))
+    found = results()
+    keep(found, options.output)
+    write(found, options.output)
+    sys.stdout.write("\n" + document(found))
+
+
+def keep(results: Results, folder: Path) -> None:
+    """The measurements alone, whole at any time."""
+    unfinished = folder / f"{RESULTS}.unfinished"
+    unfinished.write_text(results.to_json(), encoding="utf-8")
+    unfinished.replace(folder / RESULTS)
+
+
+def _rounds(text: str) -> int:
+    rounds = int(text)
+    if rounds < 1:
+        raise argparse.ArgumentTypeError(f"at least 1, and not {text}")
+    return rounds
 
 
 def _told(row: Row) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from dcp_remote.bench.probe import CONNECTIONS, Probe, Rate, limit, object_bytes, probe
+from dcp_remote.bench.probe import CONNECTIONS, Probe, Rate, fresh_name, limit, object_bytes, probe
 from dcp_remote.bench.space import MiB
 from dcp_remote.errors import InvalidArgumentError, PermissionDeniedError, StorageError, TransientStorageError
 from dcp_remote.storage import Buffer, MemoryStore, ObjectStore, Version
@@ -25,7 +25,7 @@ def store() -> MemoryStore:
 
 
 def ask(store: ObjectStore, seconds: float = 30.0) -> Probe:
-    return probe(store, bytes_max=BYTES, seconds_max=seconds, tell=lambda line: None)
+    return probe(store, name=fresh_name(), bytes_max=BYTES, seconds_max=seconds, tell=lambda line: None)
 
 
 class Refusing(WrappedStore):
@@ -168,7 +168,161 @@ def test_limit_of_the_processor() -> None:
 
 
 def test_limit_of_the_rate() -> None:
-    assert limit(replace(FOUND, requests_again=20, slow_downs=15)).startswith("Throttling: 20 of 200 requests")
+    """Only what the store refused is for its rate; what else was sent again is a failure."""
+    assert limit(replace(FOUND, requests_again=20, slow_downs=15)).startswith("Throttling: 15 of 200 requests")
+    failing = limit(replace(FOUND, requests_again=20, slow_downs=1))
+    assert failing == "The store or the network fails: 20 of 200 requests had to be sent again."
+
+
+def test_limit_that_is_near_is_told_apart_from_one_connection() -> None:
+    """The last step is compared with the one before it: 4 times as much in all, and the last doubling gives a fifth."""
+    told = limit(replace(FOUND, up=rates(4, 8, 15, 29, 35)))
+    assert told.startswith("Upload: 35 MiB/s by 16 connections, 1.2 times what 8 give: near the limit of the network")
+    assert "still growing at 16" in told.partition("Download")[0]
+    assert "the connection is what limits" not in told.partition("Download")[0]
+
+
+def test_limit_that_is_not_near() -> None:
+    told = limit(replace(FOUND, up=rates(50, 40, 40, 100, 200), down=()))
+    assert told == "Upload: 200 MiB/s by 16 connections, 2.0 times what 8 give: still growing at 16."
+
+
+def test_nothing_is_concluded_from_what_is_unsteady() -> None:
+    told = limit(replace(FOUND, up=rates(50, 100, 40, 80, 160), down=()))
+    assert told == (
+        "Upload: the network or the store is unsteady, 100 MiB/s by 2 connections and only 40 MiB/s by 4: nothing can "
+        "be concluded."
+    )
+
+
+def test_words_for_one_and_for_what_has_no_connections() -> None:
+    alone = limit(replace(FOUND, up=rates(100, 101, 102, 101, 100), down=()))
+    assert alone == "Upload: the network or the store; 100 MiB/s by 1 connection, and hardly more by others."
+    assert "connection" not in limit(FOUND, unit="thread")
+
+
+def test_whoever_does_not_listen_leaves_nothing(store: MemoryStore) -> None:
+    """A closed pipe: each word is an error from some part on, that of the deletion, too."""
+    heard: list[str] = []
+
+    def tell(line: str) -> None:
+        if len(heard) > 8:
+            raise BrokenPipeError
+        heard.append(line)
+
+    with pytest.raises(BrokenPipeError):
+        probe(store, name=fresh_name(), bytes_max=BYTES, seconds_max=30, tell=tell)
+    assert list(store.list()) == []
+
+
+def test_what_was_found_is_told_before_it_fails(store: MemoryStore) -> None:
+    """The ninth put fails for good: the figures of what came before are there."""
+    told: list[str] = []
+    with pytest.raises(StorageError, match="Broken"):
+        probe(
+            Refusing(store, StorageError("Broken."), 8),
+            name=fresh_name(),
+            bytes_max=BYTES,
+            seconds_max=30,
+            tell=told.append,
+        )
+    assert "create-if-absent works; compare-and-swap works" in told
+    assert any(line.startswith("1 connection: up ") for line in told)
+    assert told[-1] == "deleting what was put"
+
+
+class Stumbling(WrappedStore):
+    """Carries the first conditional create out (or not) and says that it is too busy."""
+
+    def __init__(self, store: ObjectStore, seen: list[str]) -> None:
+        super().__init__(store)
+        self.seen = seen
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        if condition == "absent" and not self.seen:
+            self.seen.append(key)
+            raise TransientStorageError("Slow down.", code="SlowDown")
+        return self._store.put(key, buffers, condition=condition)
+
+
+def test_refusal_before_a_conditional_write_is_no_answer(store: MemoryStore) -> None:
+    """Whose doing the refusal of the second try is nobody knows: a fresh key tells."""
+    found = ask(Stumbling(store, []))
+    assert (found.creates_if_absent, found.compares_and_swaps) == (True, True)
+    assert (found.requests_again, found.slow_downs) == (1, 1)
+    assert list(store.list()) == []
+
+
+def test_store_without_such_writes_does_not_fail_for_now(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers each of them with 501: not known, and nothing of it is a failing network."""
+
+    class Plain(WrappedStore):
+        def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+            if condition != "any":
+                raise TransientStorageError("Not implemented.", code="NotImplemented")
+            return self._store.put(key, buffers, condition=condition)
+
+    monkeypatch.setattr("dcp_remote.bench.probe._CONDITIONAL_PAUSE_SECONDS", 0.0)
+    found = ask(Plain(store))
+    assert (found.creates_if_absent, found.compares_and_swaps) == (None, None)
+    assert found.requests_again == 0
+
+
+def test_after_a_failure_nothing_is_begun(store: MemoryStore) -> None:
+    """A thread alone would go on with the second of its keys, of which each may take a minute to fail."""
+    seen: list[str] = []
+
+    class Broken(WrappedStore):
+        def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+            if key.startswith("1-"):
+                seen.append(key)
+                raise StorageError("Broken.")
+            return self._store.put(key, buffers, condition=condition)
+
+    with pytest.raises(StorageError, match="Broken"):
+        ask(Broken(store))
+    assert seen == ["1-0"]
+
+
+def test_every_request_is_counted(store: MemoryStore) -> None:
+    """Those without a body, conditional ones and the deletion as well, by a store around it."""
+    counting = CountingStore(store)
+    assert ask(counting).requests == counting.counts.requests
+
+
+def test_denied_after_a_lost_answer_is_deleted(store: MemoryStore) -> None:
+    """The first attempt was carried out, and its answer lost; then the credentials expire."""
+
+    class Expiring(WrappedStore):
+        seen: list[str] = []  # noqa: RUF012
+
+        def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+            if key != "1-0":
+                return self._store.put(key, buffers, condition=condition)
+            if self.seen:
+                raise PermissionDeniedError("Expired.")
+            self.seen.append(key)
+            self._store.put(key, buffers, condition=condition)
+            raise TransientStorageError("Lost.")
+
+    with pytest.raises(PermissionDeniedError):
+        ask(Expiring(store))
+    assert list(store.list()) == []
+
+
+def test_nothing_interrupts_the_deletion(store: MemoryStore) -> None:
+    """It is said before that nothing may from there on, while all still lies there."""
+    lying: list[int] = []
+    probe(
+        store,
+        name=fresh_name(),
+        bytes_max=BYTES,
+        seconds_max=30,
+        tell=lambda line: None,
+        hold=lambda: lying.append(len(list(store.list()))),
+    )
+    assert len(lying) == 1
+    assert lying[0] > 0
 
 
 def test_failures_for_now_are_counted(store: MemoryStore) -> None:
@@ -188,3 +342,20 @@ def test_failures_for_now_are_counted(store: MemoryStore) -> None:
 
     found = ask(Busy(store))
     assert (found.requests_again, found.slow_downs) == (2, 2)
+
+
+@pytest.mark.parametrize("cause", ["The store answered 503 Service Unavailable.", "429 Too Many Requests: wait"])
+def test_refused_reads_have_no_code(store: MemoryStore, cause: str) -> None:
+    """What a client says of the answer tells it; a broken connection is none of these."""
+
+    class Busy(WrappedStore):
+        causes: list[str] = []  # noqa: RUF012
+
+        def get_into(self, key: str, start: int, buffer: memoryview) -> None:
+            if key == "1-0" and self.causes:
+                raise TransientStorageError("For now.", cause=self.causes.pop())
+            self._store.get_into(key, start, buffer)
+
+    Busy.causes = ["connection reset", cause]
+    found = ask(Busy(store))
+    assert (found.requests_again, found.slow_downs) == (2, 1)

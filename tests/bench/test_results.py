@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dcp_remote.bench import publish, run
 from dcp_remote.bench.goals import Goal, goals
-from dcp_remote.bench.plan import FULL, HTTP, OURS, PEERS, QUICK, RAW, TRAINING
+from dcp_remote.bench.plan import FULL, HTTP, LARGEST, OURS, PEERS, QUICK, RAW, TRAINING
 from dcp_remote.bench.publish import (
     BEGIN,
     CHART,
@@ -134,6 +137,98 @@ def test_written_files_tell_the_same(tmp_path: Path) -> None:
     again = Results.from_json((tmp_path / RESULTS).read_text(encoding="utf-8"))
     assert document(again) == (tmp_path / TABLES).read_text(encoding="utf-8")
     assert (tmp_path / CHART).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder and a README in place of the repository's."""
+    monkeypatch.setattr(publish, "FOLDER", tmp_path)
+    monkeypatch.setattr(publish, "README", tmp_path / "README.md")
+    (tmp_path / "README.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    return tmp_path
+
+
+def test_published(shown: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    results = tmp_path_factory.mktemp("run") / RESULTS
+    results.write_text(Results(ABOUT, ROWS).to_json(), encoding="utf-8")
+    publish.main([str(results)])
+    assert {path.name for path in shown.iterdir()} == {"README.md", RESULTS, TABLES, CHART}
+    readme = (shown / "README.md").read_text(encoding="utf-8")
+    assert readme == f"before\n{readme_part(Results(ABOUT, ROWS))}\nafter\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "",
+        "[]",
+        "{",
+        '{"about": {}, "rows": {}}',
+        '{"about": {}, "rows": [{"a": 1}]}',
+        Results(ABOUT, ()).to_json(),
+        Results({}, ROWS).to_json(),
+        Results(ABOUT, ROWS).to_json().replace('"wall_seconds": 1.0', '"wall_seconds": "long"'),
+    ],
+)
+def test_what_is_no_measurement_is_one_line_and_nothing_is_written(
+    shown: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str], text: str | None
+) -> None:
+    """Missing, broken, of somebody else, empty."""
+    results = tmp_path_factory.mktemp("run") / RESULTS
+    if text is not None:
+        results.write_text(text, encoding="utf-8")
+    _refused(results, shown, capsys)
+    assert "old" in (shown / "README.md").read_text(encoding="utf-8")
+
+
+def test_readme_without_a_place_leaves_all_as_it_was(
+    shown: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path_factory.mktemp("run") / RESULTS
+    results.write_text(Results(ABOUT, ROWS).to_json(), encoding="utf-8")
+    (shown / "README.md").write_text("before\nafter\n", encoding="utf-8")
+    _refused(results, shown, capsys)
+
+
+def _refused(results: Path, shown: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        publish.main([str(results)])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert [path.name for path in shown.iterdir()] == ["README.md"]
+
+
+def test_run_refuses_before_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file where the folder is to be, a section that is not there, no round at all."""
+    (tmp_path / "file").touch()
+    for arguments, code, said in (
+        (["--output", str(tmp_path / "file")], 1, "File exists"),
+        (["--quick", "--sections", LARGEST], 2, f"--quick has no section {LARGEST}; it has {HTTP}"),
+        (["--rounds", "0"], 2, "at least 1"),
+    ):
+        with pytest.raises(SystemExit) as refused:
+            run.main(arguments)
+        assert refused.value.code == code
+        assert said in capsys.readouterr().err
+
+
+def test_run_that_is_killed_keeps_the_sections_that_were_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, which nothing catches, in its second section."""
+
+    class KilledError(BaseException):
+        pass
+
+    def rows(sections: Sequence[object]) -> Iterator[Row]:
+        yield from ROWS
+        yield row(OURS, "save", 1.0, section=TRAINING)
+        raise KilledError
+
+    monkeypatch.setattr(run, "rows", rows)
+    with pytest.raises(KilledError):
+        run.main(["--quick", "--output", str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == [RESULTS]
+    assert len(json.loads((tmp_path / RESULTS).read_text(encoding="utf-8"))["rows"]) == len(ROWS)
 
 
 def test_what_is_shown_is_what_was_measured() -> None:

@@ -6,15 +6,18 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from dcp_remote.bench.server import bench_server
+from dcp_remote.bench.server import BenchServer, bench_server
 from dcp_remote.bench.shape import Shape
 from dcp_remote.bench.space import MiB
 from dcp_remote.cli import main
-from dcp_remote.storage import open_store
+from dcp_remote.storage import Buffer, LocalStore, Version, open_store
+from dcp_remote.storage.base import Condition
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
 
 BYTES = ["--bytes", "4MiB"]
@@ -81,28 +84,97 @@ def test_bucket_that_may_only_be_read(report: Path, capsys: pytest.CaptureFixtur
     assert not report.exists()
 
 
+@contextmanager
+def begun(server: BenchServer, report: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of it, since it is signals and pipes that are tried."""
+    options = ["--endpoint-url", server.endpoint_url, "--option", "key=k1", "--option", "secret=s1", *BYTES]
+    # A shell may have started this in the background, or under nohup, where signals are ignored.
+    code = (
+        "import signal, sys; from dcp_remote.cli import main; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+        "sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code, "bench", "s3://bench/run", *options, "--output", str(report)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the benchmark's server needs Linux")
-def test_interrupted_it_leaves_nothing(report: Path) -> None:
-    """Ctrl-C while it uploads: a process, since it is the signal that is tried."""
-    with bench_server(size_bytes=64 * MiB, shape=Shape(latency_ms=100)) as server:
-        options = ["--endpoint-url", server.endpoint_url, "--option", "key=k1", "--option", "secret=s1", *BYTES]
-        # A shell may have started this in the background, where the signal is ignored.
-        code = (
-            "import signal, sys; from dcp_remote.cli import main; "
-            "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main())"
-        )
-        command = [sys.executable, "-c", code, "bench"]
-        with subprocess.Popen(
-            [*command, "s3://bench/run", *options, "--output", str(report)], stdout=subprocess.PIPE, text=True
-        ) as process:
+@pytest.mark.parametrize(
+    ("number", "at"),
+    [
+        (signal.SIGINT, ("4 connections",)),
+        (signal.SIGINT, ("4 connections", "deleting what was put")),
+        (signal.SIGINT, ("deleting what was put",)),
+        (signal.SIGTERM, ("4 connections",)),
+        (signal.SIGHUP, ("4 connections",)),
+    ],
+    ids=str,
+)
+def test_ended_by_signals_it_leaves_nothing(report: Path, number: int, at: Sequence[str]) -> None:
+    """Ctrl-C, once and over and over, also while it deletes; a scheduler; a closed terminal."""
+    with bench_server(size_bytes=64 * MiB, shape=Shape(latency_ms=10)) as server:
+        with begun(server, report) as process:
             assert process.stdout is not None
+            assert process.stderr is not None
+            place = process.stdout.readline().partition(": ")[0]
             for line in process.stdout:
-                if line == "… 4 connections\n":
-                    process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 130
+                told = line.removeprefix("… ").strip()
+                if told in at or told.startswith("16 connections: up"):
+                    server.shape(Shape(latency_ms=500))  # the signal must come before all has ended
+                if told in at:
+                    process.send_signal(number)
+            assert process.wait(60) == 128 + number
+            assert place.startswith("s3://bench/run/bench-")
+            said = process.stderr.read().splitlines()
+            assert len(said) == len(at)
+            assert all(line.endswith(f"what lies below {place}") for line in said)
         assert server.counts().operations["PutObject"] > 6
         assert list(open_store("s3://bench", server.storage_options).list()) == []
     assert not report.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark's server needs Linux")
+def test_whoever_closes_the_pipe_leaves_nothing(report: Path) -> None:
+    """As `| head` does."""
+    with bench_server(size_bytes=64 * MiB) as server:
+        with begun(server, report) as process:
+            assert process.stdout is not None
+            assert any(line == "… small reads\n" for line in process.stdout)
+            process.stdout.close()
+            assert process.wait(60) == 1
+        assert server.counts().operations["PutObject"] >= 1
+        assert list(open_store("s3://bench", server.storage_options).list()) == []
+    assert not report.exists()
+
+
+def test_report_that_is_there_is_not_replaced(tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said before anything is put."""
+    report.write_text("dear")
+    assert main(["bench", str(tmp_path / "run"), *BYTES, "--output", str(report)]) == 1
+    said = capsys.readouterr()
+    assert "there already" in said.err
+    assert said.out == ""
+    assert report.read_text() == "dear"
+    assert list(tmp_path.iterdir()) == [report]
+
+
+def test_store_without_conditional_writes_is_a_failure(
+    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripts look at the exit code; the report is there all the same. Of files there are no connections."""
+
+    def put(self: LocalStore, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        return kept(self, key, buffers)
+
+    kept = LocalStore.put
+    monkeypatch.setattr(LocalStore, "put", put)
+    assert main(["bench", str(tmp_path / "run"), *BYTES, "--output", str(report)]) == 1
+    said = capsys.readouterr()
+    assert "does NOT work" in said.out
+    assert "connection" not in said.out
+    assert "does not keep conditional writes" in said.err
+    assert json.loads(report.read_text())["measured"]["creates_if_absent"] is False
 
 
 def test_wrong_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
