@@ -104,6 +104,7 @@ ROOMS = [
     "bench.chart",
     "bench.publish",
     # What a user's bucket gives.
+    "bench.findings",
     "bench.probe",
     "cli.bench",
     "cli.show",

@@ -20,7 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from dcp_remote.bench.probe import Probe, Unit, fresh_name, limit, object_bytes, probe, said
+from dcp_remote.bench.findings import Probe, Unit, limit, said
+from dcp_remote.bench.probe import fresh_name, object_bytes, probe
 from dcp_remote.errors import InvalidArgumentError, StorageError
 from dcp_remote.ranges import MiB
 from dcp_remote.storage import ObjectStore, open_store

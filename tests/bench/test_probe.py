@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from dcp_remote.bench.probe import CONNECTIONS, Probe, Rate, fresh_name, limit, object_bytes, probe
+from dcp_remote.bench.findings import Probe, Rate, limit
+from dcp_remote.bench.probe import CONNECTIONS, fresh_name, object_bytes, probe
 from dcp_remote.bench.space import MiB
 from dcp_remote.errors import InvalidArgumentError, PermissionDeniedError, StorageError, TransientStorageError
 from dcp_remote.storage import Buffer, MemoryStore, ObjectStore, Version
