@@ -414,6 +414,11 @@ def test_a_coordinator_that_never_comes() -> None:
             assert type(one.error) is SaveTimeoutError
             assert "ranks='0' last='0: not here yet, training'" in str(one.error)
         assert [joint.coordinator_lost for joint in joints] == [False, False]
+        # What they have to say is said by their pulses, in order, soon after they have raised.
+        told = threading.Semaphore(0)
+        for rank in (1, 2):
+            them.ranks[rank].pulse.tell(lambda _: told.release())  # type: ignore[union-attr]
+        assert all(told.acquire(timeout=60) for _ in range(2))
         # It comes when all is over, is told at once, and the next thing works.
         late = them.run(part, ranks=[0])[0]
         assert type(late.error) is SaveTimeoutError
