@@ -65,7 +65,7 @@ demo: $(INSTALLED) ## Train on a local S3 server, kill the job in mid-save, resu
 	$(PYTHON) examples/demo.py
 
 # Into the same .venv, where its peers stand beside us.
-bench: $(INSTALLED) ## Measure save and load beside s3fs, s3torchconnector and boto3 (over half an hour; ARGS=--quick: 4 minutes)
+bench: $(INSTALLED) ## Measure save and load beside s3fs, s3torchconnector and boto3 (half an hour; ARGS=--quick: 4 minutes)
 	$(PIP) install --quiet "$(TORCH)" --editable ".[dev,bench]"
 	$(PYTHON) -m dcp_remote.bench.run $(ARGS)
 

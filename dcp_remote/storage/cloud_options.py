@@ -314,7 +314,7 @@ class S3Place:
 
 
 def resolve_s3(bucket: str, options: S3Options) -> S3Place:
-    """Let botocore find endpoint, region and style of address. Sends nothing; takes 0.05 s, and a fifth of that again.
+    """Let botocore find endpoint, region and style of address. Sends nothing; takes 0.03 s, and a third of that again.
 
     Raises:
         botocore.exceptions.BotoCoreError: The profile is unknown, a file cannot be parsed, a region is none.

@@ -2,9 +2,9 @@
 
 Python's own TLS socket asks the kernel twice for each record of 16 KiB. Here the kernel is asked for a quarter of a
 megabyte at a time, and OpenSSL takes its records from there, for one connection after another: a load of 1.15 GiB over
-sixteen of them costs 0.89 CPU seconds per GiB. 1.21 if all of them receive while one decrypts, 1.75 if all do both at
-once (two cores, AES-256-GCM, medians of five). And whoever waits looks up four times a second: at the clock, or for an
-answer that came another way.
+sixteen of them costs 0.85 CPU seconds per GiB, and 1.21 if all of them receive while one decrypts (two cores,
+AES-256-GCM, medians of five). And whoever waits looks up four times a second: at the clock, or for an answer that came
+another way.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ def test_denied_after_a_lost_answer_is_deleted(store: MemoryStore) -> None:
     """The first attempt was carried out, and its answer lost; then the credentials expire."""
 
     class Expiring(WrappedStore):
-        seen: list[str] = []  # noqa: RUF012
+        seen: list[str] = []  # noqa: RUF012  # of the one store, and of its children
 
         def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
             if key != "1-0":
@@ -330,7 +330,7 @@ def test_failures_for_now_are_counted(store: MemoryStore) -> None:
     """The first attempt of each read is refused for its rate."""
 
     class Busy(WrappedStore):
-        seen: set[str] = set()  # noqa: RUF012
+        seen: set[str] = set()  # noqa: RUF012  # of the one store, and of its children
 
         def child(self, prefix: str) -> Busy:
             return Busy(self._store.child(prefix))
@@ -350,7 +350,7 @@ def test_refused_reads_have_no_code(store: MemoryStore, cause: str) -> None:
     """What a client says of the answer tells it; a broken connection is none of these."""
 
     class Busy(WrappedStore):
-        causes: list[str] = []  # noqa: RUF012
+        causes: list[str] = []  # noqa: RUF012  # of the one store, and of its children
 
         def get_into(self, key: str, start: int, buffer: memoryview) -> None:
             if key == "1-0" and self.causes:

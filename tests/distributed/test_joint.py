@@ -417,7 +417,9 @@ def test_a_coordinator_that_never_comes() -> None:
         # What they have to say is said by their pulses, in order, soon after they have raised.
         told = threading.Semaphore(0)
         for rank in (1, 2):
-            them.ranks[rank].pulse.tell(lambda _: told.release())  # type: ignore[union-attr]
+            pulse = them.ranks[rank].pulse
+            assert pulse is not None, "of three ranks each has one"
+            pulse.tell(lambda _: told.release())
         assert all(told.acquire(timeout=60) for _ in range(2))
         # It comes when all is over, is told at once, and the next thing works.
         late = them.run(part, ranks=[0])[0]
