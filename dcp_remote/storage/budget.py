@@ -167,7 +167,7 @@ class RequestBudget:
         with self._changed:
             if self._answered < _ANSWERS_MIN or 0 <= now_seconds - self._changed_seconds < _STEP_SECONDS:
                 return
-            part = self._refused / self._answered if self._answered else 0.0
+            part = self._refused / self._answered
             self._answered = self._refused = 0
             next_share = self._share * (1 - part) if part > REFUSED_MAX else self._share * _GROWTH
             next_share = min(1.0, max(SHARE_MIN, next_share))
