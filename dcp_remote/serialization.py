@@ -139,21 +139,34 @@ def run_bytes(tensor: torch.Tensor, start: int, stop: int) -> memoryview:
     """
     if not is_copied(tensor):
         return byte_view(tensor)[start * tensor.element_size() : stop * tensor.element_size()]
-    tensor = tensor.detach()
-    carrier = _CARRIERS[tensor.element_size()]
-    copy = _private(stop - start, carrier)
-    for first, box in boxes_of_run(tuple(tensor.shape), start, stop):
-        part = as_carrier(narrow(tensor, box).resolve_conj().resolve_neg())
-        copy[first - start : first - start + box.elements].view(box.sizes).copy_(part)
+    copy = _private((stop - start) * tensor.element_size())
+    copy_run(tensor, start, stop, into=copy)
     return byte_view(copy)
 
 
-def _private(elements: int, carrier: torch.dtype) -> torch.Tensor:
+def copy_run(tensor: torch.Tensor, start: int, stop: int, *, into: torch.Tensor, non_blocking: bool = False) -> None:
+    """Copy elements `start` to `stop` in row-major order.
+
+    Args:
+        tensor: On any device.
+        start: First element.
+        stop: After the last.
+        into: As many bytes, on the CPU, aligned for the elements; uint8.
+        non_blocking: Do not wait until they have arrived, if `into` is pinned.
+    """
+    tensor = tensor.detach()
+    copy = into.view(_CARRIERS[tensor.element_size()])
+    for first, box in boxes_of_run(tuple(tensor.shape), start, stop):
+        part = as_carrier(narrow(tensor, box).resolve_conj().resolve_neg())
+        place = copy[first - start : first - start + box.elements].view(box.sizes)
+        place.copy_(part, non_blocking=non_blocking)
+
+
+def _private(size_bytes: int) -> torch.Tensor:
     """Memory for a copy; what is large goes back to the system when it is done with, whatever malloc would keep."""
-    size_bytes = elements * carrier.itemsize
     if size_bytes < _OWN_MAPPING_BYTES:
-        return torch.empty(elements, dtype=carrier)
-    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=carrier)
+        return torch.empty(size_bytes, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_remote.dedup import NO_LOAN, Base, Known, Loan, Part, Parts, place
+from dcp_remote.devices import Run, host_views, is_linked, pinned_bytes, wait_for_devices
 from dcp_remote.digests import DIGEST_BYTES, block_bytes, block_digests, piece_digest, table_entries
 from dcp_remote.dtypes import ITEM_BYTES
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError, UnsafeObjectError
@@ -28,7 +29,7 @@ from dcp_remote.plans import SharedPart, SharedParts
 from dcp_remote.ranges import Box, KiB, MiB, boxes_of_run, firsts
 from dcp_remote.read_plan import ALONE_BYTES
 from dcp_remote.report import Notes, RankFigures, RankReport, ReportedObject, WrittenShard
-from dcp_remote.serialization import dtype_name, encoding_of, is_copied, narrow, run_bytes
+from dcp_remote.serialization import dtype_name, encoding_of, is_copied, narrow
 from dcp_remote.shard import SHARD_BYTES_MAX, HeaderEntry, ShardNames, header
 from dcp_remote.storage.base import Buffer
 from dcp_remote.uploads import Prepared, Uploads
@@ -93,11 +94,12 @@ class _Items:
         if encoding != known.encoding:
             return []
         item_bytes = ITEM_BYTES[item.dtype]
+        _wait_for_devices([item.source])
         parts: list[Part] = []
         for part in base.compare(
             known.pieces,
             length_bytes=math.prod(item.sizes) * item_bytes,
-            read=lambda start, stop: _bytes_of(item.source, start // item_bytes, stop // item_bytes),
+            read=lambda start, stop: _view(item.source, start // item_bytes, stop // item_bytes),
         ):
             look()
             parts.append(part)
@@ -289,9 +291,9 @@ def write_shards(
     of_the_state = _gives_the_state_itself(planner)
     other_names = names.again()
     for number, pieces in enumerate(pack(items, shard_bytes_max=shard_bytes_max)):
-        claimed_bytes = sum(piece.length for piece in pieces if _is_held(piece, of_the_state=of_the_state))
+        claimed_bytes = _held_bytes(pieces, of_the_state=of_the_state)
         uploads.claim(claimed_bytes)
-        _wait_for_devices(pieces)
+        _wait_for_devices([piece.item.source for piece in pieces])
         uploads.submit(
             names.key(number),
             partial(_prepare, pieces),
@@ -362,22 +364,21 @@ def _gives_the_state_itself(planner: SavePlanner) -> TypeGuard[DefaultSavePlanne
     )
 
 
-def _is_held(piece: Piece[Source], *, of_the_state: bool) -> bool:
-    """Whether sending a piece takes memory beyond the state."""
-    source = piece.item.source
-    in_place = isinstance(source, torch.Tensor) and of_the_state and not is_copied(source)
-    return not in_place or piece.length < JOIN_BYTES
+def _held_bytes(pieces: Sequence[Piece[Source]], *, of_the_state: bool) -> int:
+    """The memory beyond the state that sending them takes."""
+    held_bytes, linked_bytes = 0, 0
+    for piece in pieces:
+        source = piece.item.source
+        in_place = isinstance(source, torch.Tensor) and of_the_state and not is_copied(source)
+        if isinstance(source, torch.Tensor) and is_linked(source):
+            linked_bytes += piece.length
+        elif not in_place or piece.length < JOIN_BYTES:
+            held_bytes += piece.length
+    return held_bytes + pinned_bytes(linked_bytes)
 
 
-def _wait_for_devices(pieces: Sequence[Piece[Source]]) -> None:
-    """Until what the caller's streams still have to write is written: workers copy on streams of their own."""
-    sources = [piece.item.source for piece in pieces]
-    devices = {source.device for source in sources if isinstance(source, torch.Tensor) and source.device.type != "cpu"}
-    for device in devices:
-        # CUDA and XPU have streams; MPS has one queue, and a copy from it waits by itself.
-        current_stream = getattr(getattr(torch, device.type, None), "current_stream", None)
-        if current_stream is not None:
-            current_stream(device).synchronize()
+def _wait_for_devices(sources: Sequence[Source]) -> None:
+    wait_for_devices([source for source in sources if isinstance(source, torch.Tensor)])
 
 
 def _prepare(pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard]:
@@ -386,13 +387,12 @@ def _prepare(pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard]:
     tables: list[bytes] = []
     piece_digests: list[bytes] = []
     first_blocks: list[bytes] = []
-    for piece in pieces:
-        view = _bytes_of(piece.item.source, piece.start, piece.stop)
+    for piece, view in zip(pieces, _views(pieces), strict=True):
         assert len(view) == piece.length
-        if len(view) < JOIN_BYTES:
-            view = memoryview(bytes(view))
-        views.append(view)
-        blocks = block_digests(view, size_bytes=block_bytes(piece.length))
+        # Small ones are joined later: from copies, which nobody changes meanwhile.
+        own = view if len(view) >= JOIN_BYTES else memoryview(bytes(view))
+        views.append(own)
+        blocks = block_digests(own, size_bytes=block_bytes(piece.length))
         piece_digests.append(piece_digest(blocks))
         first_blocks.append(blocks[:DIGEST_BYTES])
         if table_entries(piece.length):
@@ -417,9 +417,18 @@ def _prepare(pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard]:
     return Prepared([front, *_joined(views)], written, partial(_check_unchanged, pieces, views, piece_digests))
 
 
-def _bytes_of(source: Source, start: int, stop: int) -> memoryview:
-    """Of elements `start` to `stop`; a copy only where a tensor must be copied."""
-    return run_bytes(source, start, stop) if isinstance(source, torch.Tensor) else source[start:stop]
+def _view(source: Source, start: int, stop: int) -> memoryview:
+    """The bytes of elements `start` to `stop`; a copy only where a tensor must be copied."""
+    return host_views([Run(source, start, stop)])[0] if isinstance(source, torch.Tensor) else source[start:stop]
+
+
+def _views(pieces: Sequence[Piece[Source]]) -> Iterator[memoryview]:
+    """The same of each piece; what has to be copied from devices is copied at once."""
+    tensors = [(piece, piece.item.source) for piece in pieces if isinstance(piece.item.source, torch.Tensor)]
+    of_tensors = iter(host_views([Run(tensor, piece.start, piece.stop) for piece, tensor in tensors]))
+    for piece in pieces:
+        source = piece.item.source
+        yield next(of_tensors) if isinstance(source, torch.Tensor) else source[piece.start : piece.stop]
 
 
 def _check_unchanged(

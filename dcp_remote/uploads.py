@@ -247,6 +247,7 @@ class Uploads(Generic[T]):
             return
         with self._changed:
             job.prepared, job.began_seconds = prepared, self._clock()
+        del prepared  # or its bytes would outlive their place in the budget
         self._send(job, job.key)
 
     def _send(self, job: _Job[T], key: str) -> None:
@@ -271,6 +272,7 @@ class Uploads(Generic[T]):
                 self._on_put(key, prepared.size_bytes)
         except BaseException as error:  # noqa: BLE001  # told by whoever waits
             failure = error
+        del prepared  # as above
         with self._changed:
             job.sending -= 1
             # A put that failed counts for nothing while the other may succeed.

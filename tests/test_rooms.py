@@ -124,6 +124,7 @@ ROOMS = [
     "object_streams",
     "objects",
     "serialization",
+    "devices",
     "chunk_list",
     "dcp_metadata",
     "crossing",
