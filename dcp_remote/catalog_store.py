@@ -137,7 +137,7 @@ def swap(
         before, wanted = seen, now if wanted is None else wanted
         body = catalog_json.encode(wanted, uuid.uuid4().hex)
         try:
-            store.put(CATALOG_KEY, [body], condition="absent" if seen is None else seen.version)
+            reading.put(CATALOG_KEY, [body], condition="absent" if seen is None else seen.version)
         except DcpRemoteError as error:
             failure = error
         else:

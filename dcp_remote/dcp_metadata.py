@@ -96,7 +96,7 @@ def planned_of(dcp_metadata: Metadata) -> Planned:
     metas = list(tensors.values())
     return Planned(
         names=tuple(tensors),
-        kinds=tuple(_kind(name, meta.properties) for name, meta in tensors.items()),
+        kinds=tuple(kind_of(name, meta.properties) for name, meta in tensors.items()),
         dimensions=np.array([len(meta.size) for meta in metas], dtype=np.int64),
         shape=_flat(meta.size for meta in metas),
         chunks=np.array([len(meta.chunks) for meta in metas], dtype=np.int64),
@@ -104,11 +104,20 @@ def planned_of(dcp_metadata: Metadata) -> Planned:
         chunk_sizes=_flat(chunk.sizes for meta in metas for chunk in meta.chunks),
         objects=tuple(objects),
         positions=objects,
-        flatten=_flatten(dcp_metadata.planner_data),
+        flatten=flatten_of(dcp_metadata.planner_data),
     )
 
 
-def _kind(tensor: str, properties: TensorProperties) -> TensorKind:
+def kind_of(tensor: str, properties: TensorProperties) -> TensorKind:
+    """A tensor's properties by name.
+
+    Args:
+        tensor: For the error.
+        properties: Its own.
+
+    Raises:
+        InvalidArgumentError: It has a memory format that the format has no word for.
+    """
     memory_format = next((name for name, value in _MEMORY_FORMATS.items() if value == properties.memory_format), None)
     if memory_format is None:
         raise InvalidArgumentError(
@@ -130,7 +139,12 @@ def _flat(values: Iterable[Iterable[int]]) -> I64:
     return np.fromiter(chain.from_iterable(values), dtype=np.int64)
 
 
-def _flatten(planner_data: object) -> dict[str, tuple[str | int, ...]] | None:
+def flatten_of(planner_data: object) -> dict[str, tuple[str | int, ...]] | None:
+    """The mapping of flat names to places in a nested state dict; None if nothing was flattened.
+
+    Raises:
+        InvalidArgumentError: The planner's own data is none, and cannot be stored safely.
+    """
     if planner_data is None:
         return None
     if not isinstance(planner_data, Mapping) or not all(

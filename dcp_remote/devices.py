@@ -53,7 +53,8 @@ class _Cuda:
     """CUDA, and ROCm, which torch calls the same. One stream a device; all threads that copy share it.
 
     torch keeps pinned memory that nobody uses any more for whoever asks next, in sizes of powers of two
-    (CachingHostAllocator): that is the ring of buffers.
+    (CachingHostAllocator): that is the ring of buffers. Of each size, what was in use at most stays pinned until the
+    process ends; nearly all shards ask for the largest.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class _Cuda:
     def pinned(self, size_bytes: int, device: torch.device) -> torch.Tensor:
         # A thread begins with the first device, and every process of a host would take memory there.
         with torch.cuda.device(device):
-            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     @contextmanager
     def copying(self, device: torch.device) -> Iterator[None]:
@@ -96,7 +97,10 @@ def is_linked(tensor: torch.Tensor) -> bool:
 
 
 def wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
-    """Until what the caller's streams still have to write is written: copies go by streams of their own."""
+    """Until what the caller's streams still have to write is written: copies go by streams of their own.
+
+    To be called in the thread that computed them: each has a current stream of its own.
+    """
     for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
         # CUDA and XPU have streams; MPS has one queue, and a copy from it waits by itself.
         current_stream = getattr(getattr(torch, device.type, None), "current_stream", None)

@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 from dcp_remote.errors import StorageError
 from dcp_remote.ranges import MiB
 from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.landing import Landing
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.transfer import WAKE_SECONDS, Patience, submitted
 
@@ -106,7 +107,8 @@ def download(
 ) -> Iterator[Fetched[T]]:
     """Read ranges in parallel, and give each as it arrives; `fetches` is drawn from in the caller's thread.
 
-    One request per range, unless it has to be repeated. When it raises, or is closed, no thread writes any more.
+    One request per range, unless it has to be repeated. When it raises, or is closed, no thread writes any more; of the
+    cloud some may still wait, for an answer that nobody wants (`storage/landing.py`).
 
     Args:
         store: From where.
@@ -120,6 +122,7 @@ def download(
         CorruptCheckpointError: An object is shorter than its manifest says.
     """
     patience = Patience()
+    landing = Landing()
     buffers = _Buffers(memory_budget_bytes)
 
     def begin(fetch: Fetch[T]) -> Future[Fetched[T]]:
@@ -128,7 +131,8 @@ def download(
 
     def receive(fetch: Fetch[T], data: memoryview) -> Fetched[T]:
         deadline = Deadline(retry_seconds, patience.clock)
-        RetryingStore(store, deadline, sleep=patience.pause).get_into(fetch.key, fetch.start, data)
+        with landing.used():
+            RetryingStore(store, deadline, sleep=patience.pause).get_into(fetch.key, fetch.start, data)
         return Fetched(fetch, data, fetch.digest(data))
 
     def in_flight_max(fetch: Fetch[T]) -> int:
@@ -160,4 +164,5 @@ def download(
                 del fetched  # or its buffer would outlive its place in the budget
     finally:
         patience.give_up()
-        pool.shutdown(wait=True, cancel_futures=True)
+        some_wait = landing.close()
+        pool.shutdown(wait=not some_wait, cancel_futures=True)

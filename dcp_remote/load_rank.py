@@ -20,11 +20,12 @@ from dcp_remote.chunk_list import local_plan
 from dcp_remote.downloads import RANGE_RETRY_SECONDS
 from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.exchange import Exchange, cohorts_of
-from dcp_remote.joint import Joint, Ranks
+from dcp_remote.joint import Joint
 from dcp_remote.manifest import Manifest
 from dcp_remote.peers import host_towards
 from dcp_remote.per_rank import PER_RANK_KEY, PerRank, put_back, template_of
 from dcp_remote.ranges import MiB
+from dcp_remote.ranks import Ranks
 from dcp_remote.read_plan import wanted_blocks
 from dcp_remote.reader import RemoteReader
 from dcp_remote.reading import Target, read_or_explain
@@ -145,7 +146,7 @@ def load_rank(
     began_seconds, before = time.monotonic(), store.counts
     with operation.phase("planning"):
         joint.note("asking which checkpoint to restore")
-        chosen = joint.gather(step, lambda steps: _chosen(store, steps))
+        chosen = joint.gather(step, lambda steps: _chosen(store, steps, joint.deadline))
         if chosen is None:
             if ranks.is_coordinator:
                 # A URL that is a little wrong looks the same: a job must not begin anew without a word.
@@ -153,7 +154,9 @@ def load_rank(
             return None
         entry = chosen.entry
         joint.note(f"planning the restore of step {entry.step}")
-        data = fetch_entry(store, entry) if chosen.manifest is None else chosen.manifest
+        data = chosen.manifest
+        if data is None:
+            data = fetch_entry(store, entry, retry_seconds=_asking_seconds(joint.deadline))
         manifest = decode_entry(store, entry, data)
         del chosen, data
         # What follows may be collectives of training, which nobody may enter alone.
@@ -237,20 +240,25 @@ class _Chosen:
     manifest: bytes | None
 
 
-def _chosen(store: ObjectStore, steps: Sequence[int | str | None]) -> _Chosen | None:
+def _asking_seconds(deadline: Deadline) -> float:
+    """How long one question is asked."""
+    return min(RANGE_RETRY_SECONDS, deadline.remaining_seconds())
+
+
+def _chosen(store: ObjectStore, steps: Sequence[int | str | None], deadline: Deadline) -> _Chosen | None:
     if any(step != steps[0] for step in steps):
         raise InvalidArgumentError("Ranks ask for different checkpoints at a time.", steps=str(steps[:16]))
     if type(steps[0]) not in (int, str, type(None)):
         raise InvalidArgumentError("A step is an integer, or a checkpoint's name.", step=steps[0])
     # Before anything is trained: the first save would refuse it, hours later.
-    require_no_checkpoint_by_itself(RetryingStore(store, Deadline(RANGE_RETRY_SECONDS)))
-    catalog = catalog_of(store)
+    require_no_checkpoint_by_itself(RetryingStore(store, Deadline(_asking_seconds(deadline))))
+    catalog = catalog_of(store, retry_seconds=_asking_seconds(deadline))
     if steps[0] is None and (catalog is None or catalog.latest() is None):
         return None
     if catalog is None:
         raise CheckpointNotFoundError("There is no run here yet.", url=store.url, step=steps[0])
     entry = find(catalog, steps[0], url=store.url)
-    data = fetch_entry(store, entry)
+    data = fetch_entry(store, entry, retry_seconds=_asking_seconds(deadline))
     return _Chosen(entry, data if len(data) * len(steps) <= _MANIFESTS_BYTES_MAX else None)
 
 

@@ -6,11 +6,8 @@ waits in a collective, and checkpoint traffic shares neither a group nor a threa
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterable, Mapping, MutableMapping
 from types import TracebackType
@@ -20,10 +17,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from dcp_remote.catalog import pinned
-from dcp_remote.catalog_store import swap
-from dcp_remote.checkpoint import read_manifest
+from dcp_remote.at_exit import AtExit
 from dcp_remote.desk import Desk
+from dcp_remote.devices import wait_for_devices
 from dcp_remote.digests import digest
 from dcp_remote.errors import (
     DcpRemoteError,
@@ -32,21 +28,21 @@ from dcp_remote.errors import (
     SaveTimeoutError,
 )
 from dcp_remote.flight import Flight
-from dcp_remote.joint import Joint, Ranks
+from dcp_remote.joint import Joint
 from dcp_remote.load_rank import load_rank
 from dcp_remote.location import Location, require_budget, require_shared, require_timeout
 from dcp_remote.manifest_json import checked_user
 from dcp_remote.per_rank import saved_state
 from dcp_remote.preemption import Preemption
+from dcp_remote.ranks import Ranks
 from dcp_remote.reports import LoadReport, SaveReport
 from dcp_remote.retention import Retention
-from dcp_remote.run import CheckpointInfo, catalog_of
+from dcp_remote.run_checkpoints import RunCheckpoints
 from dcp_remote.run_save import Job, Note, require_step
 from dcp_remote.save_rank import RankSaver, Task
-from dcp_remote.staging import Stager
+from dcp_remote.staging import Stager, tensors_of
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
-from dcp_remote.storage.retrying import Deadline
 from dcp_remote.telemetry import Telemetry
 from dcp_remote.text_keys import require_distinct
 from dcp_remote.transfer import MEMORY_BUDGET_BYTES
@@ -59,11 +55,8 @@ TIMEOUT_SECONDS = 1800.0
 # A rank that says nothing for so long is taken for dead; a busy one says so every second.
 SILENCE_SECONDS = 60.0
 
-# Of a catalog, when somebody waits for the answer.
-_LOOK_SECONDS = 300.0
 
-
-class CheckpointManager:
+class CheckpointManager(RunCheckpoints):
     """The checkpoints of one training run; made by every rank, with the same arguments.
 
         with CheckpointManager("s3://bucket/run", retention=Retention(keep_last=3)) as checkpoints:
@@ -110,6 +103,8 @@ class CheckpointManager:
             ranks. No request is made here.
     """
 
+    _store: CountingStore
+
     def __init__(
         self,
         url: str | os.PathLike[str] | ObjectStore,
@@ -141,10 +136,9 @@ class CheckpointManager:
                 )
         location = Location.of(url, storage_options)
         require_shared(location)
-        self._store = CountingStore(location.store)
+        super().__init__(CountingStore(location.store))
         self._timeout_seconds, self._silence_seconds = timeout_seconds, silence_seconds
         self._allow_pickle, self._memory_budget_bytes = allow_pickle, memory_budget_bytes
-        self._pid = os.getpid()
         self._is_alone = not _has_group()
         if self._is_alone and os.environ.get("WORLD_SIZE", "1") not in {"", "1"}:
             logger.warning(
@@ -169,7 +163,7 @@ class CheckpointManager:
         self._last_save: SaveReport | None = None
         self._last_load: LoadReport | None = None
         self._closed = False
-        atexit.register(self._at_exit)
+        self._at_exit = AtExit(self._store.url, self.close)
 
     def __repr__(self) -> str:
         """The URL; never an option."""
@@ -189,11 +183,6 @@ class CheckpointManager:
             if error is None:
                 raise
             logger.exception("%s: the last save failed, too", self._store.url)
-
-    @property
-    def url(self) -> str:
-        """Of the run."""
-        return self._store.url
 
     @property
     def last_save(self) -> SaveReport | None:
@@ -384,41 +373,6 @@ class CheckpointManager:
                     self._flight = None
         return self._last_save
 
-    def latest(self) -> CheckpointInfo | None:
-        """The newest checkpoint of the run; None if none is committed. One GET; see `dcp_remote.latest`."""
-        catalog = catalog_of(self._store)
-        entry = catalog.latest() if catalog is not None else None
-        return CheckpointInfo.of(entry) if entry is not None else None
-
-    def steps(self) -> list[int]:
-        """The steps of all live checkpoints, ascending; abandoned ones left out. One GET."""
-        catalog = catalog_of(self._store)
-        return [entry.step for entry in catalog.entries if not entry.abandoned] if catalog is not None else []
-
-    def user(self, step: int | str | None = None) -> dict[str, Any]:
-        """What was noted as `user` when a checkpoint was saved. At most three GETs.
-
-        Raises:
-            CheckpointNotFoundError: There is none.
-        """
-        return dict(read_manifest(self._store, step=step).user)
-
-    def pin(self, step: int) -> None:
-        """Exempt a checkpoint from retention. A GET and a PUT; one rank may call it, or all.
-
-        Raises:
-            CheckpointNotFoundError: No checkpoint of this step is live.
-        """
-        self._pin(step, pin=True)
-
-    def unpin(self, step: int) -> None:
-        """Take a pin away again.
-
-        Raises:
-            CheckpointNotFoundError: No checkpoint of this step is live.
-        """
-        self._pin(step, pin=False)
-
     def close(self) -> None:
         """Wait for the save under way, finish keeping the run tidy, and let go of everything.
 
@@ -428,7 +382,7 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
+        self._at_exit.cancel()
         try:
             self.wait()
         finally:
@@ -446,6 +400,8 @@ class CheckpointManager:
             copied = saved_state(state, self._ranks.rank)
             require_distinct(copied)
             if not stage:
+                # Here, and not in the thread that saves: that knows nothing of this one's stream.
+                wait_for_devices(list(tensors_of(copied)))
                 return copied
             joint.note("copying the state")
             return self._stager.stage(copied)
@@ -484,30 +440,9 @@ class CheckpointManager:
         left, remaining = self._timeout_seconds - waited_seconds, self._preemption.remaining_seconds()
         return left if remaining is None else min(left, remaining)
 
-    def _pin(self, step: int, *, pin: bool) -> None:
-        require_step(step)
-        swap(self._store, lambda now: pinned(now, step, pin=pin), deadline=Deadline(_LOOK_SECONDS))
-
     def _require_open(self) -> None:
         if self._closed:
             raise InvalidArgumentError("This CheckpointManager was closed.", url=self._store.url)
-
-    def _at_exit(self) -> None:
-        """The process ends, and nobody has closed this: the last save is waited for, and its failure is told.
-
-        By the exit code as well: a job that ends well without its last checkpoint would be taken for one that has it.
-        """
-        if os.getpid() != self._pid:
-            return  # a child that was forked has none of its threads
-        try:
-            self.close()
-        except BaseException:
-            logger.critical("%s: the last save of this process failed", self._store.url, exc_info=True)
-            logging.shutdown()
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):
-                    stream.flush()
-            os._exit(1)
 
 
 def _has_group() -> bool:

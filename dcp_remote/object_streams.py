@@ -42,7 +42,8 @@ def save(value: object) -> bytes:
 
 def load_trusted(stream: bytes) -> object:
     """Unpickle without restriction: runs any code that the stream names. Raises whatever that raises."""
-    return torch.load(io.BytesIO(stream), weights_only=False, map_location="cpu", mmap=False)
+    with torch.device("cpu"):
+        return torch.load(io.BytesIO(stream), weights_only=False, map_location="cpu", mmap=False)
 
 
 def load_restricted(stream: bytes) -> object:
@@ -81,7 +82,8 @@ def _checking_sparse() -> Iterator[None]:
 
 
 def _load_with_torch(records: Mapping[str, memoryview], names: frozenset[str]) -> object:
-    with _checking_sparse() if REBUILD_SPARSE in names else nullcontext():
+    # What builds a sparse tensor is a factory to torch: it takes the user's default device, whatever `map_location` is.
+    with _checking_sparse() if REBUILD_SPARSE in names else nullcontext(), torch.device("cpu"):
         try:
             return torch.load(_pack(records), weights_only=True, map_location="cpu", mmap=False)
         except pickle.UnpicklingError as error:

@@ -16,43 +16,39 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import ipaddress
 import logging
-import math
 import os
-import resource
 import selectors
 import socket
 import struct
-import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self, cast
 
-from dcp_remote.ranges import MiB
+from dcp_remote.peer_sockets import (
+    BACKLOG,
+    CONNECT_SECONDS,
+    connected_here,
+    free_descriptors,
+    listening_here,
+    prepare,
+    receive,
+)
+from dcp_remote.storage.landing import is_wanted
 
 logger = logging.getLogger(__name__)
 
-# Without a byte, of somebody who is asked for what he has read or is about to read. A rank that was stopped costs each
-# of the others so long, once.
+# Of somebody who is asked for what he has read or is about to read: without a byte, or behind what the slowest network
+# would have brought. A rank that was stopped costs each of the others so long, once.
 PATIENCE_SECONDS = 15.0
 
-# Ranks of a group reach each other in milliseconds, or not at all.
-_CONNECT_SECONDS = 3.0
-
-# So often those who wait look whether it makes sense.
-_LOOK_SECONDS = 1.0
-
-# If none of the first could be reached, none can: a firewall between hosts.
+# If none of the first of other hosts could be reached, none can: a firewall between them. And so of this host.
 _UNREACHED_MAX = 3
 
-# Connections that wait to be accepted: sixteen of each rank that may ask.
-_BACKLOG = 1024
-
-# In the kernel, of a Unix socket: at its default of 200 KiB two processes wake each other twenty times as often.
-_BUFFER_BYTES = 4 * MiB
+# Of no machine, but on the way to the world, for each family of addresses (RFC 5737, RFC 3849).
+_FAR_AWAY = ("192.0.2.1", "2001:db8::1")
 
 # Accepted at a time; who is turned away reads from the store.
 _CONNECTIONS_MAX = 128
@@ -85,27 +81,39 @@ class Address:
     secret: bytes
 
 
-def _free_descriptors() -> float:
-    """How many files this process may still open; infinite where that cannot be seen."""
-    try:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return math.inf if limit == resource.RLIM_INFINITY else limit - sum(1 for _ in Path("/proc/self/fd").iterdir())
-    except OSError:
-        return math.inf
-
-
 def host_towards(host: str | None) -> str:
     """The address of this host by which it reaches another one, and so can be reached from there; sends nothing.
+
+    A host that finds itself under a name of its own may find the loopback interface (Debian calls a host 127.0.1.1 in
+    its /etc/hosts), where nobody else reaches it: then it is the address by which it would reach the world.
 
     Args:
         host: Where all ranks meet. None, or one that cannot be found, gives the loopback interface.
     """
+    own = _address_towards(host) if host else None
+    if own is not None and host is not None and _is_loopback(own) and not _means_loopback(host):
+        own = next(filter(None, map(_address_towards, _FAR_AWAY)), own)
+    return own or "127.0.0.1"
+
+
+def _address_towards(host: str) -> str | None:
     with contextlib.suppress(OSError):
-        for family, kind, *_, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM) if host else ():
+        for family, kind, *_, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe:
                 probe.connect(place)
                 return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _means_loopback(host: str) -> bool:
+    try:
+        return _is_loopback(host)
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(slots=True)
@@ -139,11 +147,11 @@ class Giver:
 
     def __init__(self, host: str, *, kept_bytes_max: int) -> None:
         """See the class."""
-        if _free_descriptors() < _DESCRIPTORS_MIN:
+        if free_descriptors() < _DESCRIPTORS_MIN:
             raise OSError(errno.EMFILE, "too few files may be opened (ulimit -n) for connections to other ranks")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listening = [socket.create_server((host, 0), family=family, backlog=_BACKLOG)]
-        here = _listening_here()
+        self._listening = [socket.create_server((host, 0), family=family, backlog=BACKLOG)]
+        here = listening_here()
         if here is not None:
             self._listening.append(here)
         name = bytes(here.getsockname()) if here is not None else b""
@@ -248,10 +256,10 @@ class Giver:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            _prepare(connection)
+            prepare(connection, patience_seconds=PATIENCE_SECONDS)
             while not self._closed.is_set():
                 asked = memoryview(bytearray(_REQUEST.size))
-                _receive(connection, asked, lambda _idle_seconds: self._closed.is_set())
+                receive(connection, asked, lambda _idle_seconds: self._closed.is_set())
                 secret, number = _REQUEST.unpack(asked)
                 if not hmac.compare_digest(secret, self.address.secret):
                     return
@@ -301,7 +309,7 @@ class Taker:
         self._lock = threading.Lock()
         self._idle: dict[int, list[socket.socket]] = {}
         self._lost: set[int] = set()
-        self._reached = False
+        self._reached: set[bool] = set()  # whether here, or on other hosts
         self._taken_bytes = 0
 
     def __enter__(self) -> Self:
@@ -330,7 +338,7 @@ class Taker:
         Waits until the other has it.
         """
         with self._lock:
-            if giver in self._lost or (len(self._lost) >= _UNREACHED_MAX and not self._reached):
+            if giver in self._lost or self._is_out_of_reach(giver):
                 return False
             idle = self._idle.get(giver, [])
             connection = idle.pop() if idle else None
@@ -348,92 +356,45 @@ class Taker:
             is_kept = len(idle) < _IDLE_MAX
             if is_kept:
                 idle.append(connection)
-            self._reached = True
+            self._reached.add(self._is_here(giver))
             self._taken_bytes += len(into) if given else 0
         if not is_kept:
             connection.close()
         return given
 
+    def _is_here(self, giver: int) -> bool:
+        return self._addresses[giver].host == self._host
+
+    def _is_out_of_reach(self, giver: int) -> bool:
+        here = self._is_here(giver)
+        return here not in self._reached and sum(self._is_here(n) == here for n in self._lost) >= _UNREACHED_MAX
+
     def _connect(self, giver: int) -> socket.socket:
         address = self._addresses[giver]
-        connection = _connected_here(address.name) if address.name and address.host == self._host else None
+        connection = connected_here(address.name) if address.name and self._is_here(giver) else None
         if connection is None:
-            connection = socket.create_connection((address.host, address.port), timeout=_CONNECT_SECONDS)
-        _prepare(connection)
+            connection = socket.create_connection((address.host, address.port), timeout=CONNECT_SECONDS)
+        prepare(connection, patience_seconds=PATIENCE_SECONDS)
         return connection
 
     def _ask(self, connection: socket.socket, giver: int, number: int, into: memoryview) -> bool:
         connection.sendall(_REQUEST.pack(self._addresses[giver].secret, number))
         answer = memoryview(bytearray(1))
-        _receive(connection, answer, self._is_hopeless)
+        receive(connection, answer, self._is_hopeless)
         if bytes(answer) != _GIVEN:
             return False
-        _receive(connection, into, self._is_hopeless)
+        receive(connection, into, self._is_hopeless)
         return True
 
     def _is_hopeless(self, idle_seconds: float) -> bool:
-        return idle_seconds >= PATIENCE_SECONDS or self._is_over()
+        return idle_seconds >= PATIENCE_SECONDS or self._makes_no_sense()
+
+    def _makes_no_sense(self) -> bool:
+        return self._is_over() or not is_wanted()
 
     def _lose(self, giver: int, error: Exception) -> None:
         with self._lock:
             known = giver in self._lost
             self._lost.add(giver)
-        if not known and not self._is_over():
+        if not known and not self._makes_no_sense():
             logger.warning("Another rank does not give what it has read; it is read from the store. cause=%s", error)
-
-
-def _listening_here() -> socket.socket | None:
-    """A Unix socket without a file, as Linux has them: between ranks of a host it costs half of what TCP does."""
-    if sys.platform != "linux":
-        return None
-    listening = socket.socket(socket.AF_UNIX)
-    try:
-        listening.bind(b"\0dcp_remote/" + os.urandom(_SECRET_BYTES).hex().encode())
-        listening.listen(_BACKLOG)
-    except OSError:
-        listening.close()
-        return None
-    return listening
-
-
-def _connected_here(name: bytes) -> socket.socket | None:
-    """None if it is not of this host, or of another container."""
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.settimeout(_CONNECT_SECONDS)
-        connection.connect(name)
-    except OSError:
-        connection.close()
-        return None
-    return connection
-
-
-def _prepare(connection: socket.socket) -> None:
-    """To block in the kernel, which wakes it now and then: no poll before each of many small reads."""
-    connection.settimeout(None)
-    if connection.family == socket.AF_UNIX:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-    else:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(_LOOK_SECONDS))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(PATIENCE_SECONDS))
-
-
-def _timeval(seconds: float) -> bytes:
-    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-
-
-def _receive(connection: socket.socket, into: memoryview, is_hopeless: Callable[[float], bool]) -> None:
-    """All of it; `is_hopeless` is asked every second in which nothing came, with how many of them there were."""
-    last_seconds = time.monotonic()
-    while into:
-        try:
-            count = connection.recv_into(into, len(into), socket.MSG_WAITALL)
-        except BlockingIOError as error:
-            if is_hopeless(time.monotonic() - last_seconds):
-                raise TimeoutError("Nothing came for too long, or it is over.") from error
-            continue
-        if not count:
-            raise EOFError("The other rank has closed the connection.")
-        into = into[count:]
-        last_seconds = time.monotonic()

@@ -1,41 +1,39 @@
-"""Who writes what: torch's plans, made once for as long as nothing but values changes, and large replicas shared out.
+"""Plans of torch's, made once for as long as nothing but values changes; and as columns, for `plan_table`.
 
 torch can cache plans itself, in dictionaries of its classes by the name of the planner's class: two models in one
 process share them, and a dtype that changes goes unnoticed (torch 2.13, planner_helpers.py). These are a manager's own,
 and all that a plan says is compared.
 
-torch also has a tensor that all ranks hold written by one of them. A large one is cut here before torch plans, and each
-holder writes a part. In the checkpoint it looks as if it had been sharded. That is only right where all hold the same
-values, at which torch never looks: a sample of them is compared in each save, and where it differs, one rank writes the
-whole, as in torch.
+What all ranks hold may be written by several, a part each. That is only right where all hold the same values, at which
+torch never looks: a sample of them is compared in each save, and where it differs, one rank writes the whole, as in
+torch.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeGuard
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
+from dcp_remote.dcp_metadata import flatten_of, kind_of
 from dcp_remote.digests import digest
+from dcp_remote.manifest import TensorKind
+from dcp_remote.plan_table import Chunk, Integers, PlanTable, Share, said, small
 from dcp_remote.ranges import Box
 from dcp_remote.serialization import byte_view, is_plain
 
-logger = logging.getLogger(__name__)
-
-# Of a shard: a part is no smaller, or its request would cost more than its bytes.
-_PART_SHARE_MIN = 0.25
-
 # Of a large tensor: replicas that differ at all mostly differ everywhere.
 _SAMPLED_VALUES = 4096
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 # What makes a planner's plan depend on nothing but the state and its flags, and its tensors those of the state. An
 # older torch may not have all of them.
@@ -86,12 +84,14 @@ class Proposal:
 
     Attributes:
         plan: torch's.
+        is_regular: Whether a table says all that it does.
         large: Of the items that are larger than a shard and need not be written whole.
         flags: Of the planner.
         samples: Of the values of what is large, a digest; it changes with every save.
     """
 
     plan: SavePlan
+    is_regular: bool = False
     large: frozenset[MetadataIndex] = frozenset()
     flags: tuple[bool, ...] = ()
     samples: Samples = field(default_factory=dict, compare=False)
@@ -150,8 +150,9 @@ def propose(planner: SavePlanner, *, shard_bytes_max: int) -> Proposal:
     if not is_torchs(planner):
         return Proposal(plan)
     flags = (planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank)
-    if planner.dedup_save_to_lowest_rank:
-        return Proposal(plan, flags=flags)
+    is_regular = _is_regular(plan)
+    if planner.dedup_save_to_lowest_rank or not is_regular:
+        return Proposal(plan, is_regular, flags=flags)
     tensors = {
         item.index: planner.lookup_object(item.index) for item in plan.items if _chunk_bytes(item) > shard_bytes_max
     }
@@ -160,13 +161,32 @@ def propose(planner: SavePlanner, *, shard_bytes_max: int) -> Proposal:
         for index, tensor in tensors.items()
         if _is_divisible(tensor) and (sample := _sample(tensor)) is not None
     }
-    return Proposal(plan, frozenset(samples), flags, samples)
+    return Proposal(plan, is_regular, frozenset(samples), flags, samples)
+
+
+def _is_regular(plan: SavePlan) -> bool:
+    """Whether each item is a chunk that begins where its index says, or an object; and each another one.
+
+    A tensor of a class with rules of its own may have planned anything.
+    """
+    return len({item.index for item in plan.items}) == len(plan.items) and all(map(_is_chunk_or_object, plan.items))
+
+
+def _is_chunk_or_object(item: WriteItem) -> bool:
+    data = item.tensor_data
+    if item.type == WriteItemType.BYTE_IO or data is None:
+        return item.type == WriteItemType.BYTE_IO and data is None and item.index.offset is None
+    return item.index.offset == data.chunk.offsets and len(data.chunk.offsets) == len(data.chunk.sizes) == len(
+        data.size
+    )
 
 
 def _sample(tensor: torch.Tensor) -> bytes | None:
     """A digest of some thousand values, spread over all of them; None of a dtype that torch cannot pick them from."""
     with torch.no_grad():
-        places = torch.linspace(0, tensor.numel() - 1, _SAMPLED_VALUES, dtype=torch.float64).long()
+        # At even distances, of a length that no row has: they would all lie in a few columns.
+        turns = torch.arange(_SAMPLED_VALUES, dtype=torch.float64, device="cpu") * _GOLDEN_RATIO
+        places = ((turns - turns.floor()) * tensor.numel()).long().clamp_(max=tensor.numel() - 1)
         where = tuple(one.to(tensor.device) for one in torch.unravel_index(places, tensor.shape))
         try:
             values = tensor.detach()[where].resolve_conj().resolve_neg().cpu()
@@ -186,116 +206,83 @@ def differing(samples: Sequence[Samples]) -> frozenset[MetadataIndex]:
     return frozenset(found)
 
 
-def shared_in(plans: Sequence[SavePlan]) -> frozenset[MetadataIndex]:
-    """The items that ranks write parts of."""
-    return frozenset(part.whole.index for plan in plans for part in SharedParts.in_plan(plan).values())
-
-
-def plan_all(
-    planner: SavePlanner, proposals: Sequence[Proposal], *, shard_bytes_max: int
-) -> tuple[list[SavePlan], Metadata]:
-    """Every rank's plan, and what the checkpoint will hold; called on the coordinator.
+def plan_all(planner: SavePlanner, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """Every rank's plan, and what the checkpoint will hold, as the planner has it; called on the coordinator.
 
     Args:
         planner: The coordinator's; torch's own keeps nothing of it, which at a thousand ranks would be gigabytes.
-        proposals: Of all ranks, in their order.
-        shard_bytes_max: Bytes of data in a shard.
+        plans: Of all ranks, in their order.
     """
-    plans = shared_out(proposals, shard_bytes_max=shard_bytes_max)
-    return (copy.copy(planner) if is_torchs(planner) else planner).create_global_plan(plans)
+    return (copy.copy(planner) if is_torchs(planner) else planner).create_global_plan(list(plans))
 
 
-def shared_out(proposals: Sequence[Proposal], *, shard_bytes_max: int) -> list[SavePlan]:
-    """The ranks' plans, with what several of them hold and is larger than a shard cut up among them.
+def chunks_of(indices: Iterable[MetadataIndex]) -> frozenset[Chunk]:
+    """What tables know them by."""
+    return frozenset((index.fqn, tuple(index.offset or ())) for index in indices)
 
-    Such an item is cut along its first dimension into rows for as many of its holders as get a quarter of a shard; of
-    more holders, those that have the least so far. An item of which holders plan something different, or have other
-    values, is left to torch.
 
-    Args:
-        proposals: Of all ranks, in their order.
-        shard_bytes_max: Bytes of data in a shard.
+def table_of(proposal: Proposal) -> PlanTable:
+    """A regular proposal, without the samples.
+
+    Raises:
+        InvalidArgumentError: A tensor has a memory format that the format has no word for.
     """
-    holders: dict[MetadataIndex, list[int]] = {}
-    for rank, proposal in enumerate(proposals):
-        for index in proposal.large:
-            holders.setdefault(index, []).append(rank)
-    items = _items_of([one.plan for one in proposals], {index for index, ranks in holders.items() if len(ranks) > 1})
-    filled = [0] * len(proposals)
-    parts: list[dict[MetadataIndex, WriteItem]] = [{} for _ in proposals]
-    gone: set[MetadataIndex] = set()
-    unlike = differing([one.samples for one in proposals])
-    for index in unlike:
-        logger.warning(
-            "Ranks hold different values of a tensor that each has whole; one rank's are saved. tensor=%s", index.fqn
-        )
-    for index, found in items.items():
-        if index in unlike:
+    items = proposal.plan.items
+    data = [item.tensor_data for item in items]
+    chunks = [one for one in data if one is not None]
+    kinds: dict[tuple[TensorKind, int], int] = {}
+    known: dict[tuple[object, ...], int] = {}
+    kind = []
+    for item, one in zip(items, data, strict=True):
+        if one is None:
+            kind.append(0)
             continue
-        ranks, item = [rank for rank, _ in found], found[0][1]
-        if ranks != holders[index] or any(other.tensor_data != item.tensor_data for _, other in found):
-            continue
-        boxes = _cut(item, min(len(ranks), int(_chunk_bytes(item) / (_PART_SHARE_MIN * shard_bytes_max))))
-        if len(boxes) < 2:  # noqa: PLR2004  # one is the whole
-            continue
-        gone.add(index)
-        writers = sorted(sorted(ranks, key=filled.__getitem__)[: len(boxes)])
-        for rank, box in zip(writers, boxes, strict=True):
-            part = _part(item, box)
-            filled[rank] += _chunk_bytes(part)
-            parts[rank][index] = part
-    if not gone:
-        return [proposal.plan for proposal in proposals]
-    return [_with_parts(one.plan, own, gone) for one, own in zip(proposals, parts, strict=True)]
+        properties = one.properties
+        key = tuple(vars(properties).values())
+        if key not in known:
+            made = kind_of(item.index.fqn, properties), properties.dtype.itemsize
+            known[key] = kinds.setdefault(made, len(kinds))
+        kind.append(known[key])
+    return PlanTable(
+        said=said([item.index.fqn for item in items], flatten_of(proposal.plan.planner_data)),
+        is_object=np.array([one is None for one in data], dtype=bool),
+        is_large=np.array([item.index in proposal.large for item in items], dtype=bool),
+        kind=small(np.array(kind, dtype=np.int64)),
+        dimensions=small(np.array([len(one.size) if one is not None else 0 for one in data], dtype=np.int64)),
+        shapes=_flat(one.size for one in chunks),
+        offsets=_flat(one.chunk.offsets for one in chunks),
+        sizes=_flat(one.chunk.sizes for one in chunks),
+        kinds=tuple(kinds),
+    )
 
 
-def _items_of(
-    plans: Sequence[SavePlan], wanted: set[MetadataIndex]
-) -> dict[MetadataIndex, list[tuple[int, WriteItem]]]:
-    """Who plans what of some items, large there or not; in the order of the plans."""
-    found: dict[MetadataIndex, list[tuple[int, WriteItem]]] = {}
-    names = {index.fqn for index in wanted}
-    for rank, plan in enumerate(plans):
-        for item in plan.items if names else ():
-            if item.index.fqn in names and item.index in wanted:
-                found.setdefault(item.index, []).append((rank, item))
-    return found
+def _flat(values: Iterable[Iterable[int]]) -> Integers:
+    return small(np.fromiter(itertools.chain.from_iterable(values), dtype=np.int64))
 
 
-def _with_parts(plan: SavePlan, own: Mapping[MetadataIndex, WriteItem], gone: set[MetadataIndex]) -> SavePlan:
+def plan_of(proposal: Proposal, share: Share) -> SavePlan:
+    """What is left to a rank of what it proposed."""
+    parts = {part.item: part.box for part in share.parts}
     items: list[WriteItem] = []
     of: dict[MetadataIndex, SharedPart] = {}
-    for item in plan.items:
-        if item.index not in gone:
+    for number, hint in zip(share.items.tolist(), share.hints.tolist(), strict=True):
+        item = proposal.plan.items[number]
+        if item.tensor_data is None:
             items.append(item)
-        elif (part := own.get(item.index)) is not None:
-            items.append(part)
-            of[part.index] = SharedPart(item, _box_within(item, part))
-    return replace(plan, items=items, storage_data=SharedParts(of))
-
-
-def _cut(item: WriteItem, count: int) -> list[Box]:
-    """Boxes of an item's chunk, of nearly equal size, along the first dimension that can be cut: each is one run."""
-    sizes = _chunk(item).sizes
-    dimension = next((n for n, size in enumerate(sizes) if size > 1), None)
-    if dimension is None:
-        return []
-    count = min(count, sizes[dimension])
-    bounds = [sizes[dimension] * k // count for k in range(count + 1)] if count else []
-    return [
-        Box(
-            tuple(start if n == dimension else 0 for n in range(len(sizes))),
-            tuple(stop - start if n == dimension else size for n, size in enumerate(sizes)),
-        )
-        for start, stop in itertools.pairwise(bounds)
-    ]
+            continue
+        box = parts.get(number)
+        own = item if box is None else _part(item, box)
+        items.append(replace(own, index=replace(own.index, index=hint)))
+        if box is not None:
+            of[own.index] = SharedPart(item, box.relative_to(item.tensor_data.chunk.offsets))
+    return replace(proposal.plan, items=items, storage_data=SharedParts(of))
 
 
 def _part(item: WriteItem, box: Box) -> WriteItem:
     """What torch plans for a chunk of its own."""
-    chunk, data = _chunk(item), item.tensor_data
-    assert data is not None
-    offsets = torch.Size(a + b for a, b in zip(chunk.offsets, box.offsets, strict=True))
+    data = item.tensor_data
+    assert data is not None, "of a tensor"
+    offsets = torch.Size(box.offsets)
     return WriteItem(
         index=MetadataIndex(item.index.fqn, offsets),
         type=WriteItemType.SHARD,
@@ -303,16 +290,6 @@ def _part(item: WriteItem, box: Box) -> WriteItem:
             chunk=ChunkStorageMetadata(offsets, torch.Size(box.sizes)), properties=data.properties, size=data.size
         ),
     )
-
-
-def _box_within(item: WriteItem, part: WriteItem) -> Box:
-    whole, chunk = _chunk(item), _chunk(part)
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes)).relative_to(whole.offsets)
-
-
-def _chunk(item: WriteItem) -> ChunkStorageMetadata:
-    assert item.tensor_data is not None, "of a tensor"
-    return item.tensor_data.chunk
 
 
 def _chunk_bytes(item: WriteItem) -> int:

@@ -1,7 +1,7 @@
 """Preemption: all ranks stop at one and the same step, though SIGTERM reaches them at different times, and some never.
 
 An ordinary step costs a lock. A collective in each step would cost more, and one that only those enter who have heard
-of the signal would never end. So ranks agree in the background, over the key-value store (`dcp_remote.pulse`):
+of the signal would never end. So ranks agree in the background, over the key-value store (`dcp_remote.key_value`):
 
     preempt/asked       somebody is about to be killed
     preempt/at/<rank>   the last moment that this rank's `reached` was asked about
@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.joint import Ranks
-from dcp_remote.pulse import Client
+from dcp_remote.key_value import Client
+from dcp_remote.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,8 @@
 """A heartbeat of each rank in the key-value store of torch's process group, and who is silent there.
 
-Nothing unblocks a collective that waits for a rank that is dead or stopped. The store can be asked instead: whether a
-key is there yet, without waiting, so that every wait is the caller's own, and ends when the caller wants it to.
-
-A store that is hosted by a process that was stopped answers nobody: `check` and `get` then block for ever (torch 2.13).
-So one thread of each rank beats, watches the others and reports, with a connection of its own; how long the store has
-been silent can be seen from any other thread without touching it. No clocks of two hosts are ever compared: silence is
-what the reader's own monotonic clock says it is.
+One thread of each rank beats, watches the others and reports, with a connection of its own; how long the store has been
+silent can be seen from any other thread without touching it. No clocks of two hosts are ever compared: silence is what
+the reader's own monotonic clock says it is.
 """
 
 from __future__ import annotations
@@ -17,16 +13,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import TypeVar
 
 import torch.distributed as dist
 
-logger = logging.getLogger(__name__)
+from dcp_remote.key_value import Client
 
-_Key = TypeVar("_Key")
+logger = logging.getLogger(__name__)
 
 # Often enough that a rank's failure is known to all in two or three seconds.
 BEAT_SECONDS = 1.0
@@ -35,20 +29,11 @@ BEAT_SECONDS = 1.0
 # and has torch's own work to do: at 10,000 ranks a beat every ten seconds is 3,000 a second.
 _RANKS_PER_BEAT_SECOND = 1000
 
-# TCPStore's server drops a connection that sends more than 8 MiB at once (TCPStoreLibUvBackend.cpp of torch 2.13).
-_PART_BYTES_MAX = 4 * 2**20
-
-# Keys of one operation: a message of some 100 kB; its answer is as long as the values are.
-_KEYS_PER_OPERATION = 1024
-
 # Ranks not heard of yet are asked for one by one: so many a beat, in turn.
 _UNHEARD_PER_BEAT = 512
 
 # A line in an error, and 10,000 of them in one answer.
 _LINE_CHARACTERS_MAX = 160
-
-# Of `get`, for a key that vanished after it was seen: the only wait here that is the store's. It prints two lines.
-_GET_TIMEOUT = timedelta(seconds=30)
 
 # What the thread gets to say goodbye, when nobody can know whether it is stuck in the store.
 _CLOSE_SECONDS = 5.0
@@ -84,112 +69,6 @@ class Awake:
             self._seconds += min(now - self._last, self._gap_seconds_max)
             self._last = now
             return self._seconds
-
-
-class Client:
-    """One thread's own access to a store: no operation here waits for a key.
-
-    Values of any size are taken: they are cut into parts, the first of which is written last.
-
-    Args:
-        store: Of which this makes itself a connection. TCPStore and FileStore have one for each clone, since a blocked
-            operation holds up all others of its connection. HashStore, and what has no `clone`, is used as it is.
-        answered: Called after each operation that was answered.
-    """
-
-    def __init__(self, store: dist.Store, answered: Callable[[], None] = lambda: None) -> None:
-        """See the class; connects."""
-        self._store = connection(store)
-        self._answered = answered
-
-    def has(self, keys: Sequence[str]) -> bool:
-        """Whether all of them are there."""
-        found = all(self._store.check(list(some)) for some in _slices(keys))
-        self._answered()
-        return found
-
-    def present(self, keys: Sequence[str]) -> set[str]:
-        """Which of them are there; one operation for sixteen that are, seventeen where one is missing."""
-        found: set[str] = set()
-        for first in range(0, len(keys), 16):
-            some = keys[first : first + 16]
-            found.update(some if self.has(some) else [key for key in some if self.has([key])])
-        return found
-
-    def get(self, key: str) -> bytes:
-        """A value that is there."""
-        return self.get_many([key])[0]
-
-    def get_many(self, keys: Sequence[str]) -> list[bytes]:
-        """Values that are all there."""
-        heads = [head for some in _slices(keys) for head in self._store.multi_get(list(some))]
-        values = [self._whole(key, head) for key, head in zip(keys, heads, strict=True)]
-        self._answered()
-        return values
-
-    def take_many(self, keys: Sequence[str]) -> list[bytes]:
-        """Values that are all there, and are no more."""
-        values = self.get_many(keys)
-        for key, value in zip(keys, values, strict=True):
-            for number in range(max(1, -(-len(value) // _PART_BYTES_MAX))):
-                self._store.delete_key(_part(key, number))
-        self._answered()
-        return values
-
-    def put(self, key: str, value: bytes) -> None:
-        """Set it, and forget what was there; not to be done twice with values of several parts.
-
-        Nothing says whether it has arrived: a TCPStore does not answer. What this client asks next is asked after that.
-        """
-        parts = [value[first : first + _PART_BYTES_MAX] for first in range(0, len(value), _PART_BYTES_MAX)] or [b""]
-        for number, part in enumerate(parts[1:], start=1):
-            self._store.set(_part(key, number), part)  # type: ignore[arg-type]  # bytes are taken
-        self._store.set(key, len(parts).to_bytes(4, "little") + parts[0])  # type: ignore[arg-type]
-
-    def put_first(self, key: str, value: bytes) -> None:
-        """Set it unless it is there already; at most 4 MiB."""
-        assert len(value) <= _PART_BYTES_MAX, "a value of several parts cannot be set at once"
-        head = (1).to_bytes(4, "little") + value
-        self._store.compare_set(key, b"", head)  # type: ignore[arg-type]
-        self._answered()
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Delete them, with all their parts, if they are there."""
-        for key in keys:
-            self._store.delete_key(key)
-            number = 1
-            while self._store.check([_part(key, number)]):
-                self._store.delete_key(_part(key, number))
-                number += 1
-        self._answered()
-
-    def _whole(self, key: str, head: bytes) -> bytes:
-        count = int.from_bytes(head[:4], "little")
-        rest = [self._store.get(_part(key, number)) for number in range(1, count)]
-        return b"".join([head[4:], *rest])
-
-
-def _part(key: str, number: int) -> str:
-    return f"{key}+{number}" if number else key
-
-
-def _slices(keys: Sequence[_Key]) -> Iterator[Sequence[_Key]]:
-    for first in range(0, len(keys), _KEYS_PER_OPERATION):
-        yield keys[first : first + _KEYS_PER_OPERATION]
-
-
-def connection(store: dist.Store) -> dist.Store:
-    """Another connection to it, for another thread; where there is no such thing, the store itself."""
-    try:
-        clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
-    except (AttributeError, NotImplementedError):
-        return store  # of somebody's own, or of an older torch
-    below = clone
-    while isinstance(below, dist.PrefixStore):
-        below = below.underlying_store
-    if isinstance(below, dist.TCPStore):  # a clone of another kind may be the original
-        clone.set_timeout(_GET_TIMEOUT)
-    return clone
 
 
 @dataclass(frozen=True, slots=True)

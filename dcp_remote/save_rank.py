@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -19,19 +19,23 @@ from dcp_remote.dcp_metadata import planned_of
 from dcp_remote.dedup import Base
 from dcp_remote.desk import Again, Committed, Desk
 from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError
-from dcp_remote.joint import Joint, Ranks
+from dcp_remote.joint import Joint
+from dcp_remote.plan_table import Chunk, PlanTable, Share, arrange
 from dcp_remote.plans import (
     PlanCache,
     Proposal,
     Samples,
+    chunks_of,
     differing,
     is_torchs,
     plan_all,
+    plan_of,
     propose,
-    shared_in,
+    table_of,
     uncached,
 )
 from dcp_remote.progress import Progress, can_redraw
+from dcp_remote.ranks import Ranks
 from dcp_remote.report import RankReport
 from dcp_remote.reports import RankFigures, SaveReport, Seconds, SlowShard, combine
 from dcp_remote.run import catalog_of
@@ -43,6 +47,7 @@ from dcp_remote.shard_writer import write_shards
 from dcp_remote.storage.counting import CountingStore, Counts
 from dcp_remote.telemetry import Operation
 from dcp_remote.terminal import counted, human_bytes
+from dcp_remote.turns import short_turns
 from dcp_remote.uploads import Uploads
 
 logger = logging.getLogger(__name__)
@@ -110,7 +115,30 @@ class _Known:
 
     save_id: str
     planned: Planned
-    shared: frozenset[MetadataIndex]  # what ranks write parts of
+    shared: frozenset[Chunk]  # what ranks write parts of
+
+
+class _Part(NamedTuple):
+    """What a rank says when a save begins: of its plan only what tells whether it must be made anew, and how."""
+
+    note: Note
+    key: str | None
+    is_regular: bool
+    samples: Samples
+
+
+class _Beginning(NamedTuple):
+    """What the coordinator answers.
+
+    Attributes:
+        begun: The save.
+        is_known: Whether every rank writes what it wrote the last time.
+        in_tables: Whether tables of their plans say all, of every rank.
+    """
+
+    begun: Begun
+    is_known: bool
+    in_tables: bool
 
 
 class RankSaver:
@@ -148,6 +176,7 @@ class RankSaver:
         self._plans = PlanCache()
         self._planned: _Known | None = None
 
+    @short_turns()
     def save(self, joint: Joint, task: Task) -> SaveReport:
         """Save; called by every rank, in a block of the joint. Returns when it is committed.
 
@@ -226,30 +255,55 @@ class RankSaver:
         if is_torchs(planner):  # a user's may want to know of the save
             proposal = self._propose(joint, planner, task)
         joint.note("asking whether this step may be saved")
-        kept, known = self._plans, self._planned
+        kept, known, unlike = self._plans, self._planned, frozenset[MetadataIndex]()
 
-        def begin(parts: list[tuple[Note, str | None, Samples]]) -> tuple[Begun, bool]:
-            begun = _there(self._desk).begin([note for note, _, _ in parts], joint.deadline, borrow=borrow)
-            if known is None or any(key != known.save_id for _, key, _ in parts):
-                return begun, False
-            # A part of one replica and a part of another are only one tensor while they are alike.
-            return begun, not differing([samples for _, _, samples in parts]) & known.shared
+        def begin(parts: list[_Part]) -> _Beginning:
+            nonlocal unlike
+            begun = _there(self._desk).begin([one.note for one in parts], joint.deadline, borrow=borrow)
+            unlike = differing([one.samples for one in parts])
+            is_known = known is not None and all(one.key == known.save_id for one in parts)
+            if known is not None and chunks_of(unlike) & known.shared:
+                # A part of one replica and a part of another are only one tensor while they are alike.
+                is_known = False
+            return _Beginning(begun, is_known, in_tables=all(one.is_regular for one in parts))
 
-        samples = proposal.samples if proposal is not None else {}
-        begun, is_known = joint.gather((task.note, kept.key_of(proposal), samples), begin)
-        if is_known:
+        part = _Part(task.note, None, is_regular=False, samples={})
+        if proposal is not None:
+            part = _Part(task.note, kept.key_of(proposal), proposal.is_regular, proposal.samples)
+        beginning = joint.gather(part, begin)
+        begun = beginning.begun
+        if beginning.is_known:
             return _Agreed(begun, planner, planner.finish_plan(kept.plan), known.planned if known is not None else None)
         if proposal is None:
             proposal = self._propose(joint, planner, task, save_id=begun.save_id)
         joint.note("planning")
 
-        def plan(proposals: list[Proposal]) -> list[SavePlan]:
+        def arranged(tables: list[PlanTable]) -> list[Share]:
             nonlocal known
-            plans, metadata = plan_all(planner, proposals, shard_bytes_max=self._shard_bytes_max)
-            known = _Known(begun.save_id, planned_of(metadata), shared_in(plans))
-            return plans
+            for index in unlike:
+                logger.warning(
+                    "Ranks hold different values of a tensor that each has whole; one rank's are saved. tensor=%s",
+                    index.fqn,
+                )
+            arrangement = arrange(
+                tables,
+                shard_bytes_max=self._shard_bytes_max,
+                unlike=chunks_of(unlike),
+                to_lowest_rank=is_torchs(planner) and planner.dedup_save_to_lowest_rank,
+            )
+            known = _Known(begun.save_id, arrangement.planned, arrangement.shared)
+            return arrangement.shares
 
-        own = joint.scatter(proposal, plan)
+        def planned(plans: list[SavePlan]) -> list[SavePlan]:
+            nonlocal known
+            own_plans, metadata = plan_all(planner, plans)
+            known = _Known(begun.save_id, planned_of(metadata), frozenset())
+            return own_plans
+
+        if beginning.in_tables:
+            own = plan_of(proposal, joint.scatter(table_of(proposal), arranged))
+        else:
+            own = joint.scatter(proposal.plan, planned)
         self._planned = known
         self._plans = PlanCache(begun.save_id, proposal, own) if is_torchs(planner) else PlanCache()
         return _Agreed(begun, planner, planner.finish_plan(own), known.planned if known is not None else None)

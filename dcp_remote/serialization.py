@@ -165,7 +165,7 @@ def copy_run(tensor: torch.Tensor, start: int, stop: int, *, into: torch.Tensor,
 def _private(size_bytes: int) -> torch.Tensor:
     """Memory for a copy; what is large goes back to the system when it is done with, whatever malloc would keep."""
     if size_bytes < _OWN_MAPPING_BYTES:
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")  # whatever the user's default device is
     return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
 
 
@@ -195,7 +195,7 @@ def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 def empty_tensor(dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
     """A contiguous CPU tensor of any dtype; `torch.empty` makes a broken quantized one of the names of those."""
-    return torch.empty(sizes, dtype=_CARRIERS[dtype.itemsize]).view(dtype)
+    return torch.empty(sizes, dtype=_CARRIERS[dtype.itemsize], device="cpu").view(dtype)
 
 
 def tensor_from(data: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:

@@ -384,16 +384,22 @@ def _wait_for_devices(sources: Sequence[Source]) -> None:
 def _prepare(pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard]:
     """Called in a worker thread: the buffers of a shard, digested on the way."""
     views: list[memoryview] = []
+    to_check: list[tuple[str, memoryview, bytes]] = []
     tables: list[bytes] = []
     piece_digests: list[bytes] = []
     first_blocks: list[bytes] = []
     for piece, view in zip(pieces, _views(pieces), strict=True):
         assert len(view) == piece.length
-        # Small ones are joined later: from copies, which nobody changes meanwhile.
-        own = view if len(view) >= JOIN_BYTES else memoryview(bytes(view))
-        views.append(own)
-        blocks = block_digests(own, size_bytes=block_bytes(piece.length))
+        source = piece.item.source
+        is_own = not isinstance(source, torch.Tensor) or is_copied(source)
+        if len(view) < JOIN_BYTES and not is_own:
+            # Small ones are joined later: from copies, which nobody changes meanwhile.
+            view, is_own = memoryview(bytes(view)), True  # noqa: PLW2901  # what was given is not to be used any more
+        views.append(view)
+        blocks = block_digests(view, size_bytes=block_bytes(piece.length))
         piece_digests.append(piece_digest(blocks))
+        if not is_own:
+            to_check.append((piece.item.name, view, piece_digests[-1]))
         first_blocks.append(blocks[:DIGEST_BYTES])
         if table_entries(piece.length):
             tables.append(blocks)
@@ -414,7 +420,7 @@ def _prepare(pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard]:
         digests=b"".join(piece_digests),
         first_blocks=b"".join(first_blocks),
     )
-    return Prepared([front, *_joined(views)], written, partial(_check_unchanged, pieces, views, piece_digests))
+    return Prepared([front, *_joined(views)], written, partial(_check_unchanged, to_check))
 
 
 def _view(source: Source, start: int, stop: int) -> memoryview:
@@ -431,19 +437,18 @@ def _views(pieces: Sequence[Piece[Source]]) -> Iterator[memoryview]:
         yield next(of_tensors) if isinstance(source, torch.Tensor) else source[piece.start : piece.stop]
 
 
-def _check_unchanged(
-    pieces: Sequence[Piece[Source]], views: Sequence[memoryview], piece_digests: Sequence[bytes]
-) -> None:
-    """Tensors are sent from where they lie: what was changed meanwhile was sent changed, and no digest fits it."""
-    for piece, view, expected in zip(pieces, views, piece_digests, strict=True):
-        source = piece.item.source
-        if len(view) < JOIN_BYTES or not isinstance(source, torch.Tensor) or is_copied(source):
-            continue  # our own copy, made before it was digested
-        if piece_digest(block_digests(view, size_bytes=block_bytes(piece.length))) != expected:
+def _check_unchanged(sent: Sequence[tuple[str, memoryview, bytes]]) -> None:
+    """Tensors are sent from where they lie: what was changed meanwhile was sent changed, and no digest fits it.
+
+    Args:
+        sent: Name, memory, and digest of each piece of which no copy of our own was sent.
+    """
+    for name, view, expected in sent:
+        if piece_digest(block_digests(view, size_bytes=block_bytes(len(view)))) != expected:
             raise SaveFailedError(
                 "A tensor was changed while it was being saved. Nothing may write to the state until dcp.save returns; "
                 "dcp.async_save makes a copy first.",
-                tensor=piece.item.name,
+                tensor=name,
             )
 
 

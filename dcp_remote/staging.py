@@ -60,7 +60,7 @@ class Stager:
             InvalidArgumentError: A tensor without data, or one that cannot be copied; names its key.
             UnsafeObjectError: An object that cannot be copied; names its key and type.
         """
-        storages = {id(storage): storage for storage in map(_storage, _tensors(state, set())) if storage is not None}
+        storages = {id(storage): storage for storage in map(_storage, tensors_of(state)) if storage is not None}
         with torch.no_grad():
             copies = dict(zip(storages, self._copied(list(storages.values())), strict=True))
             return cast("dict[str, Any]", _Copy(copies).of(state))
@@ -106,8 +106,12 @@ class Stager:
             self.close()
 
 
-def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
+def tensors_of(state: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors of a state whose memory `Stager` keeps a buffer for: those that are not inside of other objects."""
+    return _tensors(state, set())
+
+
+def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if type(value) is DTensor:
             yield from _tensors(value._local_tensor, seen)

@@ -84,7 +84,8 @@ class Uploads(Generic[T]):
 
     A put that is late (`storage/pace.py`) is sent again under another name, and the first of the two to arrive is the
     shard. Not under the same name: the other may still be read from memory when the state has changed already, and
-    what it then writes must be nobody's. It is deleted when it arrives.
+    what it then writes must be nobody's. It is deleted when it arrives; until then what it sends stays in memory,
+    beyond the budget.
 
     Args:
         store: Where to.

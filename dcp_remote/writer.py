@@ -44,6 +44,7 @@ from dcp_remote.shard_writer import write_shards
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.transfer import MEMORY_BUDGET_BYTES
+from dcp_remote.turns import short_turns
 from dcp_remote.uploads import Uploads
 
 logger = logging.getLogger(__name__)
@@ -170,6 +171,7 @@ class RemoteWriter(StorageWriter):
 
     # The parameter named `kwargs` is how torch knows that it may pass `rank=` (state_dict_saver.py of torch 2.13).
     @crosses_ranks
+    @short_turns()
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # torch's signature
         """Start the clock; the coordinator looks at what is here, in one request.
 
@@ -214,6 +216,7 @@ class RemoteWriter(StorageWriter):
         return plans
 
     @crosses_ranks
+    @short_turns()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Put this rank's shards; returns when they are all there.
 
@@ -252,6 +255,7 @@ class RemoteWriter(StorageWriter):
         return future
 
     @crosses_ranks
+    @short_turns()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit; called on the coordinator. `metadata` is not changed: torch may have cached it.
 

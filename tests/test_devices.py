@@ -308,4 +308,4 @@ def test_pinned_memory_of_cuda_takes_no_memory_of_the_first_device(
     monkeypatch.setattr(torch, "empty", empty)
     devices._Cuda().pinned(100, torch.device("cuda", 3))
     assert cuda.calls == ["device cuda:3"]
-    assert asked == [(100, {"dtype": torch.uint8, "pin_memory": True})]
+    assert asked == [(100, {"dtype": torch.uint8, "device": "cpu", "pin_memory": True})]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import resource
 import socket
 import threading
@@ -11,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from dcp_remote import peers
+from dcp_remote import peer_sockets, peers
 from dcp_remote.peers import Address, Giver, Taker, host_towards
 from dcp_remote.ranges import KiB, MiB
+from dcp_remote.storage.landing import Landing
 
 HERE = "127.0.0.1"
 
@@ -118,7 +121,7 @@ def test_who_waits_is_let_go_when_the_other_closes(giver: Giver, caplog: pytest.
 
 def test_patience_ends(giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of somebody who is there and never has what is asked for; and at once when all is over."""
-    monkeypatch.setattr(peers, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(peer_sockets, "LOOK_SECONDS", 0.02)
     over = threading.Event()
     with Taker({0: giver.address}, HERE, is_over=over.is_set) as taker:
         monkeypatch.setattr(peers, "PATIENCE_SECONDS", 0.1)
@@ -144,12 +147,100 @@ def test_who_cannot_be_reached_is_not_asked_for_ever(giver: Giver, caplog: pytes
     assert len(caplog.records) == 6
 
 
+def test_who_has_failed_waits_for_nobody(
+    giver: Giver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A read of the same rank has failed, and the memory is wanted back: nobody waits for what the other has not got.
+
+    Without a word about the other.
+    """
+    monkeypatch.setattr(peer_sockets, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(peers, "PATIENCE_SECONDS", 1e9)
+    landing, asking = Landing(), threading.Event()
+    found: list[bytes | None] = []
+
+    def ask() -> None:
+        with landing.used():
+            asking.set()
+            found.append(take(taker, 0, 1))
+
+    with taker_of(giver.address) as taker:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert asking.wait(30)
+        landing.close()
+        thread.join()
+    assert found == [None]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("patience_seconds", [0.1, 1e9])
+def test_a_trickle_is_silence(patience_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A giver that sends a byte every few milliseconds, for ever: patience ends, or the load does."""
+    monkeypatch.setattr(peer_sockets, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(peers, "PATIENCE_SECONDS", patience_seconds)
+    over = threading.Event()
+
+    def trickle() -> None:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            while True:
+                connection.sendall(b"\1")
+                if over.wait(0.005):
+                    raise ConnectionAbortedError
+
+    with socket.create_server((HERE, 0)) as listening:
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        address = Address(HERE, listening.getsockname()[1], b"", bytes(16))
+        asked = itertools.count()
+        with Taker({0: address}, HERE, is_over=lambda: patience_seconds > 1 and next(asked) > 2) as taker:
+            assert take(taker, 0, 1) is None
+        over.set()
+        thread.join()
+
+
+def test_hosts_out_of_reach_do_not_speak_for_this_one(giver: Giver) -> None:
+    """And the other way round: after three of other hosts in vain none of those is asked, but all that are here."""
+    giver.offer(1, data_of(1), takers=9, stays=True)
+    with socket.create_server(("127.0.0.2", 0)) as closed:
+        nobody = Address("127.0.0.2", closed.getsockname()[1], b"", bytes(16))
+    with socket.create_server(("127.0.0.2", 0)) as waiting:
+        far = Address("127.0.0.2", waiting.getsockname()[1], b"", bytes(16))
+        with taker_of(giver.address, nobody, nobody, nobody, far) as taker:
+            assert take(taker, 0, 1) == bytes(data_of(1))
+            assert [take(taker, number, 1) for number in (1, 2, 3, 4)] == [None] * 4
+            assert take(taker, 0, 1) == bytes(data_of(1))
+        waiting.settimeout(0)
+        with pytest.raises(BlockingIOError):  # nobody has asked there
+            waiting.accept()
+
+
 def test_the_address_towards_a_host() -> None:
     """Its own, of the interface that leads there; the loopback's, where nothing is known."""
     assert host_towards(HERE) == HERE
     assert host_towards("localhost") in {HERE, "::1"}
     assert host_towards(None) == HERE
     assert host_towards("no-such-host.invalid") == HERE
+
+
+@pytest.mark.parametrize(
+    ("host", "ways", "own"),
+    [
+        ("node1", {"node1": HERE, "192.0.2.1": "10.1.2.3"}, "10.1.2.3"),
+        ("node1", {"node1": HERE, "2001:db8::1": "fd00::2"}, "fd00::2"),
+        ("node1", {"node1": HERE}, HERE),
+        ("node2", {"node2": "10.1.2.3", "192.0.2.1": "10.9.9.9"}, "10.1.2.3"),
+        ("localhost", {"localhost": "::1", "192.0.2.1": "10.1.2.3"}, "::1"),
+        ("127.0.0.1", {"127.0.0.1": HERE, "192.0.2.1": "10.1.2.3"}, HERE),
+    ],
+)
+def test_a_host_that_finds_itself_on_the_loopback_interface(
+    host: str, ways: dict[str, str], own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Debian has it, by its own name: its address is the one that leads to the world, if one does."""
+    monkeypatch.setattr(peers, "_address_towards", ways.get)
+    assert host_towards(host) == own
 
 
 def test_too_few_descriptors_for_connections() -> None:

@@ -34,6 +34,7 @@ from dcp_remote.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
     CorruptCheckpointError,
+    DcpRemoteError,
     FencedError,
     InvalidArgumentError,
     PermissionDeniedError,
@@ -958,3 +959,17 @@ def test_the_end_of_the_process(tmp_path: Path, *, fails: bool) -> None:
         assert (done.returncode, done.stderr) == (0, "")
         assert newest is not None
         assert newest.step == 1
+
+
+@pytest.mark.parametrize("key", ["manifest.json", "catalog.json", "manifests/"])
+def test_a_restore_asks_no_longer_than_it_has_time(key: str) -> None:
+    """A store that answers nothing but 503, from any question on; not for the five minutes that a load may ask."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)}, wait=True)
+    busy = matching(lambda _verb, asked, _number: asked.startswith(key), "request", persistent=True)
+    with CheckpointManager(FaultyStore(store, [busy]), timeout_seconds=0.5) as checkpoints:
+        began_seconds = time.monotonic()
+        with pytest.raises(DcpRemoteError):
+            checkpoints.restore({"w": torch.zeros(3)})
+        assert time.monotonic() - began_seconds < 30

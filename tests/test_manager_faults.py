@@ -27,8 +27,8 @@ from dcp_remote import (
     catalog_json,
     catalog_store,
     desk,
+    ending,
     flight,
-    joint,
     load,
     run_save,
     uploads,
@@ -693,7 +693,7 @@ class StuckStore(WrappedStore):
 def not_waiting(manager: CheckpointManager) -> Iterator[None]:
     """Nor for a thread that is stuck."""
     with impatient(manager), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joint, "GRACE_SECONDS", 0.05)
+        patch.setattr(ending, "GRACE_SECONDS", 0.05)
         for name in ("_LOOK_SECONDS", "_UNWIND_SECONDS", "_FINISH_SECONDS"):
             patch.setattr(flight, name, 0.02)
         yield

@@ -11,16 +11,15 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_remote import load, manifest_json
-from dcp_remote.assembly import SaveInfo, to_manifest
-from dcp_remote.dcp_metadata import planned_of
+from dcp_remote.assembly import Planned, SaveInfo, to_manifest
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
 from dcp_remote.manifest import MANIFEST_KEY
 from dcp_remote.manifest_check import check
-from dcp_remote.plans import PlanCache, Proposal, plan_all, propose, uncached
+from dcp_remote.plan_table import arrange
+from dcp_remote.plans import PlanCache, Proposal, chunks_of, differing, plan_all, plan_of, propose, table_of, uncached
 from dcp_remote.report import RankReport
 from dcp_remote.shard import ShardNames
 from dcp_remote.shard_writer import write_shards
@@ -46,23 +45,30 @@ def proposal(state: State, planner: DefaultSavePlanner | None = None) -> Proposa
     return propose(planner, shard_bytes_max=SHARD_BYTES_MAX)
 
 
-def planned(states: Sequence[State], **options: Any) -> tuple[list[SavePlan], Metadata]:
-    planner = DefaultSavePlanner(**options)
-    proposals = [proposal(state, DefaultSavePlanner(**options)) for state in states]
-    planner.set_up_planner(states[0], None, is_coordinator=True)
-    return plan_all(planner, proposals, shard_bytes_max=SHARD_BYTES_MAX)
+def planned(states: Sequence[State], *, lowest: bool = False) -> tuple[list[SavePlan], Planned]:
+    """As a manager does; tables and shares come through pickle."""
+    proposals = [proposal(state, DefaultSavePlanner(dedup_save_to_lowest_rank=lowest)) for state in states]
+    tables = [pickle.loads(pickle.dumps(table_of(one))) for one in proposals]
+    arrangement = arrange(
+        tables,
+        shard_bytes_max=SHARD_BYTES_MAX,
+        unlike=chunks_of(differing([one.samples for one in proposals])),
+        to_lowest_rank=lowest,
+    )
+    shares = [pickle.loads(pickle.dumps(share)) for share in arrangement.shares]
+    return [plan_of(one, share) for one, share in zip(proposals, shares, strict=True)], arrangement.planned
 
 
-def write(states: Sequence[State]) -> tuple[MemoryStore, Metadata, list[RankReport]]:
-    """As a manager does, each rank in turn; plans and reports come through pickle."""
-    store, (plans, metadata) = MemoryStore(), planned(states)
+def write(states: Sequence[State]) -> tuple[MemoryStore, Planned, list[RankReport]]:
+    """As a manager does, each rank in turn; reports come through pickle."""
+    store, (plans, of_all) = MemoryStore(), planned(states)
     reports = []
     for rank, (state, plan) in enumerate(zip(states, plans, strict=True)):
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, None, is_coordinator=rank == 0)
         with Uploads[Any](store, rank=rank, deadline=Deadline(60), memory_budget_bytes=64 * KiB) as uploads:
             report = write_shards(
-                planner.finish_plan(pickle.loads(pickle.dumps(plan))),
+                planner.finish_plan(plan),
                 planner,
                 uploads,
                 ShardNames(rank),
@@ -72,11 +78,11 @@ def write(states: Sequence[State]) -> tuple[MemoryStore, Metadata, list[RankRepo
                 shard_bytes_max=SHARD_BYTES_MAX,
             )
         reports.append(pickle.loads(pickle.dumps(report)))
-    return store, metadata, reports
+    return store, of_all, reports
 
 
-def commit(store: MemoryStore, metadata: Metadata, reports: Sequence[RankReport]) -> None:
-    manifest = check(to_manifest(planned_of(metadata), reports, SaveInfo("1" * 32, (), "", {})))
+def commit(store: MemoryStore, of_all: Planned, reports: Sequence[RankReport]) -> None:
+    manifest = check(to_manifest(of_all, reports, SaveInfo("1" * 32, (), "", {})))
     store.put(MANIFEST_KEY, [manifest_json.encode(manifest)])
 
 
@@ -99,8 +105,8 @@ def bytes_of(reports: Sequence[RankReport]) -> list[int]:
 )
 def test_a_replica_is_written_by_all_its_holders(whole: torch.Tensor, world_size: int) -> None:
     """The bytes that each writes are even within a row of what is cut, and come together to the same tensor."""
-    store, metadata, reports = write([{"model": {"weight": whole}, "step": 3} for _ in range(world_size)])
-    commit(store, metadata, reports)
+    store, of_all, reports = write([{"model": {"weight": whole}, "step": 3} for _ in range(world_size)])
+    commit(store, of_all, reports)
     state = load(store)
     assert torch.equal(state["model"]["weight"], whole)
     assert state["step"] == 3
@@ -114,8 +120,8 @@ def test_a_replica_is_written_by_all_its_holders(whole: torch.Tensor, world_size
 
 def test_no_part_is_smaller_than_a_quarter_of_a_shard() -> None:
     """75 KiB in shards of 16 KiB are for 18 ranks; of two such tensors each of 40 ranks writes one at most."""
-    store, metadata, reports = write([{"one": rows(300), "two": rows(300) + 1} for _ in range(40)])
-    commit(store, metadata, reports)
+    store, of_all, reports = write([{"one": rows(300), "two": rows(300) + 1} for _ in range(40)])
+    commit(store, of_all, reports)
     written = bytes_of(reports)
     assert sum(one > 0 for one in written) == 36
     assert max(written) < 5 * KiB
@@ -126,8 +132,8 @@ def test_replicas_of_shards() -> None:
     """As HSDP has them: two replicas of a tensor on two ranks each, and what is smaller than a shard is torch's."""
     whole, small = rows(512), rows(8)
     halves = shard(whole, 2, (2, 1))
-    store, metadata, reports = write([{"w": halves[rank % 2], "small": small} for rank in range(4)])
-    commit(store, metadata, reports)
+    store, of_all, reports = write([{"w": halves[rank % 2], "small": small} for rank in range(4)])
+    commit(store, of_all, reports)
     assert torch.equal(load(store)["w"], whole)
     written = bytes_of(reports)
     assert sum(written) == whole.nbytes + small.nbytes
@@ -137,9 +143,9 @@ def test_replicas_of_shards() -> None:
 def test_a_part_that_nobody_wrote_is_named() -> None:
     """A report without the part of its rank."""
     states = [{"model": {"weight": rows(300)}} for _ in range(3)]
-    store, metadata, reports = write(states)
+    store, of_all, reports = write(states)
     with pytest.raises(SaveFailedError, match="No rank wrote a chunk") as caught:
-        commit(store, metadata, [reports[0], reports[2]])
+        commit(store, of_all, [reports[0], reports[2]])
     assert caught.value.details["tensor"] == "model.weight"
     assert caught.value.details["offsets"] == "(100, 0)"
 
@@ -167,20 +173,18 @@ def test_a_tensor_that_is_no_longer_what_was_planned() -> None:
     ],
     ids=["shape", "dtype", "layout", "requires_grad"],
 )
-def test_what_holders_disagree_about_is_left_to_torch(others: State) -> None:
-    """Its plans are those that it makes by itself."""
+def test_what_holders_disagree_about_is_written_whole(others: State) -> None:
+    """By one of them, as in torch; of another shape, nobody's would be the tensor."""
     states = [{"weight": rows(300)}, others, {"weight": rows(300)}]
-    plans, metadata = planned(states)
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(states[0], None, is_coordinator=True)
-    expected, expected_metadata = planner.create_global_plan([proposal(state).plan for state in states])
-    assert plans == expected
-    assert metadata == expected_metadata
+    plans, of_all = planned(states)
+    assert [len(plan.items) for plan in plans] == [1, 0, 0]
+    assert plans[0].items[0].tensor_data == proposal(states[0]).plan.items[0].tensor_data
+    assert of_all.chunks.tolist() == [1]
 
 
 def test_a_planner_that_saves_to_the_lowest_rank_does() -> None:
     """A flag of torch's planner."""
-    plans, _ = planned([{"weight": rows(300)} for _ in range(3)], dedup_save_to_lowest_rank=True)
+    plans, _ = planned([{"weight": rows(300)} for _ in range(3)], lowest=True)
     assert [len(plan.items) for plan in plans] == [1, 0, 0]
 
 
@@ -190,8 +194,20 @@ def test_the_coordinators_planner_keeps_no_plans() -> None:
     state = {"weight": rows(300)}
     planner.set_up_planner(state, None, is_coordinator=True)
     before = set(vars(planner))
-    plan_all(planner, [proposal(state)] * 2, shard_bytes_max=SHARD_BYTES_MAX)
+    plan_all(planner, [proposal(state).plan] * 2)
     assert set(vars(planner)) == before
+
+
+@pytest.mark.parametrize("width", [1, 60, 64, 255, 256, 4096])
+def test_replicas_that_differ_in_one_column_differ(width: int) -> None:
+    """What is compared is not only of some columns, as it would be at even distances."""
+    rows_ = 2**20 // width
+    for column in {0, 1, width // 3, width - 1} & set(range(width)):
+        other = torch.zeros(rows_, width)
+        other[:, column] = 1
+        found = differing([proposal({"w": value}).samples for value in (torch.zeros(rows_, width), other)])
+        # Of very many columns, one is not found by some thousand values.
+        assert found or width > 1024
 
 
 # ---- what makes a plan another one

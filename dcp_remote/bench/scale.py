@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_remote.assembly import Planned, left_out
-from dcp_remote.dcp_metadata import planned_of
 from dcp_remote.desk import Committed
 from dcp_remote.manifest import RunInfo
-from dcp_remote.plans import PlanCache, Proposal, plan_all, propose
+from dcp_remote.plan_table import PlanTable, Share, arrange
+from dcp_remote.plans import PlanCache, plan_of, propose, table_of
 from dcp_remote.report import RankReport
 from dcp_remote.run_save import Begun, Note
 from dcp_remote.saving import assembled
@@ -195,16 +195,14 @@ def _torchs_results(rank: int, plan: SavePlan) -> list[WriteResult]:
 
 
 def _ours_planned(scale: Scale, cost: Cost) -> tuple[list[SavePlan], Planned]:
-    planner = _planner(scale, 0)
-    proposals = [
-        pickle.dumps(propose(_planner(scale, rank), shard_bytes_max=SHARD_BYTES_MAX)) for rank in range(scale.ranks)
-    ]
-    read: list[Proposal] = cost.read("plans", proposals)
+    proposals = [propose(_planner(scale, rank), shard_bytes_max=SHARD_BYTES_MAX) for rank in range(scale.ranks)]
+    tables: list[PlanTable] = cost.read("plans", [pickle.dumps(table_of(proposal)) for proposal in proposals])
     with cost.timed("planning"):
-        plans, metadata = plan_all(planner, read, shard_bytes_max=SHARD_BYTES_MAX)
-        planned = planned_of(metadata)
-    pickled = cost.sent("final plans", plans)
-    return [pickle.loads(plan) for plan in pickled], planned  # noqa: S301  # ours
+        arrangement = arrange(tables, shard_bytes_max=SHARD_BYTES_MAX)
+    sent = cost.sent("final plans", arrangement.shares)
+    shares: list[Share] = [pickle.loads(share) for share in sent]  # noqa: S301  # ours
+    plans = [plan_of(proposal, share) for proposal, share in zip(proposals, shares, strict=True)]
+    return plans, arrangement.planned
 
 
 def _ours_known(scale: Scale, cost: Cost) -> None:

@@ -137,7 +137,7 @@ def _quick(url: str, storage_options: Mapping[str, object], store: ObjectStore) 
     if parsed.scheme in {"file", "memory"}:
         return store
     from dcp_remote.storage.cloud import open_cloud_store
-    from dcp_remote.storage.cloud_options import Timeouts
+    from dcp_remote.storage.timeouts import Timeouts
 
     timeouts = Timeouts(floor_seconds=_QUICK_SECONDS, silence_seconds=_QUICK_SECONDS)
     return open_cloud_store(parsed, storage_options, timeouts=timeouts)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import obstore
-from obstore.exceptions import GenericError, InvalidPathError
+from obstore.exceptions import GenericError
 
 from dcp_remote.errors import (
     ConditionFailedError,
@@ -25,8 +25,11 @@ from dcp_remote.errors import (
 from dcp_remote.storage.base import Buffer, Capabilities, Condition, Content, ObjectInfo, Version
 from dcp_remote.storage.budget import REFUSAL_SECONDS_MAX
 from dcp_remote.storage.cloud_clients import FAILURES, Connections
-from dcp_remote.storage.cloud_errors import NO_SUCH_BUCKET, CloudError, chained, kind_of, translate
-from dcp_remote.storage.cloud_options import CloudOptions, S3Options, Timeouts, parse_options
+from dcp_remote.storage.cloud_errors import kind_of
+from dcp_remote.storage.cloud_failures import Asked, raise_failure
+from dcp_remote.storage.cloud_options import CloudOptions, S3Options, parse_options
+from dcp_remote.storage.landing import nothing_lands
+from dcp_remote.storage.timeouts import Timeouts
 from dcp_remote.url import ParsedUrl, check_key, check_list_prefix
 
 if TYPE_CHECKING:
@@ -140,10 +143,12 @@ class CloudStore:
             if self._connections.read_directly(path, start, buffer, by_obstore):
                 return
             try:
-                data = by_obstore()
+                with nothing_lands():
+                    data = by_obstore()
             except GenericError:
                 # 416 is one of the many things that this class stands for.
-                size_bytes = self._connections.size_after_failure(path)
+                with nothing_lands():
+                    size_bytes = self._connections.size_after_failure(path)
                 if size_bytes is None or size_bytes >= stop:
                     raise
                 self._refuse_short(key, size_bytes=size_bytes, start=start, stop=stop)
@@ -287,6 +292,8 @@ class CloudStore:
     def _ask(self, verb: str, key: str, request: Callable[[], _Answer], *, settled_later: bool = False) -> _Answer:
         """Send a request, and raise what went wrong as an error of ours.
 
+        What was refused because of credentials, while there are others by now, is told as what passes.
+
         Args:
             verb: For the error.
             key: For the error.
@@ -294,12 +301,15 @@ class CloudStore:
             settled_later: Somebody has to find out whether it was carried out. A time-out then stays one, whatever a
                 diagnosis says afterwards of the bucket: that is no answer to this request.
         """
+        url = f"{self.url}/{key}" if key else self.url
+        asked = Asked(verb, url, self._parsed.prefix, self._connections.signs_with(), settled_later=settled_later)
         try:
             return self._within_budget(request) if verb in _CARRYING else request()
         except DcpRemoteError:  # of ours already, though some are OSErrors and ValueErrors, too
             raise
         except Exception as error:  # noqa: BLE001  # `KINDS` has a row for everything
-            self._fail(error, verb=verb, key=key, settled_later=settled_later)
+            with nothing_lands():
+                raise_failure(error, asked, self._connections)
 
     def _within_budget(self, request: Callable[[], _Answer]) -> _Answer:
         budget = self._connections.budget
@@ -313,36 +323,6 @@ class CloudStore:
                 raise
             budget.note(refused=False)
             return answer
-
-    def _fail(self, error: Exception, *, verb: str, key: str, settled_later: bool) -> NoReturn:
-        url = f"{self.url}/{key}" if key else self.url
-        secrets = self._connections.secrets()
-        failure: CloudError | None = None
-        credentials_error = self._connections.take_credentials_error()
-        if credentials_error is not None:
-            error = credentials_error
-            failure = translate(error, verb=verb, url=url, secrets=secrets, what="The credentials cannot be renewed.")
-        elif kind_of(error) is TransientStorageError:
-            if verb == "list":
-                verdict = self._connections.look_at_listing(self._parsed.prefix)
-            else:
-                verdict = self._connections.look(self._parsed.prefix, reuse=True)
-            failure = verdict.error(verb=verb, url=url) if verdict is not None else None
-            if failure is not None and settled_later:
-                failure = TransientStorageError(failure.what, **failure.details)
-        elif isinstance(error, FileNotFoundError) and verb == "put":
-            # A bucket that is there answers no put so: obstore makes a failed condition of a swap of what is absent.
-            failure = translate(error, verb=verb, url=url, secrets=secrets, what=NO_SUCH_BUCKET)
-        elif isinstance(error, InvalidPathError) and verb == "list":
-            failure = StorageError(
-                "Under this URL lies an object whose key no checkpoint has: empty, `.` or `..` parts, or a control "
-                "character. Remove it.",
-                url=url,
-                cause=str(translate(error, verb=verb, url=url, secrets=secrets)),
-            )
-        if failure is None:
-            failure = translate(error, verb=verb, url=url, secrets=secrets)
-        raise failure from chained(error, secrets)
 
     def _refuse_short(self, key: str, *, size_bytes: int, start: int, stop: int) -> NoReturn:
         raise CorruptCheckpointError(

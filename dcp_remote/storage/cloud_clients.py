@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
 import obstore
@@ -14,28 +14,22 @@ from botocore.exceptions import BotoCoreError, ClientError
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from dcp_remote.errors import InvalidArgumentError, PermissionDeniedError, TransientStorageError
+from dcp_remote.errors import InvalidArgumentError, TransientStorageError
 from dcp_remote.storage.budget import RequestBudget, shared_budget
-from dcp_remote.storage.cloud_errors import Verdict, chained, diagnose_s3, translate
-from dcp_remote.storage.cloud_options import (
-    CloudOptions,
-    GoogleOptions,
-    S3Options,
-    S3Place,
-    Timeouts,
-    azure_config,
-    client_config,
-    google_config,
-    resolve_s3,
-    s3_config,
-    secrets_of,
-)
+from dcp_remote.storage.cloud_configs import azure_config, client_config, google_config, s3_config
+from dcp_remote.storage.cloud_credentials import S3Credentials, find_credentials
+from dcp_remote.storage.cloud_errors import chained, translate
+from dcp_remote.storage.cloud_options import CloudOptions, GoogleOptions, S3Options, secrets_of
+from dcp_remote.storage.diagnosis import Verdict, diagnose_s3
 from dcp_remote.storage.direct_reads import DirectReads, goes_through_a_proxy
+from dcp_remote.storage.s3_place import S3Place, resolve_s3
+from dcp_remote.storage.time_left import rounded_up, seconds_left
+from dcp_remote.storage.timeouts import Timeouts
 from dcp_remote.url import ParsedUrl
 
 if TYPE_CHECKING:
-    from botocore.credentials import Credentials
-    from obstore.store import ClientConfig, RetryConfig, S3Credential
+    from botocore.credentials import ReadOnlyCredentials
+    from obstore.store import ClientConfig, RetryConfig
 
 Client: TypeAlias = S3Store | GCSStore | AzureStore
 
@@ -51,8 +45,9 @@ _VERDICT_SECONDS = 30.0
 # The failures of threads that began together are told alike.
 _DEFINITE_VERDICT_SECONDS = 2.0
 
-# obstore asks again when less than five minutes are left; botocore renews what it gives out ten minutes before its end.
-_CREDENTIALS_SECONDS = 600.0
+# A role gives other credentials each time it is asked: if those are refused as well, and that is seen within the pause
+# of a retry, it is not because the first ones were old.
+_RENEWED_SECONDS = 5.0
 
 # A signed URL is used at once.
 _SIGNED_FOR = timedelta(minutes=10)
@@ -76,7 +71,10 @@ class Connections:
         # By direction, way to delete and seconds: obstore has these per client, and they are cheap.
         self._clients: dict[tuple[bool, bool, float], Client] = {}
         self._place: S3Place | None = None
-        self._credentials: _S3Credentials | None = None
+        self._credentials: S3Credentials | None = None
+        self._credentials_changes = 0
+        self._renew_lock = threading.Lock()
+        self._renew_again_at = 0.0
         self._look_lock = threading.Lock()
         self._verdict: Verdict | None = None
         self._look_again_at = 0.0
@@ -100,9 +98,14 @@ class Connections:
             botocore.exceptions.BotoCoreError: Profile, region or credentials cannot be read.
         """
         _refuse_after_fork()
-        seconds = self.timeouts.request_seconds(size_bytes)
+        seconds = min(self.timeouts.request_seconds(size_bytes), rounded_up(seconds_left()))
         kind = (download, delete_singly, seconds)
         with self._lock:
+            changes = self._credentials.changes if self._credentials is not None else 0
+            if changes != self._credentials_changes:
+                # Each client asks for itself: one of them has been given others, the rest would have the old ones yet.
+                self._clients.clear()
+                self._credentials_changes = changes
             if kind not in self._clients:
                 self._clients[kind] = self._open(
                     download=download, delete_singly=delete_singly, request_seconds=seconds
@@ -125,7 +128,7 @@ class Connections:
             if isinstance(options, S3Options):
                 place = self._place = self._place or resolve_s3(self._bucket, options)
                 if self._credentials is None and not options.anon:
-                    self._credentials = _find_credentials(place, self._bucket)
+                    self._credentials = find_credentials(place, self._bucket)
                 return S3Store(
                     self._bucket,
                     config=s3_config(options, place, delete_singly=delete_singly),
@@ -219,6 +222,52 @@ class Connections:
         found = self._credentials.secrets if self._credentials is not None else ()
         return [*secrets_of(self.options), *found]
 
+    def signs_with(self) -> ReadOnlyCredentials | None:
+        """The credentials that requests are signed with now; None if none has been so far."""
+        return self._credentials.given if self._credentials is not None else None
+
+    def renew_credentials(self, refused: ReadOnlyCredentials | None) -> bool:
+        """Look for others than those that the store refused: once for all requests that were signed with them.
+
+        Costs what finding them costs, for which other refused requests wait.
+
+        Args:
+            refused: What `signs_with` said before the request was sent.
+
+        Returns:
+            Whether there are others, with which the next request is signed.
+
+        Raises:
+            DcpRemoteError: There are none any more.
+            botocore.exceptions.BotoCoreError: They cannot be looked for.
+        """
+        options = self.options
+        if not isinstance(options, S3Options) or options.aws_access_key_id is not None:
+            return False  # what the caller gave is all that there is
+        with self._renew_lock:
+            current = self._credentials
+            if current is None:
+                return False
+            if refused is not None and refused != current.given:
+                return True
+            if time.monotonic() < self._renew_again_at:
+                return False
+            renewed = False
+            try:
+                # In a session of its own: the other one has read the files, and believes in their end as it was told.
+                place = resolve_s3(self._bucket, options)
+                found = find_credentials(place, self._bucket, before=current)
+                renewed = found.now() != current.given
+            finally:
+                again_seconds = _RENEWED_SECONDS if renewed else _DEFINITE_VERDICT_SECONDS
+                self._renew_again_at = time.monotonic() + again_seconds
+            if renewed:
+                with self._lock:
+                    self._place, self._credentials, self._credentials_changes = place, found, 0
+                    self._clients.clear()
+                self._look_again_at = 0.0  # what was found with the others
+            return renewed
+
     def take_credentials_error(self) -> Exception | None:
         """Why credentials could not be renewed, once."""
         if self._credentials is None:
@@ -264,19 +313,6 @@ class Connections:
             return None
 
 
-def _find_credentials(place: S3Place, bucket: str) -> _S3Credentials:
-    credentials = place.session.get_credentials()
-    if credentials is None:
-        raise PermissionDeniedError(
-            "No credentials were found. Give storage_options['profile_name'], or 'aws_access_key_id' and "
-            "'aws_secret_access_key'; or set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; or write "
-            "~/.aws/credentials (`aws configure`); or run with an instance or container role. For a public bucket "
-            "give 'anon': True.",
-            bucket=bucket,
-        )
-    return _S3Credentials(credentials)
-
-
 def _refuse_after_fork() -> None:
     global _requesting_pid  # noqa: PLW0603  # one runtime per process, whatever the number of stores
     if _requesting_pid is None:
@@ -288,28 +324,3 @@ def _refuse_after_fork() -> None:
             pid=os.getpid(),
             forked_from=_requesting_pid,
         )
-
-
-class _S3Credentials:
-    """Gives botocore's credentials to obstore, whenever it asks for fresh ones (from a thread of its own)."""
-
-    def __init__(self, credentials: Credentials) -> None:
-        self._credentials = credentials
-        self.error: Exception | None = None
-        self.secrets: tuple[str, ...] = ()
-
-    def __call__(self) -> S3Credential:
-        try:
-            frozen = self._credentials.get_frozen_credentials()
-        except (BotoCoreError, ClientError, OSError, ValueError) as error:
-            # obstore would make a text of it: what it was is kept for `_fail`.
-            self.error = error
-            raise
-        self.error = None  # of before, which nobody may have asked for
-        self.secrets = tuple(text for text in (frozen.secret_key, frozen.token) if text)
-        return {
-            "access_key_id": frozen.access_key or "",
-            "secret_access_key": frozen.secret_key or "",
-            "token": frozen.token,
-            "expires_at": datetime.now(UTC) + timedelta(seconds=_CREDENTIALS_SECONDS),
-        }

@@ -1,8 +1,9 @@
 """What the clients of the clouds raise, as what a caller can do about it.
 
 `KINDS` is the whole mapping, by class. obstore has one class, `GenericError`, for timeouts, refused connections, 5xx,
-redirects and whatever else; its text is for people, so nothing is decided by it. Where the difference matters
-`diagnose_s3` asks the store once more, in a way that shows status and error code.
+redirects and whatever else; its text is for people, so nothing is decided by its words. But where the store gave an
+error code, that stands in there as it was sent, and some codes are final (`final_of`). Where there is none and the
+difference matters, `diagnosis.py` asks the store once more, in a way that shows status and error code.
 """
 
 from __future__ import annotations
@@ -10,15 +11,10 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from http import HTTPStatus
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import botocore.exceptions as botocore_exceptions
 import obstore.exceptions as obstore_exceptions
-from botocore.awsrequest import AWSRequest
-from botocore.httpsession import URLLib3Session
-from botocore.utils import get_environ_proxies
 
 from dcp_remote.errors import (
     ConditionFailedError,
@@ -28,7 +24,6 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
-from dcp_remote.storage.cloud_options import S3Options, S3Place, presign_s3
 
 CloudError: TypeAlias = StorageError | InvalidArgumentError
 Kind: TypeAlias = type[StorageError] | type[InvalidArgumentError]
@@ -133,7 +128,7 @@ _TRANSIENT_ERRNOS = frozenset(
 )
 
 # What a refused request is called, and what follows. The codes are part of S3's interface.
-_ADVICE = {
+ADVICE = {
     "RequestTimeTooSkewed": "The clock of this machine is wrong: set it (NTP).",
     "ExpiredToken": "The temporary credentials have expired: renew them (for SSO: `aws sso login`).",
     "TokenRefreshRequired": "The temporary credentials have expired: renew them.",
@@ -142,11 +137,39 @@ _ADVICE = {
     "SignatureDoesNotMatch": "The secret key is not that of the access key.",
 }
 
+CREDENTIALS_CODES = frozenset(ADVICE)
+
 # S3 tells no 404 to those who may not list: a first save, and a load of what is not there, look denied to them.
 _DENIED_ADVICE = (
     "A job needs s3:GetObject and s3:PutObject on the objects, and s3:ListBucket on the bucket: without that, S3 "
     "refuses also to say that an object is not there."
 )
+
+_FULL = (
+    "The store is full, or a quota of it is used up: make room (older checkpoints, `dcp-remote gc`), or have it "
+    "enlarged."
+)
+_NOT_UNDERSTOOD = (
+    "The store refuses a request that every S3 store should understand. If it knows no newer checksums, give "
+    "storage_options['checksum_algorithm'] = 'SHA256' or 'none'."
+)
+
+# Answers to a request that a later attempt would get, too. obstore takes those of status 400, 413, 501 or 507 for
+# failures like any other, and those of 403 for a missing grant. A full store is Ceph's and others' first, MinIO's two
+# and RustFS's.
+_FINAL = {
+    "QuotaExceeded": _FULL,
+    "XMinioStorageFull": _FULL,
+    "XMinioAdminBucketQuotaExceeded": _FULL,
+    "XRustfsQuotaExceeded": _FULL,
+    "EntityTooLarge": "The store takes no object of this size in one request.",
+    "InvalidObjectState": "The object was moved to an archive by a lifecycle rule of the bucket: restore it first.",
+    "InvalidArgument": _NOT_UNDERSTOOD,
+    "InvalidRequest": _NOT_UNDERSTOOD,
+    "MethodNotAllowed": _NOT_UNDERSTOOD,
+    "MissingContentLength": _NOT_UNDERSTOOD,
+    "NotImplemented": _NOT_UNDERSTOOD,
+}
 
 WHAT: dict[Kind, str] = {
     StorageError: "The store failed.",
@@ -191,15 +214,33 @@ def translate(error: BaseException, *, verb: str, url: str, secrets: Sequence[st
     """
     kind = kind_of(error)
     text = str(error)
-    # For people alone: nothing is decided by it.
-    code = _first(r"<Code>(\w{1,64})</Code>", text)
+    code = code_in(text)
     details = {"verb": verb, "url": url, "code": code, "cause": cause_of(text, secrets)}
     return kind(advised(what or WHAT[kind], code), **{name: value for name, value in details.items() if value})
 
 
+def final_of(error: BaseException, *, verb: str, url: str, secrets: Sequence[str]) -> CloudError | None:
+    """Our error if the store answered this very request with a code that no later attempt will change; else None."""
+    code = code_in(str(error))
+    if code is None or not isinstance(error, obstore_exceptions.BaseError):
+        return None
+    cause = cause_of(str(error), secrets)
+    if code in _FINAL:
+        return StorageError(_FINAL[code], verb=verb, url=url, code=code, cause=cause)
+    if code in CREDENTIALS_CODES:
+        what = advised(WHAT[PermissionDeniedError], code)
+        return PermissionDeniedError(what, verb=verb, url=url, code=code, cause=cause)
+    return None
+
+
+def code_in(text: str) -> str | None:
+    """The error code of the store's answer that a text quotes."""
+    return first_match(r"<Code>(\w{1,64})</Code>", text)
+
+
 def advised(what: str, code: str | None) -> str:
     """What happened, and what to do about an error code of S3 where that is known."""
-    advice = _ADVICE.get(code or "") or (_DENIED_ADVICE if code == "AccessDenied" else "")
+    advice = ADVICE.get(code or "") or (_DENIED_ADVICE if code == "AccessDenied" else "")
     return f"{what} {advice}" if advice else what
 
 
@@ -211,132 +252,14 @@ def chained(error: BaseException, secrets: Sequence[str]) -> BaseException | Non
 def cause_of(text: str, secrets: Sequence[str]) -> str:
     """What a client said, in one short line without secrets."""
     visible, _, dump = text.partition(_DUMP)
-    inner = _first(r"kind: (Timeout|Connect|Interrupted|Decode)\b", dump)
+    inner = first_match(r"kind: (Timeout|Connect|Interrupted|Decode)\b", dump)
     for secret in secrets:
         visible = visible.replace(secret, "…")
     visible = " ".join(visible.split())[:_CAUSE_CHARACTERS_MAX]
     return f"{visible} ({inner})" if inner else visible
 
 
-def _first(pattern: str, text: str) -> str | None:
+def first_match(pattern: str, text: str) -> str | None:
+    """The first group of a pattern where it first matches; None if it nowhere does."""
     match = re.search(pattern, text)
     return match[1] if match else None
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a diagnosis found: an error that can be raised for any request of these minutes."""
-
-    kind: Kind
-    what: str
-    details: tuple[tuple[str, str | int | None], ...] = ()
-
-    def error(self, *, verb: str, url: str) -> CloudError:
-        """The error for one request."""
-        return self.kind(self.what, verb=verb, url=url, **dict(self.details))
-
-
-def no_such_bucket(bucket: str, endpoint_url: str | None) -> Verdict:
-    """The verdict on a bucket that is not there."""
-    return Verdict(ObjectNotFoundError, NO_SUCH_BUCKET, (("bucket", bucket), ("endpoint", endpoint_url)))
-
-
-# Nobody puts an object of this name: the answer is short, whether or not the bucket is there.
-_PROBE_KEY = "dcp-remote-diagnosis"
-
-# A look at why a request failed must not take longer than the failure. To connect, to read.
-_PROBE_TIMEOUTS_SECONDS = (3.0, 5.0)
-
-_CREDENTIALS_CODES = frozenset(_ADVICE)
-
-
-def diagnose_s3(
-    place: S3Place, options: S3Options, *, bucket: str, prefix: str, listing: bool = False
-) -> Verdict | None:
-    """Ask why requests to a bucket fail, by one GET of an object that is not there; at most 8 s.
-
-    A GET and no HEAD: its answer has a body with an error code, and it needs no grant to list. It goes the way of
-    the failed request (endpoint, style, region, credentials), is not retried and follows no redirect.
-
-    Args:
-        place: Where requests go.
-        options: For signing.
-        bucket: Its name.
-        prefix: That of the store: the grant may end there.
-        listing: A listing failed: list one object instead, since obstore does not tell when a listing is denied.
-
-    Returns:
-        None if nothing can be told: the bucket answers well, or is as overloaded as before.
-    """
-    key = f"{prefix}/{_PROBE_KEY}" if prefix else _PROBE_KEY
-    try:
-        if listing:
-            url = presign_s3(place, options, "list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
-        else:
-            url = presign_s3(place, options, "get_object", Bucket=bucket, Key=key)
-        # `Any`: the stubs know neither the path of a certificate nor a pair of timeouts, which botocore itself passes.
-        verify: Any = True if place.verify is None else place.verify
-        timeout: Any = _PROBE_TIMEOUTS_SECONDS
-        session = URLLib3Session(verify=verify, proxies=get_environ_proxies(url), timeout=timeout)
-        try:
-            answer = session.send(AWSRequest("GET", url).prepare())
-            body = answer.content.decode(errors="replace")
-        finally:
-            session.close()
-    except botocore_exceptions.SSLError:
-        return Verdict(
-            StorageError,
-            "The certificate of the endpoint is not trusted: give the file of its authority as "
-            "storage_options['verify'].",
-            (("endpoint", place.endpoint_url),),
-        )
-    except botocore_exceptions.BotoCoreError as error:
-        kind = kind_of(error)
-        if kind is TransientStorageError:
-            return Verdict(
-                kind,
-                "The endpoint cannot be reached, or does not answer: look at endpoint_url, the network, the proxy.",
-                (("endpoint", place.endpoint_url),),
-            )
-        return Verdict(kind, "Requests cannot be signed any more.", (("cause", type(error).__name__),))
-    return _judge(
-        status=answer.status_code,
-        code=_first(r"<Code>(\w{1,64})</Code>", body) or "",
-        answered_region=answer.headers.get("x-amz-bucket-region") or _first(r"<Region>([\w-]{1,64})</Region>", body),
-        place=place,
-        bucket=bucket,
-        listing=listing,
-    )
-
-
-def _judge(
-    *, status: int, code: str, answered_region: str | None, place: S3Place, bucket: str, listing: bool
-) -> Verdict | None:
-    """What a store's answer to the diagnosis tells of its bucket; None if nothing."""
-    endpoint = ("endpoint", place.endpoint_url)
-    if code == "NoSuchBucket":
-        return no_such_bucket(bucket, place.endpoint_url)
-    moved = HTTPStatus.MULTIPLE_CHOICES <= status < HTTPStatus.BAD_REQUEST
-    # 400 is AuthorizationHeaderMalformed: signed for a region that is not the endpoint's.
-    elsewhere = answered_region is not None and answered_region != place.region_name
-    if elsewhere and (moved or status == HTTPStatus.BAD_REQUEST):
-        return Verdict(
-            StorageError,
-            f"The bucket lies in another region: set storage_options['region_name'] (or AWS_DEFAULT_REGION) to "
-            f"{answered_region!r}.",
-            (("bucket", bucket), ("bucket_region", answered_region), ("used_region", place.region_name), endpoint),
-        )
-    if moved:
-        return Verdict(
-            StorageError,
-            "The endpoint sends requests elsewhere: endpoint_url or region_name is not that of this bucket.",
-            (("bucket", bucket), ("status", status), ("used_region", place.region_name), endpoint),
-        )
-    if code in _CREDENTIALS_CODES:
-        return Verdict(PermissionDeniedError, _ADVICE[code], (("code", code), endpoint))
-    if status == HTTPStatus.BAD_REQUEST:  # the same GET will be malformed the next time, too
-        return Verdict(StorageError, "The store takes our requests for malformed.", (("code", code), endpoint))
-    if listing and status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        return Verdict(PermissionDeniedError, WHAT[PermissionDeniedError], (("code", code), endpoint))
-    # 403 is what a grant without s3:ListBucket answers for any missing object; 5xx and 429 are no news.
-    return None

@@ -24,6 +24,8 @@ from http import HTTPStatus
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from dcp_remote.ranges import KiB
+from dcp_remote.storage.landing import require_wanted
 from dcp_remote.storage.pace import Pace
 from dcp_remote.storage.streams import StreamConnection
 
@@ -45,6 +47,9 @@ _BUSY = frozenset(
         HTTPStatus.GATEWAY_TIMEOUT,
     }
 )
+
+# Of an answer that says so, with the error code of the store in it: a few hundred bytes.
+_REASON_BYTES_MAX = 4 * KiB
 
 # What a connection that was kept raises when the server closed it meanwhile.
 _CLOSED = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
@@ -109,6 +114,7 @@ class DirectReads:
             ConnectionError: The connection broke, or the store is too busy.
             TimeoutError: The store was silent, or slow.
             OSError: There is no such host, or no trust in it.
+            StorageError: `buffer` is wanted back (`landing.py`).
         """
         parts = urlsplit(url)
         asked = _Asked(
@@ -142,7 +148,8 @@ class DirectReads:
             connection.request("GET", asked.target, headers={"Range": f"bytes={start}-{start + len(buffer) - 1}"})
             answer = connection.getresponse()
             if answer.status in _BUSY:
-                raise ConnectionError(f"The store answered {answer.status} {answer.reason}.")
+                said = answer.read(_REASON_BYTES_MAX).decode(errors="replace")
+                raise ConnectionError(f"The store answered {answer.status} {answer.reason}. {said}")
             if not _is_range(answer, start, len(buffer)):
                 return False
             if answer.readinto(buffer) < len(buffer):
@@ -227,6 +234,7 @@ class _Watch:
         return time.monotonic() - self._began_seconds
 
     def _look(self) -> None:
+        require_wanted()
         now_seconds = time.monotonic()
         if self._other is not None and self._other.done() and self._other.exception() is None:
             data = self._other.result()

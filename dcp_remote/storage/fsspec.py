@@ -28,7 +28,6 @@ from dcp_remote.errors import (
 )
 from dcp_remote.storage.base import Buffer, Capabilities, Condition, Content, ObjectInfo, ObjectStore, Version
 from dcp_remote.storage.cloud_errors import WHAT, advised, chained
-from dcp_remote.storage.cloud_options import Timeouts
 from dcp_remote.storage.fsspec_client import (
     KINDS_BY_CODE,
     NO_SUCH_BUCKET_CODE,
@@ -42,6 +41,7 @@ from dcp_remote.storage.fsspec_client import (
     translated,
 )
 from dcp_remote.storage.local import LocalStore
+from dcp_remote.storage.timeouts import Timeouts
 from dcp_remote.url import ParsedUrl, check_key, check_list_prefix, parse_url
 
 _Answer = TypeVar("_Answer")

@@ -12,6 +12,7 @@ from typing import NoReturn, TypeVar
 
 from dcp_remote.errors import InvalidArgumentError, StorageError, TransientStorageError
 from dcp_remote.storage.base import Buffer, Condition, ObjectInfo, ObjectStore, Version
+from dcp_remote.storage.time_left import of_use_for
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class RetryingStore(WrappedStore):
 
     Args:
         store: What is asked.
-        deadline: After which nothing is repeated. No sleep reaches it.
+        deadline: After which nothing is repeated. No sleep reaches it, and of the cloud hardly a request does.
         policy: How long to wait.
         sleep: Waits, in seconds.
         random: Gives numbers in [0, 1).
@@ -180,7 +181,8 @@ class RetryingStore(WrappedStore):
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """See `ObjectStore.put`. Repeated only if `condition` is "any"."""
         if condition != "any":
-            return self._store.put(key, buffers, condition=condition)
+            with of_use_for(self._terms.deadline.remaining_seconds):
+                return self._store.put(key, buffers, condition=condition)
         return super().put(key, buffers)
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
@@ -202,7 +204,8 @@ class RetryingStore(WrappedStore):
         attempts = _Attempts(self._terms, self._named("delete", *keys), self.url)
         while True:
             try:
-                answer = self._store.delete(keys)
+                with of_use_for(self._terms.deadline.remaining_seconds):
+                    answer = self._store.delete(keys)
             except TransientStorageError as error:
                 answer = dict.fromkeys(keys, error)
             for_now = {key: error for key, error in answer.items() if isinstance(error, TransientStorageError)}
@@ -219,7 +222,8 @@ class RetryingStore(WrappedStore):
         attempts = _Attempts(self._terms, request, self.url)
         while True:
             try:
-                return send()
+                with of_use_for(self._terms.deadline.remaining_seconds):
+                    return send()
             except TransientStorageError as error:
                 attempts.pause_or_raise(error)
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dcp_remote.ranges import KiB
+from dcp_remote.storage.landing import nothing_lands
 
 # How often a wait is interrupted to look around.
 TICK_SECONDS = 0.25
@@ -29,9 +30,10 @@ TICK_SECONDS = 0.25
 _RECORDS_BYTES = 256 * KiB
 
 # OpenSSL decrypts a record in microseconds, and Python's lock is given up for each: sixteen threads that take it from
-# each other cost twice the CPU of one that does the records of all. Who has this one has these bytes, too.
-_decrypting = threading.Lock()
-_records = memoryview(bytearray(_RECORDS_BYTES))
+# each other cost twice the CPU of one that does the records of all. Who has this one has those bytes, too; a signal
+# handler that reads in the middle of its own thread's turn has it already, finds no bytes, and brings some.
+_decrypting = threading.RLock()
+_records = [memoryview(bytearray(_RECORDS_BYTES))]
 
 # Whoever decrypts lets others do that, and looks up, after so many records: 16 MiB of a server that fills them.
 _TURN_RECORDS = 1024
@@ -166,6 +168,13 @@ class TlsStream(ByteStream):
         Raises:
             BlockingIOError: Nothing has arrived.
         """
+        records = _records.pop() if _records else memoryview(bytearray(_RECORDS_BYTES))
+        try:
+            return self._decrypt_through(records, view)
+        finally:
+            _records.append(records)
+
+    def _decrypt_through(self, records: memoryview, view: memoryview) -> int | None:
         tls, length, done = self._tls, len(view), 0
         for _ in range(_TURN_RECORDS):
             if done == length:
@@ -175,7 +184,7 @@ class TlsStream(ByteStream):
                 count: int = tls.read(length - done, view[done:])  # type: ignore[assignment]
             except ssl.SSLWantReadError:
                 try:
-                    self._heard(_records[: self._sock.recv_into(_records, 0, socket.MSG_DONTWAIT)])
+                    self._heard(records[: self._sock.recv_into(records, 0, socket.MSG_DONTWAIT)])
                 except BlockingIOError:
                     if done:
                         return done
@@ -273,7 +282,8 @@ class StreamConnection(http.client.HTTPConnection):
     def watched_by(self, look: Callable[[], None]) -> None:
         """Connect, if that is not done, and look around while waiting from now on; see `ByteStream.look`."""
         if self._stream is None:
-            self.connect()
+            with nothing_lands():
+                self.connect()
         assert self._stream is not None
         self._stream.look = look
 

@@ -7,17 +7,28 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from dcp_remote.errors import SaveFailedError, SaveTimeoutError
-from dcp_remote.joint import Joint, Ranks
+from dcp_remote.joint import Joint
+from dcp_remote.ranks import Ranks
 
 T = TypeVar("T")
 
 WHAT = "the save of step 7"
 BEAT_SECONDS = 0.03
+
+
+class Clock:
+    """One that goes on by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Ended(Generic[T]):
@@ -101,6 +112,17 @@ def together(ranks: Ranks, what: str = WHAT, **terms: float) -> tuple[int, int]:
 def expected(world_size: int) -> list[tuple[int, int]]:
     """What `together` returns."""
     return [(sum(range(world_size)), 10 * rank + 1) for rank in range(world_size)]
+
+
+def errors(ended: list[Ended[Any]]) -> list[str]:
+    return [str(one.error) for one in ended]
+
+
+def upload(joint: Joint) -> NoReturn:
+    """What takes long, and goes by its deadline, as uploads do."""
+    while not joint.deadline.expired():
+        time.sleep(0.002)
+    raise SaveTimeoutError("The upload did not end by the deadline.", key="shards/1")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from dcp_remote import plans
 from dcp_remote.errors import PermissionDeniedError
 from dcp_remote.joint import Joint
 from dcp_remote.ranges import MiB
@@ -98,6 +99,18 @@ def plans_of_saves(path: Path, changes: Sequence[str], dedup: bool, overwrite: b
             step = 1 if overwrite else number
             planner = OwnPlanner() if change == "a planner of the user" else None
             manager.save(step, planned_state(change, number), overwrite=overwrite, planner=planner, wait=True)
+            exchanged.append(count[0])
+    return exchanged
+
+
+def plans_that_tables_cannot_say(path: Path) -> list[int]:
+    """Save twice while one rank plans what a table cannot say; how often plans were exchanged."""
+    exchanged = []
+    irregular = mock.patch.object(plans, "_is_regular", return_value=dist.get_rank() != 1)
+    with managing(path) as manager, scatters_counted() as count, irregular:
+        for step in (1, 2):
+            count[0] = 0
+            manager.save(step, planned_state("", step), wait=True)
             exchanged.append(count[0])
     return exchanged
 

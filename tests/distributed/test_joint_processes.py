@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from dcp_remote.errors import FencedError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
-from dcp_remote.joint import Joint, Ranks
+from dcp_remote.joint import Joint
+from dcp_remote.ranks import Ranks
 from dcp_remote.testing.rank_pool import RankPool, RanksFailedError
 from tests.distributed.parties import WHAT, Ended, expected, join, together, wait_until
 from tests.distributed.strikes import exchanged, process_state, strike

@@ -15,6 +15,7 @@ from tests.distributed.planning import (
     plans_around_failures,
     plans_of_saves,
     plans_of_two_managers,
+    plans_that_tables_cannot_say,
     share_replicas,
     unlike_replicas,
 )
@@ -126,3 +127,10 @@ def test_replicas_that_differ_are_not_mixed(rank_pool: RankPool, tmp_path: Path)
     for step, differs in enumerate(unlike, start=1):
         (value,) = load(tmp_path, step=step)["w"].unique().tolist()
         assert value in ({10 * step + rank for rank in range(4)} if differs else {10 * step})
+
+
+def test_one_rank_whose_plan_is_no_table(rank_pool: RankPool, tmp_path: Path) -> None:
+    """All of them plan as torch does, and keep what came of it."""
+    assert rank_pool.run(plans_that_tables_cannot_say, tmp_path) == [[1, 0]] * 4
+    for step in (1, 2):
+        assert_holds(tmp_path, step, "", step)

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.joint import Ranks
+from dcp_remote.key_value import Client
 from dcp_remote.preemption import Agreement, Moment, Preemption
-from dcp_remote.pulse import Client
+from dcp_remote.ranks import Ranks
 from dcp_remote.testing.rank_pool import RankPool
 from tests.distributed.parties import Party, held, join, party, wait_until
 
@@ -599,7 +599,7 @@ def in_a_thread(action: object) -> None:
 
 BEGINNING = """
 import multiprocessing, os, signal, sys, threading
-from dcp_remote.joint import Ranks
+from dcp_remote.ranks import Ranks
 from dcp_remote.preemption import Preemption
 
 preemption = Preemption(Ranks(0, 1, None))

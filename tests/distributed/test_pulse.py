@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_remote.pulse import Awake, Beat, Client, Pulse, Watch, beat_seconds_of
-from tests.distributed.parties import host_command, wait_until
-
-MiB = 2**20
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
+from dcp_remote.key_value import Client
+from dcp_remote.pulse import Awake, Beat, Pulse, Watch, beat_seconds_of
+from tests.distributed.parties import Clock, host_command, wait_until
 
 # ---- pure
 
@@ -109,71 +97,6 @@ def host() -> Iterator[Host]:
         yield host
     finally:
         host.kill()
-
-
-def tcp(folder: Path) -> dist.Store:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def file(folder: Path) -> dist.Store:
-    return dist.FileStore(str(folder / "store"), 1)
-
-
-def hash_(folder: Path) -> dist.Store:
-    return dist.HashStore()
-
-
-STORES: dict[str, Callable[[Path], dist.Store]] = {"tcp": tcp, "file": file, "hash": hash_}
-
-
-@pytest.mark.parametrize(
-    ("kind", "size_bytes"),
-    [
-        *((kind, size_bytes) for kind in STORES for size_bytes in (0, 1, 4 * MiB, 4 * MiB + 1)),
-        ("tcp", 21 * MiB),
-    ],
-)
-def test_values_of_any_size(kind: str, size_bytes: int, tmp_path: Path) -> None:
-    """Put, read by another client, taken by a third: more than a TCPStore takes at once; and nothing is left."""
-    store = dist.PrefixStore("a", STORES[kind](tmp_path))
-    clients = [Client(store) for _ in range(3)]
-    value = os.urandom(size_bytes)
-    clients[0].put("k/1", value)
-    clients[0].put("k/2", b"other")
-    assert clients[1].get_many(["k/2", "k/1"]) == [b"other", value]
-    assert clients[2].take_many(["k/1", "k/2"]) == [value, b"other"]
-    assert not clients[0].present(["k/1", "k/1+1", "k/1+2", "k/2"])
-    clients[0].put("k/1", value)
-    assert clients[0].has(["k/1"])  # only then it has certainly arrived
-    clients[2].delete(["k/1", "k/3"])
-    assert not clients[0].present(["k/1", "k/1+1", "k/1+2"])
-
-
-@pytest.mark.parametrize("kind", STORES)
-def test_the_first_to_put_wins(kind: str, tmp_path: Path) -> None:
-    """Two clients, one key; and what was put so is read as anything else."""
-    store = STORES[kind](tmp_path)
-    clients = [Client(store) for _ in range(2)]
-    clients[1].put_first("k", b"\x00first")
-    clients[0].put_first("k", b"second")
-    assert clients[0].get("k") == b"\x00first"
-
-
-@pytest.mark.parametrize("there", [[], [0], [39], list(range(40)), [3, 4, 17, 33]])
-def test_which_keys_are_there(there: list[int]) -> None:
-    """Among forty."""
-    client = Client(dist.HashStore())
-    for number in there:
-        client.put(str(number), b"")
-    assert client.present([str(number) for number in range(40)]) == {str(number) for number in there}
-
-
-def test_a_file_store_outlives_the_connections_to_it(tmp_path: Path) -> None:
-    """A clone of a FileStore is a store of its own, which might take the file with it."""
-    store = file(tmp_path)
-    Client(store).put("k", b"v")
-    assert Client(store).get("k") == b"v"
-    assert (tmp_path / "store").exists()
 
 
 # ---- pulses

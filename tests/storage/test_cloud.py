@@ -26,7 +26,9 @@ from dcp_remote.errors import (
 )
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.cloud import CloudStore, open_cloud_store
-from dcp_remote.storage.cloud_options import S3Options, Timeouts, parse_options, resolve_s3
+from dcp_remote.storage.cloud_options import S3Options, parse_options
+from dcp_remote.storage.s3_place import resolve_s3
+from dcp_remote.storage.timeouts import Timeouts
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
 from dcp_remote.testing.store_suite import StoreSuite
 from dcp_remote.url import parse_url

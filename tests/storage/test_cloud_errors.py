@@ -8,9 +8,13 @@ import json
 import logging
 import pickle
 import socket
+import ssl
+import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -18,6 +22,7 @@ import botocore.exceptions
 import obstore.exceptions
 import pytest
 
+from dcp_remote.bench.certificates import make_certificates
 from dcp_remote.errors import (
     ConditionFailedError,
     DcpRemoteError,
@@ -217,6 +222,9 @@ def open_at(endpoint_url: str, **options: object) -> CloudStore:
     return open_cloud_store(parse_url("s3://bucket/run"), {**OPTIONS, "endpoint_url": endpoint_url, **options})
 
 
+# The alert of a server that knows no version of TLS that we would speak.
+TLS_1_1 = b"\x15\x03\x01\x00\x02\x02\x46"
+
 VERBS: dict[str, Callable[[CloudStore], object]] = {
     "head": lambda store: store.head("key"),
     "get": lambda store: store.get("key", limit_bytes=10),
@@ -303,6 +311,65 @@ def test_credentials_that_are_no_good(status: int, code: str, advice: str, verb:
         assert error.details["code"] == code
 
 
+@pytest.mark.parametrize("verb", ["put", "get", "get_into"])
+@pytest.mark.parametrize(
+    ("status", "code", "advice"),
+    [
+        (403, "QuotaExceeded", "is full"),  # Ceph, VersityGW
+        (507, "XMinioStorageFull", "is full"),
+        (400, "XMinioAdminBucketQuotaExceeded", "is full"),
+        (413, "EntityTooLarge", "no object of this size"),
+        (403, "InvalidObjectState", "an archive"),
+        (400, "InvalidRequest", "'checksum_algorithm'"),
+        (501, "NotImplemented", "'checksum_algorithm'"),
+    ],
+)
+def test_errors_that_do_not_pass(status: int, code: str, advice: str, verb: str) -> None:
+    """A store that answers everything else well: told at once, without a diagnosis, and what it means."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return HttpAnswer(404, body("NoSuchKey")) if "diagnosis" in request.path else HttpAnswer(status, body(code))
+
+    with scripted_server(answer) as server:
+        error = caught(open_at(server.endpoint_url), verb)
+        assert not any("diagnosis" in request.path for request in server.requests)
+    assert type(error) is StorageError
+    assert advice in str(error)
+    assert error.details["code"] == code
+
+
+def test_a_condition_that_the_store_does_not_know_is_refused_for_good() -> None:
+    """501 to a conditional put: it was not carried out, and nobody has to find that out."""
+    with scripted_server(always(501, "NotImplemented")) as server:
+        with pytest.raises(StorageError) as info:
+            open_at(server.endpoint_url).put("key", [b"x"], condition="absent")
+        assert type(info.value) is StorageError
+        assert len(server.requests) == 1
+
+
+def test_a_conflict_without_a_condition_passes() -> None:
+    """409 to a plain put: another request is under way, and the same one may be sent again."""
+    with scripted_server(always(409, "OperationAborted")) as server:
+        error = caught(open_at(server.endpoint_url), "put")
+    assert type(error) is TransientStorageError
+    assert error.details["code"] == "OperationAborted"
+
+
+@pytest.mark.parametrize(("status", "code"), [(500, "InternalError"), (503, "SlowDown")])
+def test_a_busy_store_tells_its_code(status: int, code: str) -> None:
+    """Also when a range is read directly."""
+    with scripted_server(always(status, code)) as server:
+        assert caught(open_at(server.endpoint_url), "get_into").details["code"] == code
+
+
+def test_why_a_head_was_refused() -> None:
+    """Its answer has no body: one GET finds the code."""
+    with scripted_server(always(403, "InvalidAccessKeyId")) as server:
+        error = caught(open_at(server.endpoint_url), "head")
+    assert type(error) is PermissionDeniedError
+    assert "does not know this access key" in str(error)
+
+
 @pytest.mark.parametrize("status", [409, 412])
 def test_conditions(status: int) -> None:
     """Both answers to a lost race."""
@@ -360,7 +427,11 @@ def test_wrong_region(status: int, headers: dict[str, str], more: str, verb: str
 
 def test_a_diagnosis_is_no_answer_to_a_conditional_put() -> None:
     """It may have been carried out, whatever the bucket says a moment later: who settles it must know that it may."""
-    with scripted_server(always(400, "ExpiredToken")) as server:
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return HttpAnswer(500) if request.method == "PUT" else HttpAnswer(400, body("ExpiredToken"))
+
+    with scripted_server(answer) as server:
         store = open_at(server.endpoint_url)
         for condition in ("absent", Version('"x"')):
             with pytest.raises(TransientStorageError, match="have expired"):
@@ -384,6 +455,77 @@ def test_unreachable_endpoint(verb: str) -> None:
     assert type(error) is TransientStorageError
     assert error.details["endpoint"] == endpoint_url
     assert "cannot be reached" in str(error)
+
+
+@contextmanager
+def answering_hello(answer: bytes) -> Iterator[str]:
+    """A server that says this to whoever begins a handshake, and hangs up; its URL."""
+
+    def serve() -> None:
+        while True:
+            connection, _ = listener.accept()
+            with connection, suppress(ConnectionError):
+                if not connection.recv(65536):
+                    return
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"https://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            socket.create_connection(listener.getsockname()).close()
+            thread.join()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("answer", [b"", b"\x15\x03\x03\x00\x02\x02\x50"], ids=["nothing", "internal error"])
+def test_a_handshake_that_is_broken_off(answer: bytes, verb: str) -> None:
+    """A balancer that starts again: no word about certificates, and the request may pass later."""
+    with answering_hello(answer) as endpoint_url:
+        error = caught(open_at(endpoint_url), verb)
+    assert type(error) is TransientStorageError
+    assert "cannot be reached" in str(error)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", b"\x15\x03\x03\x00\x02\x02\x28", TLS_1_1],
+    ids=["http", "no common cipher", "an old version"],
+)
+def test_a_handshake_that_fails_for_good(answer: bytes) -> None:
+    """An endpoint that speaks something else: told at once, with OpenSSL's name of it."""
+    with answering_hello(answer) as endpoint_url:
+        error = caught(open_at(endpoint_url), "put")
+    assert type(error) is StorageError
+    assert "TLS with the endpoint fails" in str(error)
+    assert error.details["cause"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere loopback has one address")
+def test_a_certificate_of_another_host(tmp_path: Path) -> None:
+    """It is named, and so is the host that it is of."""
+    authority, chain = make_certificates(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(chain)
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with suppress(OSError):
+                    context.wrap_socket(connection, server_side=True).close()
+
+    with socket.create_server(("127.0.0.2", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        error = caught(open_at(f"https://127.0.0.2:{listener.getsockname()[1]}", verify=str(authority)), "put")
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert type(error) is StorageError
+    assert "not trusted" in str(error)
+    assert "'127.0.0.2'" in str(error.details["cause"])
 
 
 def test_delete_reports_each_key() -> None:

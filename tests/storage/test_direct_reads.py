@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -20,10 +21,10 @@ from dcp_remote.errors import StorageError, TransientStorageError
 from dcp_remote.ranges import KiB, MiB
 from dcp_remote.storage import cloud_clients, streams
 from dcp_remote.storage.cloud import CloudStore, open_cloud_store
-from dcp_remote.storage.cloud_options import Timeouts
 from dcp_remote.storage.direct_reads import DirectReads
 from dcp_remote.storage.pace import LATE_SECONDS_MIN, SAMPLES_MIN, Pace
 from dcp_remote.storage.streams import TlsStream
+from dcp_remote.storage.timeouts import Timeouts
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 from dcp_remote.url import parse_url
 
@@ -88,6 +89,30 @@ def test_many_threads(server: BenchServer) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(check, range(1000)))
+
+
+def test_a_signal_handler_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a turn of decrypting of its own thread: both get their bytes, and nobody waits for himself."""
+    with bench_server(size_bytes=16 * MiB, tls=True) as server:
+        store = open_cloud_store(parse_url("s3://bench/run"), server.storage_options)
+        store.put("key", [DATA])
+        read_in_handler: list[bytes] = []
+        usual, through = TlsStream._decrypt_through, [False]
+
+        def interrupted(stream: TlsStream, records: memoryview, view: memoryview) -> int | None:
+            count = usual(stream, records, view)
+            if count and not through[0]:
+                through[0] = True
+                signal.raise_signal(signal.SIGUSR1)
+            return count
+
+        monkeypatch.setattr(TlsStream, "_decrypt_through", interrupted)
+        before = signal.signal(signal.SIGUSR1, lambda *_: read_in_handler.append(read(store, 7, 300_000)))
+        try:
+            assert read(store, 0, 500_000) == DATA[:500_000]
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert read_in_handler == [DATA[7:300_000]]
 
 
 def test_a_certificate_that_is_not_trusted(tmp_path: Path) -> None:

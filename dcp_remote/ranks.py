@@ -1,0 +1,225 @@
+"""The ranks of a process group, and the things that they do together, one after the other.
+
+They meet in the key-value store of the group, never in a collective; see `dcp_remote.joint`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
+from dcp_remote.joint import Joint
+from dcp_remote.joint_keys import Place
+from dcp_remote.key_value import Client, connection
+from dcp_remote.pulse import Pulse, Watch, beat_seconds_of, line_of
+
+
+class Ranks:
+    """The ranks of a group, for one user of them that does one joint thing after another; made by all alike.
+
+    Args:
+        rank: Of this process, within the group.
+        world_size: Of the group; at 1 there is no thread and no store, and all behaves as with more.
+        store: Of the group, below a prefix of this user's own, and touched by nobody else.
+        beat_seconds: Of the pulse; by default what suits the number of ranks.
+        clock: Monotonic, in seconds; for tests.
+
+    Attributes:
+        rank: See above.
+        world_size: See above.
+        is_coordinator: Whether this is rank 0.
+        pulse: Its heartbeat; None for a rank that is alone.
+        store_host: Where the store is, which all ranks can reach; None if that is not known.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: dist.Store | None,
+        *,
+        beat_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """See the class; the pulse starts here."""
+        self.rank = rank
+        self.world_size = world_size
+        self.is_coordinator = rank == 0
+        self.store_host = _host_of(store)
+        self.pulse: Pulse | None = None
+        self._clock = clock
+        self._number = 0
+        self._joint: Joint | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._leftovers: dict[int, list[str]] = {}
+        # A connection goes from one joint to the next, unless a thread is stuck in it.
+        self._spare: Client | None = None
+        self._leaving: Watch | None = None
+        if world_size > 1:
+            assert store is not None, "several ranks need a store to meet in"
+            seconds = beat_seconds_of(world_size) if beat_seconds is None else beat_seconds
+            self.pulse = Pulse(store, rank, beat_seconds=seconds, farewell=self._farewell, clock=clock)
+            self.pulse.add_hook(self._beat)
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None, name: str, *, beat_seconds: float | None = None) -> Ranks:
+        """The ranks of a process group; called on all of them, in the same order.
+
+        Costs one operation on the store of the default group, which may block as any collective may.
+
+        Args:
+            process_group: None for the default group; where torch.distributed is not initialized, this process alone.
+            name: What they are for; there may be several of one name.
+            beat_seconds: As in the class.
+
+        Raises:
+            InvalidArgumentError: This process does not belong to the group.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            if process_group is not None:
+                raise InvalidArgumentError("A process group was given, but torch.distributed is not initialized.")
+            return cls(0, 1, None)
+        group = dist.group.WORLD if process_group is None else process_group
+        rank = dist.get_rank(group)
+        if group is None or rank < 0:
+            raise InvalidArgumentError("This process does not belong to the process group.", rank=dist.get_rank())
+        world_size = dist.get_world_size(group)
+        if world_size == 1:
+            return cls(rank, world_size, None)
+        # Counted in the store, where the number outlives a group that is destroyed and made again over the same store.
+        prefix = f"dcp_remote/{group.group_name}/{name}"
+        store = _get_default_store()
+        number = connection(store).add(f"{prefix}/made/{rank}", 1)
+        # That store itself, and no clone: where this process is the host, it stays as long as somebody has it, and the
+        # last save can end although the group is destroyed.
+        return cls(rank, world_size, dist.PrefixStore(f"{prefix}/{number}", store), beat_seconds=beat_seconds)
+
+    def join(
+        self,
+        what: str,
+        *,
+        seconds: float,
+        silence_seconds: float = 60.0,
+        failed: type[DcpRemoteError],
+        timed_out: type[DcpRemoteError],
+    ) -> Joint:
+        """Begin something that all ranks begin, in the same order; never touches the store, and so never blocks.
+
+        Args:
+            what: Named in errors: "the save of step 100".
+            seconds: Until its deadline, from now on.
+            silence_seconds: After which a rank that was heard of and fell silent fails it; and a store that does not
+                answer.
+            failed: What is raised for a cause that is no error of ours.
+            timed_out: What is raised at the deadline.
+
+        Raises:
+            InvalidArgumentError: These ranks are closed, or the last joint is not over.
+        """
+        if self._closed:
+            raise InvalidArgumentError("This is closed.", what=what)
+        if self._joint is not None and self._joint.cancelled is None:
+            raise InvalidArgumentError("Something else is under way.", what=what, under_way=self._joint.what)
+        with self._lock:
+            self._number += 1
+            self._joint = joint = Joint(
+                self,
+                Place(self._number, line_of(what)),
+                seconds=seconds,
+                silence_seconds=silence_seconds,
+                failed=failed,
+                timed_out=timed_out,
+                clock=self._clock,
+            )
+            if self.pulse is not None:
+                watched = range(1, self.world_size) if self.is_coordinator else [0]
+                self.pulse.enter(self._number, what, watched)
+        return joint
+
+    def close(self) -> None:
+        """Leave. The coordinator first gives the others some seconds to read its last answer.
+
+        It may be the host of the store, which goes with it.
+        """
+        self._closed = True
+        joint = self._joint
+        if joint is not None:
+            joint.cancel(joint.failed(f"Closed in the middle of {joint.what}."))
+        if self.pulse is not None:
+            self.pulse.close()
+
+    # ---- for joints
+
+    def over(self, joint: object, client: Client | None) -> None:
+        """It was left; the connection is free again."""
+        with self._lock:
+            if client is not None:
+                self._spare = client
+            mine = self._joint
+            if mine is not None and mine is joint:
+                self._joint = None
+                if self.pulse is not None:
+                    self.pulse.leave(f"done with {mine.what}")
+
+    def client(self) -> Client:
+        """For a joint's thread. Connects if there is none to spare, and then blocks if the store does."""
+        with self._lock:
+            client, self._spare = self._spare, None
+        assert self.pulse is not None, "one rank needs no store"
+        return self.pulse.client() if client is None else client
+
+    def renumber(self, joint: object, number: int) -> None:
+        """It turned out to be this one."""
+        with self._lock:
+            if self._joint is joint:
+                self._number = number
+                if self.pulse is not None:
+                    self.pulse.move(number)
+
+    def leave_behind(self, number: int, keys: Iterable[str]) -> None:
+        """What may lie in the store of that joint; the coordinator's."""
+        with self._lock:
+            self._leftovers.setdefault(number, []).extend(keys)
+
+    def sweep(self, client: Client, before: int) -> None:
+        """Delete what joints before that one left behind."""
+        with self._lock:
+            old = [self._leftovers.pop(number) for number in list(self._leftovers) if number < before]
+        client.delete(key for keys in old for key in keys)
+
+    # ---- in the pulse's thread
+
+    def _beat(self, client: Client) -> None:
+        joint = self._joint
+        if joint is not None:
+            joint.beat(client)
+
+    def _farewell(self, client: Client) -> bool:
+        """Whether all others that live have left the last joint, so that nobody needs this process any more."""
+        if not self.is_coordinator or self._number == 0 or self._joint is not None:
+            return True
+        assert self.pulse is not None, "whoever says goodbye has one"
+        now = self._clock()
+        if self._leaving is None:
+            self._leaving = Watch(range(1, self.world_size), now)
+        inside: list[int] = []
+        for rank, beat in self.pulse.read(client, self._leaving.ranks).items():
+            self._leaving.see(rank, beat, now)
+            if beat.inside and beat.joint == self._number:
+                inside.append(rank)
+        if any(self._leaving.silent_seconds(rank, now) < self.pulse.patience_seconds for rank in inside):
+            return False
+        self.sweep(client, self._number + 1)
+        return True
+
+
+def _host_of(store: dist.Store | None) -> str | None:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return str(store.host) if isinstance(store, dist.TCPStore) else None
