@@ -513,10 +513,10 @@ def test_retention() -> None:
     ) as checkpoints:
         for step in range(10, 110, 10):
             checkpoints.save(step, state_of(step), metrics={"loss": abs(step - 30)}, wait=True)
-            if step == 20:
+            if step == 20:  # the newest, which nothing retires meanwhile
                 checkpoints.pin(20)
-        checkpoints.unpin(20)
-        checkpoints.pin(20)
+                checkpoints.unpin(20)
+                checkpoints.pin(20)
         with pytest.raises(CheckpointNotFoundError):
             checkpoints.pin(40)
     assert CheckpointManager(store).steps() == [20, 30, 50, 90, 100]

@@ -259,12 +259,12 @@ def test_a_rank_that_wakes_up_is_told_what_it_slept_through() -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_answer_that_is_swept_before_it_is_read(monkeypatch: pytest.MonkeyPatch, *, shared: bool) -> None:
     """A rank that sees its answer and is slow to read it, while the coordinator is two joints on: told that it is."""
-    of_values = Client.get_many
+    of_values = Client._found
 
-    def slowly(client: Client, keys: list[str]) -> list[bytes]:
+    def slowly(client: Client, keys: list[str]) -> list[bytes] | None:
         if any("/out" in key for key in keys):
             client.delete(keys)
-            return [b"" for _ in keys]  # what a TCPStore gives if they go while it looks for them
+            return None
         return of_values(client, keys)
 
     def part(ranks: Ranks) -> object:
@@ -275,7 +275,7 @@ def test_an_answer_that_is_swept_before_it_is_read(monkeypatch: pytest.MonkeyPat
                 raise ValueError("boo")
         return answer
 
-    monkeypatch.setattr(Client, "get_many", slowly)
+    monkeypatch.setattr(Client, "_found", slowly)
     with party(2) as them:
         _, slow = them.run(part)
         assert type(slow.error) is SaveFailedError
@@ -284,12 +284,12 @@ def test_an_answer_that_is_swept_before_it_is_read(monkeypatch: pytest.MonkeyPat
 
 def test_an_end_that_is_swept_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that sees that there is a verdict and is slow to read it: no error but that it is behind."""
-    of_values = Client.get_many
+    of_values = Client._found
 
-    def slowly(client: Client, keys: list[str]) -> list[bytes]:
+    def slowly(client: Client, keys: list[str]) -> list[bytes] | None:
         if any("/verdict" in key for key in keys):
             client.delete(keys)
-            return [b"" for _ in keys]
+            return None
         return of_values(client, keys)
 
     def part(ranks: Ranks) -> object:
@@ -301,7 +301,7 @@ def test_an_end_that_is_swept_before_it_is_read(monkeypatch: pytest.MonkeyPatch)
         with join(ranks) as joint:
             return joint.gather(1, len)
 
-    monkeypatch.setattr(Client, "get_many", slowly)
+    monkeypatch.setattr(Client, "_found", slowly)
     with party(2) as them:
         _, slow = them.run(part)
         assert type(slow.error) is SaveFailedError
