@@ -222,12 +222,12 @@ def test_a_stager_that_fails_in_the_background(tmp_path: Path) -> None:
 class GatedStore(LocalStore):
     """Waits in the middle of putting a shard, until somebody opens the gate."""
 
-    reached: threading.Event
+    reached: threading.Semaphore
     gate: threading.Event
 
     def put(self, key: str, buffers: Any, *, condition: Condition = "any") -> Version:
         if key.startswith("shards/"):
-            self.reached.set()
+            self.reached.release()
             assert self.gate.wait(WAIT_SECONDS)
         return super().put(key, cast("list[Buffer]", buffers), condition=condition)
 
@@ -238,13 +238,16 @@ def test_a_stager_that_is_used_again_too_early(tmp_path: Path) -> None:
     torch copies into the same memory again without a word. A save may only use a stager whose last upload is done.
     """
     store = GatedStore(tmp_path / "first")
-    store.reached, store.gate = threading.Event(), threading.Event()
+    store.reached, store.gate = threading.Semaphore(0), threading.Event()
     state = state_of_training()
+    dcp.save(state, storage_writer=RemoteWriter(tmp_path / "alone"), no_dist=True)
+    shards = len(list(LocalStore(tmp_path / "alone").list("shards/")))
     stager = DefaultStager(StagingOptions(*4 * [False]))
     change(state, 1)
     try:
         _, first = start(state, RemoteWriter(store), async_stager=stager)
-        assert store.reached.wait(WAIT_SECONDS)
+        for _ in range(shards):  # what is digested only after the change is just that: the second's
+            assert store.reached.acquire(timeout=WAIT_SECONDS)
         change(state, 2)
         expected = full(copy.deepcopy(state))
         _, second = start(state, RemoteWriter(tmp_path / "second"), async_stager=stager)

@@ -140,6 +140,7 @@ class CloudStore:
             return memoryview(obstore.get_range(client, path, start=start, end=stop))
 
         def request() -> None:
+            signed_with = self._connections.signs_with()
             if self._connections.read_directly(path, start, buffer, by_obstore):
                 return
             try:
@@ -155,7 +156,8 @@ class CloudStore:
             if len(data) != len(buffer):
                 self._refuse_short(key, size_bytes=start + len(data), start=start, stop=stop)
             buffer[:] = data
-            self._connections.direct_was_refused()
+            if signed_with == self._connections.signs_with():  # or it was refused for what it was signed with
+                self._connections.direct_was_refused()
 
         self._ask("get_into", key, request)
 
