@@ -156,7 +156,8 @@ class CloudStore:
             if len(data) != len(buffer):
                 self._refuse_short(key, size_bytes=start + len(data), start=start, stop=stop)
             buffer[:] = data
-            if signed_with == self._connections.signs_with():  # or it was refused for what it was signed with
+            # Or it was refused for what it was signed with.
+            if signed_with in (None, self._connections.signs_with()):
                 self._connections.direct_was_refused()
 
         self._ask("get_into", key, request)
