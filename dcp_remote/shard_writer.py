@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TypeAlias, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp_remote.dedup import NO_LOAN, Base, Known, Loan, Part, Parts, place
-from dcp_remote.devices import Run, host_views, is_linked, pinned_bytes, wait_for_devices
+from dcp_remote.dedup import Base, place
+from dcp_remote.devices import Run, host_views, is_linked, pinned_bytes
 from dcp_remote.digests import DIGEST_BYTES, block_bytes, block_digests, piece_digest, table_entries
-from dcp_remote.dtypes import ITEM_BYTES
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError, UnsafeObjectError
-from dcp_remote.manifest import DIMENSIONS_MAX, JSON, RAW
-from dcp_remote.names import top_level_key
+from dcp_remote.manifest import JSON
 from dcp_remote.objects import EncodedObject, encode_object, encode_stream
-from dcp_remote.packing import Item, Piece, pack, piece_label
-from dcp_remote.plans import SharedPart, SharedParts
-from dcp_remote.ranges import Box, KiB, MiB, boxes_of_run, firsts
-from dcp_remote.read_plan import ALONE_BYTES
+from dcp_remote.packing import Piece, pack, piece_label
+from dcp_remote.ranges import KiB, MiB, firsts
 from dcp_remote.report import Notes, RankFigures, RankReport, ReportedObject, WrittenShard
-from dcp_remote.serialization import dtype_name, encoding_of, is_copied, narrow
+from dcp_remote.save_items import SaveItems, Source, wait_for_sources
+from dcp_remote.serialization import dtype_name, is_copied
 from dcp_remote.shard import SHARD_BYTES_MAX, HeaderEntry, ShardNames, header
 from dcp_remote.storage.base import Buffer
 from dcp_remote.uploads import Prepared, Uploads
@@ -41,200 +36,6 @@ INLINE_TOTAL_BYTES_MAX = 8 * MiB
 
 # Neighbors smaller than this are joined before they are sent: below it, a buffer costs more than its bytes.
 JOIN_BYTES = 16 * KiB
-
-Source: TypeAlias = torch.Tensor | memoryview
-
-
-@dataclass(slots=True)
-class _Items:
-    """The items of a plan, drawn one at a time, and what was noted of them."""
-
-    plan: SavePlan
-    planner: SavePlanner
-    allow_pickle: bool
-    stored: dict[str, EncodedObject]
-    loan: Loan = NO_LOAN
-    known: list[str] = field(default_factory=list)  # how the base has each encoded
-    drawn: list[tuple[WriteItem, str]] = field(default_factory=list)  # and how each is encoded
-    parts: Parts = field(default_factory=Parts)
-    shared: Mapping[MetadataIndex, SharedPart] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.shared = SharedParts.in_plan(self.plan)
-
-    def compare(self, base: Base, look: Callable[[], None]) -> None:
-        """See what the base has already; `look` raises when the save is over.
-
-        Before anything is packed, since what a shard lends depends on all of it; so tensors are resolved once more. And
-        here, not in the workers: digesting holds the GIL, so that several threads do it no faster (measured with xxhash
-        4.1: 0.07 s/GiB with one thread, 0.06 to 0.08 with two).
-        """
-        found = [(write_item, self._known(write_item, base)) for write_item in self._ordered()]
-        self.known = [known.encoding if known is not None else "" for _, known in found]
-        self.loan = base.lend(
-            [self._compared(one, known, base, look) if known is not None else [] for one, known in found]
-        )
-
-    def _known(self, write_item: WriteItem, base: Base) -> Known | None:
-        name, planned = write_item.index.fqn, write_item.tensor_data
-        if planned is None:
-            return base.object(name)
-        return base.chunk(
-            name,
-            dtype=dtype_name(planned.properties.dtype),
-            offsets=tuple(planned.chunk.offsets),
-            sizes=tuple(planned.chunk.sizes),
-            hint=write_item.index.index,
-        )
-
-    def _compared(self, write_item: WriteItem, known: Known, base: Base, look: Callable[[], None]) -> list[Part]:
-        """The parts of an item as the base has it; none if it has another."""
-        look()
-        item, encoding = self._draw(write_item)
-        if encoding != known.encoding:
-            return []
-        item_bytes = ITEM_BYTES[item.dtype]
-        _wait_for_devices([item.source])
-        parts: list[Part] = []
-        for part in base.compare(
-            known.pieces,
-            length_bytes=math.prod(item.sizes) * item_bytes,
-            read=lambda start, stop: _view(item.source, start // item_bytes, stop // item_bytes),
-        ):
-            look()
-            parts.append(part)
-        return parts
-
-    def __iter__(self) -> Iterator[Item[Source]]:
-        """What has to be sent.
-
-        Tensors are resolved only here, so that copies which a planner makes live no longer than their shards.
-        """
-        for owner, write_item in enumerate(self._ordered()):
-            yield from self._to_send(owner, write_item, self.loan.parts[owner] if self.loan.parts else ())
-
-    def _to_send(self, owner: int, write_item: WriteItem, parts: Sequence[Part]) -> Iterator[Item[Source]]:
-        """An item whole, if nothing of it is borrowed; else the pieces that changed, each as what it covers."""
-        if parts and all(part.first_block is not None for part in parts):
-            self.drawn.append((write_item, self.known[owner]))
-            for part in parts:
-                self.parts.borrow(owner, part)
-            return
-        item, encoding = self._draw(write_item)
-        self.drawn.append((write_item, encoding))
-        if all(part.first_block is None for part in parts):
-            self.parts.send(owner)
-            yield item
-            return
-        item_bytes = ITEM_BYTES[item.dtype]
-        for part in parts:
-            if part.first_block is not None:
-                self.parts.borrow(owner, part)
-                continue
-            for _, box in boxes_of_run(item.sizes, part.start // item_bytes, part.stop // item_bytes):
-                self.parts.send(owner)
-                yield _part(item, box)
-
-    def _draw(self, write_item: WriteItem) -> tuple[Item[Source], str]:
-        """The item, and how it is encoded."""
-        if write_item.type != WriteItemType.BYTE_IO:
-            return self._tensor(write_item)
-        encoded = self.stored[write_item.index.fqn]
-        return self._bytes(write_item, encoded.data), encoded.encoding
-
-    def _ordered(self) -> list[WriteItem]:
-        """What is small first, of each top-level key: it is read by a few requests then, and not by one each."""
-        by_top: dict[str, list[WriteItem]] = {}
-        for write_item in self.plan.items:
-            if write_item.type != WriteItemType.BYTE_IO or write_item.index.fqn in self.stored:
-                by_top.setdefault(self._top(write_item), []).append(write_item)
-        return [one for group in by_top.values() for one in sorted(group, key=self._reads_alone)]
-
-    def _reads_alone(self, write_item: WriteItem) -> bool:
-        data = write_item.tensor_data
-        if data is None:
-            return len(self.stored[write_item.index.fqn].data) >= ALONE_BYTES
-        return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize >= ALONE_BYTES
-
-    def _top(self, write_item: WriteItem) -> str:
-        paths = self.plan.planner_data
-        path = paths.get(write_item.index.fqn) if isinstance(paths, dict) else None
-        return top_level_key(path)
-
-    def _bytes(self, write_item: WriteItem, data: bytes) -> Item[Source]:
-        return Item(
-            top=self._top(write_item),
-            name=write_item.index.fqn,
-            dtype="uint8",
-            offsets=(0,),
-            sizes=(len(data),),
-            whole=True,
-            source=memoryview(data),
-        )
-
-    def _tensor(self, write_item: WriteItem) -> tuple[Item[Source], str]:
-        name, planned, shared = write_item.index.fqn, write_item.tensor_data, self.shared.get(write_item.index)
-        tensor = self._resolved(write_item if shared is None else shared.whole)
-        assert planned is not None, "looked at when it was resolved"
-        encoding, stream = encoding_of(name, tensor, allow_pickle=self.allow_pickle)
-        if encoding != RAW:
-            if planned.chunk.sizes != planned.size:
-                raise InvalidArgumentError(
-                    "A part of a sharded tensor is of a kind whose elements alone do not say everything, and that "
-                    "cannot be put together again. Save the whole tensor, or its plain parts.",
-                    tensor=name,
-                    type=f"{type(tensor).__module__}.{type(tensor).__qualname__}",
-                    layout=tensor.layout,
-                )
-            return self._bytes(write_item, stream), encoding
-        if shared is not None:
-            tensor = narrow(tensor.detach(), shared.box)
-        item: Item[Source] = Item(
-            top=self._top(write_item),
-            name=name,
-            dtype=dtype_name(tensor.dtype),
-            offsets=tuple(planned.chunk.offsets),
-            sizes=tuple(planned.chunk.sizes),
-            whole=planned.chunk.sizes == planned.size,
-            source=tensor,
-        )
-        return item, encoding
-
-    def _resolved(self, write_item: WriteItem) -> torch.Tensor:
-        name, planned = write_item.index.fqn, write_item.tensor_data
-        tensor = self.planner.resolve_data(write_item)
-        if planned is None or not isinstance(tensor, torch.Tensor):
-            raise InvalidArgumentError("The planner gave no tensor for a tensor's item.", tensor=name)
-        if tensor.dtype != planned.properties.dtype or tensor.shape != planned.chunk.sizes:
-            raise SaveFailedError(
-                "A tensor is not what was planned; with plan caching, the state must keep its dtypes and shapes.",
-                tensor=name,
-                dtype=dtype_name(tensor.dtype),
-                planned_dtype=dtype_name(planned.properties.dtype),
-                shape=tuple(tensor.shape),
-                planned_shape=tuple(planned.chunk.sizes),
-            )
-        if tensor.dim() > DIMENSIONS_MAX:
-            raise InvalidArgumentError(
-                "A tensor has more dimensions than a manifest can say.", tensor=name, limit=DIMENSIONS_MAX
-            )
-        return tensor
-
-
-def _part(item: Item[Source], box: Box) -> Item[Source]:
-    """A box of an item; a view."""
-    source = item.source
-    return Item(
-        top=item.top,
-        name=item.name,
-        dtype=item.dtype,
-        offsets=tuple(a + b for a, b in zip(item.offsets, box.offsets, strict=True)),
-        sizes=box.sizes,
-        whole=False,
-        source=narrow(source.detach(), box)
-        if isinstance(source, torch.Tensor)
-        else source[box.offsets[0] : box.offsets[0] + box.sizes[0]],
-    )
 
 
 def write_shards(
@@ -284,7 +85,7 @@ def write_shards(
     began_seconds = clock()
     inline, stored = _encode_objects(plan, planner, allow_pickle=allow_pickle)
     encoded_seconds = clock()
-    items = _Items(plan, planner, allow_pickle, stored)
+    items = SaveItems(plan, planner, allow_pickle, stored)
     if base is not None:
         items.compare(base, partial(uploads.claim, 0))
     compared_seconds = clock()
@@ -293,7 +94,7 @@ def write_shards(
     for number, pieces in enumerate(pack(items, shard_bytes_max=shard_bytes_max)):
         claimed_bytes = _held_bytes(pieces, of_the_state=of_the_state)
         uploads.claim(claimed_bytes)
-        _wait_for_devices([piece.item.source for piece in pieces])
+        wait_for_sources([piece.item.source for piece in pieces])
         uploads.submit(
             names.key(number),
             partial(_prepare, pieces),
@@ -377,10 +178,6 @@ def _held_bytes(pieces: Sequence[Piece[Source]], *, of_the_state: bool) -> int:
     return held_bytes + pinned_bytes(linked_bytes)
 
 
-def _wait_for_devices(sources: Sequence[Source]) -> None:
-    wait_for_devices([source for source in sources if isinstance(source, torch.Tensor)])
-
-
 def _prepare(pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard]:
     """Called in a worker thread: the buffers of a shard, digested on the way."""
     views: list[memoryview] = []
@@ -421,11 +218,6 @@ def _prepare(pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard]:
         first_blocks=b"".join(first_blocks),
     )
     return Prepared([front, *_joined(views)], written, partial(_check_unchanged, to_check))
-
-
-def _view(source: Source, start: int, stop: int) -> memoryview:
-    """The bytes of elements `start` to `stop`; a copy only where a tensor must be copied."""
-    return host_views([Run(source, start, stop)])[0] if isinstance(source, torch.Tensor) else source[start:stop]
 
 
 def _views(pieces: Sequence[Piece[Source]]) -> Iterator[memoryview]:
@@ -474,7 +266,7 @@ def _joined(views: Sequence[memoryview]) -> Iterator[Buffer]:
 def _report(
     rank: int,
     url: str,
-    items: _Items,
+    items: SaveItems,
     written: Sequence[WrittenShard],
     inline: dict[str, bytes],
 ) -> RankReport:

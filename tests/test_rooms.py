@@ -142,6 +142,7 @@ ROOMS = [
     "crossing",
     "location",
     "plans",
+    "save_items",
     "shard_writer",
     "saving",
     "writer",

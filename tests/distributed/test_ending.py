@@ -256,16 +256,22 @@ def test_a_rank_that_wakes_up_is_told_what_it_slept_through() -> None:
         assert [one.value for one in them.run(lambda ranks: together(ranks, "the save of step 3"))] == expected(2)
 
 
+def sweep(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Keys of this kind vanish whenever somebody has seen them and is about to read them."""
+    found = Client._found
+
+    def swept(client: Client, keys: list[str]) -> list[bytes] | None:
+        if any(kind in key for key in keys):
+            client.delete(keys)
+            return None
+        return found(client, keys)
+
+    monkeypatch.setattr(Client, "_found", swept)
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_answer_that_is_swept_before_it_is_read(monkeypatch: pytest.MonkeyPatch, *, shared: bool) -> None:
     """A rank that sees its answer and is slow to read it, while the coordinator is two joints on: told that it is."""
-    of_values = Client._found
-
-    def slowly(client: Client, keys: list[str]) -> list[bytes] | None:
-        if any("/out" in key for key in keys):
-            client.delete(keys)
-            return None
-        return of_values(client, keys)
 
     def part(ranks: Ranks) -> object:
         with join(ranks) as joint:
@@ -275,7 +281,7 @@ def test_an_answer_that_is_swept_before_it_is_read(monkeypatch: pytest.MonkeyPat
                 raise ValueError("boo")
         return answer
 
-    monkeypatch.setattr(Client, "_found", slowly)
+    sweep(monkeypatch, "/out")
     with party(2) as them:
         _, slow = them.run(part)
         assert type(slow.error) is SaveFailedError
@@ -284,13 +290,6 @@ def test_an_answer_that_is_swept_before_it_is_read(monkeypatch: pytest.MonkeyPat
 
 def test_an_end_that_is_swept_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that sees that there is a verdict and is slow to read it: no error but that it is behind."""
-    of_values = Client._found
-
-    def slowly(client: Client, keys: list[str]) -> list[bytes] | None:
-        if any("/verdict" in key for key in keys):
-            client.delete(keys)
-            return None
-        return of_values(client, keys)
 
     def part(ranks: Ranks) -> object:
         if ranks.rank == 0:
@@ -301,7 +300,7 @@ def test_an_end_that_is_swept_before_it_is_read(monkeypatch: pytest.MonkeyPatch)
         with join(ranks) as joint:
             return joint.gather(1, len)
 
-    monkeypatch.setattr(Client, "_found", slowly)
+    sweep(monkeypatch, "/verdict")
     with party(2) as them:
         _, slow = them.run(part)
         assert type(slow.error) is SaveFailedError
