@@ -19,6 +19,7 @@ class Candidate:
         abandoned: Newer than what a later job went on from: it counts for nothing, and only `rm` retires it.
         thinned: Without its optimizer already.
         metrics: What the user noted, by name.
+        names: By which it can be asked for.
     """
 
     step: int
@@ -26,6 +27,7 @@ class Candidate:
     abandoned: bool = False
     thinned: bool = False
     metrics: tuple[tuple[str, float], ...] = ()
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,10 @@ class Retention:
 
         Retention(keep_last=3, keep_every=10_000, keep_best=Best("validation loss", 2))
 
+    What has a name is kept, too, and whole. It goes by `dcp-remote rm`, or when its name has moved on (`save(…,
+    name="best")` again) and no other part keeps it. Where every checkpoint has a name of its own, as some frameworks
+    give them ("global_step1000"), nothing would ever go: `keep_named=False` is for those.
+
     Attributes:
         keep_last: So many of the newest; None keeps all.
         keep_every: Also those whose step is a multiple of this.
@@ -66,6 +72,7 @@ class Retention:
         keep_optimizer_last: Of what is kept, all but the so many newest lose what only resuming needs: the shards of
             the optimizer go. None leaves all whole.
         optimizer_keys: Top-level keys of the state that are the optimizer's.
+        keep_named: Also those that have a name, whole. False: a name keeps nothing.
     """
 
     keep_last: int | None = None
@@ -73,6 +80,7 @@ class Retention:
     keep_best: Best | None = None
     keep_optimizer_last: int | None = None
     optimizer_keys: tuple[str, ...] = ("optim", "optimizer", "optimizers")
+    keep_named: bool = True
 
     def __post_init__(self) -> None:
         """Refuse counts that keep nothing, or parts that keep what `keep_last=None` keeps anyway.
@@ -105,16 +113,17 @@ def decide(retention: Retention, candidates: Sequence[Candidate]) -> Decision:
     """Apply a retention to what is live. Deciding again after the decision was carried out changes nothing more."""
     counted = sorted((one for one in candidates if not one.abandoned), key=lambda one: one.step)
     newest_first = [one.step for one in reversed(counted)]
-    kept = {one.step for one in counted if one.pinned} | set(newest_first[: retention.keep_last])
+    held = {one.step for one in counted if one.pinned or (retention.keep_named and one.names)}
+    kept = held | set(newest_first[: retention.keep_last])
     if retention.keep_every is not None:
         kept |= {step for step in newest_first if step % retention.keep_every == 0}
     if retention.keep_best is not None:
         kept |= _best(retention.keep_best, counted)
     # Of what is kept: what goes must not be counted, or another decision would follow when it is gone.
-    whole = set([step for step in newest_first if step in kept][: retention.keep_optimizer_last])
+    whole = held | set([step for step in newest_first if step in kept][: retention.keep_optimizer_last])
     return Decision(
         retire=tuple(one.step for one in counted if one.step not in kept),
-        thin=tuple(one.step for one in counted if one.step in kept - whole and not one.pinned and not one.thinned),
+        thin=tuple(one.step for one in counted if one.step in kept and one.step not in whole and not one.thinned),
     )
 
 

@@ -340,6 +340,7 @@ class Upkeep:
             abandoned=entry.abandoned,
             thinned=not set(keys).isdisjoint(entry.thinned) or (entry.manifest, keys) in self._bare,
             metrics=entry.metrics,
+            names=entry.names,
         )
 
     def _why(self, unreadable: Mapping[Entry, DcpRemoteError], consequence: str) -> str:

@@ -93,6 +93,15 @@ def test_pinned_are_kept_whole() -> None:
     assert decide(Retention(keep_last=3, keep_optimizer_last=1), live) == Decision(retire=(2,), thin=(3,))
 
 
+def test_named_are_kept_whole() -> None:
+    """As what is pinned is; a name that moves on, or `keep_named=False`, lets them go."""
+    live = [replace(one, names=("best",) if one.step == 1 else ()) for one in candidates(1, 2, 3, 4, 5)]
+    assert decide(Retention(keep_last=3, keep_optimizer_last=1), live) == Decision(retire=(2,), thin=(3, 4))
+    moved = [replace(one, names=("best",) if one.step == 4 else ()) for one in live]
+    assert decide(Retention(keep_last=1), moved) == Decision(retire=(1, 2, 3), thin=())
+    assert decide(Retention(keep_last=3, keep_named=False, keep_optimizer_last=1), live) == Decision((1, 2), (3, 4))
+
+
 def test_abandoned_count_for_nothing() -> None:
     """The newest that counts is kept, and those after it are not retention's to judge."""
     live = [replace(one, abandoned=one.step > 3) for one in candidates(1, 2, 3, 4, 5)]
@@ -141,6 +150,7 @@ LIVE = st.lists(
         abandoned=st.booleans(),
         thinned=st.booleans(),
         metrics=METRICS,
+        names=st.sampled_from([(), ("best",), ("best", "last")]),
     ),
     unique_by=lambda one: one.step,
     max_size=12,
@@ -153,6 +163,7 @@ RETENTIONS = st.builds(
     keep_every=st.none() | COUNTS,
     keep_best=st.none() | BESTS,
     keep_optimizer_last=st.none() | COUNTS,
+    keep_named=st.booleans(),
 ) | st.builds(Retention, keep_optimizer_last=st.none() | COUNTS)
 
 
@@ -167,11 +178,11 @@ def carried_out(decision: Decision, live: Sequence[Candidate]) -> list[Candidate
 @settings(deadline=None)
 @given(RETENTIONS, LIVE)
 def test_what_is_never_touched(retention: Retention, live: list[Candidate]) -> None:
-    """The newest that counts, what is pinned, and what is abandoned; what is thinned stays, and was whole."""
+    """The newest that counts, what is pinned, named or abandoned; what is thinned stays, and was whole."""
     decision = decide(retention, live)
     counted = {one.step for one in live if not one.abandoned}
     touched = {*decision.retire, *decision.thin}
-    assert touched <= counted - {one.step for one in live if one.pinned}
+    assert touched <= counted - {one.step for one in live if one.pinned or (one.names and retention.keep_named)}
     assert not counted or max(counted) not in touched
     assert not set(decision.retire) & set(decision.thin)
     assert not set(decision.thin) & {one.step for one in live if one.thinned}
@@ -213,5 +224,5 @@ def test_each_part_keeps_what_it_says(retention: Retention, live: list[Candidate
         best = {
             -step for value, step in sorted(pair for pair in valued if pair[0] == pair[0])[: retention.keep_best.count]
         }
-    kept = newest | every | best | {one.step for one in counted if one.pinned}
+    kept = newest | every | best | {one.step for one in counted if one.pinned or (one.names and retention.keep_named)}
     assert set(decide(retention, live).retire) == {one.step for one in counted} - kept

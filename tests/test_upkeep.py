@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -38,6 +39,7 @@ from tests.runs import (
     MeanwhileStore,
     a_run,
     assert_sound,
+    copied,
     keys,
     live,
     manifest_at,
@@ -194,6 +196,21 @@ def test_pinned_and_abandoned_ones_stay() -> None:
     assert [entry.thinned for entry in live(store)] == [(), ()]
 
 
+def test_named_ones_stay_until_their_name_moves() -> None:
+    """With their optimizer; a person may remove one, and a retention may be told that names keep nothing."""
+    store = a_run(1)
+    save(store, 2, names=("best",))
+    save(store, 3)
+    keep = Retention(keep_last=1, keep_optimizer_last=1)
+    assert apply(store, keep).retired == (1,)
+    assert [(entry.step, entry.thinned) for entry in live(store)] == [(2, ()), (3, ())]
+    save(store, 4, names=("best", "last"))
+    assert apply(store, keep).retired == (2, 3)
+    save(store, 5)
+    assert apply(copied(store), replace(keep, keep_named=False)).retired == (4,)
+    assert Upkeep(store).retire([4], deadline=deadline()).retired == (4,)
+
+
 # ---- a person ----
 
 
@@ -344,7 +361,10 @@ def test_the_store_never_said_whether_it_was_swapped() -> None:
 
 
 def candidates(catalog: Catalog) -> list[Candidate]:
-    return [Candidate(one.step, one.pinned, one.abandoned, bool(one.thinned), one.metrics) for one in catalog.entries]
+    return [
+        Candidate(one.step, one.pinned, one.abandoned, bool(one.thinned), one.metrics, one.names)
+        for one in catalog.entries
+    ]
 
 
 @pytest.mark.parametrize("after", [False, True])
