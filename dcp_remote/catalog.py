@@ -29,7 +29,7 @@ class Entry:
         began: Revision that its save saw first, which the names of its shards carry.
         names: By which it can be asked for.
         metrics: What the user noted, by name.
-        pinned: Exempt from retention.
+        pinned: Exempt from retention, and from being replaced by a save that was not told to overwrite.
         thinned: Top-level keys of the state that were let go.
         abandoned: A later job went on from an older checkpoint: `latest` and retention pass this one by.
     """
@@ -46,6 +46,10 @@ class Entry:
     pinned: bool = False
     thinned: tuple[str, ...] = ()
     abandoned: bool = False
+
+    def is_replaceable_by(self, names: Iterable[str]) -> bool:
+        """Whether, once it is abandoned, a save of its step that gets these names may take its place unasked."""
+        return not self.pinned and set(self.names).issubset(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,8 @@ class Attempt:
     Attributes:
         entry: What it would add.
         run_id: Of the run that it saw.
-        before: The save_id of the checkpoint of this step that it saw, and may replace; None if there was none. What
-            is abandoned, or would be by this very commit, may be replaced in any case.
+        before: The save_id of the checkpoint of this step that it saw, and was told to overwrite; None if of none. What
+            is abandoned, or would be by this very commit, is replaced unasked, unless a pin or a name holds it.
         borrowed: save_id and manifest key of the checkpoint whose shards it names again; None if of no other.
         abandons: The step that this job went on from (-1: from none): newer checkpoints of earlier jobs are abandoned.
             None if nothing is. Only the first commit of a job has to say it; to say it again changes nothing. A job
@@ -129,7 +133,8 @@ def committed(catalog: Catalog, attempt: Attempt) -> Catalog | None:
     Raises:
         FencedError: A newer job owns the run, or another run was begun in its place.
         BeginAgainError: The save began below the floor, or what it borrowed is no longer live as it was.
-        CommitConflictError: Another save of this step was committed meanwhile.
+        CommitConflictError: Another save of this step was committed meanwhile, or the checkpoint that this one was to
+            replace was pinned.
     """
     entry = attempt.entry
     if catalog.holds(entry.save_id):
@@ -141,13 +146,21 @@ def committed(catalog: Catalog, attempt: Attempt) -> Catalog | None:
         raise FencedError("A newer job owns this run; stop this one.", token=entry.token, newest=catalog.token)
     _require_above_floor(catalog, entry.began)
     there = catalog.at(entry.step)
-    seen = (there.save_id if there is not None else None) == attempt.before
-    if not seen and not (there is not None and (there.abandoned or _abandons(attempt, there))):
-        raise CommitConflictError(
-            "Another save of this step was committed meanwhile; this one was not.",
-            step=entry.step,
-            committed=there.save_id if there is not None else None,
-        )
+    if (there.save_id if there is not None else None) != attempt.before:
+        if there is None or not (there.abandoned or _abandons(attempt, there)):
+            raise CommitConflictError(
+                "Another save of this step was committed meanwhile; this one was not.",
+                step=entry.step,
+                committed=there.save_id if there is not None else None,
+            )
+        if not there.is_replaceable_by(entry.names):
+            raise CommitConflictError(
+                "The abandoned checkpoint of this step was pinned or named meanwhile, and stays; this one was not "
+                "committed. Save another step, unpin that one, or pass overwrite=True.",
+                step=entry.step,
+                pinned=there.pinned,
+                names=", ".join(there.names) or None,
+            )
     if attempt.borrowed is not None and attempt.borrowed not in {
         (one.save_id, one.manifest) for one in catalog.entries
     }:

@@ -26,7 +26,7 @@ class CheckpointInfo:
         size_bytes: Of the shards that it names; those that it shares with other checkpoints are counted in each.
         names: By which it can be asked for.
         metrics: What the user noted, by name.
-        pinned: Exempt from retention.
+        pinned: Exempt from retention, and from being replaced by a save that was not told to overwrite.
         thinned: Top-level keys of the state that were let go.
         abandoned: A later job went on from an older checkpoint; it can be loaded when asked for by its step.
     """

@@ -52,7 +52,9 @@ class RunCheckpoints:
         return dict(read_manifest(self._store, step=step).user)
 
     def pin(self, step: int) -> None:
-        """Exempt a checkpoint from retention. A GET and a PUT; one rank may call it, or all.
+        """Exempt a checkpoint from retention, and from being replaced unasked by a job that went back before it.
+
+        A GET and a PUT; one rank may call it, or all.
 
         Raises:
             CheckpointNotFoundError: No checkpoint of this step is live.

@@ -117,7 +117,7 @@ class Begun:
         save_id: Of this save; 32 lower-case hex digits.
         run: What its manifest says of the run.
         borrowed: save_id and manifest key of the checkpoint whose shards may be named again; None if of none.
-        before: The save_id that it may replace at this step; None if none is there.
+        before: The save_id at this step that it was told to overwrite; None if none is there.
     """
 
     save_id: str
@@ -182,7 +182,8 @@ class Job:
 
         Raises:
             CheckpointExistsError: The run has checkpoints and this job went on from none of them; or a checkpoint of
-                this step is live; or here is a checkpoint by itself. Nothing was changed, but for the fence.
+                this step is live, and not abandoned, or it is pinned, or has a name that is not given to the new one;
+                or here is a checkpoint by itself. Nothing was changed, but for the fence.
             InvalidArgumentError: The step is older than the newest checkpoint, and does not overwrite one.
             FencedError: A newer job owns the run; told again at every save of this one.
             CheckpointNotFoundError: The run is gone.
@@ -200,13 +201,8 @@ class Job:
             raise
         there = catalog.at(note.step)
         self._require_progress(note, catalog)
-        if there is not None and not (note.overwrite or there.abandoned or self._abandons(there)):
-            raise CheckpointExistsError(
-                "A checkpoint of this step is live already. Save another step, or pass overwrite=True to replace it.",
-                url=self._store.url,
-                step=note.step,
-                save_id=there.save_id,
-            )
+        if there is not None and not note.overwrite:
+            self._require_replaceable(there, note)
         self._open = True
         base = self._newest(catalog) if borrow else None
         return Begun(
@@ -220,7 +216,7 @@ class Job:
                 metrics=note.metrics,
             ),
             borrowed=(base.save_id, base.manifest) if base is not None else None,
-            before=there.save_id if there is not None else None,
+            before=there.save_id if there is not None and note.overwrite else None,
         )
 
     def commit(self, begun: Begun, body: bytes, *, size_bytes: int, deadline: Deadline) -> tuple[Catalog, Entry]:
@@ -241,7 +237,7 @@ class Job:
         Raises:
             FencedError: A newer job owns the run.
             BeginAgainError: Orphans were removed since this save began, or what it borrowed is gone. Save again.
-            CommitConflictError: Another save of this step was committed meanwhile.
+            CommitConflictError: Another save of this step was committed meanwhile, or what it was to replace pinned.
             CommitUnknownError: The store never said.
             SaveTimeoutError: The deadline passed before it came to that; nothing was committed.
             StorageError: The store refused; nothing was committed.
@@ -321,6 +317,26 @@ class Job:
                 self._store.url,
                 "starts over" if self._went_on_from == -1 else f"goes on from step {self._went_on_from}",
                 ", ".join(map(str, left[-_STEPS_NAMED_MAX:])),
+            )
+
+    def _require_replaceable(self, there: Entry, note: Note) -> None:
+        if not (there.abandoned or self._abandons(there)):
+            raise CheckpointExistsError(
+                "A checkpoint of this step is live already. Save another step, or pass overwrite=True to replace it.",
+                url=self._store.url,
+                step=note.step,
+                save_id=there.save_id,
+            )
+        if not there.is_replaceable_by(note.names):
+            raise CheckpointExistsError(
+                "A checkpoint of this step was abandoned and stays, since it is pinned or has a name. Save another "
+                "step; or unpin it (`dcp-remote pin --undo`) and give this save its names; or pass overwrite=True to "
+                "replace it.",
+                url=self._store.url,
+                step=note.step,
+                save_id=there.save_id,
+                pinned=there.pinned,
+                names=", ".join(there.names) or None,
             )
 
     def _fenced(self, catalog: Catalog) -> Catalog:

@@ -54,3 +54,9 @@ def no_moving_of_names(catalog: Catalog, attempt: Attempt) -> Catalog | None:
     return after and replace(
         after, entries=tuple(attempt.entry if one == nameless.entry else one for one in after.entries)
     )
+
+
+def no_look_at_the_pin(catalog: Catalog, attempt: Attempt) -> Catalog | None:
+    """What was pinned since the save began may be replaced."""
+    unpinned = (replace(one, pinned=False) if one.step == attempt.entry.step else one for one in catalog.entries)
+    return rules.committed(replace(catalog, entries=tuple(unpinned)), attempt)

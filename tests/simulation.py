@@ -170,6 +170,7 @@ class Scene:
             mistake.
         thins: How likely somebody is, while a save borrows, to thin what it borrows from; and who retires and thins, to
             thin alone, while somebody removes orphans.
+        pins: How likely somebody is, while a save replaces what is abandoned, to pin that.
     """
 
     jobs: tuple[int, int]
@@ -181,6 +182,7 @@ class Scene:
     said: float = 0.5
     rounds: int = 3
     thins: float = 0.0
+    pins: float = 0.0
     resumes: tuple[str, ...] = 7 * ("newest",) + 4 * ("older",) + ("none", "mistake")
 
 
@@ -197,6 +199,7 @@ SCENES = (
     Scene(jobs=(1, 1), collect=(1, 1), rounds=1),
     Scene(jobs=(1, 1), doubles=1.0, rounds=2),
     Scene(jobs=(0, 0), keep=(1, 1), said=0.8, read=(1, 1), rounds=1),
+    Scene(jobs=(1, 2), pin=(0, 1), resumes=("older",), pins=0.5),
     Scene(jobs=(1, 1), rounds=1, resumes=("older",), thins=1.0),
     Scene(jobs=(0, 0), keep=(1, 1), rounds=1, thins=1.0),
 )
@@ -214,6 +217,7 @@ class Plan:
         stubborn: It goes on when it is told that it is fenced.
         doubles: How likely it is to run twice from a save on.
         thins: As in `Scene`.
+        pins: As in `Scene`.
         retention: What it keeps; None keeps all.
     """
 
@@ -224,6 +228,7 @@ class Plan:
     stubborn: bool = False
     doubles: float = 0.0
     thins: float = 0.0
+    pins: float = 0.0
     retention: Retention | None = None
 
     @classmethod
@@ -236,6 +241,7 @@ class Plan:
             stubborn=rng.random() < 0.5,
             doubles=scene.doubles,
             thins=scene.thins,
+            pins=scene.pins,
             retention=retention(rng) if rng.random() < 0.3 else None,
         )
 
@@ -247,6 +253,7 @@ def retention(rng: random.Random) -> Retention:
         keep_every=rng.choice([None, None, 2]),
         keep_best=rng.choice([None, Best("loss")]),
         keep_optimizer_last=rng.choice([None, 1, 1, 2]),
+        keep_named=rng.random() < 0.5,
     )
 
 
@@ -372,6 +379,9 @@ class Trainer:
         if base is not None and self.plan.thins and actor.rng.random() < self.plan.thins:
             step = self.run.saves[base.save_id].step
             world.add(f"{self.name}-thins", lambda other: said(other, lambda: _thin(other, step)))
+        replaced = self.run.catalog.at(note.step) if self.run.catalog is not None else None
+        if replaced is not None and self.plan.pins and actor.rng.random() < self.plan.pins:
+            world.add(f"{self.name}-pins", lambda other: said(other, lambda: _pin(other, replaced.step)))
         actor.say(f"    begins {label} of step {note.step}" + (f", with {', '.join(lent)} of before" if lent else ""))
         storing = RetryingStore(actor.store, deadline)
         names = ShardNames(0, origin(revision=begun.run.revision, step=note.step))
@@ -524,10 +534,10 @@ def pin(actor: Actor, *, rounds: int) -> None:
             actor.world.rest(actor)
 
 
-def _pin(actor: Actor) -> None:
-    steps = [entry.step for entry in _catalog(actor).entries]
+def _pin(actor: Actor, step: int | None = None) -> None:
+    steps = [entry.step for entry in _catalog(actor).entries] if step is None else [step]
     if steps:
-        doing = Pinning(actor.rng.choice(steps), actor.rng.random() < 0.8)
+        doing = Pinning(actor.rng.choice(steps), step is not None or actor.rng.random() < 0.8)
         actor.doing = doing
         swap(
             actor.store,
@@ -680,6 +690,10 @@ class History:
             trainer.resume()
             assert (newest.step if newest is not None else 0) == trainer.step
             trainer.step += 1
+            while run.catalog is not None and any(
+                one.step == trainer.step and (one.pinned or one.names) for one in run.catalog.entries
+            ):
+                trainer.step += 1
             trainer._attempt(Note.of(trainer.step), borrow=True)
             actor.doing = Collecting(0.0)
             remove_run_orphans(actor.store, grace_seconds=0.0, clock=actor.time, sleep=actor.sleep)

@@ -242,6 +242,7 @@ class Run:
             _require(old.token <= new.token, f"the token went down: {said}")
             _require(old.floor <= new.floor, f"the floor went down: {said}")
             self._check(doing, old, new)
+            self._check_pins_and_names(doing, old, new)
         self.catalog = self.catalogs[new.revision] = new
         self.is_lost = False
         self._look(new, said)
@@ -288,8 +289,6 @@ class Run:
             case Keeping(retention):
                 decision = decide(retention, [_candidate(entry) for entry in old.entries])
                 self._check_upkeep(old, new, gone=decision.retire, thin=decision.thin, told=told)
-                pinned = [entry for entry in old.entries if entry.pinned and not new.holds(entry.save_id)]
-                _require(not pinned, f"retention let go what is pinned: {told}")
             case Removing(steps, force):
                 newest = old.latest()
                 kept = () if force else [one.step for one in old.entries if one.pinned or one == newest]
@@ -325,6 +324,28 @@ class Run:
         # Among them that what it leaves behind is abandoned.
         _require([one for one in new.entries if one != entry] == kept, f"others are not as they should be: {told}")
 
+    def _check_pins_and_names(self, doing: object, old: Catalog, new: Catalog) -> None:
+        """See that a pin, and a name, is lost by an explicit call alone, whatever else this swap may do."""
+        after = {entry.save_id: entry for entry in new.entries}
+        for one in old.entries:
+            there = after.get(one.save_id)
+            match doing:
+                case Removing(steps) if one.step in steps:
+                    continue
+                case Save(before=before) if one.save_id == before:  # it was told to overwrite it
+                    continue
+                case Pinning(step, pin=False) if one.step == step:
+                    unpinned = True
+                case _:
+                    unpinned = False
+            told = f"{doing} made {self.show(new)} of {self.show(old)}"
+            if one.pinned and not unpinned:
+                _require(there is not None and there.pinned, f"a pin was lost: {told}")
+            moved = doing.names if isinstance(doing, Save) else ()
+            kept = set(one.names).difference(moved)
+            if kept and not (isinstance(doing, Keeping) and not doing.retention.keep_named):
+                _require(there is not None and kept.issubset(there.names), f"a name was lost: {told}")
+
     def _check_upkeep(self, old: Catalog, new: Catalog, *, gone: Iterable[int], thin: Iterable[int], told: str) -> None:
         gone, thin = frozenset(gone), frozenset(thin)
         for one in old.entries:
@@ -352,7 +373,7 @@ class Run:
 
 
 def _candidate(entry: Entry) -> Candidate:
-    return Candidate(entry.step, entry.pinned, entry.abandoned, bool(entry.thinned), entry.metrics)
+    return Candidate(entry.step, entry.pinned, entry.abandoned, bool(entry.thinned), entry.metrics, entry.names)
 
 
 def _require(condition: object, what: str) -> None:

@@ -111,6 +111,26 @@ REFUSALS: dict[str, tuple[Catalog, Attempt, type[DcpRemoteError]]] = {
     ),
     "what was to be replaced is gone": (THREE, attempt(4, before=identity(4)), CommitConflictError),
     "newer than what it abandons, but of its own job": (THREE, attempt(3, "b", abandons=1), CommitConflictError),
+    "what it abandons is pinned": (
+        fenced(catalog(entry(1), entry(2, pinned=True))),
+        attempt(2, "b", token=2, abandons=1),
+        CommitConflictError,
+    ),
+    "what is abandoned was pinned": (
+        catalog(entry(1), entry(2, abandoned=True, pinned=True)),
+        attempt(2, "b"),
+        CommitConflictError,
+    ),
+    "what it abandons has a name": (
+        fenced(catalog(entry(1), entry(2, names=("best",)))),
+        attempt(2, "b", token=2, abandons=1),
+        CommitConflictError,
+    ),
+    "what is abandoned has another name, too": (
+        catalog(entry(1), entry(2, abandoned=True, names=("best", "last"))),
+        attempt(2, "b", names=("last", "newest")),
+        CommitConflictError,
+    ),
     "older than what it abandons": (
         replace(THREE, token=2),
         attempt(1, "b", token=2, abandons=1),
@@ -198,6 +218,21 @@ def test_over_what_is_abandoned(before: str | None) -> None:
     """A later commit of the job replaces it just so."""
     run = catalog(entry(1), entry(2, abandoned=True))
     assert commit(run, 2, before=before).entries == (entry(1), entry(2, "b", began=10))
+
+
+HELD = catalog(entry(1), entry(2, abandoned=True, pinned=True, names=("best",)))
+NAMED = catalog(entry(1), entry(2, abandoned=True, names=("best",)))
+
+
+@pytest.mark.parametrize(
+    ("run", "how"),
+    [(HELD, {"before": identity(2)}), (NAMED, {"names": ("best",)}), (NAMED, {"names": ("last", "best")})],
+)
+def test_what_is_held_goes_by_an_explicit_call(run: Catalog, how: dict[str, Any]) -> None:
+    """A save that was told to overwrite it; or, where nothing but names holds it, one that is given them all."""
+    after = commit(run, 2, **how)
+    assert [one.save_id for one in after.entries] == [identity(1), identity(2, "b")]
+    assert after.entries[1].names == how.get("names", ())
 
 
 def test_starting_over() -> None:

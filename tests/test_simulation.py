@@ -21,6 +21,7 @@ from dcp_remote.catalog import Attempt, Catalog, Entry
 from dcp_remote.catalog_store import read_catalog
 from dcp_remote.errors import CorruptCheckpointError, TransientStorageError
 from dcp_remote.named import Named
+from dcp_remote.retention import Candidate, Decision, Retention, decide
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.base import Buffer, Condition, ObjectInfo, Version
 from dcp_remote.storage.wrapper import WrappedStore
@@ -32,6 +33,7 @@ from tests.rules_left_out import (
     no_floor_for_saves,
     no_floor_for_thinning,
     no_look_at_the_lending_manifest,
+    no_look_at_the_pin,
     no_look_at_what_is_borrowed,
     no_moving_of_names,
     no_token,
@@ -111,6 +113,11 @@ def nothing_abandoned(catalog: Catalog, attempt: Attempt) -> Catalog | None:
     """What a rollback leaves behind counts as before."""
     after = rules.committed(catalog, attempt)
     return after and replace(after, entries=tuple(replace(one, abandoned=False) for one in after.entries))
+
+
+def unpinned(by: Retention, live: Sequence[Candidate]) -> Decision:
+    """Retention lets go what is pinned."""
+    return decide(by, [replace(one, pinned=False) for one in live])
 
 
 def deleting_first(store: ObjectStore, change: catalog_store.Change, **other: Any) -> Catalog:
@@ -218,6 +225,14 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
     "looking at what is borrowed": ("dcp_remote.run_save.committed", no_look_at_what_is_borrowed),
     "looking at the manifest that lends": ("dcp_remote.run_save.committed", no_look_at_the_lending_manifest),
     "moving names": ("dcp_remote.run_save.committed", no_moving_of_names),
+    "looking at the pin": ("dcp_remote.run_save.committed", no_look_at_the_pin),
+    "pins, of saves": (
+        "dcp_remote.catalog.Entry.is_replaceable_by",
+        lambda there, names: set(there.names).issubset(names),
+    ),
+    "names, of saves": ("dcp_remote.catalog.Entry.is_replaceable_by", lambda there, names: not there.pinned),
+    "pins, of retention": ("dcp_remote.upkeep.decide", unpinned),
+    "names, of retention": ("dcp_remote.upkeep.decide", lambda by, live: decide(replace(by, keep_named=False), live)),
     "marking what is abandoned": ("dcp_remote.run_save.committed", nothing_abandoned),
     "the swap before deletion": ("dcp_remote.upkeep.swap", deleting_first),
     "what others name": ("dcp_remote.upkeep.Named", Selfish),
@@ -246,6 +261,8 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
 
 # Rules that few histories need: those in which somebody does just that.
 SCENES_OF = {
+    "raising the floor, of retiring": SCENES[2:3],
+    "looking at the pin": SCENES[-3:-2],
     "looking at the manifest that lends": SCENES[-2:-1],
     "the floor, of thinning": SCENES[-1:],
     "the revision in the name of a thinned manifest": SCENES[-1:],

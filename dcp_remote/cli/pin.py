@@ -1,4 +1,4 @@
-"""`dcp-remote pin`: exempt a checkpoint of a run from retention, or not any more."""
+"""`dcp-remote pin`: keep a checkpoint of a run from retention and from being replaced unasked, or not any more."""
 
 from __future__ import annotations
 
