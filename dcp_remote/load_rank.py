@@ -31,6 +31,7 @@ from dcp_remote.reader import RemoteReader
 from dcp_remote.reading import Target, read_or_explain
 from dcp_remote.reports import LoadReport, LoadSeconds
 from dcp_remote.run import catalog_of
+from dcp_remote.run_save import warn_of_going_back
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.retrying import Deadline, RetryingStore
@@ -258,6 +259,7 @@ def _chosen(store: ObjectStore, steps: Sequence[int | str | None], deadline: Dea
     if catalog is None:
         raise CheckpointNotFoundError("There is no run here yet.", url=store.url, step=steps[0])
     entry = find(catalog, steps[0], url=store.url)
+    warn_of_going_back(catalog, entry, url=store.url)
     data = fetch_entry(store, entry, retry_seconds=_asking_seconds(deadline))
     return _Chosen(entry, data if len(data) * len(steps) <= _MANIFESTS_BYTES_MAX else None)
 

@@ -275,7 +275,9 @@ class CheckpointManager(RunCheckpoints):
     ) -> int | None:
         """Load a checkpoint into a state, in place; called by every rank, at any world size.
 
-        The next save goes on from there: what is newer is then marked as abandoned.
+        The next save goes on from there: what is newer is then marked as abandoned, of which a warning tells here. To
+        look at an older checkpoint in the middle of training, use `dcp_remote.load` or `RemoteReader`, which change
+        nothing; a `restore` of the newest before the next save undoes going back.
 
         Tensors are read into those of the state, `Stateful`s and `PerRank` values are told theirs, other objects are
         replaced. A rank that the checkpoint has no `PerRank` values of keeps its own. If it raises, the state holds

@@ -11,7 +11,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import SupportsFloat
@@ -124,6 +124,28 @@ class Begun:
     run: RunInfo
     borrowed: tuple[str, str] | None
     before: str | None
+
+
+def warn_of_going_back(catalog: Catalog, entry: Entry, *, url: str) -> None:
+    """Log what the next save abandons, if this is the checkpoint that is restored; nothing if it is the newest."""
+    newer = [one for one in catalog.entries if one.step > entry.step and not one.abandoned]
+    if newer:
+        logger.warning(
+            "%s: this job restores step %d: the next save abandons %s. To look at an older checkpoint without going "
+            "back to it, use dcp_remote.load(url, step=%d) or RemoteReader; or restore the newest before the next save",
+            url,
+            entry.step,
+            _listed(newer),
+            entry.step,
+        )
+
+
+def _listed(entries: Sequence[Entry]) -> str:
+    """The newest of what is abandoned, and which of those a later save of their step may not replace."""
+    named = entries[-_STEPS_NAMED_MAX:]
+    held = [str(one.step) for one in named if not one.is_replaceable_by(())]
+    note = f" (pinned or named, and so not replaced unless a save says overwrite=True: {', '.join(held)})"
+    return ", ".join(str(one.step) for one in named) + (note if held else "")
 
 
 class Job:
@@ -310,13 +332,13 @@ class Job:
                 step=note.step,
                 newest=newest.step,
             )
-        left = [one.step for one in catalog.entries if self._abandons(one) and not one.abandoned]
+        left = [one for one in catalog.entries if self._abandons(one) and not one.abandoned]
         if left:
             logger.warning(
                 "%s: this job %s: its first commit abandons %s",
                 self._store.url,
                 "starts over" if self._went_on_from == -1 else f"goes on from step {self._went_on_from}",
-                ", ".join(map(str, left[-_STEPS_NAMED_MAX:])),
+                _listed(left),
             )
 
     def _require_replaceable(self, there: Entry, note: Note) -> None:

@@ -410,6 +410,28 @@ def test_going_back() -> None:
     assert load(store)["step"] == 40
 
 
+def test_restoring_an_older_step_says_what_that_abandons(caplog: pytest.LogCaptureFixture) -> None:
+    """Before a byte of it is read, and what to do instead; the newest restored before the next save undoes it."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, state_of(step), name="best" if step == 20 else None, wait=True)
+        caplog.clear()
+        checkpoints.restore(state_of(0), 30)
+        checkpoints.restore(state_of(0))
+        assert "abandons" not in caplog.text
+        checkpoints.restore(state_of(0), 10)
+        (warning,) = (record for record in caplog.records if "abandons" in record.message)
+        assert "restores step 10: the next save abandons 20, 30" in warning.message
+        assert "pinned or named, and so not replaced unless a save says overwrite=True: 20" in warning.message
+        assert "dcp_remote.load(url, step=10)" in warning.message
+        checkpoints.restore(state_of(0), "best")
+        assert "restores step 20: the next save abandons 30" in caplog.text
+        assert checkpoints.restore(state_of(0)) == 30
+        checkpoints.save(40, state_of(40), wait=True)
+        assert checkpoints.steps() == [10, 20, 30, 40]
+
+
 def test_a_checkpoint_by_itself_that_was_saved_over_a_run() -> None:
     """A job is told before it trains, and not when it saves."""
     store = MemoryStore()
