@@ -3,7 +3,8 @@
 An actor is a generator of requests to the store. From each state each actor's next request is carried out: its answer
 arrives, or, of a swap, is lost, or the swap itself is late and carried out at any time after. Every state is looked at,
 so that any actor may as well have stopped there for ever. What must hold: every object that a live checkpoint names
-exists; no fenced job commits; whoever is told "committed" is or was live; a name belongs to one checkpoint.
+exists; no fenced job commits; whoever is told "committed" is or was live; a name belongs to one checkpoint; what is
+pinned stays, where nobody retires or overwrites it.
 """
 
 from __future__ import annotations
@@ -192,6 +193,8 @@ def save(
     there, borrowed = seen.at(step), None if base is None else seen.at(base)
     if there is not None and abandons is None and not overwrite and not there.abandoned:
         return Told("exists")
+    if there is not None and not overwrite and not there.is_replaceable_by(names):
+        return Told("exists")
     shard = f"{seen.revision}/{who}"
     yield Put(shard)
     borrows = [] if borrowed is None else [one for one in named_by(borrowed.manifest) if ":" not in one]
@@ -283,6 +286,11 @@ def gc(by: Rules) -> Actor:
     return told
 
 
+def pin(by: Rules, step: int) -> Actor:
+    """Pin what is live at a step."""
+    return (yield from swapping(by, lambda now: rules.pinned(now, step, pin=True)))
+
+
 def fence(by: Rules) -> Actor:
     return (yield from swapping(by, rules.fenced))
 
@@ -318,6 +326,7 @@ class State:
         flying: Swaps that are on their way.
         lived: Every save_id that was ever live.
         fenced: The save_id that a fenced job committed.
+        unpinned: The save_id of what was pinned and went.
     """
 
     world: World
@@ -325,6 +334,7 @@ class State:
     flying: frozenset[Swap]
     lived: frozenset[str]
     fenced: str | None = None
+    unpinned: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +383,8 @@ class Explorer:
             return f"missing: {sorted(named(catalog) - objects)}"
         if state.fenced is not None:
             return f"a fenced job committed: {state.fenced}"
+        if state.unpinned is not None:
+            return f"what is pinned went: {state.unpinned}"
         names = [name for entry in catalog.entries for name in entry.names]
         if len(set(names)) != len(names):
             return f"a name twice: {names}"
@@ -426,6 +438,10 @@ def carried_out(state: State, swap: Swap) -> State | None:
         flying=frozenset(one for one in state.flying if one.revision >= world.catalog.revision),
         lived=state.lived | {entry.save_id for entry in added},
         fenced=next((entry.save_id for entry in added if entry.token != before.token), state.fenced),
+        unpinned=next(
+            (one.save_id for one in before.entries if one.pinned and not world.catalog.holds(one.save_id)),
+            state.unpinned,
+        ),
     )
 
 

@@ -19,6 +19,7 @@ from tests.rules_left_out import (
     no_floor_for_saves,
     no_floor_for_thinning,
     no_look_at_the_lending_manifest,
+    no_look_at_the_pin,
     no_look_at_what_is_borrowed,
     no_moving_of_names,
     no_token,
@@ -33,6 +34,7 @@ from tests.run_explorer import (
     gc,
     manifest_of,
     named,
+    pin,
     retire,
     roll_back,
     save,
@@ -110,6 +112,14 @@ SCENES: dict[str, tuple[World, list[Play]]] = {
     "roll back, then over a step | retire": (
         TWO_LIVE,
         [partial(roll_back, to=0, steps=[1, 2], who="r"), partial(retire, step=2)],
+    ),
+    "roll back over a step | pin | gc": (
+        TWO_LIVE,
+        [partial(roll_back, to=0, steps=[2], who="r"), partial(pin, step=2), gc],
+    ),
+    "roll back, then over a step | pin": (
+        TWO_LIVE,
+        [partial(roll_back, to=0, steps=[1, 2], who="r"), partial(pin, step=2)],
     ),
     "a name moves | a name moves | retire": (
         ONE_LIVE,
@@ -199,6 +209,16 @@ LEFT_OUT: dict[str, tuple[Rules, str, str]] = {
     ),
     "looking for its manifest": (Rules(committed=no_look_at_the_lending_manifest), "borrow | thin | gc", "missing"),
     "moving a name": (Rules(committed=no_moving_of_names), "a name moves | a name moves | retire", "a name twice"),
+    "looking at the pin": (
+        Rules(committed=no_look_at_the_pin),
+        "roll back over a step | pin | gc",
+        "what is pinned went",
+    ),
+    "looking at the pin, of later saves": (
+        Rules(committed=no_look_at_the_pin),
+        "roll back, then over a step | pin",
+        "what is pinned went",
+    ),
     "the swap before deletion": (Rules(delete_first=True), "borrow | retire | gc", "missing"),
     "what others name": (Rules(ignore_others=True), "chain | retire", "missing"),
     "settling a lost answer": (
