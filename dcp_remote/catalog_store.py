@@ -26,6 +26,7 @@ from dcp_remote.errors import (
     UnsupportedFormatError,
 )
 from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.storage.rereads import get_decoded
 from dcp_remote.storage.retrying import Deadline, RetryingStore, jitter
 
 # The pause before a swap that was lost is tried again, doubled each time, with full jitter: a catalog changes seldom.
@@ -77,23 +78,22 @@ _KNOWN = _Known()
 
 
 def read_catalog(store: ObjectStore) -> Seen | None:
-    """Read and check the catalog; one GET. None if there is none.
+    """Read and check the catalog; one GET, and one more if the answer is damaged. None if there is none.
 
     Raises:
         CorruptCheckpointError: It is damaged; `dcp-remote recover` rebuilds it.
         UnsupportedFormatError: A newer version wrote it.
     """
     try:
-        content = store.get(CATALOG_KEY, limit_bytes=catalog_json.STORED_BYTES_MAX)
+        content, catalog = get_decoded(store, CATALOG_KEY, _KNOWN.decoded, limit_bytes=catalog_json.STORED_BYTES_MAX)
     except ObjectNotFoundError:
         return None
-    try:
-        return Seen(_KNOWN.decoded(content.data), content.version)
     except CorruptCheckpointError as error:
         what = f"The catalog of this run cannot be read: {error.what} `dcp-remote recover` makes it again."
         raise CorruptCheckpointError(what, **{"url": store.url, **error.details}) from error
     except UnsupportedFormatError as error:
         raise UnsupportedFormatError(error.what, **{"url": store.url, **error.details}) from error
+    return Seen(catalog, content.version)
 
 
 def swap(

@@ -6,12 +6,13 @@ A URL is that of a checkpoint by itself, which has a manifest, or that of a run,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from dcp_remote import commit, manifest_json
 from dcp_remote.catalog import CATALOG_KEY, Catalog, Entry
 from dcp_remote.catalog_store import read_catalog
 from dcp_remote.downloads import RANGE_RETRY_SECONDS
-from dcp_remote.envelope import STORED_BYTES_MAX
+from dcp_remote.envelope import STORED_BYTES_MAX, unseal
 from dcp_remote.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -24,6 +25,7 @@ from dcp_remote.errors import (
 from dcp_remote.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.run_names import MANIFESTS_PREFIX, revision_of
 from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.storage.rereads import RereadingStore, get_decoded
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 
 # What is named of a run's checkpoints in an error: the newest.
@@ -51,18 +53,18 @@ class Stored:
 
 
 def read_stored(store: ObjectStore) -> Stored:
-    """Read and check what lies at the manifest's key; one GET.
+    """Read and check what lies at the manifest's key; one GET, and one more if the answer is damaged.
 
     Raises:
         ObjectNotFoundError: Nothing does.
         CorruptCheckpointError: It is damaged.
         UnsupportedFormatError: A newer version wrote it.
     """
-    content = store.get(MANIFEST_KEY, limit_bytes=STORED_BYTES_MAX)
     try:
-        return Stored(content.data, content.version, manifest_json.decode(content.data))
+        content, manifest = get_decoded(store, MANIFEST_KEY, manifest_json.decode, limit_bytes=STORED_BYTES_MAX)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
         raise type(error)(error.what, **{"url": store.url, **error.details}) from error
+    return Stored(content.data, content.version, manifest)
 
 
 def read_manifest(
@@ -147,27 +149,31 @@ def find(catalog: Catalog, step: int | str | None, *, url: str) -> Entry:
 
 
 def read_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Manifest:
-    """Read and check the manifest of a checkpoint of a run; one GET.
+    """Read and check the manifest of a checkpoint of a run; one GET, and one more if the answer is damaged.
 
     Raises:
         CheckpointNotFoundError: It was retired, or thinned, since the catalog was read.
         CorruptCheckpointError: It is damaged, of another save, or gone although the catalog names it.
         UnsupportedFormatError: A newer version wrote it.
     """
-    return decode_entry(store, entry, fetch_entry(store, entry, retry_seconds=retry_seconds))
+    data = fetch_entry(store, entry, retry_seconds=retry_seconds)
+    return decode_entry(store, entry, data, retry_seconds=retry_seconds)
 
 
 def fetch_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> bytes:
-    """The manifest of a checkpoint of a run as it is stored; one GET.
+    """The manifest of a checkpoint of a run as it is stored, its digest checked; one GET, one more if it is damaged.
 
     Raises:
         CheckpointNotFoundError: It was retired, or thinned, since the catalog was read.
-        CorruptCheckpointError: It is gone although the catalog names it.
+        CorruptCheckpointError: It is damaged, or gone although the catalog names it.
     """
+    asking = RetryingStore(store, Deadline(retry_seconds))
     try:
-        return RetryingStore(store, Deadline(retry_seconds)).get(entry.manifest, limit_bytes=STORED_BYTES_MAX).data
+        return get_decoded(asking, entry.manifest, unseal, limit_bytes=STORED_BYTES_MAX)[0].data
+    except CorruptCheckpointError as error:
+        raise _about(error, store, entry.manifest) from error
     except ObjectNotFoundError as error:
-        seen = read_catalog(RetryingStore(store, Deadline(retry_seconds)))
+        seen = read_catalog(asking)
         if seen is None or entry.manifest not in {one.manifest for one in seen.catalog.entries}:
             raise CheckpointNotFoundError(
                 "The checkpoint was retired or replaced while it was being looked for; look again.",
@@ -185,37 +191,50 @@ def fetch_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANG
 def read_manifest_at(
     store: ObjectStore, key: str, *, save_id: str, retry_seconds: float = RANGE_RETRY_SECONDS
 ) -> Manifest:
-    """Read and check the manifest of a save into a run; one GET.
+    """Read and check the manifest of a save into a run; one GET, and one more if the answer is damaged.
 
     Raises:
         ObjectNotFoundError: It is gone.
         CorruptCheckpointError: It is damaged, or of another save.
         UnsupportedFormatError: A newer version wrote it.
     """
-    data = RetryingStore(store, Deadline(retry_seconds)).get(key, limit_bytes=STORED_BYTES_MAX).data
-    return _decoded_at(store, key, data, save_id=save_id)
+    decode = partial(_decoded_at, store, key, save_id=save_id)
+    return get_decoded(RetryingStore(store, Deadline(retry_seconds)), key, decode, limit_bytes=STORED_BYTES_MAX)[1]
 
 
-def decode_entry(store: ObjectStore, entry: Entry, data: bytes) -> Manifest:
-    """Check what `fetch_entry` gave, here or on another rank; no request.
+def decode_entry(
+    store: ObjectStore, entry: Entry, data: bytes, *, retry_seconds: float = RANGE_RETRY_SECONDS
+) -> Manifest:
+    """Decode what `fetch_entry` gave, here or on another rank; no request, but one GET if the data is damaged.
 
     Raises:
         CorruptCheckpointError: It is damaged, or of another save.
         UnsupportedFormatError: A newer version wrote it.
     """
-    return _decoded_at(store, entry.manifest, data, save_id=entry.save_id)
+    try:
+        return _decoded_at(store, entry.manifest, data, save_id=entry.save_id)
+    except CorruptCheckpointError:
+        data = fetch_entry(RereadingStore(store), entry, retry_seconds=retry_seconds)
+        return _decoded_at(store, entry.manifest, data, save_id=entry.save_id)
 
 
 def _decoded_at(store: ObjectStore, key: str, data: bytes, *, save_id: str) -> Manifest:
     try:
         manifest = manifest_json.decode(data)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        raise type(error)(error.what, **{"url": store.url, "manifest": key, **error.details}) from error
+        raise _about(error, store, key) from error
     if manifest is None or manifest.save_id != save_id or manifest.run is None:
         raise CorruptCheckpointError(
             "The manifest is not that of the save that the catalog names.", url=store.url, manifest=key, save_id=save_id
         )
     return manifest
+
+
+def _about(
+    error: CorruptCheckpointError | UnsupportedFormatError, store: ObjectStore, key: str
+) -> CorruptCheckpointError | UnsupportedFormatError:
+    """The same error, which also names the manifest."""
+    return type(error)(error.what, **{"url": store.url, "manifest": key, **error.details})
 
 
 def why_missing(store: ObjectStore, manifest: Manifest, *, retry_seconds: float) -> str | None:

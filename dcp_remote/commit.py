@@ -26,6 +26,7 @@ from dcp_remote.errors import (
 from dcp_remote.manifest import MANIFEST_KEY, REPLACES_MAX
 from dcp_remote.manifest_json import Head
 from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.storage.rereads import RereadingStore
 from dcp_remote.storage.retrying import Deadline, jitter
 
 # The pause before the same conditional put is sent again, doubled each time, with full jitter.
@@ -63,7 +64,12 @@ class Slot:
 
 
 def look(store: ObjectStore) -> Slot:
-    """Read the manifest's slot; one request. Called by the coordinator."""
+    """Read the manifest's slot; one request, and one more if what is there cannot be read. Coordinator only."""
+    slot = _look_once(store)
+    return slot if slot.unreadable is None else _look_once(RereadingStore(store))
+
+
+def _look_once(store: ObjectStore) -> Slot:
     try:
         content = store.get(MANIFEST_KEY, limit_bytes=STORED_BYTES_MAX)
     except ObjectNotFoundError:

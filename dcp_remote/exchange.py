@@ -2,7 +2,7 @@
 
 To who reads, it looks like a store: a range that another rank owns is asked for there, and read from the store below
 if nothing comes of it. So nothing can fail, or last for ever, that could not without. Whatever comes is verified by who
-gets it, as what comes from the store is.
+gets it, as what comes from the store is; bytes that do not match their digest are read from the store.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dcp_remote.sharing import (
     shared_units,
 )
 from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.rereads import is_reread
 from dcp_remote.storage.wrapper import WrappedStore
 
 logger = logging.getLogger(__name__)
@@ -186,7 +187,8 @@ class _SharedStore(WrappedStore):
         self._theirs = theirs
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        number, unit = self._theirs.get((self._prefix + key, start), (0, None))
+        # What another rank gave did not match its digest: it is read from the store.
+        number, unit = (0, None) if is_reread() else self._theirs.get((self._prefix + key, start), (0, None))
         assert unit is None or unit.range.length == len(buffer), "what several ranks want is read as one"
         if unit is None or not self._taker.take(unit.owner, number, buffer):
             super().get_into(key, start, buffer)

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_remote.catalog import Entry
 from dcp_remote.checkpoint import decode_entry, fetch_entry, find, require_no_checkpoint_by_itself
 from dcp_remote.chunk_list import local_plan
 from dcp_remote.downloads import RANGE_RETRY_SECONDS
-from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidArgumentError
+from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
 from dcp_remote.exchange import Exchange, cohorts_of
 from dcp_remote.joint import Joint
 from dcp_remote.manifest import Manifest
@@ -73,19 +72,6 @@ class _EntryReader(RemoteReader):
         self._joint = joint
         self._deadline = joint.deadline
         self._exchange = exchange
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """See `RemoteReader`. What is wrong with bytes of others is no reason to fail: they are read once more."""
-        exchange = self._exchange
-        try:
-            return super().read_data(plan, planner)
-        except CorruptCheckpointError as error:
-            if exchange is None or not exchange.received_bytes:
-                raise
-            logger.warning("Of what came from other ranks something is wrong; all is read again. cause=%s", error)
-            exchange.close()
-        self._exchange = None
-        return super().read_data(plan, planner)
 
     def _find(self) -> Manifest:
         return self._manifest
@@ -158,7 +144,7 @@ def load_rank(
         data = chosen.manifest
         if data is None:
             data = fetch_entry(store, entry, retry_seconds=_asking_seconds(joint.deadline))
-        manifest = decode_entry(store, entry, data)
+        manifest = decode_entry(store, entry, data, retry_seconds=_asking_seconds(joint.deadline))
         del chosen, data
         # What follows may be collectives of training, which nobody may enter alone.
         joint.gather(None, _all_are_here)
@@ -218,6 +204,7 @@ def load_rank(
         requests=counts.requests,
         retries=counts.failed,
         received_bytes=exchange.received_bytes if exchange is not None else 0,
+        rereads=counts.reread,
     )
     if ranks.is_coordinator:
         logger.info("%s", report)

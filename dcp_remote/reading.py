@@ -5,9 +5,10 @@ Works on a manifest and *targets*; knows nothing of torch's planners. All target
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from dcp_remote.checkpoint import why_missing
 from dcp_remote.digests import (
@@ -25,7 +26,10 @@ from dcp_remote.manifest import Manifest
 from dcp_remote.ranges import ByteRange
 from dcp_remote.read_plan import RangePlan, ReadPlan, Segment, Want, plan_reads
 from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.rereads import RereadingStore
 from dcp_remote.storage.retrying import Deadline
+
+T = TypeVar("T")
 
 # Called with what has arrived and was looked at: key, first byte, the bytes, and whether they stay where they are until
 # the load is over; otherwise they are gone when this returns.
@@ -71,7 +75,8 @@ def read_or_explain(
     """Read everything that is wanted, in parallel, and verify every byte of it.
 
     One GET per range of at most 8 MiB, and one per shard of which only parts of pieces are read (its block table). If
-    a shard is gone, one more, to see whether the checkpoint still is what it was.
+    a shard is gone, one more, to see whether the checkpoint still is what it was. Bytes that do not match their digest
+    are read once more, by another way, before they are called damaged: one GET; one per range of a whole piece.
 
     Args:
         store: Opened at the checkpoint, or at its run.
@@ -91,9 +96,13 @@ def read_or_explain(
     fetch = partial(
         download, store, memory_budget_bytes=memory_budget_bytes, retry_seconds=retry_seconds, deadline=deadline
     )
+    # The budget lets one range at a time through: the others of the load are still under way.
+    again = partial(
+        download, RereadingStore(store), memory_budget_bytes=1, retry_seconds=retry_seconds, deadline=deadline
+    )
     if plan is None:
         plan = plan_reads(manifest, [target.want for target in targets])
-    reading = _Reading(manifest, plan, targets)
+    reading = _Reading(manifest, plan, targets, again)
     try:
         for table in fetch(reading.table_fetches()):
             arrived(table.fetch.key, table.fetch.start, reading.take_table(table), True)  # noqa: FBT003  # `Arrived`
@@ -117,10 +126,17 @@ def read_or_explain(
     assert not any(reading.open_pieces.values()), "every piece of the plan has arrived"
 
 
+class _Again(Protocol):
+    """Reads ranges once more, by another way."""
+
+    def __call__(self, fetches: Iterable[Fetch[T]], /) -> Iterator[Fetched[T]]: ...
+
+
 class _Reading:
     """What is still to come, and what has come unverified."""
 
-    def __init__(self, manifest: Manifest, plan: ReadPlan, targets: Sequence[Target]) -> None:
+    def __init__(self, manifest: Manifest, plan: ReadPlan, targets: Sequence[Target], again: _Again) -> None:
+        self._again = again
         self._manifest = manifest
         self._plan = plan
         self._targets = targets
@@ -144,18 +160,22 @@ class _Reading:
             yield Fetch(shards.keys[shard], start, length, None, digest, shard)
 
     def take_table(self, fetched: Fetched[int]) -> memoryview:
-        """Keep it; where it is kept."""
+        """Keep a block table, read once more if need be, and return where it is kept."""
         shard = fetched.fetch.subject
-        if fetched.digest != self._manifest.shards.table_digest(shard):
-            raise _corrupt(fetched.fetch, "a block table")
-        kept = self._tables[shard] = bytes(fetched.data)
-        return memoryview(kept)
+        for one in itertools.chain([fetched], self._again([fetched.fetch])):
+            if one.digest == self._manifest.shards.table_digest(shard):
+                kept = self._tables[shard] = bytes(one.data)
+                return memoryview(kept)
+        raise _corrupt(fetched.fetch, "a block table")
 
     def range_fetches(self) -> Iterator[Fetch[RangePlan]]:
-        keys = self._manifest.shards.keys
         for request in self._plan.ranges:
             into = self._placed(request.segments[0]) if len(request.segments) == 1 else None
-            yield Fetch(keys[request.shard], request.start, request.length, into, self._digester(request), request)
+            yield self._fetch(request, into)
+
+    def _fetch(self, request: RangePlan, into: memoryview | None) -> Fetch[RangePlan]:
+        key = self._manifest.shards.keys[request.shard]
+        return Fetch(key, request.start, request.length, into, self._digester(request), request)
 
     def _digester(self, request: RangePlan) -> Callable[[memoryview], bytes]:
         lengths = self._manifest.pieces.length
@@ -179,26 +199,46 @@ class _Reading:
         position = 0
         for segment in arrived.fetch.subject.segments:
             size = (segment.block_stop - segment.block_first) * DIGEST_BYTES
-            self._verify(segment, arrived.digest[position : position + size], arrived.fetch)
+            begin = segment.start - arrived.fetch.start
+            data = arrived.data[begin : begin + segment.length]
+            if not self._matches(segment, arrived.digest[position : position + size], arrived.fetch):
+                self._read_again(segment, data, arrived.fetch)
             position += size
             if arrived.fetch.into is None:
-                begin = segment.start - arrived.fetch.start
-                for user in self._plan.users[segment.piece]:
-                    self._targets[user].take(self._span(user, segment), arrived.data[begin : begin + segment.length])
+                self._take(segment, data)
             self._close(segment)
 
-    def _verify(self, segment: Segment, blocks: bytes, fetch: Fetch[RangePlan]) -> None:
+    def _take(self, segment: Segment, data: memoryview) -> None:
+        for user in self._plan.users[segment.piece]:
+            self._targets[user].take(self._span(user, segment), data)
+
+    def _matches(self, segment: Segment, blocks: bytes, fetch: Fetch[RangePlan]) -> bool:
+        """Whether the blocks match their digests; those of a whole piece are looked at with its last segment."""
         piece = segment.piece
         if piece in self._plan.partial:
             first = segment.block_first * DIGEST_BYTES
-            if self._table_entries(piece, fetch)[first : first + len(blocks)] != blocks:
-                raise _corrupt(fetch, self._name(piece))
-            return
+            return self._table_entries(piece, fetch)[first : first + len(blocks)] == blocks
         count = block_count(int(self._manifest.pieces.length[piece]))
         seen = self._digests.setdefault(piece, bytearray(count * DIGEST_BYTES))
         seen[segment.block_first * DIGEST_BYTES : segment.block_stop * DIGEST_BYTES] = blocks
-        last = self._open_segments[piece] == 1
-        if last and piece_digest(bytes(self._digests.pop(piece))) != self._manifest.pieces.digest(piece):
+        return self._open_segments[piece] > 1 or piece_digest(bytes(seen)) == self._manifest.pieces.digest(piece)
+
+    def _read_again(self, segment: Segment, data: memoryview, fetch: Fetch[RangePlan]) -> None:
+        """Read a segment once more into `data`; of a whole piece all of its segments, as any can be the wrong one."""
+        piece = segment.piece
+        segments = [segment]
+        if piece not in self._plan.partial:
+            segments = [one for request in self._plan.ranges for one in request.segments if one.piece == piece]
+        requests = [RangePlan(fetch.subject.shard, one.start, one.length, (one,)) for one in segments]
+        matches = False
+        for fetched in self._again(
+            self._fetch(request, data if request.segments[0] == segment else None) for request in requests
+        ):
+            (one,) = fetched.fetch.subject.segments
+            if one != segment:
+                self._take(one, fetched.data)
+            matches = self._matches(one, fetched.digest, fetched.fetch)
+        if not matches:
             raise _corrupt(fetch, self._name(piece))
 
     def _table_entries(self, piece: int, fetch: Fetch[RangePlan]) -> bytes:
@@ -222,6 +262,7 @@ class _Reading:
         if self._open_segments[segment.piece]:
             return
         self._entries.pop(segment.piece, None)
+        self._digests.pop(segment.piece, None)
         for user in self._plan.users[segment.piece]:
             self.open_pieces[user] -= 1
             if not self.open_pieces[user]:

@@ -39,6 +39,7 @@ from dcp_remote.named import in_parallel
 from dcp_remote.run_names import MANIFESTS_PREFIX, revision_of
 from dcp_remote.shard import SHARDS_PREFIX
 from dcp_remote.storage.base import ObjectInfo, ObjectStore, Version
+from dcp_remote.storage.rereads import RereadingStore, get_decoded
 from dcp_remote.storage.retrying import Deadline, RetryingStore, jitter
 
 logger = logging.getLogger(__name__)
@@ -247,7 +248,12 @@ def _found(store: ObjectStore, deadline: Deadline) -> tuple[Recovered, Version |
 
 
 def _look(store: ObjectStore) -> tuple[Catalog | None, Version | None]:
-    """What lies at the catalog's key: the catalog, if it can be read, and the version of whatever it is."""
+    """The catalog, if it can be read, and the version of whatever lies at its key; what cannot be is read twice."""
+    catalog, version = _look_once(store)
+    return (catalog, version) if catalog is not None or version is None else _look_once(RereadingStore(store))
+
+
+def _look_once(store: ObjectStore) -> tuple[Catalog | None, Version | None]:
     try:
         content = store.get(CATALOG_KEY, limit_bytes=catalog_json.STORED_BYTES_MAX)
     except ObjectNotFoundError:
@@ -266,7 +272,7 @@ def _read(store: ObjectStore, key: str, shards: Mapping[str, int]) -> Found:
     revision = revision_of(key)
     assert revision is not None, "only names of ours are read"
     try:
-        manifest = manifest_json.decode(store.get(key, limit_bytes=STORED_BYTES_MAX).data)
+        _, manifest = get_decoded(store, key, manifest_json.decode, limit_bytes=STORED_BYTES_MAX)
     except (CorruptCheckpointError, UnsupportedFormatError, ObjectNotFoundError) as error:
         return Found(key, revision, None, None, reason=str(error))
     if manifest is None or manifest.run is None:

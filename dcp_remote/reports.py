@@ -174,6 +174,7 @@ class LoadReport:
         requests: Of this rank, those that were repeated included.
         retries: How many of them were repetitions.
         received_bytes: That came from other ranks, which had read them.
+        rereads: Requests that repeated a read whose bytes did not match their digest.
     """
 
     step: int
@@ -185,6 +186,7 @@ class LoadReport:
     requests: int
     retries: int
     received_bytes: int = 0
+    rereads: int = 0
 
     def __str__(self) -> str:
         """`loaded step 1000: read 4.1 GiB in 3.2 s, one of 3 ranks; 8 ranks had saved it`."""
@@ -195,6 +197,8 @@ class LoadReport:
             parts.append(f", which gave it {human_bytes(self.received_bytes)}")
         if self.retries:
             parts.append(f", {self.retries} of {self.requests} requests repeated")
+        if self.rereads:
+            parts.append(f", {counted(self.rereads, 'read')} repeated because bytes did not match their digest")
         parts.append(f"; {counted(self.saved_world_size, 'rank')} had saved it")
         return "".join(parts)
 

@@ -30,6 +30,7 @@ And when it has ended, where there is a report:
     dcp_remote.slowest.shard       string   its key, if one was put
     dcp_remote.saved_world_size    integer  how many ranks had saved what was loaded
     dcp_remote.bytes.read          integer
+    dcp_remote.rereads             integer  requests that repeated a read whose bytes did not match their digest
 
 A span that failed has the status ERROR, the attribute `error.type` (a class name) and an event `exception` with
 `exception.type`, and `exception.message` for errors of ours alone: they carry no secrets, others may. No stack traces.
@@ -301,6 +302,7 @@ def _attributes(report: SaveReport | LoadReport) -> dict[str, str | int]:
         return common | {
             "dcp_remote.saved_world_size": report.saved_world_size,
             "dcp_remote.bytes.read": report.read_bytes,
+            "dcp_remote.rereads": report.rereads,
         }
     shard = report.slowest_shard
     return common | {

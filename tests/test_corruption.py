@@ -25,7 +25,7 @@ from dcp_remote.errors import (
     UnsupportedFormatError,
 )
 from dcp_remote.manifest import MANIFEST_KEY, Manifest
-from dcp_remote.storage import MemoryStore
+from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.testing.ranks import LocalShards, State, load_as_ranks, save_as_ranks
 from tests.manifests import decode
 from tests.strategies import Whole, dealt, random_whole, same_bits
@@ -110,14 +110,14 @@ def check_equal(found: State) -> None:
     assert found["names"] == ["alpha", "beta"]
 
 
-def _read(template: Callable[[], State]) -> Callable[[Saved], State]:
-    def read(saved: Saved) -> State:
+def _read(template: Callable[[], State]) -> Callable[[ObjectStore], State]:
+    def read(store: ObjectStore) -> State:
         state = template()
         nested: State = {"model": {}, "optim": {}}
         for name, value in state.items():
             top, _, rest = name.partition(".")
             nested.setdefault(top, value) if not rest else nested[top].__setitem__(rest, value)
-        load_as_ranks([nested], lambda: RemoteReader(saved.store))
+        load_as_ranks([nested], lambda: RemoteReader(store))
         return flat(nested)
 
     return read
@@ -132,11 +132,11 @@ def flat(nested: State) -> State:
     }
 
 
-READS: dict[str, Callable[[Saved], State]] = {
+READS: dict[str, Callable[[ObjectStore], State]] = {
     "whole": _read(whole_template),
     "columns": _read(column_template),
     "rows": _read(row_template),
-    "without a template": lambda saved: flat(load(saved.store)),
+    "without a template": lambda store: flat(load(store)),
 }
 
 
@@ -144,7 +144,7 @@ def errors(saved: Saved) -> Iterator[tuple[str, DcpRemoteError | None]]:
     """What each way of reading ends in; what it reads without an error is checked to be right."""
     for name, read in READS.items():
         try:
-            found = read(saved)
+            found = read(saved.store)
         except DcpRemoteError as error:
             yield name, error
         else:
@@ -207,9 +207,9 @@ def test_a_flipped_bit_in_a_block_table(saved: Saved) -> None:
         damaged = bytearray(data)
         damaged[position] ^= 1 << (position % 8)
         saved.put(key, damaged)
-        check_equal(READS["whole"](saved))
+        check_equal(READS["whole"](saved.store))
         with pytest.raises(CorruptCheckpointError, match="table") as caught:
-            READS["rows"](saved)
+            READS["rows"](saved.store)
         assert caught.value.details["shard"] == key
 
 
@@ -237,7 +237,7 @@ def test_a_foreign_object_in_place_of_a_shard(saved: Saved) -> None:
         saved.put(key, damaged)
         for name in ("whole", "without a template", "columns"):
             with pytest.raises(CorruptCheckpointError, match=key):
-                READS[name](saved)
+                READS[name](saved.store)
 
 
 def test_a_missing_shard(saved: Saved) -> None:

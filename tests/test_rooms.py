@@ -25,6 +25,7 @@ ROOMS = [
     "storage.files",
     "storage.local",
     "storage.wrapper",
+    "storage.rereads",
     "storage.counting",
     "storage.time_left",
     "storage.retrying",

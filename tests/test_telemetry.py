@@ -205,6 +205,7 @@ def test_a_load(collected: Collected) -> None:
         "dcp_remote.retries": 1,
         "dcp_remote.saved_world_size": 8,
         "dcp_remote.bytes.read": 400,
+        "dcp_remote.rereads": 0,
     }
 
 

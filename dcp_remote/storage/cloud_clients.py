@@ -22,6 +22,7 @@ from dcp_remote.storage.cloud_errors import chained, translate
 from dcp_remote.storage.cloud_options import CloudOptions, GoogleOptions, S3Options, secrets_of
 from dcp_remote.storage.diagnosis import Verdict, diagnose_s3
 from dcp_remote.storage.direct_reads import DirectReads, goes_through_a_proxy
+from dcp_remote.storage.rereads import is_reread
 from dcp_remote.storage.s3_place import S3Place, resolve_s3
 from dcp_remote.storage.time_left import rounded_up, seconds_left
 from dcp_remote.storage.timeouts import Timeouts
@@ -186,7 +187,7 @@ class Connections:
 
     def _tries_directly(self) -> bool:
         is_signed = isinstance(self.options, S3Options) and not self.options.anon
-        return is_signed and time.monotonic() >= self._direct_again_at
+        return is_signed and not is_reread() and time.monotonic() >= self._direct_again_at
 
     def direct_was_refused(self) -> None:
         """Note that obstore read what `read_directly` did not: a redirect, say, or a signature not taken in a URL."""

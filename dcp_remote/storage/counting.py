@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from dcp_remote.errors import TransientStorageError
 from dcp_remote.storage.base import Content, ObjectStore
+from dcp_remote.storage.rereads import is_reread
 from dcp_remote.storage.wrapper import Request, WrappedStore
 
 _Answer = TypeVar("_Answer")
@@ -23,12 +24,14 @@ class Counts:
         put_bytes: Sent.
         got_bytes: Asked for, or received.
         failed: Requests that failed for now, and so were sent again or were the last attempt.
+        reread: Requests that repeat a read whose bytes did not match their digest.
     """
 
     requests: int = 0
     put_bytes: int = 0
     got_bytes: int = 0
     failed: int = 0
+    reread: int = 0
 
     def plus(self, more: Counts) -> Counts:
         """Both together."""
@@ -37,6 +40,7 @@ class Counts:
             self.put_bytes + more.put_bytes,
             self.got_bytes + more.got_bytes,
             self.failed + more.failed,
+            self.reread + more.reread,
         )
 
     def since(self, earlier: Counts) -> Counts:
@@ -46,6 +50,7 @@ class Counts:
             self.put_bytes - earlier.put_bytes,
             self.got_bytes - earlier.got_bytes,
             self.failed - earlier.failed,
+            self.reread - earlier.reread,
         )
 
 
@@ -77,7 +82,8 @@ class CountingStore(WrappedStore):
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
         put = request.verb == "put"
         size_bytes = request.size_bytes
-        self._count(Counts(requests=1, put_bytes=size_bytes if put else 0, got_bytes=0 if put else size_bytes))
+        put_bytes, got_bytes = (size_bytes, 0) if put else (0, size_bytes)
+        self._count(Counts(requests=1, put_bytes=put_bytes, got_bytes=got_bytes, reread=int(is_reread())))
         try:
             answer = send()
         except TransientStorageError:

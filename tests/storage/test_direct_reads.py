@@ -23,6 +23,7 @@ from dcp_remote.storage import cloud_clients, streams
 from dcp_remote.storage.cloud import CloudStore, open_cloud_store
 from dcp_remote.storage.direct_reads import DirectReads
 from dcp_remote.storage.pace import LATE_SECONDS_MIN, SAMPLES_MIN, Pace
+from dcp_remote.storage.rereads import RereadingStore
 from dcp_remote.storage.streams import TlsStream
 from dcp_remote.storage.timeouts import Timeouts
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
@@ -428,3 +429,16 @@ def test_one_turn_of_decrypting_ends() -> None:
     stream._tls = cast("Any", SimpleNamespace(read=lambda _length, _view: 1))
     assert stream._decrypt(memoryview(bytearray(1 << 20))) == streams._TURN_RECORDS
     assert stream._decrypt(memoryview(bytearray(10))) == 10
+
+
+def test_a_reread_goes_the_other_way() -> None:
+    """Bytes that did not match their digest are asked of obstore, at once and once; the next read is direct again."""
+    with scripted_server(range_of) as server:
+        store = open_at(server.endpoint_url)
+        assert read(store, 0, 100) == DATA[:100]
+        for _ in range(5):
+            buffer = bytearray(100)
+            RereadingStore(store).get_into("key", 0, memoryview(buffer))
+            assert buffer == DATA[:100]
+        assert read(store, 0, 100) == DATA[:100]
+    assert [is_direct(request) for request in server.requests] == [True] + [False] * 5 + [True]
