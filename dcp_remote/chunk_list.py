@@ -107,6 +107,7 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
 def local_plan(planner: LoadPlanner) -> LoadPlan:
     """`planner.create_local_plan()`, for which only chunks that this rank wants become objects.
 
+    The items of a tensor may be in another order: torch sorts by the longest dimension of the chunks that it is shown.
     Of a planner with another method than torch's nothing is known, and it sees all chunks.
 
     Args:

@@ -6,17 +6,18 @@ import gc
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp_remote import chunk_list
 from dcp_remote.chunk_list import ChunkList, Shelf, local_plan
@@ -51,9 +52,22 @@ def set_up(state: dict[str, Any], manifest: Manifest, **options: Any) -> Default
     return planner
 
 
+def in_order(plan: LoadPlan) -> list[ReadItem]:
+    """Its items, by where they go and where they come from."""
+    return sorted(
+        plan.items,
+        key=lambda item: (
+            item.dest_index.fqn,
+            item.dest_index.offset or (),
+            item.dest_offsets,
+            item.storage_index.offset or (),
+        ),
+    )
+
+
 def hints(plan: LoadPlan) -> list[int | None]:
     """Which torch leaves out where it compares items."""
-    return [item.storage_index.index for item in plan.items]
+    return [item.storage_index.index for item in in_order(plan)]
 
 
 @contextmanager
@@ -100,15 +114,19 @@ def test_a_list_in_all_but_name() -> None:
     ),
     st.integers(1, 3),
 )
+@example(((3, 3), (3, 2), (2, 1)), 2)
 def test_the_plan_is_torchs(cut: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], world_size: int) -> None:
-    """Any grid loaded by any other, by ranks of one chunk, several or none; whole templates beside them."""
+    """Any grid loaded by any other, by ranks of one chunk, several or none; whole templates beside them.
+
+    But for the order of a tensor's items: torch sorts by the longest dimension of the chunks that it is shown.
+    """
     shape, saved, loaded = cut
     manifest = manifest_of([(shape, saved), ((5,), (2,))])
     for rank in range(world_size):
         state = {"t0": wants(shape, loaded, rank, world_size), "t1": torch.zeros(5)}
         ours = local_plan(set_up(dict(state), manifest))
         torchs = set_up(dict(state), manifest).create_local_plan()
-        assert ours == torchs
+        assert replace(ours, items=in_order(ours)) == replace(torchs, items=in_order(torchs))
         assert hints(ours) == hints(torchs)
 
 
