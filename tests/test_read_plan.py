@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_remote.bench.state import LARGE
-from dcp_remote.digests import block_bytes
+from dcp_remote.digests import BLOCK_BYTES_MIN, block_bytes
 from dcp_remote.downloads import RANGE_BYTES_MAX
 from dcp_remote.dtypes import ITEM_BYTES
 from dcp_remote.manifest import RAW, Manifest, TensorKind
@@ -35,7 +35,7 @@ def mark_box(manifest: Manifest, marks: Marks, tensor: int, chunk: int, box: Box
         return mark_all(manifest, marks, first, stop)
     wanted = np.zeros(sizes, dtype=bool)
     wanted[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] = True
-    flat = np.repeat(wanted.reshape(-1), ITEM_BYTES[kind.dtype])
+    flat = np.repeat(without_short_gaps(wanted.reshape(-1), ITEM_BYTES[kind.dtype]), ITEM_BYTES[kind.dtype])
     touched: list[int] = []
     for piece in range(first, stop):
         part, flat = np.split(flat, [int(manifest.pieces.length[piece])])
@@ -45,6 +45,16 @@ def mark_box(manifest: Manifest, marks: Marks, tensor: int, chunk: int, box: Box
     return touched
 
 
+def without_short_gaps(wanted: np.ndarray, item_bytes: int) -> np.ndarray:
+    """The elements between two that are nearer to each other than the smallest block are wanted, too."""
+    places = np.flatnonzero(wanted)
+    gaps = np.diff(places) - 1
+    short = (0 < gaps) & (gaps < max(1, BLOCK_BYTES_MIN // item_bytes))
+    for first, count in zip((places[:-1] + 1)[short], gaps[short], strict=True):
+        wanted[first : first + count] = True
+    return wanted
+
+
 def mark_all(manifest: Manifest, marks: Marks, first: int, stop: int) -> list[int]:
     for piece in range(first, stop):
         marks[piece] = np.ones(int(manifest.pieces.length[piece]), dtype=bool)
@@ -52,7 +62,7 @@ def mark_all(manifest: Manifest, marks: Marks, first: int, stop: int) -> list[in
 
 
 def assert_plan(manifest: Manifest, plan: ReadPlan, marks: Marks, users: dict[int, list[int]]) -> None:
-    """The plan fetches each block with a wanted byte once, and no other, in requests as large as they should be."""
+    """The plan fetches each block with a marked byte once, and no other, in requests as large as they should be."""
     fetched: Counter[tuple[int, int]] = Counter()
     counts: Counter[int] = Counter()
     for request in plan.ranges:
@@ -231,6 +241,16 @@ def test_rows_far_apart_are_fetched_alone() -> None:
     plan = plan_and_check(manifest, [(0, 0, Box((0, 5), (200, 10)))])
     assert plan.partial == frozenset()
     assert len(want_box(manifest, tensor=0, chunk=0, box=Box((0, 5), (200, 10))).runs or ()) == 1
+
+
+def test_a_short_piece_between_two_rows_is_read_with_them() -> None:
+    """Bytes 7 and 9 are wanted: the piece of byte 8 alone lies between them. One request has them all; 1 MiB has none."""
+    manifest = one_tensor((5, 2), 1, 7, 1, 1)
+    plan = plan_and_check(manifest, [(0, 0, Box((3, 1), (2, 1)))])
+    assert [[segment.piece for segment in r.segments] for r in plan.ranges] == [[1, 2, 3]]
+    far = one_tensor((5, MiB), MiB, 7 * MiB // 2, MiB // 4, MiB // 4)
+    plan = plan_and_check(far, [(0, 0, Box((3, MiB - 1), (2, 1)))])
+    assert sorted(plan.users) == [1, 3]
 
 
 def test_a_wanted_part_of_a_wanted_whole_needs_no_table() -> None:
