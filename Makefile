@@ -54,8 +54,9 @@ pytest: $(INSTALLED) ## Run the tests alone; ARGS="-k manifest -x" goes to pytes
 
 test: lint typecheck pytest ## Everything that CI checks
 
-# Of each of the parts that could go on for ever (fuzzers, mutations, random faults); the rest takes about fifty
-# minutes. `make test` runs the same parts for two seconds each; from 60 on, what is large is as large as it gets.
+# Of each of the parts that could go on for ever (fuzzers, mutations, random faults); the rest, in which every property
+# tries other examples and five times as many, takes about an hour.
+# `make test` runs the same parts for two seconds each; from 60 on, what is large is as large as it gets.
 TORTURE_SECONDS := 60
 
 torture: $(INSTALLED) ## Attack everything for an hour and print figures; TORTURE_SECONDS=3600 makes it long

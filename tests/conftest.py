@@ -5,20 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-import hypothesis
 import pytest
+from hypothesis import is_hypothesis_test
 
 from dcp_remote.testing.servers import S3Server, moto_server
 from tests.figures import figures
+from tests.properties import load_profile
 
 # For each part that could go on for ever (a fuzzer, random schedules). `make test` runs all of them that short.
 _SECONDS = 2.0
 
 _BEGAN = pytest.StashKey[float]()
-
-# No example is too slow: on a busy machine any can be. All else as hypothesis has it, in CI always the same examples.
-hypothesis.settings.register_profile("dcp_remote", deadline=None)
-hypothesis.settings.load_profile("dcp_remote")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +25,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=_SECONDS,
         help=f"time for each part of the campaign that has no end of its own (default {_SECONDS:g})",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    load_profile(config.getoption("--torture-seconds"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before what `-m` does not name is left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every property is part of the campaign, which tries other examples."""
+    for item in items:
+        if isinstance(item, pytest.Function) and is_hypothesis_test(item.function):
+            item.add_marker(pytest.mark.torture)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

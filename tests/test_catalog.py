@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.catalog import (
@@ -386,7 +386,6 @@ def changes(draw: st.DrawFn, number: int) -> Change:
 HISTORIES = st.integers(min_value=0, max_value=25).flatmap(lambda count: st.tuples(*map(changes, range(count))))
 
 
-@settings(deadline=None)
 @given(HISTORIES)
 def test_any_history(history: tuple[Change, ...]) -> None:
     """What is not refused makes a catalog again, of the next revision, or none; nothing that only rises ever falls."""
@@ -406,7 +405,6 @@ def test_any_history(history: tuple[Change, ...]) -> None:
         run = after
 
 
-@settings(deadline=None)
 @given(HISTORIES)
 def test_what_is_never_committed_again(history: tuple[Change, ...]) -> None:
     """No save_id that was live and is no more comes back, if its save asks again at every later moment."""
@@ -424,7 +422,6 @@ def test_what_is_never_committed_again(history: tuple[Change, ...]) -> None:
                     committed(run, one)
 
 
-@settings(deadline=None)
 @given(catalogs(), st.data())
 def test_retiring_leaves_the_rest(run: Catalog, data: st.DataObject) -> None:
     """Of any catalog, any of its checkpoints: just those go."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote import catalog_json
@@ -46,7 +46,6 @@ def large() -> Catalog:
     return catalog(*(entry(step) for step in range(1_000)))
 
 
-@settings(deadline=None)
 @given(catalogs())
 def test_round_trip(run: Catalog) -> None:
     """Any catalog is read as it was written, metrics in their order and to the last bit."""
@@ -319,7 +318,6 @@ def test_damage_to_a_compressed_one() -> None:
             continue
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes(data: bytes) -> None:
     """They are no catalog, sealed or not."""

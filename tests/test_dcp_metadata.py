@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from dcp_remote import RemoteReader, RemoteWriter, load, manifest_json
@@ -26,6 +26,7 @@ from dcp_remote.report import RankReport
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing.ranks import LocalShards, State, load_as_ranks, save_as_ranks, shard
 from tests.manifests import decode, plain
+from tests.properties import examples
 from tests.strategies import AnyDtypePlanner, Case, cases
 from tests.test_resharding import saved_states
 
@@ -69,8 +70,7 @@ def three_ranks() -> Planned:
     )
 
 
-@seed(20261122)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(60)
 @given(case=cases())
 def test_metadata_survives_the_manifest(case: Case) -> None:
     """Of any sharded state: into a manifest, its document, and back, equal to torch's; which is not changed by it."""

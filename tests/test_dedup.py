@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
@@ -47,6 +47,7 @@ from dcp_remote.testing import RecordingStore
 from dcp_remote.testing.ranks import LocalShards, State, load_as_ranks, save_as_ranks, shard
 from dcp_remote.uploads import Uploads
 from tests.manifests import Layout, build, decode
+from tests.properties import examples
 from tests.strategies import LAYOUTS, AnyDtypePlanner, Whole, blank, blank_like
 
 From: TypeAlias = Literal["report", "manifest", "nothing"]
@@ -983,8 +984,7 @@ def histories(draw: st.DrawFn) -> History:
     return ranks, entries, saves
 
 
-@seed(20261120)
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(40)
 @given(history=histories())
 def test_any_history(history: History) -> None:
     """Five saves of a state in which anything changes, from any base, with any budget: each loads equal by itself."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.digests import block_bytes, block_count
@@ -29,6 +29,7 @@ from dcp_remote.sharing import (
     shared_units,
 )
 from tests.manifests import Layout, build, manifests
+from tests.properties import examples
 
 # A block of a piece; or the table of a shard, as block -1.
 Block = tuple[int, int]
@@ -82,7 +83,7 @@ def assert_units(manifest: Manifest, wanted: Sequence[Wanted], *, window_bytes: 
     return units
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(manifests(), st.integers(1, 5), st.data())
 def test_everybody_gets_what_he_wants(manifest: Manifest, world_size: int, data: st.DataObject) -> None:
     """Any parts of any manifest, wanted by any of some ranks; compared with sets of blocks."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.bench.state import LARGE
@@ -21,6 +21,7 @@ from dcp_remote.manifest_check import check
 from dcp_remote.ranges import Box, KiB, MiB, cut_chunk
 from dcp_remote.read_plan import ALONE_BYTES, GAP_BYTES, ReadPlan, Want, plan_reads, want_box
 from tests.manifests import Layout, build, manifests
+from tests.properties import examples
 
 # The bytes of each piece that are wanted.
 Marks = dict[int, np.ndarray]
@@ -49,7 +50,7 @@ def without_short_gaps(wanted: np.ndarray, item_bytes: int) -> np.ndarray:
     """The elements between two that are nearer to each other than the smallest block are wanted, too."""
     places = np.flatnonzero(wanted)
     gaps = np.diff(places) - 1
-    short = (0 < gaps) & (gaps < max(1, BLOCK_BYTES_MIN // item_bytes))
+    short = (gaps > 0) & (gaps < max(1, BLOCK_BYTES_MIN // item_bytes))
     for first, count in zip((places[:-1] + 1)[short], gaps[short], strict=True):
         wanted[first : first + count] = True
     return wanted
@@ -120,7 +121,7 @@ def plan_and_check(manifest: Manifest, boxes: Sequence[tuple[int, int, Box]], ob
     return plan
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(manifests(), st.data())
 def test_plans(manifest: Manifest, data: st.DataObject) -> None:
     """Any boxes of any chunks, overlapping or not, and any objects, of any manifest."""
@@ -244,7 +245,7 @@ def test_rows_far_apart_are_fetched_alone() -> None:
 
 
 def test_a_short_piece_between_two_rows_is_read_with_them() -> None:
-    """Bytes 7 and 9 are wanted: the piece of byte 8 alone lies between them. One request has them all; 1 MiB has none."""
+    """Bytes 7 and 9 are wanted: the piece of byte 8 alone lies between them. One request has all; not so 1 MiB."""
     manifest = one_tensor((5, 2), 1, 7, 1, 1)
     plan = plan_and_check(manifest, [(0, 0, Box((3, 1), (2, 1)))])
     assert [[segment.piece for segment in r.segments] for r in plan.ranges] == [[1, 2, 3]]

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given
 
 from dcp_remote import RemoteReader, RemoteWriter, load
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from dcp_remote.testing.ranks import LocalShards, State, grid, load_as_ranks, save_as_ranks, shard
+from tests.properties import examples
 from tests.strategies import (
     DTYPES,
     LAYOUTS,
@@ -75,8 +76,7 @@ def check(case: Case, states: list[State]) -> None:
                 assert same_bits(chunk, expected), f"t{number} {tensor.whole.dtype} {offsets} {tuple(chunk.shape)}"
 
 
-@seed(20261121)
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(250)
 @given(case=cases())
 def test_any_state_comes_back_at_any_world_size(case: Case) -> None:
     """Save by one dealing of cells to ranks, load by another, and compare every chunk with the bytes that were made.

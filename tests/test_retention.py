@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.errors import InvalidArgumentError
@@ -175,7 +175,6 @@ def carried_out(decision: Decision, live: Sequence[Candidate]) -> list[Candidate
     ]
 
 
-@settings(deadline=None)
 @given(RETENTIONS, LIVE)
 def test_what_is_never_touched(retention: Retention, live: list[Candidate]) -> None:
     """The newest that counts, what is pinned, named or abandoned; what is thinned stays, and was whole."""
@@ -190,7 +189,6 @@ def test_what_is_never_touched(retention: Retention, live: list[Candidate]) -> N
     assert list(decision.thin) == sorted(set(decision.thin))
 
 
-@settings(deadline=None)
 @given(RETENTIONS, LIVE)
 def test_deciding_again_changes_nothing(retention: Retention, live: list[Candidate]) -> None:
     """When a decision was carried out, nothing more goes; if only in part, just the rest."""
@@ -200,7 +198,6 @@ def test_deciding_again_changes_nothing(retention: Retention, live: list[Candida
     assert decide(retention, carried_out(first, live)) == Decision(decision.retire[1:], decision.thin[1:])
 
 
-@settings(deadline=None)
 @given(RETENTIONS, LIVE, st.randoms(use_true_random=False))
 def test_order_and_abandoned_are_no_matter(retention: Retention, live: list[Candidate], random: Any) -> None:
     """The same decision for the same checkpoints in another order, and without those that are abandoned."""
@@ -209,7 +206,6 @@ def test_order_and_abandoned_are_no_matter(retention: Retention, live: list[Cand
     assert decide(retention, shuffled) == decide(retention, live)
 
 
-@settings(deadline=None)
 @given(RETENTIONS, LIVE)
 def test_each_part_keeps_what_it_says(retention: Retention, live: list[Candidate]) -> None:
     """Written anew from the documentation: what stays is what some part keeps."""

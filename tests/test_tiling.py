@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.ranges import Box
 from dcp_remote.tiling import COMPARISONS_MAX, Comparisons, why_not_tiled
+from tests.properties import examples
 
 
 def reason(shape: tuple[int, ...], boxes: list[Box], comparisons: Comparisons | None = None) -> str | None:
@@ -52,7 +53,7 @@ def test_tilings_pass(tiling: tuple[tuple[int, ...], list[Box]]) -> None:
     assert reason(shape, boxes) is None
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(tilings(), st.data())
 def test_anything_else_does_not(tiling: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
     """A tiling with a box moved, resized, doubled or removed passes if and only if painting says so."""

@@ -59,7 +59,6 @@ def run(check: Callable[[Any], None], seconds: float, attacks: st.SearchStrategy
 
     settings(
         max_examples=examples,
-        deadline=None,
         database=None,
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),

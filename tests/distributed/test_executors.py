@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -39,6 +40,7 @@ from dcp_remote.testing.rank_pool import RankPool
 from dcp_remote.testing.servers import S3Server
 from tests.distributed.training import assert_same, full
 from tests.figures import count
+from tests.histories import first_seed
 
 pytestmark = pytest.mark.torture
 
@@ -387,11 +389,11 @@ def test_saves_at_once_are_refused_or_follow_each_other(
     one. At least one is committed: nobody loses to a save that fails.
     """
     end_seconds = time.monotonic() + torture_seconds / 4
-    rounds = 0
-    while not rounds or time.monotonic() < end_seconds:
-        rounds += 1
-        seed = random.randrange(2**32)
-        folder = f"file://{tmp_path}/{rounds}" if scheme == "file" else f"memory://{uuid.uuid4().hex}"
+    first = first_seed(torture_seconds)
+    for seed in itertools.count(first):
+        if seed > first and time.monotonic() >= end_seconds:
+            break
+        folder = f"file://{tmp_path}/{seed}" if scheme == "file" else f"memory://{uuid.uuid4().hex}"
         attempts = storm(folder, random.Random(seed), overwrite=overwrite)
         committed: dict[str, list[int]] = {attempt.url: [] for attempt in attempts}
         for attempt in attempts:

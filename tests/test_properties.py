@@ -1,0 +1,43 @@
+"""Properties try the same examples in every run of the tests, and others only in the long campaign."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.figures import LONG_SECONDS
+from tests.properties import examples
+
+
+def test_the_same_examples_each_time(torture_seconds: float) -> None:
+    """Of one property, tried twice; of one that says how many, too. In the long campaign others, and more."""
+
+    def tried(how_many: settings) -> list[int]:
+        drawn: list[int] = []
+
+        @how_many
+        @given(st.integers())
+        def prop(number: int) -> None:
+            drawn.append(number)
+
+        prop()
+        return drawn
+
+    explores = torture_seconds >= LONG_SECONDS
+    for how_many, count in ((settings(), 100), (examples(40), 40)):
+        first, second = tried(how_many), tried(how_many)
+        assert (first == second) is not explores
+        assert len(first) == count * (5 if explores else 1)
+
+
+def test_no_property_chooses_its_own_chance() -> None:
+    """A seed, or derandomize, of its own would hold in the long campaign as well, or not hold in the short one."""
+    for path in Path(__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [one.name for one in node.names] if isinstance(node, ast.ImportFrom) else []
+            assert not (isinstance(node, ast.ImportFrom) and node.module == "hypothesis" and "seed" in names), path
+            if isinstance(node, ast.Call) and path.name != "properties.py":
+                assert "derandomize" not in {one.arg for one in node.keywords}, path
