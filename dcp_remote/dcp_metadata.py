@@ -25,6 +25,9 @@ from dcp_remote.manifest import Manifest, TensorKind
 from dcp_remote.ranges import I64
 from dcp_remote.serialization import dtype_name, dtype_of
 
+# As torch's own writers say (CURRENT_DCP_VERSION in filesystem.py of torch 2.13).
+_DCP_METADATA_VERSION = "1.0.0"
+
 # Looked up here and not in torch, which imports some of what it is asked for by name.
 _LAYOUTS = {
     str(layout).removeprefix("torch."): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)
@@ -58,7 +61,9 @@ def to_dcp_metadata(manifest: Manifest) -> Metadata:
             size=torch.Size(tensors.shape_of(number)),
             chunks=ChunkList(offsets, sizes, shelf),  # type: ignore[arg-type]  # torch asks for no more than a sequence
         )
-    return Metadata(state_dict_metadata=entries, planner_data=_planner_data(manifest.flatten))
+    return Metadata(
+        state_dict_metadata=entries, planner_data=_planner_data(manifest.flatten), version=_DCP_METADATA_VERSION
+    )
 
 
 def _planner_data(flatten: Mapping[str, tuple[str | int, ...]] | None) -> object:

@@ -24,11 +24,13 @@ class Location:
     Attributes:
         store: Opened at the checkpoint.
         options: Of the URL that it was opened by; None if the store itself was given.
+        checkpoint_id: URL or path as it was given; the URL of a store that was given itself.
         process: That was told of it, whichever has unpickled it since.
     """
 
     store: ObjectStore
     options: Mapping[str, object] | None = field(repr=False)  # some are secrets
+    checkpoint_id: str | os.PathLike[str]
     process: int = field(default_factory=os.getpid, repr=False)
 
     @classmethod
@@ -39,10 +41,10 @@ class Location:
             InvalidArgumentError: The URL or an option is wrong, or there are options beside a store.
         """
         if not isinstance(url, ObjectStore):
-            return cls(open_store(url, options), dict(options or {}))
+            return cls(open_store(url, options), dict(options or {}), url)
         if options:
             raise InvalidArgumentError("storage_options go with a URL; this store has its own.", url=url.url)
-        return cls(url, None)
+        return cls(url, None, url.url)
 
     def moved_to(self, checkpoint_id: str | os.PathLike[str]) -> Self:
         """Another URL, with the same options.
@@ -53,7 +55,7 @@ class Location:
         """
         parsed = parse_url(checkpoint_id)
         if parsed.canonical == self.store.url:
-            return self
+            return replace(self, checkpoint_id=checkpoint_id)
         if self.options is None:
             raise InvalidArgumentError(
                 "checkpoint_id is not the URL of the store that this reader or writer was given. Give it the other "
@@ -68,7 +70,7 @@ class Location:
                 checkpoint_id=os.fspath(checkpoint_id),
                 url=self.store.url,
             )
-        return replace(self, store=open_store(checkpoint_id, self.options))
+        return replace(self, store=open_store(checkpoint_id, self.options), checkpoint_id=checkpoint_id)
 
 
 class Whereabouts:

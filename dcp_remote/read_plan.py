@@ -127,8 +127,8 @@ class ReadPlan:
 def want_box(manifest: Manifest, *, tensor: int, chunk: int, box: Box) -> Want:
     """A part of a chunk of a `raw` tensor; `box` is relative to the chunk, and not empty.
 
-    Rows that are nearer to each other than the smallest block are wanted as one, so that there are not too many. A block
-    that lies between them, the short last one of a piece or a short piece, is read as well.
+    Rows that are nearer to each other than the smallest block are wanted as one, so that there are not too many. Blocks
+    that lie between them, the short last one of a piece or a short piece, are read as well.
     """
     tensors = manifest.tensors
     first, stop = int(tensors.piece_first[chunk]), int(tensors.piece_first[chunk + 1])

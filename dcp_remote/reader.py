@@ -115,9 +115,9 @@ class RemoteReader(StorageReader):
         return self._here.location.store
 
     @property
-    def checkpoint_id(self) -> str:
-        """The URL of the checkpoint; torch's logger reads it."""
-        return self._store.url
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The URL or path of the checkpoint, as it was given; torch's logger reads it."""
+        return self._here.location.checkpoint_id
 
     @property
     def load_id(self) -> str | None:

@@ -344,15 +344,15 @@ class Job:
     def _require_replaceable(self, there: Entry, note: Note) -> None:
         if not (there.abandoned or self._abandons(there)):
             raise CheckpointExistsError(
-                "A checkpoint of this step is live already. Save another step, or pass overwrite=True to replace it.",
+                "Checkpoint already exists at this step. Save another step, or pass overwrite=True to replace it.",
                 url=self._store.url,
                 step=note.step,
                 save_id=there.save_id,
             )
         if not there.is_replaceable_by(note.names):
             raise CheckpointExistsError(
-                "A checkpoint of this step was abandoned and stays, since it is pinned or has a name. Save another "
-                "step; or unpin it (`dcp-remote pin --undo`) and give this save its names; or pass overwrite=True to "
+                "Checkpoint already exists at this step; it was abandoned, and stays, since it is pinned or has a name. "
+                "Save another step; or unpin it (`dcp-remote pin --undo`) and give this save its names; or pass overwrite=True to "
                 "replace it.",
                 url=self._store.url,
                 step=note.step,

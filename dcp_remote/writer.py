@@ -138,9 +138,9 @@ class RemoteWriter(StorageWriter):
         return self._here.location.store
 
     @property
-    def checkpoint_id(self) -> str:
-        """The URL of the checkpoint; torch's logger reads it."""
-        return self._store.url
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The URL or path of the checkpoint, as it was given; torch's logger reads it."""
+        return self._here.location.checkpoint_id
 
     @property
     def save_id(self) -> str | None:
@@ -301,7 +301,7 @@ class RemoteWriter(StorageWriter):
         slot = commit.look(RetryingStore(self._store, deadline))
         if slot.committed and not self._overwrite:
             raise CheckpointExistsError(
-                "There is a checkpoint here already. Choose another URL, or pass overwrite=True to replace it.",
+                "Checkpoint already exists. Choose another URL, or pass overwrite=True to replace it.",
                 url=self._store.url,
                 save_id=slot.head.save_id if slot.head else None,
                 unreadable=slot.unreadable,

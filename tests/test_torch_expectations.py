@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +30,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _load_state_dict_from_keys
 
-from dcp_remote import RemoteReader, RemoteWriter
-from dcp_remote.errors import InvalidArgumentError
+from dcp_remote import CheckpointManager, RemoteReader, RemoteWriter
+from dcp_remote.errors import CheckpointExistsError, InvalidArgumentError
 from dcp_remote.shard import ShardNames
 from dcp_remote.shard_writer import write_shards
 from dcp_remote.storage import MemoryStore
@@ -99,6 +100,56 @@ def assert_as_torch(theirs: Outcome, ours: Outcome) -> None:
         assert same(ours.template, theirs.template)
     else:
         assert str(ours.error) == str(theirs.error)
+
+
+@pytest.mark.parametrize(("place", "kind"), [("{0}/x", str), ("{0}/x/", str), ("file://{0}/x/", str), ("{0}/x", Path)])
+def test_a_checkpoint_id_is_what_was_given(place: str, kind: type[str | Path], tmp_path: Path) -> None:
+    """By the constructor or by a save or load, in any spelling of a place; a path stays one; so `StorageMeta`."""
+    where = kind(place.format(tmp_path))
+    other = tmp_path / "other"
+    writer, reader = RemoteWriter(where), RemoteReader(where)
+    dcp.save({"x": 1}, storage_writer=writer)
+    dcp.load({"x": 1}, storage_reader=reader)
+    for _ in range(2):
+        meta, metadata = writer.storage_meta(), reader.read_metadata()
+        assert meta is not None
+        assert metadata.storage_meta is not None
+        for found in (
+            writer.checkpoint_id,
+            reader.checkpoint_id,
+            meta.checkpoint_id,
+            metadata.storage_meta.checkpoint_id,
+            pickle.loads(pickle.dumps(reader)).checkpoint_id,
+        ):
+            assert found == where
+            assert isinstance(found, kind)
+        for one in (writer, reader):
+            one.reset(other)
+            assert one.checkpoint_id == other
+            one.reset(tmp_path / "x")
+            assert one.checkpoint_id == tmp_path / "x"
+            one.reset(where)
+
+
+def test_the_version_of_the_metadata_is_torchs(store: RecordingStore, tmp_path: Path) -> None:
+    """As a torch writer and reader give it."""
+    dcp.save({"x": torch.ones(2)}, storage_writer=RemoteWriter(store))
+    dcp.save({"x": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path))
+    version = FileSystemReader(tmp_path).read_metadata().version
+    assert RemoteReader(store).read_metadata().version == version == "1.0.0"
+
+
+def test_an_existing_checkpoint_is_told_in_torchs_words(store: RecordingStore, tmp_path: Path) -> None:
+    """Callers match the text of FileSystemWriter(overwrite=False): a checkpoint by itself, and a step of a run."""
+    words = "Checkpoint already exists"
+    for writer in (RemoteWriter(store), FileSystemWriter(tmp_path / "torch", overwrite=False)):
+        dcp.save({"x": 1}, storage_writer=writer)
+        with pytest.raises(CheckpointException, match=words):
+            dcp.save({"x": 1}, storage_writer=writer)
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"x": 1}, wait=True)
+        with pytest.raises(CheckpointExistsError, match=words):
+            manager.save(1, {"x": 1}, wait=True)
 
 
 # ---- how they are called

@@ -209,7 +209,7 @@ def test_saves_from_processes_of_their_own(rendezvous: int, s3_server: S3Server,
     assert SECRET not in repr(RemoteWriter(f"s3://{bucket}/1", storage_options=options))
     text = log.read_text()
     assert text.count(f"committed s3://{bucket}/1") == 1
-    assert "There is a checkpoint here already" in text
+    assert "Checkpoint already exists" in text
     assert SECRET not in text
 
 

@@ -586,7 +586,7 @@ def test_a_save_and_a_load(s3_server: S3Server) -> None:
         dcp.save(state, storage_writer=RemoteWriter(store))
         assert [request.method for request in proxy.requests] == ["GET", "PUT", "PUT"]
         assert [request.headers.get("if-none-match") for request in proxy.requests[1:]][-1] == "*"
-        with pytest.raises(dcp.CheckpointException, match="There is a checkpoint here already"):
+        with pytest.raises(dcp.CheckpointException, match="Checkpoint already exists"):
             dcp.save(state, storage_writer=RemoteWriter(store))
         dcp.save(state, storage_writer=RemoteWriter(store, overwrite=True))
         own = open_store(url, s3_server.storage_options)
