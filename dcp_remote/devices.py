@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -96,12 +96,16 @@ def is_linked(tensor: torch.Tensor) -> bool:
     return tensor.device.type in LINKS
 
 
-def wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
-    """Until what the caller's streams still have to write is written: copies go by streams of their own.
+def wait_for_devices(devices: Iterable[torch.device]) -> None:
+    """Wait for all that the calling thread has queued on these devices; copies may then go by streams of their own.
 
-    To be called in the thread that computed them: each has a current stream of its own.
+    To be called in the thread that computed or copied what is read next: each thread has a current stream of its own,
+    on each device. Waits for no other stream. The CPU may be among the devices.
+
+    Raises:
+        RuntimeError: As torch raises it: a device that fails.
     """
-    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+    for device in sorted({device for device in devices if device.type != "cpu"}, key=str):
         # CUDA and XPU have streams; MPS has one queue, and a copy from it waits by itself.
         current_stream = getattr(getattr(torch, device.type, None), "current_stream", None)
         if current_stream is not None:

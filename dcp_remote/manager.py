@@ -403,7 +403,7 @@ class CheckpointManager(RunCheckpoints):
             require_distinct(copied)
             if not stage:
                 # Here, and not in the thread that saves: that knows nothing of this one's stream.
-                wait_for_devices(list(tensors_of(copied)))
+                wait_for_devices(tensor.device for tensor in tensors_of(copied))
                 return copied
             joint.note("copying the state")
             return self._stager.stage(copied)

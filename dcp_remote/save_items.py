@@ -231,7 +231,7 @@ def _part(item: Item[Source], box: Box) -> Item[Source]:
 
 def wait_for_sources(sources: Sequence[Source]) -> None:
     """Until what this thread computes of them on devices is there; see `wait_for_devices`."""
-    wait_for_devices([source for source in sources if isinstance(source, torch.Tensor)])
+    wait_for_devices(source.device for source in sources if isinstance(source, torch.Tensor))
 
 
 def _view(source: Source, start: int, stop: int) -> memoryview:

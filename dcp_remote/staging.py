@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dcp_remote.devices import wait_for_devices
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, UnsafeObjectError
 from dcp_remote.object_torch import lacks_memory
 from dcp_remote.object_tree import type_name
@@ -86,10 +87,16 @@ class Stager:
             )
         for storage in storages:
             self._held_bytes[storage] = storage.nbytes()
-        # Not a future: staging is not asynchronous.
-        staged = cast(
-            "dict[str, torch.Tensor]", self._stager.stage({str(n): _bytes_of(each) for n, each in enumerate(storages)})
-        )
+        try:
+            # Not a future: staging is not asynchronous.
+            staged = cast(
+                "dict[str, torch.Tensor]",
+                self._stager.stage({str(n): _bytes_of(each) for n, each in enumerate(storages)}),
+            )
+        finally:
+            # torch's waits for the thread's own device alone, but each copy goes by the current stream of its source's.
+            # After an error, too: nobody may use the buffers again while a device writes to them.
+            wait_for_devices(storage.device for storage in storages)
         return [each.untyped_storage() for each in staged.values()]
 
     def _make_room(self, storages: list[torch.UntypedStorage]) -> None:
@@ -194,8 +201,10 @@ class _Copy:
 
     def _object(self, value: object, path: tuple[str, ...]) -> object:
         try:
-            with _TensorsInside(lambda tensor: self.of(tensor, path, inside=True)):
-                return copy.deepcopy(value, self._memo)
+            mode = _TensorsInside(lambda tensor: self.of(tensor, path, inside=True))
+            with mode:
+                copied = copy.deepcopy(value, self._memo)
+            wait_for_devices(mode.devices)
         except (DcpRemoteError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -205,6 +214,7 @@ class _Copy:
                 types=type_name(value),
                 cause=error,
             ) from error
+        return copied
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...], *, inside: bool) -> torch.Tensor:
         key = ".".join(path)
@@ -290,7 +300,9 @@ class _Copy:
             own = self.of(tensor.detach().as_subclass(torch.Tensor), path).as_subclass(kind)
             self._give_attributes(own, tensor, path)
             return cast("torch.Tensor", own.requires_grad_(tensor.requires_grad))
-        return copy.deepcopy(tensor if tensor.is_leaf else tensor.detach(), self._memo)
+        copied = copy.deepcopy(tensor if tensor.is_leaf else tensor.detach(), self._memo)
+        wait_for_devices([tensor.device])
+        return copied
 
     def _give_attributes(self, copied: torch.Tensor, tensor: torch.Tensor, path: tuple[str, ...]) -> None:
         """As they are, but for tensors: a parameter may name its module, its hooks, its optimizer."""
@@ -310,16 +322,22 @@ class _TensorsInside(TorchFunctionMode):
     """Copies the tensors that `copy.deepcopy` meets inside of objects as those outside of them are.
 
     torch offers `Tensor.__deepcopy__` to a mode before it does anything itself. It does not offer that of parameters:
-    inside of objects they are cloned, on their device.
+    inside of objects they are cloned, on their device, which has to be waited for.
+
+    Attributes:
+        devices: The devices of those clones.
     """
 
     def __init__(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._copied = copied
+        self.devices: set[torch.device] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.__deepcopy__:
             return self._copied(args[0])
+        if func is torch.Tensor.clone:
+            self.devices.add(args[0].device)
         return func(*args, **(kwargs or {}))
