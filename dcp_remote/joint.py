@@ -248,6 +248,10 @@ class Joint:
         """
         self._ending.look()
 
+    def require_going_on(self) -> None:
+        """Raise if it is cancelled, or must be now; for long work between two rounds. Does not touch the store."""
+        self._ending.require_going_on()
+
     # ---- for its ranks
 
     def beat(self, client: Client) -> None:

@@ -75,9 +75,9 @@ class CheckpointManager(RunCheckpoints):
     checkpoints that it had, and perhaps the new one, each whole.
 
     Plans are exchanged by the first save, and again when on any rank anything but values has changed: a name, a shape,
-    a dtype. A tensor that several ranks hold, as under DDP or HSDP, is written by one of them; one that is larger than
-    a shard by all, each a part, if some thousand of its values are the same on all of them. If not, one rank's are
-    saved, and a warning is logged.
+    a dtype. A tensor that several ranks hold, as under DDP or HSDP, is written by one of them; the largest by all of
+    them, a part each, if digests of all bits are equal in that very save. If not, one rank's tensor is saved whole,
+    and a warning is logged.
 
     The first save of a job takes the fence: a job that was started earlier can commit nothing more, and is told so
     (`FencedError`). Nothing is deleted unless `retention` says so.

@@ -4,7 +4,7 @@ torch plans with an object or four for every chunk, which the coordinator reads 
 one, and sends back: of a thousand ranks with a thousand tensors each that is a million, and takes a minute and a half
 in which the training on that rank waits for Python's lock. Here a rank sends columns, and gets back which of its own
 items it writes. What is decided is what torch's `DefaultSavePlanner` decides (torch/distributed/checkpoint/
-_dedup_save_plans.py, default_planner.py), but for which of its holders writes a replica, and that a large one is
+_dedup_save_plans.py, default_planner.py), but for which of its holders writes a replica, and that the largest are
 written by all of them, a part each. In the checkpoint such a replica looks as if it had been sharded.
 """
 
@@ -28,6 +28,10 @@ from dcp_remote.tiling import Comparisons, why_not_tiled
 
 # Of a shard: a part is no smaller, or its request would cost more than its bytes.
 _PART_SHARE_MIN = 0.25
+
+# So many bytes are digested while one is uploaded: 20 GiB/s a thread, for eight ranks that share a host's memory and
+# its network. What is written in parts is digested whole by each of its writers.
+_DIGESTED_PER_UPLOADED = 10
 
 Flatten: TypeAlias = Mapping[str, tuple[str | int, ...]]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -79,11 +83,13 @@ class Share:
         items: Numbers of its items, ascending.
         hints: Of each, where it stands among the chunks of its tensor; 0 of objects.
         parts: Of these items that are only written in part.
+        is_cut: Whether anything is written in part, by any rank: all ranks must then compare what they hold.
     """
 
     items: Integers
     hints: Integers
     parts: tuple[Part, ...]
+    is_cut: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,8 @@ def arrange(
 
     What several ranks have is written by one: what is largest first, by whoever has the least to write. What is larger
     than a shard is cut along its first dimension into rows, for as many of its holders as get a quarter of a shard
-    each, unless they describe it differently or have other values.
+    each, unless they describe it differently or have other values; only the largest, for as long as that saves more
+    time than comparing all values takes.
 
     Args:
         tables: Of all ranks, in their order; at least one.
@@ -145,7 +152,7 @@ def arrange(
     for start, stop in itertools.pairwise(items.rank_first.tolist()):
         own = np.flatnonzero(writes[start:stop])
         parts = tuple(Part(number, boxes[start + number]) for number in own.tolist() if start + number in boxes)
-        shares.append(Share(small(own), small(hints[start:stop][own]), parts))
+        shares.append(Share(small(own), small(hints[start:stop][own]), parts, is_cut=bool(shared)))
     return Arrangement(shares, planned, shared)
 
 
@@ -269,16 +276,18 @@ def _writers(
     writes = np.bincount(leaders, minlength=len(leaders))[leaders] == 1
     load = np.zeros(ranks, dtype=np.int64)
     np.add.at(load, items.rank[writes], size_bytes[writes])
+    groups = list(_groups(leaders, np.flatnonzero(~writes), size_bytes))
+    to_cut = _to_cut(items, groups, size_bytes, ranks=ranks, unlike=unlike)
     boxes: dict[int, Box] = {}
     shared: set[Chunk] = set()
-    for holders in _groups(leaders, np.flatnonzero(~writes), size_bytes):
+    for group, holders in enumerate(groups):
         first = int(holders[0])
         if to_lowest_rank:
             writes[first] = True
             continue
         by_load = holders[np.argsort(load[items.rank[holders]], kind="stable")]
         parts: list[Box] = []
-        if items.is_large[holders].all() and items.chunk(first) not in unlike and items.are_alike(holders):
+        if group in to_cut:
             count = min(len(holders), int(size_bytes[first] / (_PART_SHARE_MIN * shard_bytes_max)))
             parts = _cut(Box(items.box(items.offsets, first), items.box(items.sizes, first)), count)
         if len(parts) < 2:  # noqa: PLR2004  # one is the whole
@@ -296,6 +305,25 @@ def _writers(
         where = slice(int(items.box_first[number]), int(items.box_first[number + 1]))
         items.offsets[where], items.sizes[where] = part.offsets, part.sizes
     return writes, boxes, frozenset(shared)
+
+
+def _to_cut(
+    items: _Items, groups: Sequence[I64], size_bytes: I64, *, ranks: int, unlike: frozenset[Chunk]
+) -> Collection[int]:
+    """The groups whose holders write parts: the largest, so that digesting those and uploading all takes least time.
+
+    The rank that writes most writes no more than the mean and the largest replica that is not cut.
+    """
+    can = [
+        number
+        for number, holders in enumerate(groups)
+        if items.is_large[holders].all() and items.chunk(int(holders[0])) not in unlike and items.are_alike(holders)
+    ]
+    sizes = size_bytes[[int(groups[number][0]) for number in can]]
+    holders = np.array([len(groups[number]) for number in can], dtype=np.int64)
+    digested = np.append(0, np.cumsum(sizes * holders / ranks))  # by the mean rank, if so many are cut
+    costs = digested / _DIGESTED_PER_UPLOADED + np.append(sizes, 0)
+    return set(can[: int(costs.argmin())])
 
 
 def _groups(leaders: I64, numbers: I64, size_bytes: I64) -> Iterator[I64]:

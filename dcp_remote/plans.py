@@ -4,9 +4,9 @@ torch can cache plans itself, in dictionaries of its classes by the name of the 
 process share them, and a dtype that changes goes unnoticed (torch 2.13, planner_helpers.py). These are a manager's own,
 and all that a plan says is compared.
 
-What all ranks hold may be written by several, a part each. That is only right where all hold the same values, at which
-torch never looks: a sample of them is compared in each save, and where it differs, one rank writes the whole, as in
-torch.
+Several ranks may write one replica, a part each. That is only right where all of them hold the same values, at which
+torch never looks: in each save, digests of all values are compared before anything is written, and where they differ,
+one rank writes the whole, as in torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TypeAlias, TypeGuard
 
 import numpy as np
@@ -25,15 +26,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from dcp_remote.dcp_metadata import flatten_of, kind_of
-from dcp_remote.digests import digest
+from dcp_remote.devices import Run, host_views
+from dcp_remote.digests import BLOCK_BYTES_MAX, digest
 from dcp_remote.manifest import TensorKind
 from dcp_remote.plan_table import Chunk, Integers, PlanTable, Share, said, small
 from dcp_remote.ranges import Box
-from dcp_remote.serialization import byte_view, is_plain
-
-# Of a large tensor: replicas that differ at all mostly differ everywhere.
-_SAMPLED_VALUES = 4096
-_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+from dcp_remote.serialization import is_plain
 
 # What makes a planner's plan depend on nothing but the state and its flags, and its tensors those of the state. An
 # older torch may not have all of them.
@@ -75,7 +73,8 @@ class SharedParts:
         return plan.storage_data.of if isinstance(plan.storage_data, SharedParts) else {}
 
 
-Samples: TypeAlias = Mapping[MetadataIndex, bytes]
+# Of all values of replicas that a rank writes parts of.
+Digests: TypeAlias = Mapping[Chunk, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +86,12 @@ class Proposal:
         is_regular: Whether a table says all that it does.
         large: Of the items that are larger than a shard and need not be written whole.
         flags: Of the planner.
-        samples: Of the values of what is large, a digest; it changes with every save.
     """
 
     plan: SavePlan
     is_regular: bool = False
     large: frozenset[MetadataIndex] = frozenset()
     flags: tuple[bool, ...] = ()
-    samples: Samples = field(default_factory=dict, compare=False)
 
     @property
     def hints(self) -> list[int | None]:
@@ -153,15 +150,12 @@ def propose(planner: SavePlanner, *, shard_bytes_max: int) -> Proposal:
     is_regular = _is_regular(plan)
     if planner.dedup_save_to_lowest_rank or not is_regular:
         return Proposal(plan, is_regular, flags=flags)
-    tensors = {
-        item.index: planner.lookup_object(item.index) for item in plan.items if _chunk_bytes(item) > shard_bytes_max
-    }
-    samples = {
-        index: sample
-        for index, tensor in tensors.items()
-        if _is_divisible(tensor) and (sample := _sample(tensor)) is not None
-    }
-    return Proposal(plan, is_regular, frozenset(samples), flags, samples)
+    large = frozenset(
+        item.index
+        for item in plan.items
+        if _chunk_bytes(item) > shard_bytes_max and _is_divisible(planner.lookup_object(item.index))
+    )
+    return Proposal(plan, is_regular, large, flags)
 
 
 def _is_regular(plan: SavePlan) -> bool:
@@ -181,29 +175,46 @@ def _is_chunk_or_object(item: WriteItem) -> bool:
     )
 
 
-def _sample(tensor: torch.Tensor) -> bytes | None:
-    """A digest of some thousand values, spread over all of them; None of a dtype that torch cannot pick them from."""
-    with torch.no_grad():
-        # At even distances, of a length that no row has: they would all lie in a few columns.
-        turns = torch.arange(_SAMPLED_VALUES, dtype=torch.float64, device="cpu") * _GOLDEN_RATIO
-        places = ((turns - turns.floor()) * tensor.numel()).long().clamp_(max=tensor.numel() - 1)
-        where = tuple(one.to(tensor.device) for one in torch.unravel_index(places, tensor.shape))
-        try:
-            values = tensor.detach()[where].resolve_conj().resolve_neg().cpu()
-        except (NotImplementedError, RuntimeError):
-            return None
-    return digest(byte_view(values))
+def replica_digests(
+    plan: SavePlan, planner: SavePlanner, look: Callable[[], object], *, known: Digests = MappingProxyType({})
+) -> Digests:
+    """Digest all values of every replica of which this rank writes a part; no request.
+
+    Costs 0.05 s of CPU per GiB, without Python's lock. What is on a device is copied to the host, a MiB at a time.
+
+    Args:
+        plan: Of this rank, as `plan_of` gave it.
+        planner: Resolves its items.
+        look: Called before each MiB; raises when the save is over.
+        known: Digests of the same values, which are not made again.
+    """
+    wholes = {chunk_of(part.whole.index): part.whole for part in SharedParts.in_plan(plan).values()}
+    return {
+        chunk: known[chunk] if chunk in known else _digest(planner.resolve_data(whole), look)
+        for chunk, whole in wholes.items()
+    }
 
 
-def differing(samples: Sequence[Samples]) -> frozenset[MetadataIndex]:
-    """What ranks hold different values of; called on the coordinator, with what each rank has."""
-    seen: dict[MetadataIndex, bytes] = {}
-    found: set[MetadataIndex] = set()
-    for one in samples:
-        for index, value in one.items():
-            if seen.setdefault(index, value) != value:
-                found.add(index)
-    return frozenset(found)
+def _digest(tensor: object, look: Callable[[], object]) -> bytes:
+    """The digest of a tensor's bits and of the order of its dimensions in memory.
+
+    Elements are taken as they lie in memory: a transposed matrix is copied for each block otherwise, at 0.2 GiB/s.
+    """
+    assert isinstance(tensor, torch.Tensor), "large items are tensors"
+    order = sorted(range(tensor.dim()), key=lambda n: -tensor.stride(n) if tensor.shape[n] > 1 else 0)
+    as_it_lies = tensor.detach().permute(order)
+    block = BLOCK_BYTES_MAX // tensor.element_size()
+    digests = [repr(order).encode()]
+    for start in range(0, tensor.numel(), block):
+        look()
+        digests.append(digest(host_views([Run(as_it_lies, start, min(start + block, tensor.numel()))])[0]))
+    return digest(b"".join(digests))
+
+
+def differing(digests: Sequence[Digests]) -> frozenset[Chunk]:
+    """The replicas that ranks hold with different values; called on the coordinator, with the digests of each rank."""
+    seen: dict[Chunk, bytes] = {}
+    return frozenset(chunk for one in digests for chunk, value in one.items() if seen.setdefault(chunk, value) != value)
 
 
 def plan_all(planner: SavePlanner, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -216,13 +227,13 @@ def plan_all(planner: SavePlanner, plans: Sequence[SavePlan]) -> tuple[list[Save
     return (copy.copy(planner) if is_torchs(planner) else planner).create_global_plan(list(plans))
 
 
-def chunks_of(indices: Iterable[MetadataIndex]) -> frozenset[Chunk]:
-    """What tables know them by."""
-    return frozenset((index.fqn, tuple(index.offset or ())) for index in indices)
+def chunk_of(index: MetadataIndex) -> Chunk:
+    """What tables know an item by."""
+    return index.fqn, tuple(index.offset or ())
 
 
 def table_of(proposal: Proposal) -> PlanTable:
-    """A regular proposal, without the samples.
+    """Put a regular proposal into columns.
 
     Raises:
         InvalidArgumentError: A tensor has a memory format that the format has no word for.

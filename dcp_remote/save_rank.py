@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcp_remote.assembly import Planned
@@ -22,15 +22,15 @@ from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemote
 from dcp_remote.joint import Joint
 from dcp_remote.plan_table import Chunk, PlanTable, Share, arrange
 from dcp_remote.plans import (
+    Digests,
     PlanCache,
     Proposal,
-    Samples,
-    chunks_of,
     differing,
     is_torchs,
     plan_all,
     plan_of,
     propose,
+    replica_digests,
     table_of,
     uncached,
 )
@@ -115,7 +115,6 @@ class _Known:
 
     save_id: str
     planned: Planned
-    shared: frozenset[Chunk]  # what ranks write parts of
 
 
 class _Part(NamedTuple):
@@ -124,7 +123,7 @@ class _Part(NamedTuple):
     note: Note
     key: str | None
     is_regular: bool
-    samples: Samples
+    digests: Digests
 
 
 class _Beginning(NamedTuple):
@@ -254,22 +253,30 @@ class RankSaver:
         planner, proposal = uncached(task.planner), None
         if is_torchs(planner):  # a user's may want to know of the save
             proposal = self._propose(joint, planner, task)
+        kept, known, unlike = self._plans, self._planned, frozenset[Chunk]()
+        part = self._part(joint, task, planner, proposal)
         joint.note("asking whether this step may be saved")
-        kept, known, unlike = self._plans, self._planned, frozenset[MetadataIndex]()
+
+        def compared(digests: list[Digests]) -> bool:
+            """On the coordinator: whether what is written in parts is the same everywhere."""
+            nonlocal unlike
+            found = differing(digests)
+            for name, offsets in sorted(found):
+                logger.warning(
+                    "Ranks hold different values of a tensor that each has whole; one rank's are saved. tensor=%s "
+                    "offsets=%s",
+                    name,
+                    offsets,
+                )
+            unlike |= found
+            return not found
 
         def begin(parts: list[_Part]) -> _Beginning:
-            nonlocal unlike
             begun = _there(self._desk).begin([one.note for one in parts], joint.deadline, borrow=borrow)
-            unlike = differing([one.samples for one in parts])
             is_known = known is not None and all(one.key == known.save_id for one in parts)
-            if known is not None and chunks_of(unlike) & known.shared:
-                # A part of one replica and a part of another are only one tensor while they are alike.
-                is_known = False
+            is_known = compared([one.digests for one in parts]) and is_known
             return _Beginning(begun, is_known, in_tables=all(one.is_regular for one in parts))
 
-        part = _Part(task.note, None, is_regular=False, samples={})
-        if proposal is not None:
-            part = _Part(task.note, kept.key_of(proposal), proposal.is_regular, proposal.samples)
         beginning = joint.gather(part, begin)
         begun = beginning.begun
         if beginning.is_known:
@@ -280,33 +287,43 @@ class RankSaver:
 
         def arranged(tables: list[PlanTable]) -> list[Share]:
             nonlocal known
-            for index in unlike:
-                logger.warning(
-                    "Ranks hold different values of a tensor that each has whole; one rank's are saved. tensor=%s",
-                    index.fqn,
-                )
             arrangement = arrange(
                 tables,
                 shard_bytes_max=self._shard_bytes_max,
-                unlike=chunks_of(unlike),
+                unlike=unlike,
                 to_lowest_rank=is_torchs(planner) and planner.dedup_save_to_lowest_rank,
             )
-            known = _Known(begun.save_id, arrangement.planned, arrangement.shared)
+            known = _Known(begun.save_id, arrangement.planned)
             return arrangement.shares
 
         def planned(plans: list[SavePlan]) -> list[SavePlan]:
             nonlocal known
             own_plans, metadata = plan_all(planner, plans)
-            known = _Known(begun.save_id, planned_of(metadata), frozenset())
+            known = _Known(begun.save_id, planned_of(metadata))
             return own_plans
 
         if beginning.in_tables:
-            own = plan_of(proposal, joint.scatter(table_of(proposal), arranged))
+            table, digests, agree = table_of(proposal), part.digests, False
+            # Again where writers of parts turn out to hold different values: then one of them writes the whole.
+            while not agree:
+                share = joint.scatter(table, arranged)
+                own = plan_of(proposal, share)
+                digests = replica_digests(own, planner, joint.require_going_on, known=digests)
+                agree = not share.is_cut or joint.gather(digests, compared)
         else:
             own = joint.scatter(proposal.plan, planned)
         self._planned = known
         self._plans = PlanCache(begun.save_id, proposal, own) if is_torchs(planner) else PlanCache()
         return _Agreed(begun, planner, planner.finish_plan(own), known.planned if known is not None else None)
+
+    def _part(self, joint: Joint, task: Task, planner: SavePlanner, proposal: Proposal | None) -> _Part:
+        """What this rank says when a save begins; digests of what it would write in parts under the plan it kept."""
+        key = self._plans.key_of(proposal)
+        if proposal is None or key is None:
+            return _Part(task.note, None, proposal is not None and proposal.is_regular, digests={})
+        joint.note("comparing replicas")
+        digests = replica_digests(self._plans.plan, planner, joint.require_going_on)
+        return _Part(task.note, key, proposal.is_regular, digests)
 
     def _propose(self, joint: Joint, planner: SavePlanner, task: Task, *, save_id: str | None = None) -> Proposal:
         joint.note("planning")

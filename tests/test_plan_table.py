@@ -236,6 +236,31 @@ def whole_instead(planned: Planned, name: str) -> Planned:
     )
 
 
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "cut"),
+    [
+        ([30], 2, [30]),
+        ([30, 30, 30], 2, [30, 30, 30]),
+        ([160, 160] + 96 * [10], 8, [160, 160]),  # embeddings of a language model, and its layers
+        (96 * [10], 64, []),  # many alike: they spread evenly enough, and all of them would be digested everywhere
+        ([160, 5, 3], 4, [160, 5]),
+        ([4, 3], 4, []),  # no larger than a shard
+    ],
+    ids=str,
+)
+def test_what_is_cut_is_worth_its_digests(sizes: list[int], ranks: int, cut: list[int]) -> None:
+    """Sizes in KiB, in shards of 4: each rank digests all that is cut, ten times as fast as it uploads."""
+    state = {str(n): torch.zeros(size * KiB // 4) for n, size in enumerate(sizes)}
+    plans, arrangement = arranged([proposal(state)] * ranks)
+    assert sorted((sizes[int(name)] for name, _ in arrangement.shared), reverse=True) == cut
+    assert {share.is_cut for share in arrangement.shares} == {bool(cut)}
+    chunks = [[item.tensor_data.chunk for item in plan.items if item.tensor_data] for plan in plans]
+    written = [sum(4 * chunk.sizes[0] for chunk in of_rank) for of_rank in chunks]
+    assert sum(written) == sum(sizes) * KiB
+    left = max([size for size in sizes if size not in cut], default=1)
+    assert max(written) <= sum(sizes) * KiB / ranks + left * KiB
+
+
 @pytest.mark.parametrize("reason", ["unlike", "described differently", "not large everywhere"])
 def test_a_large_replica_is_written_whole(reason: str) -> None:
     """Where parts of it would be none of one tensor."""

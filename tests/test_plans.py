@@ -7,26 +7,43 @@ import math
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dcp_remote import load, manifest_json
+from dcp_remote import load, manifest_json, plans
 from dcp_remote.assembly import Planned, SaveInfo, to_manifest
+from dcp_remote.devices import Run
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
 from dcp_remote.manifest import MANIFEST_KEY
 from dcp_remote.manifest_check import check
-from dcp_remote.plan_table import arrange
-from dcp_remote.plans import PlanCache, Proposal, chunks_of, differing, plan_all, plan_of, propose, table_of, uncached
+from dcp_remote.plan_table import Chunk, arrange
+from dcp_remote.plans import (
+    PlanCache,
+    Proposal,
+    differing,
+    plan_all,
+    plan_of,
+    propose,
+    replica_digests,
+    table_of,
+    uncached,
+)
+from dcp_remote.ranges import MiB
 from dcp_remote.report import RankReport
+from dcp_remote.serialization import as_carrier, byte_view, dtype_name
 from dcp_remote.shard import ShardNames
 from dcp_remote.shard_writer import write_shards
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.retrying import Deadline
 from dcp_remote.testing.ranks import shard
 from dcp_remote.uploads import Uploads
+from tests.strategies import DTYPES, random_whole
 
 State: TypeAlias = dict[str, Any]
 
@@ -47,16 +64,22 @@ def proposal(state: State, planner: DefaultSavePlanner | None = None) -> Proposa
 
 def planned(states: Sequence[State], *, lowest: bool = False) -> tuple[list[SavePlan], Planned]:
     """As a manager does; tables and shares come through pickle."""
-    proposals = [proposal(state, DefaultSavePlanner(dedup_save_to_lowest_rank=lowest)) for state in states]
+    planners = [DefaultSavePlanner(dedup_save_to_lowest_rank=lowest) for _ in states]
+    proposals = [proposal(state, planner) for state, planner in zip(states, planners, strict=True)]
     tables = [pickle.loads(pickle.dumps(table_of(one))) for one in proposals]
-    arrangement = arrange(
-        tables,
-        shard_bytes_max=SHARD_BYTES_MAX,
-        unlike=chunks_of(differing([one.samples for one in proposals])),
-        to_lowest_rank=lowest,
-    )
-    shares = [pickle.loads(pickle.dumps(share)) for share in arrangement.shares]
-    return [plan_of(one, share) for one, share in zip(proposals, shares, strict=True)], arrangement.planned
+    unlike: frozenset[Chunk] = frozenset()
+    while True:
+        arrangement = arrange(tables, shard_bytes_max=SHARD_BYTES_MAX, unlike=unlike, to_lowest_rank=lowest)
+        shares = [pickle.loads(pickle.dumps(share)) for share in arrangement.shares]
+        plans = [plan_of(one, share) for one, share in zip(proposals, shares, strict=True)]
+        digests = [replica_digests(*one, lambda: None) for one in zip(plans, planners, strict=True)]
+        assert [bool(one) for one in digests if one] == [True] * sum(any(share.parts) for share in shares)
+        assert {share.is_cut for share in shares} == {any(digests)}
+        found = differing(digests)
+        if not found:
+            return plans, arrangement.planned
+        assert not found & unlike
+        unlike |= found
 
 
 def write(states: Sequence[State]) -> tuple[MemoryStore, Planned, list[RankReport]]:
@@ -198,16 +221,87 @@ def test_the_coordinators_planner_keeps_no_plans() -> None:
     assert set(vars(planner)) == before
 
 
-@pytest.mark.parametrize("width", [1, 60, 64, 255, 256, 4096])
-def test_replicas_that_differ_in_one_column_differ(width: int) -> None:
-    """What is compared is not only of some columns, as it would be at even distances."""
-    rows_ = 2**20 // width
-    for column in {0, 1, width // 3, width - 1} & set(range(width)):
-        other = torch.zeros(rows_, width)
-        other[:, column] = 1
-        found = differing([proposal({"w": value}).samples for value in (torch.zeros(rows_, width), other)])
-        # Of very many columns, one is not found by some thousand values.
-        assert found or width > 1024
+@settings(max_examples=60)
+@given(st.data())
+def test_replicas_that_differ_are_never_mixed(data: st.DataObject) -> None:
+    """Rows, or single bits, that differ at random places on some ranks; what is loaded is one rank's, bit for bit."""
+    ranks = data.draw(st.integers(2, 4))
+    wholes = [rows(300) for _ in range(ranks)]
+    places = st.tuples(st.integers(0, ranks - 1), st.integers(0, 299), st.integers(0, 63))
+    for rank, row, column in data.draw(st.lists(places, max_size=4)):
+        wholes[rank].view(torch.int32)[row, column] ^= 1
+    if data.draw(st.booleans()):
+        wholes = [whole.t().contiguous().t() for whole in wholes]
+    store, of_all, reports = write([{"w": whole, "same": rows(300) + 1} for whole in wholes])
+    commit(store, of_all, reports)
+    state = load(store)
+    assert any(torch.equal(state["w"], whole) for whole in wholes)
+    assert torch.equal(state["same"], rows(300) + 1)
+    assert sum(bytes_of(reports)) == 2 * rows(300).nbytes
+
+
+def digest_of(tensor: torch.Tensor) -> bytes:
+    """As it is compared between two ranks that hold the tensor."""
+    planner = DefaultSavePlanner()
+    one = proposal({"w": tensor}, planner)
+    (share, _) = arrange([table_of(one)] * 2, shard_bytes_max=SHARD_BYTES_MAX).shares
+    (digest,) = replica_digests(plan_of(one, share), planner, lambda: None).values()
+    return digest
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_equal_bits_are_equal_replicas(dtype: torch.dtype) -> None:
+    """Of every dtype, contiguous or not; one bit of the last element makes another replica."""
+    whole = as_carrier(random_whole(dtype, (97, 353), seed=1).tensor())
+    for elements in (whole, whole.t().contiguous().t()):
+        other = elements.clone()
+        assert digest_of(other.view(dtype)) == digest_of(elements.view(dtype))
+        byte_view(other if other.is_contiguous() else other.t())[-1] ^= 1
+        assert digest_of(other.view(dtype)) != digest_of(elements.view(dtype))
+
+
+def test_values_that_compare_equal_or_never_do() -> None:
+    """Zero and negative zero are two replicas, and a NaN is one; of a conjugated view, its own values count."""
+    zeros = torch.zeros(300, 64)
+    assert digest_of(zeros) != digest_of(-zeros)
+    nans, others = torch.full((300, 64), math.nan), torch.full((300, 64), math.nan)
+    assert digest_of(nans) == digest_of(others)
+    others.view(torch.int32)[7, 7] ^= 1
+    assert torch.isnan(others).all()
+    assert digest_of(nans) != digest_of(others)
+    pairs = torch.complex(rows(300), rows(300))
+    assert digest_of(pairs.conj()) == digest_of(pairs.conj().resolve_conj()) != digest_of(pairs)
+
+
+def test_a_square_matrix_is_not_its_transpose() -> None:
+    """Both lie in memory as the same bytes."""
+    whole = rows(100, 100)
+    assert digest_of(whole) != digest_of(whole.t())
+
+
+def test_each_value_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is written in parts alone, and not again when the plan is made again; after each MiB it may end."""
+    digested: list[int] = []
+    views = plans.host_views
+
+    def host_views(runs: Sequence[Run]) -> list[memoryview]:
+        found = views(runs)
+        digested.extend(len(view) for view in found)
+        return found
+
+    monkeypatch.setattr(plans, "host_views", host_views)
+    planner, state = DefaultSavePlanner(), {"w": rows(3 * 4096 + 1), "small": rows(8)}
+    one = proposal(state, planner)
+    plan = plan_of(one, arrange([table_of(one)] * 3, shard_bytes_max=SHARD_BYTES_MAX).shares[1])
+    known = replica_digests(plan, planner, lambda: None)
+    assert digested == [MiB, MiB, MiB, 256]
+    assert replica_digests(plan, planner, lambda: None, known=known) == known
+    assert len(digested) == 4
+    with pytest.raises(KeyboardInterrupt):
+        replica_digests(plan, planner, mock.Mock(side_effect=[None, KeyboardInterrupt]))
+    assert len(digested) == 5
+    replica_digests(one.plan, planner, lambda: None)  # of a single process: nothing
+    assert len(digested) == 5
 
 
 # ---- what makes a plan another one

@@ -174,18 +174,25 @@ def share_replicas(path: Path, strategy: str) -> tuple[list[int], Ended | None]:
     return put, failure
 
 
-def unlike_replicas(path: Path, unlike: Sequence[bool]) -> list[int]:
-    """Save a tensor of 4 MiB that every rank has whole, in shards of 1 MiB; in some saves each has other values.
+def unlike_replicas(path: Path, unlike: Sequence[bool]) -> list[tuple[int, int, int]]:
+    """Save a tensor of 4 MiB that every rank has whole, in shards of 1 MiB; in some saves one value is the rank's own.
 
     Returns:
-        Bytes of shards that this rank put in each save.
+        For each save, bytes of shards that this rank put, and how often all ranks' words were gathered and plans
+        exchanged.
     """
     store = RecordingStore(LocalStore(str(path)))
-    put = []
-    with managing(store, memory_budget_bytes=MiB) as manager:
+    seen = []
+    gather = Joint.gather
+    gathered = mock.patch.object(Joint, "gather", autospec=True, side_effect=gather)
+    with managing(store, memory_budget_bytes=MiB) as manager, scatters_counted() as count, gathered as gathers:
         for step, differs in enumerate(unlike, start=1):
             store.clear()
-            value = float(10 * step + (dist.get_rank() if differs else 0))
-            manager.save(step, {"w": torch.full((1024, 1024), value)}, wait=True)
-            put.append(sum(one.size_bytes for one in store.requests if one.verb == "put" and "shards/" in one.key))
-    return put
+            gathers.reset_mock()
+            count[0] = 0
+            whole = torch.full((1024, 1024), float(step))
+            whole[step * 200, 1] = 100 + dist.get_rank() if differs else 99
+            manager.save(step, {"w": whole}, wait=True)
+            put = sum(one.size_bytes for one in store.requests if one.verb == "put" and "shards/" in one.key)
+            seen.append((put, gathers.call_count, count[0]))
+    return seen

@@ -118,15 +118,31 @@ def test_replicas_are_written_by_all(strategy: str, rank_pool: RankPool, tmp_pat
         assert torch.equal(load(tmp_path, step=step)["w"], whole)
 
 
-def test_replicas_that_differ_are_not_mixed(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Alike, then different under the plan that cuts them, then alike again: each checkpoint is of one rank."""
-    unlike = [False, True, False]
-    puts = rank_pool.run(unlike_replicas, tmp_path, unlike)
-    assert sorted(put[0] > 0 for put in puts) == [True] * 4
-    assert sorted(put[1] > 0 for put in puts) == [False] * 3 + [True]
-    for step, differs in enumerate(unlike, start=1):
-        (value,) = load(tmp_path, step=step)["w"].unique().tolist()
-        assert value in ({10 * step + rank for rank in range(4)} if differs else {10 * step})
+@pytest.mark.parametrize(
+    ("unlike", "gathered", "exchanged"),
+    [
+        ([False, False, True, False], [3, 2, 2, 2], [1, 0, 1, 0]),
+        ([True, False], [3, 2], [2, 0]),
+    ],
+    ids=["later", "at first"],
+)
+def test_replicas_that_differ_are_not_mixed(
+    unlike: list[bool], gathered: list[int], exchanged: list[int], rank_pool: RankPool, tmp_path: Path
+) -> None:
+    """In one value of a million: each checkpoint is of one rank. Comparing takes a round with a new plan alone."""
+    seen = rank_pool.run(unlike_replicas, tmp_path, unlike)
+    parted = [not any(unlike[:step]) for step in range(1, len(unlike) + 1)]
+    for rank in seen:
+        assert [gathers for _, gathers, _ in rank] == gathered
+        assert [exchanges for _, _, exchanges in rank] == exchanged
+    for step, (differs, is_cut) in enumerate(zip(unlike, parted, strict=True), start=1):
+        writers = sum(rank[step - 1][0] > 0 for rank in seen)
+        assert writers == (4 if is_cut else 1)
+        whole = load(tmp_path, step=step)["w"]
+        value = whole[step * 200, 1].item()
+        assert value in ({100, 101, 102, 103} if differs else {99})
+        whole[step * 200, 1] = step
+        assert torch.equal(whole, torch.full((1024, 1024), float(step)))
 
 
 def test_one_rank_whose_plan_is_no_table(rank_pool: RankPool, tmp_path: Path) -> None:
