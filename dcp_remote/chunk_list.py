@@ -145,6 +145,8 @@ def _near(entry: STORAGE_TYPES, wanted: Any) -> tuple[list[int], TensorStorageMe
     """The chunks of a tensor that its template wants, and an entry with these alone; None if torch is to see all."""
     if not isinstance(entry, TensorStorageMetadata) or not isinstance(entry.chunks, ChunkList):
         return None
+    if len(entry.chunks) == 1:
+        return None  # looking which chunk is wanted would cost more than the one object
     # What does not fit torch refuses, and says how.
     if not isinstance(wanted, torch.Tensor) or wanted.size() != entry.size:
         return None

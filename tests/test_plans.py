@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_remote import load, manifest_json, plans
 from dcp_remote.assembly import Planned, SaveInfo, to_manifest
-from dcp_remote.devices import Run
+from dcp_remote.devices import Run, host_views
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
 from dcp_remote.manifest import MANIFEST_KEY
 from dcp_remote.manifest_check import check
@@ -282,14 +282,13 @@ def test_a_square_matrix_is_not_its_transpose() -> None:
 def test_each_value_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is written in parts alone, and not again when the plan is made again; after each MiB it may end."""
     digested: list[int] = []
-    views = plans.host_views
 
-    def host_views(runs: Sequence[Run]) -> list[memoryview]:
-        found = views(runs)
+    def counted(runs: Sequence[Run]) -> list[memoryview]:
+        found = host_views(runs)
         digested.extend(len(view) for view in found)
         return found
 
-    monkeypatch.setattr(plans, "host_views", host_views)
+    monkeypatch.setattr(plans, "host_views", counted)
     planner, state = DefaultSavePlanner(), {"w": rows(3 * 4096 + 1), "small": rows(8)}
     one = proposal(state, planner)
     plan = plan_of(one, arrange([table_of(one)] * 3, shard_bytes_max=SHARD_BYTES_MAX).shares[1])
