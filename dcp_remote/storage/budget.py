@@ -14,6 +14,7 @@ not mapped: where somebody cuts it, or the disk is full, an access to mapped mem
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import stat
@@ -22,8 +23,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 # Of one process, at a full share: the pools of `uploads` and `downloads` together are hardly ever busy.
 REQUESTS_MAX = 16
@@ -67,44 +70,51 @@ class Shared:
 
 
 class SharedFile(Shared):
-    """For all processes that can open a file; where that fails, for this one.
+    """A share for all processes that can open a file; where that fails, for this process alone.
+
+    An error of the file system is logged, once for each file, and never raised: the share saves requests, and no save
+    fails for want of it.
 
     Args:
         path: In a folder that nobody else can write to; made if it is not there.
-
-    Raises:
-        OSError: It cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         """See the class."""
         super().__init__()
         self._path = path
-        os.close(self._open())
+        self._failed = False
 
     def read(self) -> bytes:
         """See `Shared.read`."""
         try:
-            descriptor = self._open()
-        except OSError:
+            with self._opened() as descriptor:
+                return os.pread(descriptor, _FORMAT.size, 0)
+        except OSError as error:
+            self._tell(error)
             return super().read()
-        try:
-            return os.pread(descriptor, _FORMAT.size, 0)
-        finally:
-            os.close(descriptor)
 
     def write(self, data: bytes) -> None:
         """See `Shared.write`."""
         super().write(data)
-        with suppress(OSError):
-            descriptor = self._open()
-            try:
+        try:
+            with self._opened() as descriptor:
                 os.pwrite(descriptor, data, 0)
-            finally:
-                os.close(descriptor)
+        except OSError as error:
+            self._tell(error)
 
-    def _open(self) -> int:
-        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _tell(self, error: OSError) -> None:
+        if not self._failed:
+            self._failed = True
+            _tell_alone(error)
 
 
 class RequestBudget:
@@ -192,12 +202,22 @@ class RequestBudget:
 def shared_budget(place: str) -> RequestBudget:
     """The budget of this user's processes on this host for a place such as an endpoint and a bucket.
 
-    Where no file can be shared, the budget is this process's own.
+    Where no file can be shared, the budget is this process's own, and a warning is logged.
     """
     try:
-        return RequestBudget(SharedFile(_folder() / f"requests-{hashlib.sha256(place.encode()).hexdigest()[:16]}"))
-    except OSError:
+        folder = _folder()
+    except OSError as error:
+        _tell_alone(error)
         return RequestBudget(Shared())
+    return RequestBudget(SharedFile(folder / f"requests-{hashlib.sha256(place.encode()).hexdigest()[:16]}"))
+
+
+def _tell_alone(error: OSError) -> None:
+    logger.warning(
+        "the processes of this host cannot share how many requests the store takes; this process goes by its own "
+        "requests alone: look at the temporary folder (TMPDIR). error=%s",
+        error,
+    )
 
 
 def _folder() -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import tempfile
 import threading
@@ -261,6 +263,7 @@ def test_a_folder_that_is_not_ours(obstacle: str, tmp_path: Path, monkeypatch: p
 def test_a_file_that_is_cut_or_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it is in use: nothing is raised, and the process goes on with what it knows."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    shared_budget("place").share()
     budget = shared_budget("place")
     (file,) = (tmp_path / f"dcp_remote-{os.getuid()}").iterdir()
     file.write_bytes(b"")
@@ -270,3 +273,48 @@ def test_a_file_that_is_cut_or_taken_away(tmp_path: Path, monkeypatch: pytest.Mo
     for _ in range(20):
         budget.note(refused=True)
     assert budget.share() < 1
+
+
+@pytest.mark.parametrize("call", ["open", "pread", "pwrite", "close"])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOSPC])
+def test_a_file_system_that_fails(
+    call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every access to the file of the share fails: requests go on by this process's own share; told in one line."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    real = getattr(os, call)
+
+    def fail(first: object, *args: object, **options: object) -> object:
+        if call == "open" and "requests-" not in str(first):
+            return real(first, *args, **options)
+        if call == "close":
+            real(first)
+        raise OSError(number, os.strerror(number))
+
+    clock = Clock()
+    with monkeypatch.context() as failing, caplog.at_level(logging.WARNING):
+        failing.setattr(os, call, fail)
+        budget = RequestBudget(shared_budget("place")._shared, clock=clock)
+        for _ in range(3):
+            for _ in range(20):
+                with budget.slot():
+                    budget.note(refused=True)
+            clock.seconds += 2
+        assert budget.share() < 1
+    assert [record.name for record in caplog.records] == [room.__name__]
+
+
+def test_a_folder_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk of the temporary folder is full or read-only: a request is sent, and one line says so."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with caplog.at_level(logging.WARNING), shared_budget("place").slot():
+        pass
+    assert len(caplog.records) == 1
+    assert "TMPDIR" in caplog.text
