@@ -18,6 +18,7 @@ from dcp_remote.storage.cloud_options import (
     CloudOptions,
     GoogleOptions,
     S3Options,
+    check_endpoint,
     connection_parts,
 )
 from dcp_remote.storage.s3_place import S3Place
@@ -109,13 +110,19 @@ def google_config(options: GoogleOptions) -> GCSConfig:
 
 
 def azure_config(options: AzureOptions) -> AzureConfig:
-    """What obstore is told of an Azure container: a single setting wins over the connection string."""
+    """What obstore is told of an Azure container: a single setting wins over the connection string.
+
+    Raises:
+        InvalidArgumentError: The endpoint in the connection string has a user, a password or a query in it.
+    """
     parts = connection_parts(options)
     account_name = options.account_name or parts.get("AccountName")
     endpoint_url = options.endpoint_url or parts.get("BlobEndpoint")
     if endpoint_url is None and account_name is not None and "EndpointSuffix" in parts:
         protocol = parts.get("DefaultEndpointsProtocol", "https")
         endpoint_url = f"{protocol}://{account_name}.blob.{parts['EndpointSuffix']}"
+    if endpoint_url is not None:
+        check_endpoint(endpoint_url, named="The endpoint of the connection string")
     sas_token = options.sas_token or parts.get("SharedAccessSignature")
     given: dict[str, str | None] = {
         "account_name": account_name,

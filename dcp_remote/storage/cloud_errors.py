@@ -192,6 +192,11 @@ _CAUSE_CHARACTERS_MAX = 300
 _DUMP = "Debug source:"
 
 
+# A URL that a client quotes, or a part of one: a proxy's has a user and a password, a signed one a signature.
+_QUOTED = re.compile(r"[^\s'\"<>]+")
+_SIGNATURE = re.compile(r"([?&](?:sig|X-Amz-Signature|X-Amz-Security-Token|X-Goog-Signature)=)[^&]+", re.IGNORECASE)
+
+
 def kind_of(error: BaseException) -> Kind:
     """Which error of ours stands for another's: by its class, for plain OSErrors by their number."""
     for base in type(error).__mro__:
@@ -245,18 +250,35 @@ def advised(what: str, code: str | None) -> str:
 
 
 def chained(error: BaseException, secrets: Sequence[str]) -> BaseException | None:
-    """The error, to raise ours from; None if its text holds a secret (some stores quote the request they refuse)."""
-    return None if any(secret in str(error) for secret in secrets) else error
+    """The error, to raise ours from; None if it or what led to it holds a secret (stores and clients quote URLs)."""
+    told: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in told:
+        told.add(id(one))
+        if hidden(str(one), secrets) != str(one):
+            return None
+        one = one.__cause__ or one.__context__
+    return error
 
 
 def cause_of(text: str, secrets: Sequence[str]) -> str:
     """What a client said, in one short line without secrets."""
     visible, _, dump = text.partition(_DUMP)
     inner = first_match(r"kind: (Timeout|Connect|Interrupted|Decode)\b", dump)
-    for secret in secrets:
-        visible = visible.replace(secret, "…")
-    visible = " ".join(visible.split())[:_CAUSE_CHARACTERS_MAX]
+    visible = " ".join(hidden(visible, secrets).split())[:_CAUSE_CHARACTERS_MAX]
     return f"{visible} ({inner})" if inner else visible
+
+
+def hidden(text: str, secrets: Sequence[str]) -> str:
+    """A text without these secrets, and without user info and signatures of the URLs in it."""
+    for secret in secrets:
+        text = text.replace(secret, "…")
+    return _QUOTED.sub(_harmless, text)
+
+
+def _harmless(quoted: re.Match[str]) -> str:
+    user, at, rest = quoted[0].rpartition("@")
+    return _SIGNATURE.sub(r"\1…", f"…{at}{rest}" if ":" in user else quoted[0])
 
 
 def first_match(pattern: str, text: str) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
@@ -19,6 +20,9 @@ from dcp_remote.errors import InvalidArgumentError
 # What gcsfs understands beside credentials.
 GOOGLE_ANONYMOUS = ("anon",)
 GOOGLE_WORDS = (*GOOGLE_ANONYMOUS, "google_default")
+
+# User info, a query or a fragment: all of them may be or hold a secret.
+_NOT_OF_AN_ENDPOINT = re.compile(r"[@?#]")
 
 # A TCP connection takes a few round trips; ten seconds are a lost SYN sent again three times.
 _CONNECT_TIMEOUT_SECONDS = 10.0
@@ -206,6 +210,8 @@ def _checked(name: str, value: object, metadata: Mapping[str, Any]) -> str | boo
         if metadata.get("choices") and value not in metadata["choices"]:
             raise InvalidArgumentError(f"storage_options[{name!r}] must be one of {', '.join(metadata['choices'])}.")
         if wanted in (str, "flag or path") and value:
+            if name == "endpoint_url":
+                check_endpoint(value, named="storage_options['endpoint_url']")
             return value
     elif isinstance(value, int | float) and wanted is float and 0 < value < math.inf:
         return float(value)
@@ -213,6 +219,26 @@ def _checked(name: str, value: object, metadata: Mapping[str, Any]) -> str | boo
         wanted, "True, False or the path of a file of certificates"
     )
     raise InvalidArgumentError(f"storage_options[{name!r}] must be {expected}.", type=type(value).__name__)
+
+
+def check_endpoint(url: str, *, named: str) -> None:
+    """Refuse the URL of a server that holds what may be a secret: it would stand in errors, in logs and in reprs.
+
+    Args:
+        url: As it was given.
+        named: Where it was given.
+
+    Raises:
+        InvalidArgumentError: It has user info, a query or a fragment. The message shows its scheme alone.
+    """
+    if _NOT_OF_AN_ENDPOINT.search(url):
+        scheme, mark, _ = url.partition("://")
+        raise InvalidArgumentError(
+            f"{named} has a user, a password, a query or a fragment in it, and an endpoint is scheme, host and port "
+            "alone. Give credentials under their own names (aws_access_key_id and aws_secret_access_key, sas_token), "
+            "in storage_options or the environment.",
+            endpoint=f"{scheme}://…" if mark and scheme.isalpha() else "…",
+        )
 
 
 def connection_parts(options: AzureOptions) -> dict[str, str]:

@@ -28,6 +28,7 @@ from dcp_remote.errors import (
 )
 from dcp_remote.storage.base import Buffer, Capabilities, Condition, Content, ObjectInfo, ObjectStore, Version
 from dcp_remote.storage.cloud_errors import WHAT, advised, chained
+from dcp_remote.storage.cloud_options import check_endpoint
 from dcp_remote.storage.fsspec_client import (
     KINDS_BY_CODE,
     NO_SUCH_BUCKET_CODE,
@@ -106,7 +107,7 @@ def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[st
 
     Raises:
         InvalidArgumentError: The file system cannot keep what a checkpoint needs, or is not known to; or the path is
-            not one.
+            not one; or the URL of its endpoint has a user, a password or a query in it.
     """
     path = os.fspath(path)
     while type(filesystem) is DirFileSystem:
@@ -126,6 +127,9 @@ def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[st
     if "://" in bare:
         raise InvalidArgumentError("The path has the scheme of another file system: pass bucket/prefix.", path=path)
     parsed = parse_url(f"s3://{bare}")
+    endpoint_url = filesystem.endpoint_url or filesystem.client_kwargs.get("endpoint_url")
+    if endpoint_url is not None:
+        check_endpoint(endpoint_url, named="The endpoint_url of the file system")
     return _reopen(parsed, Configuration(parsed.bucket, filesystem.storage_args, filesystem.storage_options))
 
 

@@ -23,7 +23,7 @@ from botocore.config import Config
 from botocore.loaders import Loader
 from botocore.session import Session
 
-from dcp_remote.storage.cloud_options import S3Options
+from dcp_remote.storage.cloud_options import S3Options, check_endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ def resolve_s3(bucket: str, options: S3Options) -> S3Place:
     Raises:
         botocore.exceptions.BotoCoreError: The profile is unknown, a file cannot be parsed, a region is none.
         ValueError: The endpoint is no URL.
+        InvalidArgumentError: It has a user, a password or a query in it.
     """
     session = Session(profile=options.profile_name)
     session.register_component("data_loader", _models(session.get_config_variable("data_path")))
@@ -59,6 +60,7 @@ def resolve_s3(bucket: str, options: S3Options) -> S3Place:
     # An unsigned client needs no credentials to tell where it would send a request.
     with _not_collecting():
         client = _s3_client(session, options, signature=UNSIGNED)
+    check_endpoint(client.meta.endpoint_url, named="AWS_ENDPOINT_URL, or `endpoint_url` of the profile,")
     url = urlsplit(client.generate_presigned_url("head_bucket", Params={"Bucket": bucket}))
     path = url.path.rstrip("/")
     in_path = path.endswith(f"/{bucket}")

@@ -34,7 +34,7 @@ from dcp_remote.errors import (
 )
 from dcp_remote.storage.base import Version
 from dcp_remote.storage.cloud import CloudStore, open_cloud_store
-from dcp_remote.storage.cloud_errors import kind_of
+from dcp_remote.storage.cloud_errors import chained, kind_of, translate
 from dcp_remote.storage.cloud_options import parse_options
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
 from dcp_remote.url import parse_url
@@ -722,3 +722,66 @@ def test_secrets_stay_secret(url: str, options: dict[str, object], caplog: pytes
         ours = [record.getMessage() for record in caplog.records if record.name.startswith("dcp_remote")]
     assert SECRET not in shown + "".join(ours)
     assert store.url == url
+
+
+ENDPOINTS = [
+    f"http://alice:{SECRET}@127.0.0.1:9",
+    f"http://{SECRET}@127.0.0.1:9/path",
+    f"http://127.0.0.1:9/?X-Amz-Signature={SECRET}",
+    f"http://127.0.0.1:9/#{SECRET}",
+    f"alice:{SECRET}@127.0.0.1",
+]
+
+
+@pytest.mark.parametrize("endpoint_url", ENDPOINTS)
+@pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket", "az://bucket"])
+def test_no_secret_in_an_endpoint(url: str, endpoint_url: str) -> None:
+    """User info, a query, a fragment: refused when the store is opened, without a word of it."""
+    with pytest.raises(InvalidArgumentError, match=r"endpoint_url.*credentials under their own names") as info:
+        open_cloud_store(parse_url(url), {"anon": True, "endpoint_url": endpoint_url})
+    assert SECRET not in "".join(traceback.format_exception(info.value))
+
+
+@pytest.mark.parametrize("endpoint_url", ENDPOINTS)
+@pytest.mark.parametrize("source", ["environment", "profile"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_secret_in_an_endpoint_that_is_found(
+    verb: str, source: str, endpoint_url: str, empty_environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same where botocore finds the endpoint: at the first request, before anything is sent."""
+    if source == "environment":
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint_url)
+    else:
+        empty_environment.write_text(f"[default]\nendpoint_url = {endpoint_url}\n")
+    with pytest.raises(InvalidArgumentError) as info:
+        VERBS[verb](open_cloud_store(parse_url("s3://bucket"), {**OPTIONS}))
+    assert SECRET not in "".join(traceback.format_exception(info.value))
+
+
+@pytest.mark.parametrize("endpoint_url", ENDPOINTS)
+def test_no_secret_in_a_connection_string(endpoint_url: str) -> None:
+    """Azure's endpoint, where the portal puts a signature into the URL of some services."""
+    text = f"AccountName=account;AccountKey=a2V5;BlobEndpoint={endpoint_url}"
+    with pytest.raises(InvalidArgumentError, match="connection string") as info:
+        open_cloud_store(parse_url("az://container"), {"connection_string": text}).head("key")
+    assert SECRET not in "".join(traceback.format_exception(info.value))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Failed to parse: http://alice:{SECRET}@127.0.0.1:9",
+        f"Failed to parse: alice:{SECRET}@127.0.0.1:9",
+        f"GET https://host/key?sv=1&sig={SECRET}&se=2",
+        f"GET https://host/key?X-Amz-Expires=1&X-Amz-Security-Token={SECRET}&X-Amz-Signature={SECRET}",
+    ],
+)
+def test_what_a_client_quotes_is_not_chained(text: str) -> None:
+    """The URL of a proxy, a signed one, in an error that led to another: not shown, whatever is known as a secret."""
+    outer = ValueError("no word of it")
+    outer.__context__ = OSError(text)
+    assert chained(outer, []) is None
+    assert chained(ValueError("a@b is harmless"), []) is not None
+    failure = translate(OSError(text), verb="get", url="s3://bucket", secrets=[])
+    assert SECRET not in str(failure)
+    assert "…" in str(failure)

@@ -9,6 +9,7 @@ import pickle
 import random
 import subprocess
 import sys
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -415,6 +416,31 @@ def test_secrets_are_in_no_repr(s3_server: S3Server) -> None:
     store: Any = open_fsspec_store(file_system(s3_server), "bucket/p")
     assert repr(store) == "FsspecStore('s3://bucket/p')"
     assert SECRET not in repr(store._connection.configuration())
+
+
+@pytest.mark.parametrize("endpoint_url", ["http://alice:a-password@127.0.0.1:9", "http://127.0.0.1:9/?sig=a-password"])
+@pytest.mark.parametrize("where", ["endpoint_url", "client_kwargs"])
+def test_no_secret_in_an_endpoint(where: str, endpoint_url: str) -> None:
+    """Refused when the store is opened, without a word of it."""
+    given: dict[str, Any] = {"endpoint_url": endpoint_url}
+    arguments = given if where == "endpoint_url" else {"client_kwargs": given}
+    with pytest.raises(InvalidArgumentError, match="file system") as info:
+        open_fsspec_store(S3FileSystem(**arguments, anon=True, skip_instance_cache=True), "bucket/prefix")
+    assert "a-password" not in str(info.value)
+
+
+def test_no_secret_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy whose URL no client can read: the errors that led to ours quote it, and are not shown."""
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://alice:a-password@127.0.0.1:99999")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    filesystem = S3FileSystem(
+        endpoint_url="http://store.example", key="testing", secret="testing", skip_instance_cache=True
+    )
+    with pytest.raises(StorageError) as info:
+        open_fsspec_store(filesystem, "bucket/prefix").head("key")
+    assert "a-password" not in "".join(traceback.format_exception(info.value))
 
 
 @pytest.mark.parametrize("path", ["bucket/a/b", "s3://bucket/a/b", "s3a://bucket/a/b/", "/bucket/a/b"])
