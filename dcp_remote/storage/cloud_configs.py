@@ -85,7 +85,11 @@ def google_config(options: GoogleOptions) -> GCSConfig:
     Raises:
         InvalidArgumentError: `token` is nothing that can be understood.
     """
-    config: GCSConfig = {"skip_signature": options.anon or options.token in GOOGLE_ANONYMOUS}
+    if options.anon or options.token in GOOGLE_ANONYMOUS:
+        # Reads go without any credentials. For a put or a delete obstore would ask the instance for some all the same.
+        config: GCSConfig = {"skip_signature": True, "bearer_token": ""}
+    else:
+        config = {"skip_signature": False}
     if options.token is not None and options.token not in GOOGLE_WORDS:
         if options.token.lstrip().startswith("{"):
             config["service_account_key"] = options.token

@@ -390,6 +390,20 @@ class TestGoogle:
         assert swap.headers["x-goog-if-generation-match"] == "77"
         assert len(server.requests) == 5
 
+    @pytest.mark.parametrize("options", [{"anon": True}, {"token": "anon"}])
+    def test_anonymous(self, options: dict[str, object]) -> None:
+        """Every verb without credentials reaches the store, and asks nobody for any."""
+        with scripted_server(lambda _: HttpAnswer(200, b"", self.headers)) as server:
+            store = open_on(server, "gs://bucket", **options)
+            store.put("key", [b"1"])
+            assert store.delete(["key"]) == {}
+            store.head("key")
+            store.get("key", limit_bytes=5)
+        assert [request.method for request in server.requests] == ["PUT", "DELETE", "HEAD", "GET"]
+        assert {
+            request.headers.get("authorization", "").removeprefix("Bearer").strip() for request in server.requests
+        } == {""}
+
     @pytest.mark.parametrize("option", ["token", "service_account", "application_credentials"])
     def test_missing_credentials_files(self, option: str, tmp_path: Path) -> None:
         """Each option that names a file, naming none."""
