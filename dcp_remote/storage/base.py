@@ -25,8 +25,8 @@ class Version:
     """Opaque identity of an object's content: passed back whole to the store that gave it, never looked into.
 
     Attributes:
-        etag: As the store gave it, quotes included where it gave them.
-        generation: Google Cloud's generation, or the version of a versioned bucket; None where there is none.
+        etag: In quotes, also where the store gave it without (Azure's listings).
+        generation: Google Cloud's generation, which its listings do not tell; None elsewhere.
     """
 
     etag: str | None
@@ -139,9 +139,10 @@ class ObjectStore(Protocol):
         ...
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
-        """Objects whose keys begin with `prefix` and come after `after`, ordered by key (Unicode code points).
+        """Objects whose keys begin with `prefix` and come after `after` (Unicode code points), ordered by key.
 
-        Never called on the path of a save or a load.
+        Keys beyond ASCII, which are not ours, come in the store's own order: see `may_follow`. Never called on the path
+        of a save or a load.
         """
         ...
 
@@ -152,3 +153,16 @@ class ObjectStore(Protocol):
             The keys that could not be deleted, each with its reason.
         """
         ...
+
+
+def quoted(etag: str | None) -> str | None:
+    """An ETag in its one form, which is in quotes."""
+    return etag if etag is None or etag.endswith('"') else f'"{etag}"'
+
+
+def may_follow(key: str, last: str) -> bool:
+    """Whether a listing may give `key` behind `last`: by code points, or by UTF-16 as some stores order their keys.
+
+    The two differ only where both keys go beyond ASCII. So whoever goes on behind a key misses none of ours.
+    """
+    return key > last or key.encode("utf-16-be", "surrogatepass") > last.encode("utf-16-be", "surrogatepass")

@@ -22,7 +22,16 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
-from dcp_remote.storage.base import Buffer, Capabilities, Condition, Content, ObjectInfo, Version
+from dcp_remote.storage.base import (
+    Buffer,
+    Capabilities,
+    Condition,
+    Content,
+    ObjectInfo,
+    Version,
+    may_follow,
+    quoted,
+)
 from dcp_remote.storage.budget import REFUSAL_SECONDS_MAX
 from dcp_remote.storage.cloud_clients import FAILURES, Connections
 from dcp_remote.storage.cloud_errors import kind_of
@@ -33,7 +42,7 @@ from dcp_remote.storage.timeouts import Timeouts
 from dcp_remote.url import ParsedUrl, check_key, check_list_prefix
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta, PutMode
+    from obstore import ObjectMeta, PutMode, PutResult
 
 _Answer = TypeVar("_Answer")
 
@@ -123,7 +132,7 @@ class CloudStore:
                     size_bytes=size_bytes,
                     limit_bytes=limit_bytes,
                 )
-            return Content(data=bytes(result.bytes()), version=_version(result.meta))
+            return Content(data=bytes(result.bytes()), version=self._version(result.meta))
 
         return self._ask("get", key, request)
 
@@ -172,7 +181,7 @@ class CloudStore:
         def request() -> Version:
             client = self._connections.client(download=False, size_bytes=size_bytes)
             result = obstore.put(client, path, body, mode=mode, use_multipart=False)
-            return Version(etag=result["e_tag"], generation=result["version"])
+            return self._version(result)
 
         return self._ask("put", key, request, settled_later=condition != "any")
 
@@ -210,9 +219,13 @@ class CloudStore:
         return ObjectInfo(
             key=key,
             size_bytes=meta["size"],
-            version=_version(meta),
+            version=self._version(meta),
             modified_seconds=meta["last_modified"].timestamp(),
         )
+
+    def _version(self, meta: ObjectMeta | PutResult) -> Version:
+        # On S3 and Azure the ETag is what a condition compares, and a listing of a versioned bucket gives no more.
+        return Version(etag=quoted(meta["e_tag"]), generation=meta["version"] if self._parsed.scheme == "gs" else None)
 
     def _mode(self, key: str, condition: Condition) -> PutMode:
         if condition == "any":
@@ -241,10 +254,10 @@ class CloudStore:
             key = meta["path"].removeprefix(root)
             if not key.startswith(prefix) or key <= after:
                 # Ordered: behind the prefix there is nothing more.
-                if key > prefix and not key.startswith(prefix):
+                if prefix.isascii() and key > prefix and not key.startswith(prefix):
                     return
                 continue
-            if key <= last:
+            if not may_follow(key, last):
                 if meta["size"] == 0:
                     continue  # the marker of a "folder": some consoles create `name/`, which obstore shows as `name`
                 raise StorageError("The store does not list its keys in order.", url=f"{self.url}/{key}", after=last)
@@ -339,10 +352,6 @@ class CloudStore:
 
 def _reopen(parsed: ParsedUrl, options: CloudOptions, timeouts: Timeouts) -> CloudStore:
     return CloudStore(parsed, Connections(parsed, options, timeouts))
-
-
-def _version(meta: ObjectMeta) -> Version:
-    return Version(etag=meta["e_tag"], generation=meta["version"])
 
 
 def _before(prefix: str) -> str:

@@ -26,7 +26,17 @@ from dcp_remote.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from dcp_remote.storage.base import Buffer, Capabilities, Condition, Content, ObjectInfo, ObjectStore, Version
+from dcp_remote.storage.base import (
+    Buffer,
+    Capabilities,
+    Condition,
+    Content,
+    ObjectInfo,
+    ObjectStore,
+    Version,
+    may_follow,
+    quoted,
+)
 from dcp_remote.storage.cloud_errors import WHAT, advised, chained
 from dcp_remote.storage.cloud_options import check_endpoint
 from dcp_remote.storage.fsspec_client import (
@@ -308,7 +318,7 @@ class FsspecStore:
             for info in infos:
                 if info.size_bytes == 0 and (not info.key or info.key.endswith("/")):
                     continue  # the marker of a "folder", which some consoles create
-                if info.key <= last or not info.key.startswith(prefix):
+                if not may_follow(info.key, last) or not info.key.startswith(prefix):
                     raise StorageError(
                         "The store does not list its keys in order.", url=f"{self.url}/{info.key}", after=last
                     )
@@ -381,7 +391,7 @@ def _reopen(parsed: ParsedUrl, configuration: Configuration) -> FsspecStore:
 
 
 def _version(answer: Parsed) -> Version:
-    return Version(etag=answer.get("ETag"))
+    return Version(etag=quoted(answer.get("ETag")))
 
 
 def _info(key: str, answer: Parsed, *, size_bytes: int) -> ObjectInfo:

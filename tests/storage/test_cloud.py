@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import pickle
 import subprocess
@@ -333,6 +334,40 @@ def test_listing_with_markers_and_foreign_keys(s3_server: S3Server, raw_s3: Any)
     raw_s3.put_object(Bucket="foreign-keys", Key="run/b/./c", Body=b"")
     with pytest.raises(StorageError, match="whose key no checkpoint has"):
         list(store.list())
+
+
+def listing(*keys: str, etag: str) -> bytes:
+    """A page of S3's listing."""
+    entries = "".join(
+        f"<Contents><Key>{key}</Key><LastModified>2024-01-01T00:00:00.000Z</LastModified><ETag>{etag}</ETag>"
+        "<Size>1</Size></Contents>"
+        for key in keys
+    )
+    return f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode()
+
+
+@pytest.mark.parametrize("etag", ["abc", "&quot;abc&quot;"])
+def test_one_form_of_a_version(etag: str) -> None:
+    """A versioned bucket, whose listing tells no version's id and perhaps no quotes: put, head, get and list agree."""
+    headers = {**OBJECT_HEADERS, "ETag": html.unescape(etag), "x-amz-version-id": "an-id"}
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return HttpAnswer(200, listing("prefix/key", etag=etag) if "list-type" in request.path else b"", headers)
+
+    with scripted_server(answer) as server:
+        store = open_on(server)
+        found = [store.put("key", [b""]), store.head("key").version, store.get("key", limit_bytes=1).version]
+        assert {*found, next(store.list()).version} == {Version(etag='"abc"')}
+
+
+def test_keys_that_are_ordered_by_utf_16() -> None:
+    """Foreign keys in the order of UTF-16, as Azure has it, are listed; what goes back in every order is refused."""
+    keys = ["run/b", "run/\U0001f600", "run/\uffee"]
+    with scripted_server(lambda _: HttpAnswer(200, listing(*keys, etag="abc"))) as server:
+        assert [info.key for info in open_on(server, "s3://bucket/run").list()] == ["b", "\U0001f600", "\uffee"]
+        keys.append("run/a")
+        with pytest.raises(StorageError, match="does not list its keys in order"):
+            list(open_on(server, "s3://bucket/run").list())
 
 
 @pytest.mark.parametrize(
