@@ -26,6 +26,7 @@ from dcp_remote.errors import (
     UnsupportedFormatError,
 )
 from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.rereads import get_decoded
 from dcp_remote.storage.retrying import Deadline, RetryingStore, jitter
 
@@ -107,7 +108,8 @@ def swap(
 ) -> Catalog:
     """Replace the catalog by what `change` makes of it, and return what lies there then. Never overwrites unseen.
 
-    Two requests, and two more for each swap that was lost to somebody else's or whose answer was. Whatever is raised, a
+    Two requests, and two more for each swap that was lost to somebody else's or whose answer was; the first time on a
+    server that is none of the clouds' own, those of `require_conditional_writes`. Whatever is raised, a
     crash of this process included, the catalog is the old one or the new one, whole.
 
     Args:
@@ -124,7 +126,7 @@ def swap(
         CheckpointNotFoundError: There is no catalog, and it is not to be created.
         CommitUnknownError: By the deadline it could not be found out whether the change was made.
         InvalidArgumentError: The store cannot compare and swap.
-        StorageError: The store refused; nothing was written.
+        StorageError: The store refused, or ignores the condition of a write; nothing was written.
         DcpRemoteError: Whatever `change` refuses with: it was asked on what lies there now.
     """
     if not store.capabilities.compare_and_swap:
@@ -149,6 +151,8 @@ def swap(
             raise (_unknown(store, failure) if may_be_written else failure) from error
         if seen is None and not create:
             raise CheckpointNotFoundError("There is no run here: it has no catalog.json.", url=store.url)
+        # Before `change` is asked: it may look at the time, and what it says is to be written at once.
+        require_conditional_writes(store, deadline, swaps=True, sleep=sleep)
         now = Catalog(run_id) if seen is None else seen.catalog
         wanted = change(now)
         if wanted is None and seen is not None:

@@ -28,6 +28,7 @@ from dcp_remote.errors import (
 from dcp_remote.manifest import MANIFEST_KEY
 from dcp_remote.shard import SHARDS_PREFIX, is_written_key
 from dcp_remote.storage.base import ObjectInfo, ObjectStore
+from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.retrying import Deadline, RetryingStore, jitter
 
 logger = logging.getLogger(__name__)
@@ -164,8 +165,8 @@ def remove_orphans(
         InvalidArgumentError: The store cannot replace an object on condition; a run is here; or the grace is negative,
             or not finite.
         CommitConflictError: The manifest changed again and again: somebody is saving here. Nothing was removed.
-        StorageError: The store refused, or did not answer until the time was over. What could not be deleted for other
-            reasons is returned.
+        StorageError: The store refused, ignores the condition of a write, or did not answer until the time was over.
+            What could not be deleted for other reasons is returned.
         CorruptCheckpointError: The manifest is damaged: what it named cannot be known.
         UnsupportedFormatError: A newer version wrote it.
     """
@@ -187,6 +188,7 @@ def remove_orphans(
             return Removal(removed=(), kept=seen.young)
         if stored is None:
             _require_no_run(store)
+        require_conditional_writes(store, deadline, swaps=True)
         nonce = uuid.uuid4().hex
         body = manifest_json.tombstone(nonce, ()) if stored is None else manifest_json.renewed(stored.data, nonce)
         try:

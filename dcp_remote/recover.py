@@ -39,6 +39,7 @@ from dcp_remote.named import in_parallel
 from dcp_remote.run_names import MANIFESTS_PREFIX, revision_of
 from dcp_remote.shard import SHARDS_PREFIX
 from dcp_remote.storage.base import ObjectInfo, ObjectStore, Version
+from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.rereads import RereadingStore, get_decoded
 from dcp_remote.storage.retrying import Deadline, RetryingStore, jitter
 
@@ -196,6 +197,7 @@ def recover(
         )
     deadline = Deadline(timeout_seconds)
     recovered, there = _found(store, deadline)
+    require_conditional_writes(store, deadline, swaps=True, sleep=sleep)
     body = catalog_json.encode(recovered.catalog, uuid.uuid4().hex)
     pause, refusals = _FIRST_PAUSE_SECONDS, 0
     while True:

@@ -195,7 +195,8 @@ class Job:
         """Look whether this step may be saved; the first save also takes the fence.
 
         Costs one GET; one that follows an attempt that was not committed also a PUT, and the first save of a job that
-        and a HEAD; where the run begins, also a LIST.
+        and a HEAD; where the run begins, also a LIST; and on a server that is none of the clouds' own, once per process
+        and bucket, the four requests that see whether it keeps to conditions.
 
         Args:
             note: What is to be saved.

@@ -42,6 +42,7 @@ from dcp_remote.saving import assembled, require_unicode, shard_bytes_max
 from dcp_remote.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.shard_writer import write_shards
 from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.transfer import MEMORY_BUDGET_BYTES
 from dcp_remote.turns import short_turns
@@ -85,9 +86,10 @@ class RemoteWriter(StorageWriter):
     only the last collective failed) the new one is committed: an error means "not confirmed". Killed at any moment, it
     leaves the old checkpoint or the new one, and shards that no manifest names.
 
-    Costs: one GET and one PUT by the coordinator, one PUT per shard of at most 64 MiB. CPU tensors that are contiguous
-    are sent from where they lie; everything else is copied a shard at a time. Meanwhile Python's switch interval is
-    1 ms for the whole process (`turns.py`).
+    Costs: one GET and one PUT by the coordinator, one PUT per shard of at most 64 MiB; the first time in a process, on
+    a server that is none of the clouds' own, three requests more (see `set_up_storage_writer`). CPU tensors that are
+    contiguous are sent from where they lie; everything else is copied a shard at a time. Meanwhile Python's switch
+    interval is 1 ms for the whole process (`turns.py`).
 
     A writer can be used for several saves, one after another, or at a time from several threads (`async_save`). It
     pickles its configuration, with credentials that were given by hand, and never a connection.
@@ -176,10 +178,14 @@ class RemoteWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # torch's signature
         """Start the clock; the coordinator looks at what is here, in one request.
 
+        The first save of a process to a server that is none of the clouds' own sees whether it keeps to conditions, in
+        three requests more (four for an overwrite).
+
         Raises:
             InvalidArgumentError: `use_collectives=False`, a store of one process in a job of several, or an overwrite
                 that the store cannot do atomically.
             CheckpointExistsError: A checkpoint is committed here and `overwrite` is False; nothing was uploaded.
+            StorageError: The server ignores the condition of a write, refused, or did not answer; nothing was uploaded.
         """
         if not kwargs.get("use_collectives", True):
             raise InvalidArgumentError(
@@ -312,6 +318,7 @@ class RemoteWriter(StorageWriter):
                 url=self._store.url,
                 reason=self._store.capabilities.swap_refusal,
             )
+        require_conditional_writes(self._store, deadline, swaps=slot.version is not None)
         return slot
 
     def _current(self) -> _Save:

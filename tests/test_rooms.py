@@ -29,6 +29,7 @@ ROOMS = [
     "storage.counting",
     "storage.time_left",
     "storage.retrying",
+    "storage.conditional_writes",
     "storage.timeouts",
     "storage.cloud_options",
     "storage.s3_place",

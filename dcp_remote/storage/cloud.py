@@ -37,6 +37,7 @@ from dcp_remote.storage.cloud_clients import FAILURES, Connections
 from dcp_remote.storage.cloud_errors import kind_of
 from dcp_remote.storage.cloud_failures import Asked, raise_failure
 from dcp_remote.storage.cloud_options import CloudOptions, S3Options, parse_options
+from dcp_remote.storage.conditional_writes import unproven_server
 from dcp_remote.storage.landing import nothing_lands
 from dcp_remote.storage.timeouts import Timeouts
 from dcp_remote.url import ParsedUrl, check_key, check_list_prefix
@@ -210,6 +211,14 @@ class CloudStore:
         """
         verdict = self._ask("get", "", lambda: self._connections.look(self._parsed.prefix))
         return str(verdict.error(verb="get", url=self.url)) if verdict is not None else None
+
+    def unproven_server(self) -> str | None:
+        """The server and bucket, if nobody knows whether conditional writes hold there; None for the clouds' own.
+
+        Sends nothing; see `conditional_writes`.
+        """
+        endpoint_url = self._ask("open", "", self._connections.endpoint_url)
+        return unproven_server(self._parsed.scheme, endpoint_url, self._parsed.bucket)
 
     def _path(self, key: str) -> str:
         check_key(key)

@@ -208,6 +208,24 @@ class Connections:
                 )
             return self._direct
 
+    def endpoint_url(self) -> str | None:
+        """The server that requests go to; None where obstore knows the cloud's own. Sends nothing.
+
+        Raises:
+            InvalidArgumentError: An option is no good.
+            botocore.exceptions.BotoCoreError: Profile or region cannot be read.
+        """
+        if isinstance(self.options, S3Options):
+            return self._resolved(self.options).endpoint_url
+        if isinstance(self.options, GoogleOptions):
+            return google_config(self.options).get("base_url")
+        return azure_config(self.options).get("endpoint")
+
+    def _resolved(self, options: S3Options) -> S3Place:
+        with self._lock:
+            self._place = self._place or resolve_s3(self._bucket, options)
+            return self._place
+
     @property
     def budget(self) -> RequestBudget:
         """What this host has under way to this bucket."""
@@ -299,8 +317,7 @@ class Connections:
     def _look(self, prefix: str, *, listing: bool) -> Verdict | None:
         if not isinstance(self.options, S3Options):
             return None  # obstore tells no more than it did, and it is the only client
-        with self._lock:
-            place = self._place = self._place or resolve_s3(self._bucket, self.options)
+        place = self._resolved(self.options)
         return diagnose_s3(place, self.options, bucket=self._bucket, prefix=prefix, listing=listing)
 
     def size_after_failure(self, path: str) -> int | None:

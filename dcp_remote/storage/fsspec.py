@@ -39,6 +39,7 @@ from dcp_remote.storage.base import (
 )
 from dcp_remote.storage.cloud_errors import WHAT, advised, chained
 from dcp_remote.storage.cloud_options import check_endpoint
+from dcp_remote.storage.conditional_writes import unproven_server
 from dcp_remote.storage.fsspec_client import (
     KINDS_BY_CODE,
     NO_SUCH_BUCKET_CODE,
@@ -301,6 +302,13 @@ class FsspecStore:
         except DcpRemoteError:
             pass  # the object was missing by a clear answer: what fails now does not explain it
         return None
+
+    def unproven_server(self) -> str | None:
+        """The server and bucket, if nobody knows whether conditional writes hold there; None for Amazon's own.
+
+        Sends nothing; see `conditional_writes`.
+        """
+        return unproven_server("s3", self._ask("open", "", Call.endpoint_url), self._parsed.bucket)
 
     @property
     def _root(self) -> str:

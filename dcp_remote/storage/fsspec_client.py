@@ -35,9 +35,6 @@ _Answer = TypeVar("_Answer")
 # S3's answer to one request, as botocore parses it.
 Parsed: TypeAlias = dict[str, Any]
 
-# Sends one request, by the name of the client's method and its parameters beside the bucket.
-Call: TypeAlias = Callable[..., Awaitable[Parsed]]
-
 NO_SUCH_BUCKET_CODE = "NoSuchBucket"
 
 # Arguments of s3fs that say how the caller runs, not where the bytes lie: the store runs by itself.
@@ -105,6 +102,37 @@ class Configuration:
         object.__setattr__(self, "options", kept)
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Sends one request, by the name of the client's method and its parameters beside the bucket."""
+
+    filesystem: Any
+    client: Any
+    bucket: str
+
+    async def __call__(self, method: str, **parameters: object) -> Parsed:
+        """The answer of the store.
+
+        Raises:
+            Exception: Whatever the client raises.
+        """
+        meta = self.client.meta
+        operation = meta.service_model.operation_model(meta.method_to_api_mapping[method])
+        # What the user wants said with each request that knows it: encryption, storage class, who pays. No conditions.
+        theirs = {
+            name: value
+            for name, value in {**self.filesystem.s3_additional_kwargs, **self.filesystem.req_kw}.items()
+            if name in operation.input_shape.members and not name.startswith("If")
+        }
+        # Ours are not filtered: a botocore that does not know the condition of a write refuses the call.
+        answer: Parsed = await getattr(self.client, method)(**theirs, Bucket=self.bucket, **parameters)
+        return answer
+
+    async def endpoint_url(self) -> str:
+        """The server that requests go to. Sends nothing."""
+        return str(self.client.meta.endpoint_url)
+
+
 class Connection:
     """A file system of s3fs in this process, made when it is needed from the arguments of the one that was given.
 
@@ -145,7 +173,7 @@ class Connection:
             async with asyncio.timeout(seconds):
                 await filesystem.set_session()
                 client = await filesystem.get_s3(bucket)
-                return await request(_caller(filesystem, client, bucket))
+                return await request(Call(filesystem, client, bucket))
 
         future = asyncio.run_coroutine_threadsafe(bounded(), filesystem.loop)
         try:
@@ -199,22 +227,6 @@ class Connection:
                 filesystem.config_kwargs = {**filesystem.config_kwargs, "retries": {"total_max_attempts": 1}}
                 self._pid, self._filesystem = os.getpid(), filesystem
             return self._filesystem
-
-
-def _caller(filesystem: Any, client: Any, bucket: str) -> Call:
-    async def call(method: str, **parameters: object) -> Parsed:
-        operation = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[method])
-        # What the user wants said with each request that knows it: encryption, storage class, who pays. No conditions.
-        theirs = {
-            name: value
-            for name, value in {**filesystem.s3_additional_kwargs, **filesystem.req_kw}.items()
-            if name in operation.input_shape.members and not name.startswith("If")
-        }
-        # Ours are not filtered: a botocore that does not know the condition of a write refuses the call.
-        answer: Parsed = await getattr(client, method)(**theirs, Bucket=bucket, **parameters)
-        return answer
-
-    return call
 
 
 def translated(

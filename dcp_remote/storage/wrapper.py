@@ -73,6 +73,11 @@ class WrappedStore:
         explain = getattr(self._store, "explain_missing", None)
         return explain() if callable(explain) else None
 
+    def unproven_server(self) -> str | None:
+        """The server behind the wrapped store, if nobody knows whether conditional writes hold there."""
+        unproven = getattr(self._store, "unproven_server", None)
+        return unproven() if callable(unproven) else None
+
     def head(self, key: str) -> ObjectInfo:
         """See `ObjectStore.head`."""
         return self._request(self._named("head", key), lambda: self._store.head(key))

@@ -1,0 +1,350 @@
+"""Servers that ignore the condition of a write: each is refused before anything rests on it, and a right one is not.
+
+The servers are a `MemoryStore` whose conditions are dropped, and an S3 server in a few lines, which drops headers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from s3fs import S3FileSystem
+
+from dcp_remote import RemoteWriter, load
+from dcp_remote.catalog_store import swap
+from dcp_remote.errors import (
+    InvalidArgumentError,
+    PermissionDeniedError,
+    StorageError,
+    TransientStorageError,
+)
+from dcp_remote.gc import remove_orphans
+from dcp_remote.recover import recover
+from dcp_remote.run_gc import find_run_orphans
+from dcp_remote.run_save import Job, Note
+from dcp_remote.storage import MemoryStore, ObjectStore, open_fsspec_store, open_store
+from dcp_remote.storage.base import Buffer, Condition, Version
+from dcp_remote.storage.conditional_writes import PROBES_PREFIX, require_conditional_writes
+from dcp_remote.storage.retrying import Deadline
+from dcp_remote.storage.wrapper import Verb, WrappedStore
+from dcp_remote.testing import FaultyStore, RecordingStore, matching, nth
+from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
+from dcp_remote.testing.wrappers import Lost
+from tests.runs import a_run, steps
+
+BOTH = frozenset({"If-None-Match", "If-Match"})
+
+
+class LaxStore(WrappedStore):
+    """A store behind a server of which nothing is known, and which ignores some conditions."""
+
+    def __init__(self, store: ObjectStore, *ignored: str) -> None:
+        super().__init__(store)
+        self.server = uuid.uuid4().hex
+        self.ignored = ignored
+
+    def unproven_server(self) -> str:
+        return self.server
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        header = "If-None-Match" if condition == "absent" else "If-Match"
+        return super().put(key, buffers, condition="any" if header in self.ignored else condition)
+
+
+def keys(store: MemoryStore) -> set[str]:
+    return set(store.space.objects)
+
+
+def probe(store: ObjectStore, *, swaps: bool = True, seconds: float = 60) -> None:
+    require_conditional_writes(store, Deadline(seconds), swaps=swaps, sleep=lambda _: None)
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+@pytest.mark.parametrize("ignored", [(), ("If-None-Match",), ("If-Match",), ("If-None-Match", "If-Match")])
+def test_what_is_ignored_is_found(ignored: tuple[str, ...], swaps: bool) -> None:
+    """Each set of ignored conditions; whatever the verdict, nothing stays."""
+    memory = MemoryStore()
+    store = LaxStore(memory, *ignored)
+    wrong = [header for header in ignored if header == "If-None-Match" or swaps]
+    if not wrong:
+        probe(store, swaps=swaps)
+    for _ in range(2 if wrong else 0):  # it is asked anew: the server may have been mended
+        with pytest.raises(StorageError, match=rf"ignores the condition of a write \({wrong[0]}\)") as caught:
+            probe(store, swaps=swaps)
+        assert caught.value.details["server"] == store.server
+    assert keys(memory) == set()
+
+
+def test_it_is_asked_once_in_a_process() -> None:
+    """Requests are counted: two PUTs and a DELETE, one PUT more for swaps; none for another prefix, nor ever again."""
+    store = RecordingStore(LaxStore(MemoryStore()))
+    probe(store.child("a"), swaps=False)
+    assert [call[0] for call in store.calls] == ["put", "put", "delete"]
+    store.clear()
+    probe(store.child("b"))
+    assert [call[0] for call in store.calls] == ["put", "put", "put", "delete"]
+    store.clear()
+    for swaps in (True, False):
+        probe(store.child("c"), swaps=swaps)
+    assert store.calls == []
+
+
+@pytest.mark.parametrize("lost", ["request", "response"])
+@pytest.mark.parametrize("number", range(1, 6))
+@pytest.mark.parametrize("ignored", [(), ("If-Match",), ("If-None-Match",)])
+def test_answers_that_are_lost(ignored: tuple[str, ...], number: int, lost: Lost) -> None:
+    """One request after the other, before it is carried out or after: the verdict is the same."""
+    memory = MemoryStore()
+    store = FaultyStore(LaxStore(memory, *ignored), [nth(number, lost)])
+    if ignored:
+        with pytest.raises(StorageError, match="ignores the condition"):
+            probe(store)
+    else:
+        probe(store)
+    deleting = any(request.verb == "delete" for request in store.hits)
+    assert len(keys(memory)) <= deleting
+
+
+def test_a_store_that_does_not_answer() -> None:
+    """By the deadline it is told, as what may pass; and the next call asks again."""
+    fails = [True]
+
+    def is_put(verb: Verb, key: str, number: int) -> bool:
+        return verb == "put" and fails[0]
+
+    store = FaultyStore(LaxStore(MemoryStore()), [matching(is_put, "request", persistent=True)])
+    with pytest.raises(TransientStorageError):
+        probe(store, seconds=0.05)
+    fails[0] = False
+    probe(store)
+
+
+def test_without_a_grant_to_delete(caplog: pytest.LogCaptureFixture) -> None:
+    """The object stays, and its name is logged; the store is good."""
+    memory = MemoryStore()
+
+    def deletes(verb: Verb, key: str, number: int) -> bool:
+        return verb == "delete"
+
+    def denied() -> PermissionDeniedError:
+        return PermissionDeniedError("No grant to delete.")
+
+    with caplog.at_level("INFO"):
+        probe(FaultyStore(LaxStore(memory), [matching(deletes, "request", persistent=True, error=denied)]))
+    (left,) = keys(memory)
+    assert left.startswith(PROBES_PREFIX)
+    assert left in caplog.text
+
+
+def test_what_is_left_is_no_checkpoint() -> None:
+    """Objects of killed probes, in a run and beside a checkpoint: nothing counts them, and gc and a load pass them."""
+    run = a_run(1, 2)
+    checkpoint = MemoryStore()
+    save(checkpoint)
+    for memory in (run, checkpoint):
+        memory.put(f"{PROBES_PREFIX}{'0' * 32}", [b"x"])
+    assert steps(run) == [1, 2]
+    assert find_run_orphans(run, grace_seconds=0).old == ()
+    assert remove_orphans(checkpoint, grace_seconds=0).removed == ()
+    assert load(checkpoint)["weight"].tolist() == [1, 1, 1]
+
+
+def test_many_jobs_at_a_time() -> None:
+    """Sixteen processes, simulated by stores that share nothing but the objects: all find the server right."""
+    memory = MemoryStore()
+    barrier = threading.Barrier(16)
+
+    def ask(_: int) -> None:
+        barrier.wait()
+        for _ in range(20):
+            probe(LaxStore(memory))
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(ask, range(16)))
+    assert keys(memory) == set()
+
+
+# ---- where it counts
+
+
+def begin(store: ObjectStore) -> None:
+    Job(store).begin(Note.of(1), borrow=False, deadline=Deadline(60))
+
+
+def save(store: ObjectStore) -> None:
+    dcp.save({"weight": torch.ones(3)}, storage_writer=RemoteWriter(store))
+
+
+@pytest.mark.parametrize("ignored", BOTH)
+@pytest.mark.parametrize("act", [begin, save])
+def test_nothing_is_written(act: Callable[[ObjectStore], None], ignored: str) -> None:
+    """A job that takes the fence, and a checkpoint by itself, which rests on creation alone."""
+    memory = MemoryStore()
+    store = LaxStore(memory, ignored)
+    if act is save and ignored == "If-Match":
+        act(store)
+        assert "manifest.json" in keys(memory)
+        return
+    with pytest.raises((StorageError, dcp.CheckpointException), match="ignores the condition"):
+        act(store)
+    assert keys(memory) == set()
+
+
+def test_an_overwrite_compares_versions() -> None:
+    """A checkpoint is here, and the server ignores `If-Match`: it stays as it is."""
+    memory = MemoryStore()
+    save(memory)
+    before = {key: found.data for key, found in memory.space.objects.items()}
+    with pytest.raises(dcp.CheckpointException, match="ignores the condition"):
+        dcp.save({"weight": torch.zeros(3)}, storage_writer=RemoteWriter(LaxStore(memory, "If-Match"), overwrite=True))
+    assert {key: found.data for key, found in memory.space.objects.items()} == before
+
+
+def test_what_keeps_a_run_tidy_asks_as_well() -> None:
+    """A change of the catalog, its recovery, and gc of a checkpoint by itself; of what is to be done, nothing is."""
+    run = a_run(1, 2)
+    checkpoint = MemoryStore()
+    save(checkpoint)
+    orphan = next(key for key in keys(checkpoint) if key.startswith("shards/")).replace("rank-00000", "rank-00001")
+    checkpoint.put(orphan, [b"x"])
+    for memory, act in (
+        (run, lambda store: swap(store, lambda catalog: catalog, deadline=Deadline(60))),
+        (run, lambda store: (run.space.objects.pop("catalog.json", None), recover(store))),
+        (checkpoint, lambda store: remove_orphans(store, grace_seconds=0)),
+    ):
+        before = keys(memory) - {"catalog.json"}
+        with pytest.raises(StorageError, match="ignores the condition"):
+            act(LaxStore(memory, "If-Match"))
+        assert keys(memory) - {"catalog.json"} == before
+
+
+# ---- servers
+
+
+def s3(ignored: frozenset[str]) -> Callable[[HttpRequest], HttpAnswer]:
+    """A server of what a probe needs of S3, one request at a time."""
+    objects: dict[str, bytes] = {}
+    lock = threading.Lock()
+
+    def etag(body: bytes) -> str:
+        return f'"{hashlib.md5(body).hexdigest()}"'  # S3's ETag
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        path = urlsplit(request.path).path
+        with lock:
+            body = objects.get(path)
+            if request.method == "PUT":
+                exists = body is not None and request.headers.get("if-none-match") == "*"
+                match = request.headers.get("if-match")
+                differs = match is not None and (body is None or match != etag(body))
+                if (exists and "If-None-Match" not in ignored) or (differs and "If-Match" not in ignored):
+                    return HttpAnswer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+                objects[path] = request.body
+                return HttpAnswer(headers={"ETag": etag(request.body)})
+            if request.method == "POST":  # of many keys
+                for key in re.findall(rb"<Key>(.*?)</Key>", request.body):
+                    objects.pop(f"/bucket/{key.decode()}", None)
+                return HttpAnswer(200, b"<DeleteResult></DeleteResult>")
+            return HttpAnswer(404)
+
+    return answer
+
+
+KEYS = {"key": "testing", "secret": "testing"}
+
+
+@pytest.mark.parametrize("ignored", [frozenset[str](), frozenset({"If-Match"}), frozenset({"If-None-Match"}), BOTH])
+@pytest.mark.parametrize("client", ["s3", "s3fs"])
+def test_servers(client: str, ignored: frozenset[str]) -> None:
+    """Over the wire, by both clients of S3; the right one lets a job begin."""
+    with scripted_server(s3(ignored)) as server:
+        if client == "s3":
+            store = open_store("s3://bucket/run", {**KEYS, "endpoint_url": server.endpoint_url, "region": "us-east-1"})
+        else:
+            file_system = S3FileSystem(**KEYS, endpoint_url=server.endpoint_url, skip_instance_cache=True)
+            store = open_fsspec_store(file_system, "bucket/run")
+        if ignored:
+            with pytest.raises(StorageError, match="ignores the condition"):
+                probe(store)
+        else:
+            probe(store)
+            asked = len(server.requests)
+            probe(store.child("elsewhere"))
+            assert len(server.requests) == asked
+        assert {request.path.rpartition("/")[0] for request in server.requests} >= {"/bucket/run/dcp-remote-probes"}
+
+
+def test_moto_is_right(s3_server: S3Server) -> None:
+    """A server of which nothing is known: found right, and nothing is left behind."""
+    s3_server.create_bucket("conditional-writes")
+    store = open_store("s3://conditional-writes/run", s3_server.storage_options)
+    store.put("other", [b""])
+    probe(store)
+    assert [info.key for info in store.list()] == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "known"),
+    [
+        ("s3://bucket", {"region": "eu-west-1"}, True),
+        ("s3://bucket", {"region": "cn-north-1"}, True),
+        (
+            "s3://bucket",
+            {"region": "us-east-1", "endpoint_url": "https://b.vpce-1.s3.us-east-1.vpce.amazonaws.com"},
+            True,
+        ),
+        ("s3://bucket", {"region": "us-east-1", "endpoint_url": "https://amazonaws.com.example"}, False),
+        ("s3://bucket", {"region": "us-east-1", "endpoint_url": "https://storage.googleapis.com"}, False),
+        ("s3://bucket", {"region": "us-east-1", "endpoint_url": "http://127.0.0.1:9000"}, False),
+        ("gs://bucket", {}, True),
+        ("gs://bucket", {"endpoint_url": "http://127.0.0.1:9000"}, False),
+        ("az://bucket", {"account_name": "a"}, True),
+        ("az://bucket", {"connection_string": "AccountName=a;AccountKey=k;EndpointSuffix=core.windows.net"}, True),
+        ("az://bucket", {"account_name": "a", "endpoint_url": "http://127.0.0.1:9000/a"}, False),
+    ],
+)
+def test_who_is_known(url: str, options: dict[str, object], known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clouds' own servers, by their names, and nobody else's; nothing is sent to find out."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_CONNECTION_STRING"):
+        monkeypatch.delenv(name, raising=False)
+    store = open_store(url, {**options, "anon": True})
+    unproven = store.child("run").unproven_server()  # type: ignore[attr-defined]  # of no part of the contract
+    assert (unproven is None) == known
+
+
+def test_an_endpoint_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where botocore finds another server, that one counts."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9000")
+    store = open_store("s3://bucket/run", {**KEYS, "region": "us-east-1"})
+    assert store.unproven_server() == "http://127.0.0.1:9000 bucket"  # type: ignore[attr-defined]  # see above
+
+
+def test_files_and_memory_are_known(tmp_path: Path) -> None:
+    """What has no server is not asked: the requests of a job that begins are as they were."""
+    for store in (RecordingStore(MemoryStore()), RecordingStore(open_store(tmp_path))):
+        probe(store)
+        assert store.calls == []
+
+
+def test_a_bad_profile_is_told_as_by_any_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The endpoint is looked for where credentials are, which can fail."""
+    with pytest.raises(InvalidArgumentError, match="nobody"):
+        probe(open_store("s3://bucket/run", {"profile_name": "nobody"}))
+
+
+def test_a_refusal_that_is_no_answer_to_the_condition() -> None:
+    """Denied: told as that, whatever the condition."""
+    answer = HttpAnswer(403, b"<Error><Code>AccessDenied</Code></Error>")
+    with scripted_server(lambda _: answer) as server:
+        store = open_store("s3://bucket/run", {**KEYS, "endpoint_url": server.endpoint_url, "region": "us-east-1"})
+        with pytest.raises(PermissionDeniedError, match=PROBES_PREFIX):
+            probe(store)
