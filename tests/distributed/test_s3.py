@@ -134,8 +134,18 @@ def test_one_strategy_loads_what_another_saved(
 
 
 def test_a_save_of_one_shard_is_three_requests(s3_server: S3Server, proxy: ScriptedServer, bucket: str) -> None:
-    """Counted at a proxy: a look, the shard, the manifest under a condition; a load is the manifest and a range."""
+    """Counted at a proxy: a look, the shard, the manifest under a condition; a load is the manifest and a range.
+
+    The first save of a process sees before its shard whether the server keeps to conditions: nothing is known of it.
+    """
     url, options = f"s3://{bucket}/one", behind(proxy, s3_server)
+    save(f"s3://{bucket}/first", options)
+    probe, again = proxy.requests[1:3]
+    assert probe.path == again.path
+    assert "/first/dcp-remote-probes/" in probe.path
+    assert probe.headers["if-none-match"] == again.headers["if-none-match"] == "*"
+    assert [request.method for request in proxy.requests] == ["GET", "PUT", "PUT", "POST", "PUT", "PUT"]
+    proxy.requests.clear()
     save(url, options)
     look, shard, manifest = proxy.requests
     assert sent([look, shard, manifest], bucket) == [
@@ -168,9 +178,14 @@ def save_and_load(url: str, options: Options) -> None:
 def test_ranks_ask_for_what_they_need_and_nothing_else(
     rank_pool: RankPool, s3_server: S3Server, proxy: ScriptedServer, bucket: str
 ) -> None:
-    """Four ranks: one look, a shard each, one manifest; then a manifest and a range each. No list, head, copy, part."""
+    """Four ranks: one look, a shard each, one manifest; then a manifest and a range each. No list, head, copy, part.
+
+    And once, by the coordinator alone, the three requests that see whether the server keeps to conditions.
+    """
     rank_pool.run(save_and_load, f"s3://{bucket}/four", behind(proxy, s3_server))
-    requests = sent(proxy.requests, bucket)
+    asked = [request for request in proxy.requests if "dcp-remote-probes" in request.path or request.method == "POST"]
+    assert [request.method for request in asked] == ["PUT", "PUT", "POST"]
+    requests = sent([request for request in proxy.requests if request not in asked], bucket)
     shards = [f"four/shards/0000{rank}" for rank in range(4)]
     assert requests[0] == "GET four/manifest.json"
     assert sorted(requests[1:5]) == [f"PUT {shard}" for shard in shards]

@@ -602,13 +602,16 @@ def recording_proxy(server: S3Server) -> Iterator[ScriptedServer]:
 def test_a_save_and_a_load(s3_server: S3Server) -> None:
     """`dcp.save` through s3fs is three requests; `dcp.load` gives the state back through it and through our own URL.
 
-    Every object is the same by both stores.
+    Every object is the same by both stores. The first save asks the server three times whether it keeps to conditions.
     """
     s3_server.create_bucket("saved-by-s3fs")
     state = {"model": {"weight": torch.arange(50_000.0).reshape(250, 200), "bias": torch.ones(7)}}
     url = "s3://saved-by-s3fs/run/step-1"
     with recording_proxy(s3_server) as proxy:
         store = open_fsspec_store(file_system(proxy), "saved-by-s3fs/run/step-1")
+        dcp.save(state, storage_writer=RemoteWriter(store.child("first")))
+        assert [request.method for request in proxy.requests] == ["GET", "PUT", "PUT", "POST", "PUT", "PUT"]
+        proxy.requests.clear()
         dcp.save(state, storage_writer=RemoteWriter(store))
         assert [request.method for request in proxy.requests] == ["GET", "PUT", "PUT"]
         assert [request.headers.get("if-none-match") for request in proxy.requests[1:]][-1] == "*"
