@@ -19,6 +19,7 @@ from dcp_remote.errors import (
     CorruptCheckpointError,
     DcpRemoteError,
     InvalidArgumentError,
+    PermissionDeniedError,
     StorageError,
     TransientStorageError,
 )
@@ -39,6 +40,7 @@ from dcp_remote.storage.cloud_failures import Asked, raise_failure
 from dcp_remote.storage.cloud_options import CloudOptions, S3Options, parse_options
 from dcp_remote.storage.conditional_writes import unproven_server
 from dcp_remote.storage.landing import nothing_lands
+from dcp_remote.storage.time_left import seconds_left
 from dcp_remote.storage.timeouts import Timeouts
 from dcp_remote.url import ParsedUrl, check_key, check_list_prefix
 
@@ -54,6 +56,9 @@ _CARRYING = frozenset({"put", "get_into"})
 
 # The largest request of S3's DeleteObjects; obstore sends less at a time where a store takes less.
 _DELETE_KEYS_MAX = 1000
+
+# So many keys that may not be deleted, and no other among them, mean that this client may delete nothing.
+_DENIED_KEYS = 4
 
 # A page of every store.
 _LIST_PAGE_KEYS = 1000
@@ -194,7 +199,8 @@ class CloudStore:
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         """See `ObjectStore.delete`. A request for each thousand keys on S3, each 256 on Azure, each one on Google.
 
-        A batch that fails is tried key by key, until one fails for now: then the rest is reported like that one.
+        A batch that fails is tried key by key, until one fails for now, a few from all over it are all denied, or the
+        caller's deadline passes: then the rest is reported like that.
         """
         for key in keys:
             self._path(key)
@@ -275,14 +281,22 @@ class CloudStore:
 
     def _pages(self, prefix: str, folder: str, offset: str) -> Iterator[ObjectMeta]:
         """What the store lists, page by page, with errors of ours."""
+        pages: Iterator[Sequence[ObjectMeta]] | None = None
+        limit_seconds = 0.0
 
-        def begin() -> Iterator[Sequence[ObjectMeta]]:
-            client = self._connections.client(download=True)
-            return iter(obstore.list(client, folder or None, offset=offset or None, chunk_size=_LIST_PAGE_KEYS))
+        def page() -> Sequence[ObjectMeta] | None:
+            nonlocal pages, limit_seconds
+            # A client keeps to one limit: near a deadline the listing begins anew behind its last key, with another.
+            if pages is None or self._connections.request_seconds() < limit_seconds:
+                limit_seconds = self._connections.request_seconds()
+                client = self._connections.client(download=True)
+                found = obstore.list(client, folder or None, offset=offset or None, chunk_size=_LIST_PAGE_KEYS)
+                pages = iter(found)
+            return next(pages, None)
 
-        pages = self._ask("list", prefix, begin)
-        while (page := self._ask("list", prefix, lambda: next(pages, None))) is not None:
-            yield from page
+        while (metas := self._ask("list", prefix, page)) is not None:
+            yield from metas
+            offset = metas[-1]["path"] if metas else offset
 
     def _delete_batch(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         paths = [self._path(key) for key in keys]
@@ -296,23 +310,37 @@ class CloudStore:
         return {}
 
     def _delete_singly(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        def request(key: str) -> None:
-            obstore.delete(self._connections.client(download=False, delete_singly=True), self._path(key))
-
-        def delete(key: str) -> None:
-            self._ask("delete", key, lambda: request(key))
-
+        # From all over the batch: the grant may be for a part of the keys.
+        sample = keys[:: max(1, (len(keys) - 1) // (_DENIED_KEYS - 1))]
         failed: dict[str, StorageError] = {}
-        for number, key in enumerate(keys):
-            try:
-                delete(key)
-            except FileNotFoundError:
-                continue  # absent counts as deleted
-            except TransientStorageError as error:
-                return failed | dict.fromkeys(keys[number:], error)
-            except StorageError as error:
+        of_the_rest: StorageError | None = None
+        for number, key in enumerate(dict.fromkeys([*sample, *keys])):
+            if of_the_rest is None and not seconds_left():
+                of_the_rest = TransientStorageError("The time was over before this was deleted.", url=self.url)
+            elif (
+                number == len(sample) and [type(error) for error in failed.values()] == [PermissionDeniedError] * number
+            ):
+                of_the_rest = failed[sample[0]]
+            error = of_the_rest or self._delete_one(key)
+            if isinstance(error, TransientStorageError):
+                of_the_rest = error
+            if error is not None:
                 failed[key] = error
         return failed
+
+    def _delete_one(self, key: str) -> StorageError | None:
+        """Why it could not be deleted; None if it is gone."""
+
+        def request() -> None:
+            obstore.delete(self._connections.client(download=False, delete_singly=True), self._path(key))
+
+        try:
+            self._ask("delete", key, request)
+        except FileNotFoundError:
+            return None  # absent counts as deleted
+        except StorageError as error:
+            return error
+        return None
 
     def _ask(self, verb: str, key: str, request: Callable[[], _Answer], *, settled_later: bool = False) -> _Answer:
         """Send a request, and raise what went wrong as an error of ours.

@@ -99,7 +99,7 @@ class Connections:
             botocore.exceptions.BotoCoreError: Profile, region or credentials cannot be read.
         """
         _refuse_after_fork()
-        seconds = min(self.timeouts.request_seconds(size_bytes), rounded_up(seconds_left()))
+        seconds = self.request_seconds(size_bytes)
         kind = (download, delete_singly, seconds)
         with self._lock:
             changes = self._credentials.changes if self._credentials is not None else 0
@@ -112,6 +112,10 @@ class Connections:
                     download=download, delete_singly=delete_singly, request_seconds=seconds
                 )
             return self._clients[kind]
+
+    def request_seconds(self, size_bytes: int = 0) -> float:
+        """The limit of a request of this size that begins now: it ends with the deadline of who waits for it."""
+        return min(self.timeouts.request_seconds(size_bytes), rounded_up(seconds_left()))
 
     def _open(self, *, download: bool, delete_singly: bool, request_seconds: float) -> Client:
         def http(endpoint_url: str | None, *, verify: bool | str | None) -> ClientConfig:

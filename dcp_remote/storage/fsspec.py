@@ -53,6 +53,7 @@ from dcp_remote.storage.fsspec_client import (
     translated,
 )
 from dcp_remote.storage.local import LocalStore
+from dcp_remote.storage.time_left import rounded_up, seconds_left
 from dcp_remote.storage.timeouts import Timeouts
 from dcp_remote.url import ParsedUrl, check_key, check_list_prefix, parse_url
 
@@ -385,7 +386,8 @@ class FsspecStore:
     ) -> _Answer:
         """Send a request, and raise what went wrong as an error of ours."""
         try:
-            return self._connection.run(request, seconds=Timeouts().request_seconds(size_bytes))
+            seconds = min(Timeouts().request_seconds(size_bytes), rounded_up(seconds_left()))
+            return self._connection.run(request, seconds=seconds)
         except DcpRemoteError:  # of ours already, though some are OSErrors and ValueErrors, too
             raise
         except Exception as error:  # noqa: BLE001  # `translate` has a row for everything

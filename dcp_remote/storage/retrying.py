@@ -190,7 +190,8 @@ class RetryingStore(WrappedStore):
         attempts = _Attempts(self._terms, self._named("list", prefix), self.url)
         while True:
             try:
-                for info in self._store.list(prefix, after=after):
+                infos = iter(self._store.list(prefix, after=after))
+                while (info := self._next(infos)) is not None:
                     after = info.key
                     attempts.begin_again()
                     yield info
@@ -217,6 +218,10 @@ class RetryingStore(WrappedStore):
             except TransientStorageError:
                 return failed | {key: attempts.last_error(error, key=key) for key, error in for_now.items()}
             keys = list(for_now)
+
+    def _next(self, infos: Iterator[ObjectInfo]) -> ObjectInfo | None:
+        with of_use_for(self._terms.deadline.remaining_seconds):
+            return next(infos, None)
 
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
         attempts = _Attempts(self._terms, request, self.url)

@@ -36,6 +36,7 @@ from dcp_remote.storage.base import Version
 from dcp_remote.storage.cloud import CloudStore, open_cloud_store
 from dcp_remote.storage.cloud_errors import chained, kind_of, translate
 from dcp_remote.storage.cloud_options import parse_options
+from dcp_remote.storage.time_left import of_use_for
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
 from dcp_remote.url import parse_url
 
@@ -555,6 +556,52 @@ def test_a_delete_that_fails_for_now() -> None:
     assert len(failed) == 100
     assert {type(error) for error in failed.values()} == {TransientStorageError}
     assert len(server.requests) == 3
+
+
+def test_a_delete_without_a_grant_ends_soon() -> None:
+    """Every key is denied, in S3's way: a batch, four keys alone, and the other 705 are reported like them."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if request.method == "POST":
+            failed = "".join(f"<Error><Key>run/{key}</Key><Code>AccessDenied</Code></Error>" for key in keys)
+            return HttpAnswer(200, f"<DeleteResult>{failed}</DeleteResult>".encode())
+        return HttpAnswer(403, body("AccessDenied"))
+
+    keys = [f"key-{number}" for number in range(709)]
+    with scripted_server(answer) as server:
+        failed = open_at(server.endpoint_url).delete(keys)
+    assert set(failed) == set(keys)
+    assert {type(error) for error in failed.values()} == {PermissionDeniedError}
+    assert [request.method for request in server.requests] == ["POST"] + ["DELETE"] * 4
+
+
+@pytest.mark.parametrize("denied", [{0, 1, 2, 3, 4}, {5, 6, 7, 8, 9}, set(range(9))])
+def test_a_delete_with_a_grant_for_some_keys(denied: set[int]) -> None:
+    """The first half of the keys is denied, the other, all but the last: what may be deleted is."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if request.method == "POST" or int(request.path[-1]) in denied:
+            return HttpAnswer(403, body("AccessDenied"))
+        return HttpAnswer(204)
+
+    with scripted_server(answer) as server:
+        failed = open_at(server.endpoint_url).delete([f"key-{number}" for number in range(10)])
+    assert set(failed) == {f"key-{number}" for number in denied}
+
+
+def test_a_delete_ends_at_the_deadline() -> None:
+    """One that comes to ask key by key, of which each takes time: after three of them the rest is reported."""
+    left = [3]
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        left[0] -= request.method == "DELETE"
+        return HttpAnswer(403, body("AccessDenied")) if request.method == "POST" else HttpAnswer(204)
+
+    with scripted_server(answer) as server, of_use_for(lambda: float(left[0])):
+        failed = open_at(server.endpoint_url).delete([f"key-{number}" for number in range(100)])
+    assert len(failed) == 97
+    assert {type(error) for error in failed.values()} == {TransientStorageError}
+    assert [request.method for request in server.requests] == ["POST", "DELETE", "DELETE", "DELETE"]
 
 
 @pytest.fixture

@@ -6,18 +6,22 @@ import math
 from collections.abc import Callable
 
 import pytest
+from s3fs import S3FileSystem
 
 from dcp_remote.errors import TransientStorageError
+from dcp_remote.storage import open_fsspec_store
 from dcp_remote.storage.base import Version
 from dcp_remote.storage.cloud import open_cloud_store
 from dcp_remote.storage.retrying import Deadline, RetryingStore
 from dcp_remote.storage.time_left import of_use_for, rounded_up, seconds_left
 from dcp_remote.storage.timeouts import Timeouts
-from dcp_remote.testing.servers import HttpAnswer, scripted_server
+from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 from dcp_remote.url import parse_url
 
 # So long that a test which waits for the end of a request does not end.
 FOREVER = Timeouts(floor_seconds=1e5, silence_seconds=1e5)
+
+KEYS = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
 
 VERBS: dict[str, Callable[[RetryingStore], object]] = {
     "head": lambda store: store.head("key"),
@@ -25,19 +29,63 @@ VERBS: dict[str, Callable[[RetryingStore], object]] = {
     "put": lambda store: store.put("key", [b"x"]),
     "create": lambda store: store.put("key", [b"x"], condition="absent"),
     "swap": lambda store: store.put("key", [b"x"], condition=Version('"abc"')),
+    "list": lambda store: list(store.list()),
 }
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_silent_store_is_left_at_the_deadline(verb: str) -> None:
     """No limit but that of half a second: the request ends, and nobody asks why it failed."""
-    keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
     with scripted_server(lambda _: HttpAnswer(silent=True)) as server:
-        options = {"endpoint_url": server.endpoint_url, **keys}
+        options = {"endpoint_url": server.endpoint_url, **KEYS}
         store = open_cloud_store(parse_url("s3://bucket/run"), options, timeouts=FOREVER)
         with pytest.raises(TransientStorageError):
             VERBS[verb](RetryingStore(store, Deadline(0.5)))
-        assert [request.path for request in server.requests] == ["/bucket/run/key"]
+        (request,) = server.requests
+        assert request.path == "/bucket/run/key" or "list-type" in request.path
+
+
+def test_each_page_of_a_listing_ends_at_the_deadline() -> None:
+    """A page, and when it is read little time is left and the store is silent: the listing began long before.
+
+    It goes on behind the last key, with a client of a lower limit.
+    """
+    keys = [f"{number:03}" for number in range(1000)]
+    entry = "<LastModified>2024-01-01T00:00:00Z</LastModified><ETag>e</ETag><Size>1</Size>"
+    page = "".join(f"<Contents><Key>run/{key}</Key>{entry}</Contents>" for key in keys)
+    page = f"<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>{page}"
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if "X-Amz-Signature" in request.path:  # a diagnosis
+            return HttpAnswer(404)
+        later = "start-after" in request.path or "continuation-token" in request.path
+        return HttpAnswer(200, f"<ListBucketResult>{page}</ListBucketResult>".encode(), silent=later)
+
+    left = [60.0]
+    with scripted_server(answer) as server, of_use_for(lambda: left[0]):
+        options = {"endpoint_url": server.endpoint_url, **KEYS}
+        infos = open_cloud_store(parse_url("s3://bucket/run"), options, timeouts=FOREVER).list()
+        assert [next(infos).key for _ in keys] == keys
+        left[0] = 0.5
+        with pytest.raises(TransientStorageError):
+            next(infos)
+    assert "start-after=run%2F999" in server.requests[1].path
+
+
+@pytest.mark.parametrize("verb", ["get", "put", "list"])
+def test_s3fs_is_left_at_the_deadline(verb: str) -> None:
+    """The same through s3fs's client, whose own limit is half a minute."""
+    with scripted_server(lambda _: HttpAnswer(silent=True)) as server:
+        filesystem = S3FileSystem(
+            key="testing",
+            secret="testing",
+            endpoint_url=server.endpoint_url,
+            config_kwargs={"read_timeout": 1e5},
+            skip_instance_cache=True,
+        )
+        store = open_fsspec_store(filesystem, "bucket/run")
+        with pytest.raises(TransientStorageError):
+            VERBS[verb](RetryingStore(store, Deadline(0.5)))
 
 
 def test_few_limits_serve_all() -> None:
