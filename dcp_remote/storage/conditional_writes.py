@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from dcp_remote.errors import ConditionFailedError, StorageError, TransientStorageError
@@ -117,13 +117,14 @@ def _refuses(
 
 
 def _delete(store: ObjectStore, key: str, deadline: Deadline) -> None:
+    failed: Mapping[str, StorageError]
     try:
         with of_use_for(lambda: min(_DELETE_SECONDS, deadline.remaining_seconds())):
             failed = store.delete([key])
     except StorageError as error:
         failed = {key: error}
-    for error in failed.values():
-        logger.info("%s/%s stays; delete it at any time. cause=%s", store.url, key, error)
+    for cause in failed.values():
+        logger.info("%s/%s stays; delete it at any time. cause=%s", store.url, key, cause)
 
 
 def _ignores(header: str, store: ObjectStore, server: str) -> StorageError:
