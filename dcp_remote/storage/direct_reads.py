@@ -11,6 +11,7 @@ One GET per range; a second one, by the other way, where the first is late (`pac
 from __future__ import annotations
 
 import http.client
+import re
 import ssl
 import threading
 import time
@@ -25,6 +26,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from dcp_remote.ranges import KiB
+from dcp_remote.storage.connecting import Connector
 from dcp_remote.storage.landing import require_wanted
 from dcp_remote.storage.pace import Pace
 from dcp_remote.storage.streams import StreamConnection
@@ -80,13 +82,22 @@ class DirectReads:
         verify: Of certificates: False accepts any, a path names a file of those to trust.
         connect_seconds: How long a connection may take to open.
         silence_seconds: How long an answer may pause.
+        connector: Opens the connections; None for one of its own.
     """
 
-    def __init__(self, *, verify: bool | str | None, connect_seconds: float, silence_seconds: float) -> None:
+    def __init__(
+        self,
+        *,
+        verify: bool | str | None,
+        connect_seconds: float,
+        silence_seconds: float,
+        connector: Connector | None = None,
+    ) -> None:
         """Opens nothing."""
         self._verify = verify
         self._connect_seconds = connect_seconds
         self._silence_seconds = silence_seconds
+        self._connector = connector or Connector()
         self._pace = Pace()
         self._lock = threading.Lock()
         self._context: ssl.SSLContext | None = None
@@ -133,7 +144,13 @@ class DirectReads:
                 pass  # while it was idle; or just now, and a new one will show it
         context = self._tls() if parts.scheme == "https" else None
         return self._read(
-            StreamConnection(parts.hostname or "", parts.port, context=context, connect_seconds=self._connect_seconds),
+            StreamConnection(
+                parts.hostname or "",
+                parts.port,
+                context=context,
+                connect_seconds=self._connect_seconds,
+                connector=self._connector,
+            ),
             asked,
         )
 
@@ -146,15 +163,14 @@ class DirectReads:
         try:
             watch.begin(partial(self._others.submit, asked.other_way) if asked.other_way is not None else None)
             connection.request("GET", asked.target, headers={"Range": f"bytes={start}-{start + len(buffer) - 1}"})
-            answer = connection.getresponse()
-            if answer.status in _BUSY:
-                said = answer.read(_REASON_BYTES_MAX).decode(errors="replace")
-                raise ConnectionError(f"The store answered {answer.status} {answer.reason}. {said}")
-            if not _is_range(answer, start, len(buffer)):
-                return False
-            if answer.readinto(buffer) < len(buffer):
-                raise ConnectionError("The answer ends too early.")
-            usable = not answer.will_close
+            with connection.getresponse() as answer:
+                if answer.status in _BUSY:
+                    raise ConnectionError(_busy(answer))
+                if not _is_range(answer, start, len(buffer)):
+                    return False
+                if answer.readinto(buffer) < len(buffer):
+                    raise ConnectionError("The answer ends too early.")
+                usable = not answer.will_close
         except http.client.HTTPException as error:
             if isinstance(error, ConnectionError):
                 raise
@@ -255,6 +271,13 @@ def _close(idle: list[tuple[float, tuple[str, str], StreamConnection]]) -> None:
     for _, _, connection in idle:
         connection.close()
     idle.clear()
+
+
+def _busy(answer: http.client.HTTPResponse) -> str:
+    """A text with status and error code, and nothing else of the answer: it may quote the request, a secret."""
+    status = HTTPStatus(answer.status)
+    code = re.search(r"<Code>\w{1,64}</Code>", answer.read(_REASON_BYTES_MAX).decode(errors="replace"))
+    return f"The store answered {status} {status.phrase}. {code[0] if code else ''}"
 
 
 def _is_range(answer: http.client.HTTPResponse, start: int, length: int) -> bool:

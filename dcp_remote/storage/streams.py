@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dcp_remote.ranges import KiB
+from dcp_remote.storage.connecting import Connector
 from dcp_remote.storage.landing import nothing_lands
 
 # How often a wait is interrupted to look around.
@@ -47,7 +48,7 @@ def _nothing() -> None:
 
 
 class ByteStream(io.RawIOBase):
-    """What a socket receives. Its `close` leaves the socket open: `http.client` closes it after each answer.
+    """What a socket receives. Its `close` leaves the socket open: the reader of an answer closes it with itself.
 
     Attributes:
         look: Called before each wait, and every `TICK_SECONDS` of it; what it raises ends the read, and the connection.
@@ -215,12 +216,30 @@ class TlsStream(ByteStream):
             self._sock.sendall(self._to_send.read())
 
 
+class _Answer(io.BufferedReader):
+    """What `http.client` reads one answer from."""
+
+    def __init__(self, stream: ByteStream, closed: Callable[[], None]) -> None:
+        super().__init__(stream)
+        self._say_closed = closed
+
+    def close(self) -> None:
+        super().close()
+        # Once: Python closes again what it deletes, as the stream below never says that it is closed.
+        say_closed, self._say_closed = self._say_closed, _nothing
+        say_closed()
+
+
 class _Sock:
-    """What `http.client` calls the socket of a connection."""
+    """What `http.client` calls the socket of a connection: open until that and all answers are closed.
+
+    Of a server that closes after its answer, `http.client` closes the connection before it reads the body.
+    """
 
     def __init__(self, sock: socket.socket, stream: ByteStream) -> None:
         self._sock = sock
         self._stream = stream
+        self._users = 1
 
     def sendall(self, data: Any) -> None:
         if isinstance(self._stream, TlsStream):
@@ -230,10 +249,13 @@ class _Sock:
 
     def makefile(self, _mode: str) -> io.BufferedReader:
         # One for each answer, as `http.client` expects: what came behind an answer is no part of the next.
-        return io.BufferedReader(self._stream)
+        self._users += 1
+        return _Answer(self._stream, self.close)
 
     def close(self) -> None:
-        self._sock.close()
+        self._users -= 1
+        if not self._users:
+            self._sock.close()
 
 
 class StreamConnection(http.client.HTTPConnection):
@@ -244,29 +266,38 @@ class StreamConnection(http.client.HTTPConnection):
         port: None for the scheme's own.
         context: For https; None for http.
         connect_seconds: What connecting, and then shaking hands, may take.
+        connector: Finds the host's addresses.
     """
 
-    def __init__(self, host: str, port: int | None, *, context: ssl.SSLContext | None, connect_seconds: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int | None,
+        *,
+        context: ssl.SSLContext | None,
+        connect_seconds: float,
+        connector: Connector,
+    ) -> None:
         """Opens nothing yet."""
         self.default_port = http.client.HTTP_PORT if context is None else http.client.HTTPS_PORT
         # With a port: it would look for one in an address of IPv6.
         super().__init__(host, self.default_port if port is None else port, timeout=connect_seconds)
         self._context = context
         self._connect_seconds = connect_seconds
+        self._connector = connector
         self._stream: ByteStream | None = None
 
     def connect(self) -> None:
         """See `http.client.HTTPConnection`."""
-        super().connect()
-        sock: socket.socket = self.sock
+        sock = self._connector.connect(self.host, self.port, seconds=self._connect_seconds)
         try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._context is None:
                 self._stream = ByteStream(sock)
             else:
                 self._stream = TlsStream(sock, self._context, self.host, seconds=self._connect_seconds)
         except BaseException:
             sock.close()
-            self.sock = None
             raise
         self.sock = _Sock(sock, self._stream)
 
