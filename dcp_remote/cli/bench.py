@@ -25,6 +25,7 @@ from dcp_remote.bench.probe import fresh_name, object_bytes, probe
 from dcp_remote.errors import InvalidArgumentError, StorageError
 from dcp_remote.ranges import MiB
 from dcp_remote.storage import ObjectStore, open_store
+from dcp_remote.storage.circuit_breaker import DirectCounts
 from dcp_remote.terminal import human_bytes, printable
 from dcp_remote.url import parse_url
 
@@ -104,6 +105,7 @@ def run(
         # Before anything is put: whoever kills this one knows what to delete.
         out.write(f"{place}: all below it is written, read and deleted\n")
         out.flush()
+        quick = _quick(url, storage_options, store)
         with _signals(place) as signals:
             found = probe(
                 store,
@@ -111,13 +113,14 @@ def run(
                 bytes_max=bytes_max,
                 seconds_max=seconds_max,
                 tell=tell,
-                quick=_quick(url, storage_options, store),
+                quick=quick,
                 unit=unit,
                 hold=signals.hold,
             )
-        document = _report(found, scheme=scheme, unit=unit, name=name)
+        direct = _direct_counts(store).plus(_direct_counts(quick))
+        document = _report(found, direct, scheme=scheme, unit=unit, name=name)
         file.write(json.dumps(document, indent=2) + "\n")
-    out.writelines(f"{line}\n" for line in _lines(found, unit))
+    out.writelines(f"{line}\n" for line in _lines(found, direct, unit))
     out.write(printable(f"report: {output}") + "\n")
     if found.objects_left:
         raise StorageError(
@@ -141,6 +144,15 @@ def _quick(url: str, storage_options: Mapping[str, object], store: ObjectStore) 
 
     timeouts = Timeouts(floor_seconds=_QUICK_SECONDS, silence_seconds=_QUICK_SECONDS)
     return open_cloud_store(parsed, storage_options, timeouts=timeouts)
+
+
+def _direct_counts(store: ObjectStore) -> DirectCounts:
+    """How ranges were read so far; zeros for files and memory."""
+    if parse_url(store.url).scheme in {"file", "memory"}:
+        return DirectCounts()
+    from dcp_remote.storage.cloud import CloudStore
+
+    return store.direct_counts if isinstance(store, CloudStore) else DirectCounts()
 
 
 @contextmanager
@@ -226,7 +238,7 @@ def _signals(place: str) -> Iterator[_Signals]:
         raise SystemExit(_SIGNALLED + signals.first)
 
 
-def _report(found: Probe, *, scheme: str, unit: Unit, name: str | None) -> dict[str, object]:
+def _report(found: Probe, direct: DirectCounts, *, scheme: str, unit: Unit, name: str | None) -> dict[str, object]:
     """For others: nothing of it says whose bucket this is, or who asked."""
     return {
         "dcp_remote": version("dcp-remote"),
@@ -236,10 +248,21 @@ def _report(found: Probe, *, scheme: str, unit: Unit, name: str | None) -> dict[
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "limit": limit(found, unit=unit),
         "measured": asdict(found),
+        "ranges_read": asdict(direct),
     }
 
 
-def _lines(found: Probe, unit: Unit) -> Iterator[str]:
+def _others(direct: DirectCounts) -> str:
+    """Why ranges were not read directly; empty if all were."""
+    if direct.direct == direct.ranges:
+        return ""
+    return (
+        f"; obstore read the others, at more CPU ({direct.refused} refused by the store, {direct.after_breaks} after "
+        f"broken connections, {direct.skipped} not tried: a pause after these, or a proxy)"
+    )
+
+
+def _lines(found: Probe, direct: DirectCounts, unit: Unit) -> Iterator[str]:
     first, later, slowest = (
         f"{1000 * seconds:.1f} ms"
         for seconds in (found.first_answer_seconds, found.answer_seconds, found.slow_answer_seconds)
@@ -250,6 +273,8 @@ def _lines(found: Probe, unit: Unit) -> Iterator[str]:
     yield f"create-if-absent     {said(found.creates_if_absent)}"
     yield f"compare-and-swap     {said(found.compares_and_swaps)}"
     yield f"requests sent again  {found.requests_again} of {found.requests}, {found.slow_downs} of them for their rate"
+    if direct.ranges:
+        yield f"ranges read directly {direct.direct} of {direct.ranges}{_others(direct)}"
     if found.up:
         yield f"\nobjects of {human_bytes(found.object_bytes)}"
         yield f"{f'{unit}s':<11}    up MiB/s  CPU s/GiB  down MiB/s  CPU s/GiB"

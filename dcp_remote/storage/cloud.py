@@ -34,6 +34,7 @@ from dcp_remote.storage.base import (
     quoted,
 )
 from dcp_remote.storage.budget import REFUSAL_SECONDS_MAX
+from dcp_remote.storage.circuit_breaker import DirectCounts
 from dcp_remote.storage.cloud_clients import FAILURES, Connections
 from dcp_remote.storage.cloud_errors import kind_of
 from dcp_remote.storage.cloud_failures import Asked, raise_failure
@@ -110,6 +111,11 @@ class CloudStore:
         """See `ObjectStore.capabilities`. All three clouds compare and swap, in their conditional PUT."""
         return _CAPABILITIES
 
+    @property
+    def direct_counts(self) -> DirectCounts:
+        """How this process read ranges of this store and its children; zeros but for S3 with credentials."""
+        return self._connections.direct_counts
+
     def child(self, prefix: str) -> CloudStore:
         """See `ObjectStore.child`."""
         return CloudStore(self._parsed.child(prefix), self._connections)
@@ -156,12 +162,15 @@ class CloudStore:
 
         def request() -> None:
             signed_with = self._connections.signs_with()
-            if self._connections.read_directly(path, start, buffer, by_obstore):
+            outcome = self._connections.read_directly(path, start, buffer, by_obstore)
+            if outcome == "read":
                 return
             try:
                 with nothing_lands():
                     data = by_obstore()
             except GenericError:
+                if outcome == "broken":
+                    raise  # the next attempt is direct again, and more is known of its answer
                 # 416 is one of the many things that this class stands for.
                 with nothing_lands():
                     size_bytes = self._connections.size_after_failure(path)
@@ -171,9 +180,9 @@ class CloudStore:
             if len(data) != len(buffer):
                 self._refuse_short(key, size_bytes=start + len(data), start=start, stop=stop)
             buffer[:] = data
-            # Or it was refused for what it was signed with.
-            if signed_with in (None, self._connections.signs_with()):
-                self._connections.direct_was_refused()
+            # Credentials that were renewed meanwhile: the old ones were refused, and not the way.
+            renewed = signed_with not in (None, self._connections.signs_with())
+            self._connections.was_read_otherwise(path, start, "skipped" if renewed else outcome)
 
         self._ask("get_into", key, request)
 

@@ -16,6 +16,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from dcp_remote.errors import InvalidArgumentError, TransientStorageError
 from dcp_remote.storage.budget import RequestBudget, shared_budget
+from dcp_remote.storage.circuit_breaker import CircuitBreaker, DirectCounts, Outcome
 from dcp_remote.storage.cloud_configs import azure_config, client_config, google_config, s3_config
 from dcp_remote.storage.cloud_credentials import S3Credentials, find_credentials
 from dcp_remote.storage.cloud_errors import chained, translate
@@ -53,10 +54,6 @@ _RENEWED_SECONDS = 5.0
 # A signed URL is used at once.
 _SIGNED_FOR = timedelta(minutes=10)
 
-# After so many reads in a row that only obstore could do, it is asked at once for so long.
-_DIRECT_REFUSALS_MAX = 3
-_DIRECT_AGAIN_SECONDS = 60.0
-
 # obstore's threads do not survive a fork, and a child that uses them waits for ever.
 _requesting_pid: int | None = None
 
@@ -82,8 +79,7 @@ class Connections:
         self._head_again_at = 0.0
         self._budget: RequestBudget | None = None
         self._direct: DirectReads | None = None
-        self._direct_refusals = 0
-        self._direct_again_at = 0.0
+        self._breaker = CircuitBreaker(parsed.bucket)
 
     def client(self, *, download: bool, size_bytes: int = 0, delete_singly: bool = False) -> Client:
         """The client for requests of about this size.
@@ -156,55 +152,62 @@ class Connections:
                 cause=reason.details.get("cause"),
             ) from chained(error, self.secrets())
 
-    def read_directly(self, path: str, start: int, buffer: memoryview, other_way: Callable[[], memoryview]) -> bool:
+    def read_directly(self, path: str, start: int, buffer: memoryview, other_way: Callable[[], memoryview]) -> Outcome:
         """Read a range of an object straight into `buffer`, by one GET; see `DirectReads.read`.
 
         Of S3 alone: on the others, to sign a URL costs a request with many a kind of credentials.
 
         Returns:
-            Whether it was read. If not, the content of `buffer` is undefined, and obstore is to be asked.
+            "read"; or why it was not: then the content of `buffer` is undefined, obstore is to be asked, and
+            `was_read_otherwise` called.
 
         Raises:
             ConnectionError: The store is too busy, or the connection broke.
             TimeoutError: The store was silent, or slow.
         """
-        if not self._tries_directly():
-            return False
+        if not self._reads_directly():
+            return "skipped"
+        part = (path, start)
+        way = self._breaker.way(part)
+        if way != "direct":
+            return way
         client = self.client(download=True, size_bytes=len(buffer))
         assert isinstance(client, S3Store)
+        direct = self._direct_reads()
+        if direct is None:
+            return "skipped"
         url = obstore.sign(client, "GET", path, _SIGNED_FOR)
         try:
-            direct = self._direct_reads(url)
-            seconds = self.timeouts.request_seconds(len(buffer))
             # Where the store is short of breath, nothing is sent twice.
             spare = self.budget.share() == 1
-            read = direct is not None and direct.read(
-                url, start, buffer, seconds=seconds, other_way=other_way if spare else None
-            )
+            seconds = self.timeouts.request_seconds(len(buffer))
+            if not direct.read(url, start, buffer, seconds=seconds, other_way=other_way if spare else None):
+                return "refused"
         except (ConnectionError, TimeoutError):
+            self._breaker.broke(part)
             raise
         except OSError:
-            return False  # names, certificates: obstore has its own, and its errors are known
-        if read:
-            self._direct_refusals = 0
-        return read
+            return "refused"  # names, certificates: obstore has its own, and its errors are known
+        self._breaker.was_read(part, "read")
+        return "read"
 
-    def _tries_directly(self) -> bool:
-        is_signed = isinstance(self.options, S3Options) and not self.options.anon
-        return is_signed and not is_reread() and time.monotonic() >= self._direct_again_at
+    def was_read_otherwise(self, path: str, start: int, outcome: Outcome) -> None:
+        """Note that obstore read what `read_directly` did not, and why not."""
+        if self._reads_directly():
+            self._breaker.was_read((path, start), outcome)
 
-    def direct_was_refused(self) -> None:
-        """Note that obstore read what `read_directly` did not: a redirect, say, or a signature not taken in a URL."""
-        if not self._tries_directly():
-            return  # it was not even asked
-        self._direct_refusals += 1
-        if self._direct_refusals >= _DIRECT_REFUSALS_MAX:
-            self._direct_again_at = time.monotonic() + _DIRECT_AGAIN_SECONDS
+    @property
+    def direct_counts(self) -> DirectCounts:
+        """How ranges were read so far; zeros where nothing is ever read directly."""
+        return self._breaker.counts
 
-    def _direct_reads(self, url: str) -> DirectReads | None:
+    def _reads_directly(self) -> bool:
+        return isinstance(self.options, S3Options) and not self.options.anon and not is_reread()
+
+    def _direct_reads(self) -> DirectReads | None:
         with self._lock:
-            if self._direct is None and not goes_through_a_proxy(url):
-                assert self._place is not None
+            assert self._place is not None
+            if self._direct is None and not goes_through_a_proxy(self._place.endpoint_url):
                 self._direct = DirectReads(
                     verify=self._place.verify,
                     connect_seconds=self.options.connect_timeout_seconds,

@@ -50,8 +50,41 @@ def test_measures_reports_and_cleans_up(s3_server: S3Server, report: Path, capsy
     assert told["limit"] in said
     assert told["name"] is None
     assert len(told["measured"]["up"]) == 5
+    # Small reads, with eight before them to open connections; one to warm up; and two objects for each connection.
+    assert told["ranges_read"] == {"direct": 135, "refused": 0, "broken": 0, "after_breaks": 0, "skipped": 0}
+    assert "ranges read directly 135 of 135\n" in said
     for secret in (bucket, "some/run", *map(str, s3_server.storage_options.values())):
         assert secret not in text or secret == "us-east-1"
+
+
+def test_ranges_that_are_not_read_directly(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A store that refuses signed URLs: the line says so, and by which way the ranges came."""
+    objects: dict[str, bytes] = {}
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        path, _, query = request.path.partition("?")
+        headers = {"ETag": '"1"', "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
+        if request.method == "PUT":
+            if path in objects and {"if-match", "if-none-match"} & set(request.headers):
+                return HttpAnswer(412)
+            objects[path] = request.body
+            return HttpAnswer(200, b"", headers)
+        if "X-Amz-Signature" in query:
+            return HttpAnswer(403)
+        if request.method == "POST":
+            return HttpAnswer(200, b"<DeleteResult></DeleteResult>")
+        if "range" not in request.headers:
+            return HttpAnswer(404)
+        first, last = map(int, request.headers["range"].removeprefix("bytes=").split("-"))
+        body = objects[path]
+        headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"
+        return HttpAnswer(206, body[first : last + 1], headers)
+
+    with scripted_server(answer) as server:
+        options = ["--endpoint-url", server.endpoint_url, "--option", "key=k1", "--option", "secret=s1"]
+        main(["bench", "s3://bucket/run", *options, "--option", "region=us-east-1", *BYTES, "--output", str(report)])
+    said = capsys.readouterr().out
+    assert "ranges read directly 0 of 135; obstore read the others, at more CPU (" in said
 
 
 def test_local_folder_and_a_name(tmp_path: Path, report: Path) -> None:

@@ -103,6 +103,11 @@ def sent(requests: list[HttpRequest], bucket: str) -> list[str]:
     ]
 
 
+def assert_direct(requests: list[HttpRequest]) -> None:
+    """All ranges were asked for by signed URLs: none was left to obstore."""
+    assert all("X-Amz-Signature" in request.path for request in requests if "range" in request.headers)
+
+
 def failure(error: CheckpointException) -> BaseException:
     """What was raised on the only rank."""
     assert list(error.failures) == [0]
@@ -160,6 +165,7 @@ def test_a_save_of_one_shard_is_three_requests(s3_server: S3Server, proxy: Scrip
     proxy.requests.clear()
     assert_same(full(load(url, storage_options=options)["model"]), full(STATE))
     assert sent(proxy.requests, bucket) == ["GET one/manifest.json", "GET one/shards/00000"]
+    assert_direct(proxy.requests)
 
 
 def sharded(factor: int) -> dict[str, Any]:
@@ -191,6 +197,7 @@ def test_ranks_ask_for_what_they_need_and_nothing_else(
     assert sorted(requests[1:5]) == [f"PUT {shard}" for shard in shards]
     assert requests[5] == "PUT four/manifest.json"
     assert sorted(requests[6:]) == ["GET four/manifest.json"] * 4 + [f"GET {shard}" for shard in shards]
+    assert_direct(proxy.requests)
 
 
 def test_safetensors_opens_every_shard(rank_pool: RankPool, s3_server: S3Server, bucket: str, tmp_path: Path) -> None:

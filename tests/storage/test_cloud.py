@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.storage.circuit_breaker import DirectCounts
 from dcp_remote.storage.cloud import CloudStore, open_cloud_store
 from dcp_remote.storage.cloud_options import S3Options, parse_options
 from dcp_remote.storage.s3_place import resolve_s3
@@ -62,10 +63,12 @@ class TestS3OnMoto(StoreSuite):
     version_is_digest = True
 
     @pytest.fixture
-    def store(self, s3_server: S3Server) -> ObjectStore:
+    def store(self, s3_server: S3Server) -> Iterator[ObjectStore]:
         bucket = f"suite-{uuid.uuid4().hex}"
         s3_server.create_bucket(bucket)
-        return open_cloud_store(parse_url(f"s3://{bucket}"), s3_server.storage_options)
+        store = open_cloud_store(parse_url(f"s3://{bucket}"), s3_server.storage_options)
+        yield store
+        assert store.direct_counts == DirectCounts(direct=store.direct_counts.ranges)
 
     @pytest.fixture(autouse=True)
     def _look_past(self, raw_s3: Any) -> None:

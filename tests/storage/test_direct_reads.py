@@ -7,6 +7,7 @@ import math
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,7 +20,7 @@ import pytest
 from dcp_remote.bench.server import BenchServer, bench_server
 from dcp_remote.errors import StorageError, TransientStorageError
 from dcp_remote.ranges import KiB, MiB
-from dcp_remote.storage import cloud_clients, streams
+from dcp_remote.storage import streams
 from dcp_remote.storage.cloud import CloudStore, open_cloud_store
 from dcp_remote.storage.direct_reads import DirectReads
 from dcp_remote.storage.pace import LATE_SECONDS_MIN, SAMPLES_MIN, Pace
@@ -154,7 +155,7 @@ def test_other_answers_are_left_to_obstore(status: int) -> None:
     assert [is_direct(request) for request in server.requests] == [True, False] * 3 + [False] * 7
 
 
-def test_it_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_tried_again_after_a_while() -> None:
     """A store that took no signed URL for a while: directly again, a minute later by the clock."""
     refuses = [True]
 
@@ -167,8 +168,7 @@ def test_it_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> Non
             read(store, 0, 100)
         refuses.clear()
         assert not is_direct(server.requests[-1])
-        monkeypatch.setattr(cloud_clients, "_DIRECT_AGAIN_SECONDS", 0.0)
-        store._connections._direct_again_at = 0.0
+        store._connections._breaker._clock = lambda: time.monotonic() + 60
         assert read(store, 0, 100) == DATA[:100]
         assert is_direct(server.requests[-1])
 
