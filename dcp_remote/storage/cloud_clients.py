@@ -17,7 +17,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from dcp_remote.errors import InvalidArgumentError, TransientStorageError
 from dcp_remote.storage.budget import RequestBudget, shared_budget
 from dcp_remote.storage.circuit_breaker import CircuitBreaker, DirectCounts, Outcome
-from dcp_remote.storage.cloud_configs import azure_config, client_config, google_config, s3_config
+from dcp_remote.storage.cloud_configs import azure_config, client_config, google_config, one_host, s3_config
 from dcp_remote.storage.cloud_credentials import S3Credentials, find_credentials
 from dcp_remote.storage.cloud_errors import chained, translate
 from dcp_remote.storage.cloud_options import CloudOptions, GoogleOptions, S3Options, secrets_of
@@ -130,10 +130,13 @@ class Connections:
                 place = self._place = self._place or resolve_s3(self._bucket, options)
                 if self._credentials is None and not options.anon:
                     self._credentials = find_credentials(place, self._bucket)
+                network = http(place.endpoint_url, verify=place.verify)
+                if not goes_through_a_proxy(place.endpoint_url):
+                    network.update(one_host(place.endpoint_url))
                 return S3Store(
                     self._bucket,
                     config=s3_config(options, place, delete_singly=delete_singly),
-                    client_options=http(place.endpoint_url, verify=place.verify),
+                    client_options=network,
                     retry_config=_ONCE,
                     credential_provider=self._credentials,
                 )

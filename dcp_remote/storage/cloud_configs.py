@@ -5,6 +5,8 @@ What options leave open comes for S3 of botocore (`s3_place`), for the others fr
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,6 +63,18 @@ def client_config(
                 path=verify,
             ) from error
     return config
+
+
+def one_host(endpoint_url: str) -> ClientConfig:
+    """Settings that keep an obstore client from following redirects to hosts other than that of a URL.
+
+    obstore follows redirects of GET, HEAD, DELETE and 303, with the session token, and has no setting against it. So
+    all other hosts get a proxy at which nobody can listen. Redirects to another port of the same host are followed.
+    """
+    host = urlsplit(endpoint_url).hostname or ""
+    with suppress(OSError):  # a name, or IPv6
+        host = socket.inet_ntoa(socket.inet_aton(host))  # obstore spells 127.1 so, too
+    return {"proxy_url": "http://127.0.0.1:0", "proxy_excludes": host}
 
 
 def s3_config(options: S3Options, place: S3Place, *, delete_singly: bool) -> S3Config:

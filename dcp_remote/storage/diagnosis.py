@@ -99,7 +99,8 @@ def diagnose_s3(
         status=answer.status_code,
         code=code_in(body) or "",
         answered_region=answer.headers.get("x-amz-bucket-region")
-        or first_match(r"<Region>([\w-]{1,64})</Region>", body),
+        or first_match(r"<Region>([\w-]{1,64})</Region>", body)
+        or first_match(r"\.([a-z]{2}-[a-z-]+-\d+)\.amazonaws\.com", answer.headers.get("Location", "")),
         place=place,
         bucket=bucket,
         listing=listing,

@@ -1,0 +1,129 @@
+"""A store that redirects to another host: what that host is told, and whether what it answers is believed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+
+from dcp_remote import latest, load
+from dcp_remote.errors import DcpRemoteError, StorageError
+from dcp_remote.storage.cloud import CloudStore, open_cloud_store
+from dcp_remote.testing.servers import HttpAnswer, HttpRequest, ScriptedServer, scripted_server
+from dcp_remote.url import parse_url
+
+HEADERS = {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT", "ETag": '"abc"'}
+STATUSES = [301, 302, 303, 307, 308]
+
+VERBS: dict[str, Callable[[CloudStore], object]] = {
+    "head": lambda store: store.head("key"),
+    "get": lambda store: store.get("key", limit_bytes=10),
+    "get_into": lambda store: store.get_into("key", 0, memoryview(bytearray(4))),
+    "put": lambda store: store.put("key", [b"x"]),
+    "create": lambda store: store.put("key", [b"x"], condition="absent"),
+    "list": lambda store: list(store.list()),
+    "delete": lambda store: _raise_first(store.delete(["key"])),
+    "explain": lambda store: _raise_text(store.explain_missing()),
+}
+
+
+def _raise_first(failed: dict[str, StorageError]) -> None:
+    raise next(iter(failed.values()))
+
+
+def _raise_text(text: str | None) -> None:
+    assert text is not None
+    raise StorageError(text)
+
+
+def believable(request: HttpRequest) -> HttpAnswer:
+    """What an object store answers that has everything."""
+    if "range" in request.headers:
+        return HttpAnswer(206, b"evil", {**HEADERS, "Content-Range": "bytes 0-3/4"})
+    if "list-type" in request.path:
+        return HttpAnswer(200, b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>", HEADERS)
+    if "delete" in request.path:
+        return HttpAnswer(200, b"<DeleteResult></DeleteResult>")
+    return HttpAnswer(200, json.dumps({}).encode(), HEADERS)
+
+
+@contextmanager
+def redirecting(status: int, **headers: str) -> Iterator[tuple[dict[str, object], ScriptedServer]]:
+    """Options for a store that redirects everything, and the other host: by another name, at which it listens."""
+    with scripted_server(believable) as other:
+        location = f"http://localhost:{urlsplit(other.endpoint_url).port}/elsewhere"
+
+        def answer(request: HttpRequest) -> HttpAnswer:
+            target = location + ("?list-type=2" if "list-type" in request.path else "")
+            return HttpAnswer(status, b"", {"Location": target, **headers})
+
+        with scripted_server(answer) as server:
+            keys = {"key": "testing", "secret": "a-secret-key", "token": "a-session-token", "region": "us-east-1"}
+            yield {"endpoint_url": server.endpoint_url, **keys}, other
+
+
+@pytest.mark.parametrize("status", STATUSES)
+@pytest.mark.parametrize("verb", VERBS)
+def test_nothing_is_asked_of_another_host(verb: str, status: int) -> None:
+    """Every verb, every kind of redirect: the call fails, and the other host hears nothing at all."""
+    with redirecting(status) as (options, other):
+        store = open_cloud_store(parse_url("s3://bucket/run"), options)
+        with pytest.raises(StorageError, match="sends requests elsewhere"):
+            VERBS[verb](store)
+        assert other.requests == []
+
+
+@pytest.mark.parametrize("anon", [False, True])
+@pytest.mark.parametrize("read", [latest, load])
+def test_no_catalog_or_manifest_comes_from_another_host(read: Callable[..., object], *, anon: bool) -> None:
+    """As users read them, with credentials and without: an error, and the other host hears nothing."""
+    with redirecting(307) as (options, other):
+        given = {"endpoint_url": options["endpoint_url"], "anon": True} if anon else options
+        with pytest.raises(DcpRemoteError, match="sends requests elsewhere"):
+            read("s3://bucket/run", storage_options=given)
+        assert other.requests == []
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-amz-bucket-region": "eu-central-1"},
+        {"Location": "https://bucket.s3.eu-central-1.amazonaws.com/run/key"},
+        {"Location": "https://s3.dualstack.eu-central-1.amazonaws.com/bucket/run/key"},
+    ],
+    ids=["named", "in the host", "in the dual host"],
+)
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_redirect_to_another_region_names_it(verb: str, headers: dict[str, str]) -> None:
+    """The region to set, from a header or from where the redirect leads; nobody goes there."""
+    with redirecting(307, **headers) as (options, other):
+        store = open_cloud_store(parse_url("s3://bucket/run"), options)
+        with pytest.raises(StorageError, match="to 'eu-central-1'"):
+            VERBS[verb](store)
+        assert other.requests == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST", "127.1"])
+def test_the_host_itself_is_reached(host: str) -> None:
+    """In every spelling that is usual."""
+    with scripted_server(believable) as server:
+        endpoint_url = f"http://{host}:{urlsplit(server.endpoint_url).port}"
+        store = open_cloud_store(
+            parse_url("s3://bucket/run"), {"endpoint_url": endpoint_url, "key": "k", "secret": "s", "region": "r"}
+        )
+        assert store.get("key", limit_bytes=10).data == b"{}"
+        assert len(server.requests) == 1
+
+
+def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests go through it, as before; what it answers is the store's answer."""
+    with scripted_server(believable) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.endpoint_url)
+        store = open_cloud_store(
+            parse_url("s3://bucket/run"), {"endpoint_url": "http://storage.invalid", "anon": True, "region": "r"}
+        )
+        assert store.get("key", limit_bytes=10).data == b"{}"
+        assert proxy.requests[0].path.startswith("http://storage.invalid/")
