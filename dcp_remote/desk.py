@@ -1,32 +1,30 @@
-"""The coordinator's side of saves into a run: asked before, told after, and what keeps the run tidy.
+"""The coordinator's side of saves into a run: asked before, told after.
 
 What ranks exchange is carried by a `Joint`; here is what the coordinator answers.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dcp_remote.assembly import Planned, left_out
-from dcp_remote.catalog import BeginAgainError, Catalog
-from dcp_remote.errors import CommitUnknownError, DcpRemoteError, InvalidArgumentError
+from dcp_remote.catalog import BeginAgainError, Catalog, Entry
+from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.joint import Joint
 from dcp_remote.report import RankReport
 from dcp_remote.retention import Retention
 from dcp_remote.run_save import Begun, Job, Note
 from dcp_remote.saving import assembled
-from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.retrying import Deadline
-from dcp_remote.upkeep import Upkeep
+from dcp_remote.tidying import Tidying
 
-logger = logging.getLogger(__name__)
-
-# Of retiring after a save; what is not done by then is done after the next one.
-_TIDY_SECONDS = 600.0
+# What a commit waits for the deletions of the save before, and which share of its time: a store that is slower at
+# deleting than this job at saving would else fill up without a bound.
+_WAIT_SECONDS = 5.0
+_WAIT_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +59,18 @@ class Desk:
         job: This job's side of the run.
         retention: What to keep; None keeps everything.
         dedup: Whether shards of earlier checkpoints are named again.
+
+    Attributes:
+        tidying: Deletes what a commit, or one that failed, leaves.
     """
 
-    def __init__(self, store: ObjectStore, job: Job, *, retention: Retention | None, dedup: bool) -> None:
+    def __init__(self, store: CountingStore, job: Job, *, retention: Retention | None, dedup: bool) -> None:
         """See the class; no request is made."""
         self._store = store
         self.job = job
-        self._retention = retention
         self._dedup = dedup
-        self._upkeep = Upkeep(store)
-        self._catalog: Catalog | None = None  # as the last commit left it
-        self._tidying = threading.Lock()
+        # Its requests are none of a save's, beside which it makes them.
+        self.tidying = Tidying(store.uncounted, retention)
 
     def begin(self, notes: Sequence[Note], deadline: Deadline, *, borrow: bool = True) -> Begun:
         """Begin a save of all ranks.
@@ -109,39 +108,44 @@ class Desk:
         manifest, body = assembled(
             planned, reports, url=self._store.url, save_id=begun.save_id, run=begun.run, user=user
         )
+        joint.note("waiting until old checkpoints are deleted")
+        self.tidying.wait(min(_WAIT_SECONDS, _WAIT_SHARE * joint.deadline.remaining_seconds()))
         joint.note("committing")
         joint.no_return()
+        put = [key for report in reports for key in report.shards.keys[: report.put]]
+        replaced: dict[str, Entry] = {}
+
+        def look(now: Catalog) -> None:
+            there = now.at(begun.run.step)
+            if there is not None and there.save_id != begun.save_id:
+                replaced[there.manifest] = there
+
         try:
-            self._catalog, entry = self.job.commit(
-                begun, body, size_bytes=manifest.total_bytes, deadline=joint.deadline
+            catalog, entry = self.job.commit(
+                begun, body, size_bytes=manifest.total_bytes, deadline=joint.deadline, look=look
             )
-        except BeginAgainError as error:
-            return Again(str(error))
-        self._upkeep.remember(entry.manifest, manifest.shards.keys)
+        except BaseException as error:
+            self.failed(begun, put, replaced=replaced.values())
+            if isinstance(error, BeginAgainError):
+                return Again(str(error))
+            raise
+        self.tidying.committed(
+            catalog,
+            entry,
+            manifest.shards.keys,
+            replaced=replaced.values(),
+            unnamed=set(put).difference(manifest.shards.keys),
+        )
         return Committed(entry.save_id, entry.manifest, manifest.total_bytes, left_out(manifest, reports))
 
-    def tidy(self, stop: Callable[[], bool]) -> None:
-        """Retire what retention lets go, and delete what no checkpoint names any more.
-
-        Never raises for what the store does: the run is whole without it, and the next time does it.
+    def failed(self, begun: Begun, put: Iterable[str], *, replaced: Iterable[Entry] = ()) -> None:
+        """Have deleted what a save put that failed, or whose end is not known: once it is certain that it did.
 
         Args:
-            stop: Asked between requests: a save begins, and nothing is deleted beside it.
+            begun: The save.
+            put: Keys of its shards.
+            replaced: Entries that lay at its step before.
         """
-        if not self._tidying.acquire(blocking=False):
-            # A thread that was left behind is stuck with these: it keeps them.
-            self._upkeep, self._tidying = Upkeep(self._store), threading.Lock()
-            self._tidying.acquire()
-        upkeep, tidying, deadline = self._upkeep, self._tidying, Deadline(_TIDY_SECONDS)
-        try:
-            if self._retention is not None and not stop():
-                applied = upkeep.apply(self._retention, deadline=deadline, catalog=self._catalog)
-                if applied.retired or applied.thinned:
-                    logger.info("%s: retired %s, thinned %s", self._store.url, applied.retired, applied.thinned)
-            upkeep.delete(deadline=deadline, stop=stop)
-        except CommitUnknownError as error:
-            logger.warning("%s: it is not known whether checkpoints were retired: %s", self._store.url, error)
-        except DcpRemoteError as error:
-            logger.warning("%s: old checkpoints were not retired, and will be later: %s", self._store.url, error)
-        finally:
-            tidying.release()
+        run = begun.run
+        entry = Entry(run.step, begun.save_id, begun.manifest, 0, created="", token=run.token, began=run.revision)
+        self.tidying.failed(run.run_id, entry, put, replaced=replaced)

@@ -54,6 +54,7 @@ class Ending:
         error: Why it was cancelled; None if it was not.
         lost: It was cancelled, and what the coordinator did last nobody knows here.
         past_return: The coordinator's: nothing but the deadline ends it.
+        ended_before_commit: The coordinator has said that it ended it, and was not committing yet; not its own.
         left: This rank does not take part any more.
         met: All have met in a round: the number is right.
         time: Passes at the deadline.
@@ -88,6 +89,7 @@ class Ending:
         self.error: DcpRemoteError | None = None
         self.lost = False
         self.past_return = False
+        self.ended_before_commit = False
         self.left = False
         self.met = False
         self._last_look = clock()
@@ -168,6 +170,7 @@ class Ending:
             if is_coordinator:
                 self.end(end.error(self.failed))
             else:
+                self.ended_before_commit = not end.lost and not end.past_return
                 self.cancel(end.error(self.failed), lost=end.lost)
         elif self._move(place, place.number + 1) and is_coordinator:
             everybody = range(1, self._party.world_size)
@@ -247,7 +250,8 @@ class Ending:
         """The coordinator tells all; another rank tells the coordinator."""
         if self._pulse is not None:
             key = self.place.verdict if self._party.is_coordinator else self.place.failed
-            end = pickle.dumps(End("" if whatever else self.what, str(error), pickle.dumps(error), lost))
+            what, data = "" if whatever else self.what, pickle.dumps(error)
+            end = pickle.dumps(End(what, str(error), data, lost, self.past_return))
             self._pulse.tell(lambda client: client.put_first(key, end))
 
     def crossing(self, error: BaseException) -> DcpRemoteError:

@@ -22,7 +22,7 @@ _LOOK_SECONDS = 0.5
 # behind; it can do no harm any more, as the joint takes nothing from it.
 _UNWIND_SECONDS = 2.0
 
-# What the next save waits for what is being deleted at that moment.
+# What the next save waits for the thread of one that was given up.
 _STOP_SECONDS = 30.0
 
 # What closing gives to deleting old checkpoints; the rest is left to `dcp-remote gc`.
@@ -36,8 +36,8 @@ class Flight:
         joint: Of all ranks.
         saver: This rank's.
         task: What to save.
-        desk: The coordinator's side; None on other ranks. It tidies up when the save is committed.
-        before: The flight before this one, which is settled and may be tidying up.
+        desk: The coordinator's side; None on other ranks.
+        before: The flight before this one, which is settled; its thread may be stuck.
     """
 
     def __init__(self, joint: Joint, saver: RankSaver, task: Task, desk: Desk | None, before: Flight | None) -> None:
@@ -45,7 +45,7 @@ class Flight:
         self._joint, self._saver, self._desk = joint, saver, desk
         self._task = task
         self._before = before
-        self._settled, self._stop = threading.Event(), threading.Event()
+        self._settled = threading.Event()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         # A daemon: one that is stuck must not keep the process. `CheckpointManager` waits for it at exit.
@@ -102,9 +102,10 @@ class Flight:
             self._settled.set()
 
     def finish(self) -> None:
-        """Wait until it has also tidied up, but not for ever."""
+        """Wait until its thread has ended and old checkpoints are deleted, but not for ever."""
+        end_seconds = time.monotonic() + _FINISH_SECONDS
         self._thread.join(_FINISH_SECONDS)
-        self._stop.set()
+        self._saver.tidying.finish(max(0.0, end_seconds - time.monotonic()))
 
     def _saved(self) -> SaveReport:
         try:
@@ -117,7 +118,6 @@ class Flight:
 
     def _run(self) -> None:
         if self._before is not None:
-            self._before._stop.set()
             self._before._thread.join(_STOP_SECONDS)
             self._before = None
         operation = self._task.operation
@@ -132,11 +132,3 @@ class Flight:
         # And with it the copy of the state, which the next save must not find beside its own.
         del self._task
         self._settled.set()
-        if self._desk is not None and self._report is not None:
-            self._tidy(self._desk)
-
-    def _tidy(self, desk: Desk) -> None:
-        try:
-            desk.tidy(self._stop.is_set)
-        except Exception:
-            logger.exception("old checkpoints were not retired")  # nobody waits for this any more

@@ -141,6 +141,13 @@ class Joint:
         """The coordinator's: it is committing, and how that ends is not known before it has."""
         return self._ending.past_return
 
+    @property
+    def ended_before_commit(self) -> bool:
+        """It failed, and it is certain that the coordinator neither commits nor ever will."""
+        if self._party.is_coordinator:
+            return not self._ending.past_return
+        return self._ending.ended_before_commit
+
     def note(self, text: str) -> None:
         """What this rank is doing now; shown to the others should it fall silent, or be late."""
         if self._pulse is not None and not self._ending.left:

@@ -75,12 +75,14 @@ class End:
         text: Of the error.
         data: The error, pickled apart: its class may be known on one rank alone.
         lost: Nobody but the coordinator knows what it did last.
+        past_return: The coordinator was committing already.
     """
 
     what: str
     text: str
     data: bytes
     lost: bool
+    past_return: bool
 
     def error(self, failed: type[DcpRemoteError]) -> DcpRemoteError:
         """The error, or one that says the same."""

@@ -118,12 +118,14 @@ class Begun:
         run: What its manifest says of the run.
         borrowed: save_id and manifest key of the checkpoint whose shards may be named again; None if of none.
         before: The save_id at this step that it was told to overwrite; None if none is there.
+        manifest: Key under which its manifest will be put; no other save writes this name.
     """
 
     save_id: str
     run: RunInfo
     borrowed: tuple[str, str] | None
     before: str | None
+    manifest: str
 
 
 def warn_of_going_back(catalog: Catalog, entry: Entry, *, url: str) -> None:
@@ -240,9 +242,18 @@ class Job:
             ),
             borrowed=(base.save_id, base.manifest) if base is not None else None,
             before=there.save_id if there is not None and note.overwrite else None,
+            manifest=manifest_key(revision=catalog.revision, step=note.step),
         )
 
-    def commit(self, begun: Begun, body: bytes, *, size_bytes: int, deadline: Deadline) -> tuple[Catalog, Entry]:
+    def commit(
+        self,
+        begun: Begun,
+        body: bytes,
+        *,
+        size_bytes: int,
+        deadline: Deadline,
+        look: Callable[[Catalog], object] = lambda _: None,
+    ) -> tuple[Catalog, Entry]:
         """Put the manifest and swap the catalog: when this returns, the checkpoint exists.
 
         Costs two PUTs and a GET. Killed at any moment, the catalog is the old or the new one; what no live checkpoint
@@ -253,6 +264,7 @@ class Job:
             body: The manifest; it carries `begun.save_id` and `begun.run`.
             size_bytes: Of the shards that it names.
             deadline: Until when an unclear answer is pursued.
+            look: Called with each catalog that the commit was decided on.
 
         Returns:
             The catalog that holds it, and its entry there.
@@ -266,15 +278,14 @@ class Job:
             StorageError: The store refused; nothing was committed.
         """
         run = begun.run
-        key = manifest_key(revision=run.revision, step=run.step)
         # Nobody else writes this name, and nobody reads it before the swap: it may be sent as often as it takes.
-        RetryingStore(self._store, deadline, sleep=self._sleep).put(key, [body])
+        RetryingStore(self._store, deadline, sleep=self._sleep).put(begun.manifest, [body])
         # If this was held up for so long, whoever waited has given up: nothing is to be committed behind his back.
         self._require_time(deadline)
         entry = Entry(
             step=run.step,
             save_id=begun.save_id,
-            manifest=key,
+            manifest=begun.manifest,
             size_bytes=size_bytes,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             token=run.token,
@@ -283,8 +294,13 @@ class Job:
             metrics=run.metrics,
         )
         attempt = Attempt(entry, run.run_id, before=begun.before, borrowed=begun.borrowed, abandons=self._went_on_from)
+
+        def change(now: Catalog) -> Catalog | None:
+            look(now)
+            return committed(now, attempt)
+
         try:
-            catalog = self._swap(lambda now: committed(now, attempt), deadline)
+            catalog = self._swap(change, deadline)
         except FencedError as error:
             self._outranked = error
             raise

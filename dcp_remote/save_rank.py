@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
@@ -47,6 +48,7 @@ from dcp_remote.shard_writer import write_shards
 from dcp_remote.storage.counting import CountingStore, Counts
 from dcp_remote.telemetry import Operation
 from dcp_remote.terminal import counted, human_bytes
+from dcp_remote.tidying import Tidying
 from dcp_remote.turns import short_turns
 from dcp_remote.uploads import Uploads
 
@@ -124,6 +126,7 @@ class _Part(NamedTuple):
     key: str | None
     is_regular: bool
     digests: Digests
+    unclear: list[tuple[Begun, tuple[str, ...]]]
 
 
 class _Beginning(NamedTuple):
@@ -149,6 +152,9 @@ class RankSaver:
         desk: The coordinator's side; None on other ranks.
         memory_budget_bytes: Bound of the copies in memory beyond the state.
         allow_pickle: Also store objects that only code can load.
+
+    Attributes:
+        tidying: Deletes what this rank's saves leave.
     """
 
     def __init__(
@@ -164,9 +170,12 @@ class RankSaver:
         self._ranks = ranks
         self._store = store
         self._desk = desk
+        self.tidying = Tidying(store.uncounted) if desk is None else desk.tidying
         self._memory_budget_bytes = memory_budget_bytes
         self._shard_bytes_max = shard_bytes_max(memory_budget_bytes)
         self._allow_pickle = allow_pickle
+        # Shards of saves of which this rank does not know how they ended; the coordinator finds out.
+        self._unclear: list[tuple[Begun, tuple[str, ...]]] = []
         # A save whose shards are all there, and of whose commit nothing was heard yet.
         self._unheard: tuple[Begun, RankFigures] | None = None
         # What this rank wrote last, and the checkpoint that names it: save_id and manifest key.
@@ -238,7 +247,11 @@ class RankSaver:
             joint.note("waiting for the commit")
             progress.tell("waiting for the others")
             with task.operation.phase("committing"):
-                answer = joint.gather((report, figures), lambda parts: self._commit(joint, task, agreed, parts))
+                try:
+                    answer = joint.gather((report, figures), lambda parts: self._commit(joint, task, agreed, parts))
+                except BaseException:
+                    self._give_up(joint, begun, report.shards.keys[: report.put])
+                    raise
             self._unheard = None
             if isinstance(answer, Again):
                 return answer
@@ -247,6 +260,14 @@ class RankSaver:
             progress.close(str(told) if self._ranks.is_coordinator else None)
         self._last = (done.save_id, done.manifest), Base.of_report(report, left_out=done.left_out)
         return told
+
+    def _give_up(self, joint: Joint, begun: Begun, put: tuple[str, ...]) -> None:
+        """Have the shards of a save deleted that failed after they were put."""
+        if joint.ended_before_commit:
+            self.tidying.delete(put)
+        elif not self._ranks.is_coordinator:
+            # The coordinator may have their keys, and may have committed them.
+            self._unclear.append((begun, put))
 
     def _plan(self, joint: Joint, task: Task, *, borrow: bool) -> _Agreed:
         """Agree on what is saved, and who writes what of it: as the last time, if on every rank only values changed."""
@@ -272,12 +293,15 @@ class RankSaver:
             return not found
 
         def begin(parts: list[_Part]) -> _Beginning:
+            for one, put in itertools.chain.from_iterable(part.unclear for part in parts):
+                _there(self._desk).failed(one, put)
             begun = _there(self._desk).begin([one.note for one in parts], joint.deadline, borrow=borrow)
             is_known = known is not None and all(one.key == known.save_id for one in parts)
             is_known = compared([one.digests for one in parts]) and is_known
             return _Beginning(begun, is_known, in_tables=all(one.is_regular for one in parts))
 
         beginning = joint.gather(part, begin)
+        self._unclear = []
         begun = beginning.begun
         if beginning.is_known:
             return _Agreed(begun, planner, planner.finish_plan(kept.plan), known.planned if known is not None else None)
@@ -320,10 +344,10 @@ class RankSaver:
         """What this rank says when a save begins; digests of what it would write in parts under the plan it kept."""
         key = self._plans.key_of(proposal)
         if proposal is None or key is None:
-            return _Part(task.note, None, proposal is not None and proposal.is_regular, digests={})
+            return _Part(task.note, None, proposal is not None and proposal.is_regular, {}, self._unclear)
         joint.note("comparing replicas")
         digests = replica_digests(self._plans.plan, planner, joint.require_going_on)
-        return _Part(task.note, key, proposal.is_regular, digests)
+        return _Part(task.note, key, proposal.is_regular, digests, self._unclear)
 
     def _propose(self, joint: Joint, planner: SavePlanner, task: Task, *, save_id: str | None = None) -> Proposal:
         joint.note("planning")
@@ -383,6 +407,7 @@ class RankSaver:
             deadline=joint.deadline.earlier(min(_TELL_SECONDS, _TELL_SHARE * task.seconds)),
             memory_budget_bytes=self._memory_budget_bytes,
             on_put=on_put,
+            discard=self.tidying.delete,
         ) as uploads:
             report = write_shards(
                 agreed.plan,

@@ -7,7 +7,6 @@ anybody; a crash in between leaves orphans, which gc finds.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,15 +23,13 @@ from dcp_remote.errors import (
     StorageError,
     UnsupportedFormatError,
 )
-from dcp_remote.named import Named
-from dcp_remote.pending import KEYS_PER_DELETE, PAUSE_SECONDS, Deleted, Pending
+from dcp_remote.leftovers import Leftovers
+from dcp_remote.pending import KEYS_PER_DELETE, PAUSE_SECONDS, Deleted
 from dcp_remote.retention import Candidate, Decision, Retention, decide
 from dcp_remote.run_names import manifest_key
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.retrying import Deadline, RetryingStore, jitter
 from dcp_remote.thinning import without
-
-logger = logging.getLogger(__name__)
 
 # Top-level keys of the state dict that are the optimizer's, where nobody says otherwise.
 OPTIMIZER_KEYS = Retention().optimizer_keys
@@ -93,20 +90,36 @@ class Upkeep:
         """See the class; no request is made."""
         self._store = store
         self._sleep, self._uniform = sleep, uniform
-        self._named = Named()
+        self._leftovers = Leftovers(store, sleep=sleep, uniform=uniform)
+        self._named = self._leftovers.named
         # Manifests that have none of these keys of the state dict: nothing to thin, whatever retention would like.
         self._bare: set[tuple[str, tuple[str, ...]]] = set()
-        self._pending = Pending(store, sleep=sleep, uniform=uniform)
-        self._told: set[str] = set()
 
     @property
     def pending(self) -> int:
-        """How many objects may be deleted and are not yet."""
-        return len(self._pending)
+        """Number of objects that may be deleted and are not yet."""
+        return len(self._leftovers.pending)
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing is left to look up or to delete."""
+        return not self._leftovers and not self.pending
 
     def remember(self, manifest_key: str, shard_keys: Iterable[str]) -> None:
         """What a manifest names, of a checkpoint that this process committed: it need not be read."""
         self._named.remember(manifest_key, shard_keys)
+
+    def note(self, run_id: str, entry: Entry, keys: Iterable[str] | None = None) -> None:
+        """Note a checkpoint that was replaced, or an attempt that may not have been committed; see `Leftovers.note`."""
+        self._leftovers.note(run_id, entry, keys)
+
+    def let_go(self, keys: Iterable[str]) -> None:
+        """Note objects that no checkpoint names or ever will: of a save that ended before its commit began."""
+        self._leftovers.pending.add(keys)
+
+    def settle(self, *, deadline: Deadline, catalog: Catalog | None = None) -> None:
+        """Find out what of that which was noted can be deleted; nothing is deleted yet. See `Leftovers.settle`."""
+        self._leftovers.settle(deadline=deadline, catalog=catalog)
 
     def apply(
         self,
@@ -135,7 +148,7 @@ class Upkeep:
 
         Raises:
             CheckpointNotFoundError: There is no run here.
-            CommitUnknownError: The store never said whether the catalog was swapped: what went then is gc's to delete.
+            CommitUnknownError: The store never said whether the catalog was swapped; `settle` finds out.
             StorageError: The store refused, or did not answer by the deadline.
             CorruptCheckpointError: The catalog is damaged.
         """
@@ -221,7 +234,7 @@ class Upkeep:
             batch: Objects a request.
             pause_seconds: Between two requests.
         """
-        return self._pending.delete(deadline=deadline, stop=stop, batch=batch, pause_seconds=pause_seconds)
+        return self._leftovers.pending.delete(deadline=deadline, stop=stop, batch=batch, pause_seconds=pause_seconds)
 
     def _carry_out(
         self,
@@ -242,10 +255,12 @@ class Upkeep:
         unreadable |= self._named.read(self._store, known, deadline)
         damaged = [entry for entry, error in unreadable.items() if not isinstance(error, CheckpointNotFoundError)]
         if not explicit and any(entry.step not in decision.retire for entry in damaged):
-            return Applied(now, reason=self._why(unreadable, "retention lets nothing go"))
+            return Applied(now, reason=self._leftovers.why(unreadable, "retention lets nothing go"))
         if not decision.retire and not ready:
             return Applied(now)
-        for one in ready.values():
+        for replaced, one in ready.items():
+            entry = next(entry for entry in now.entries if entry.manifest == replaced)
+            self.note(now.run_id, replace(entry, manifest=one.key, began=one.began), ())
             # Nobody else writes this name, and nobody reads it before the swap: it may be sent as often as it takes.
             self._retrying(deadline).put(one.key, [one.body])
         to_retire: dict[str, Entry] = {}
@@ -260,7 +275,12 @@ class Upkeep:
                     (to_retire if entry.step in retiring else to_thin)[entry.manifest] = entry
             return after
 
-        after = swap(self._store, change, deadline=deadline, sleep=self._sleep, uniform=self._uniform)
+        try:
+            after = swap(self._store, change, deadline=deadline, sleep=self._sleep, uniform=self._uniform)
+        finally:
+            # Also if it raises: the catalog may have been swapped.
+            for entry in (*to_retire.values(), *to_thin.values()):
+                self.note(now.run_id, entry)
         return self._settled(after, to_retire, to_thin, ready, deadline)
 
     def _prepared(
@@ -304,25 +324,17 @@ class Upkeep:
     ) -> Applied:
         """See what of it went, and what may be deleted."""
         live = {entry.manifest for entry in after.entries}
-        # Whoever carried it out, perhaps we by a swap whose answer was lost: what went can never be named again.
-        gone = {manifest: entry for manifest, entry in {**to_retire, **to_thin}.items() if manifest not in live}
-        objects = set(gone) | ({one.key for one in ready.values()} - live)
         reason: str | None = None
         try:
-            unreadable = self._named.read(self._store, [*after.entries, *gone.values()], deadline)
+            # Whoever carried it out, perhaps we by a swap whose answer was lost: what went can never be named again.
+            mine = {*to_retire, *to_thin, *(one.key for one in ready.values())}
+            reason = self._leftovers.collect(after, mine, deadline=deadline)
         except StorageError as error:
-            reason = f"the manifests of what is live could not all be read, so that what went is left to gc: {error}"
-        else:
-            if unreadable:
-                reason = self._why(unreadable, "shards that it may name are left to gc")
-            if not any(entry.manifest in live for entry in unreadable):
-                objects |= self._named.not_named(self._named.objects_of(gone.values()), after.entries)
-        self._pending.add(objects)
-        self._named.forget_others(live)
+            reason = f"the manifests of what is live could not all be read, so that shards are deleted later: {error}"
         self._bare = {(manifest, keys) for manifest, keys in self._bare if manifest in live}
         return Applied(
             after,
-            retired=tuple(sorted(entry.step for manifest, entry in gone.items() if manifest in to_retire)),
+            retired=tuple(sorted(entry.step for manifest, entry in to_retire.items() if manifest not in live)),
             thinned=tuple(sorted(to_thin[manifest].step for manifest, one in ready.items() if one.key in live)),
             reason=reason,
         )
@@ -342,16 +354,6 @@ class Upkeep:
             metrics=entry.metrics,
             names=entry.names,
         )
-
-    def _why(self, unreadable: Mapping[Entry, DcpRemoteError], consequence: str) -> str:
-        """Say once of each checkpoint that it cannot be read, and what follows."""
-        entry, error = next(iter(unreadable.items()))
-        reason = f"the manifest of step {entry.step} cannot be read, so that {consequence}: {error}"
-        new = [one.manifest for one in unreadable if one.manifest not in self._told]
-        if new:
-            self._told.update(new)
-            logger.warning("%s: %s", self._store.url, reason)
-        return reason
 
     def _retrying(self, deadline: Deadline) -> RetryingStore:
         return RetryingStore(self._store, deadline, sleep=self._sleep, random=lambda: self._uniform(0, 1))

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Generic, NoReturn, Self, TypeVar
 
 from dcp_remote.errors import DcpRemoteError, SaveFailedError, SaveTimeoutError
+from dcp_remote.pending import Pending
 from dcp_remote.storage.base import Buffer, ObjectStore
 from dcp_remote.storage.pace import Pace, pace_of
 from dcp_remote.storage.retrying import Deadline, RetryingStore
@@ -36,6 +37,8 @@ SECOND_UPLOADS_IN_FLIGHT = 2
 CLEANUP_SECONDS = 5.0
 # At least, where no time is left: why it is not done is what matters then.
 LATE_CLEANUP_SECONDS = 0.5
+# So few that a store which takes them one by one is done with them before the time is over.
+_KEYS_PER_CLEANUP = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class Uploads(Generic[T]):
             what it raises fails the save.
         clock: In seconds, for `seconds` and for what is late.
         pace: What is known of the store; None for what this process knows of it.
+        discard: Called instead of deleting, from any thread, with the keys of what is to be deleted.
     """
 
     def __init__(
@@ -108,9 +112,11 @@ class Uploads(Generic[T]):
         on_put: Callable[[str, int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         pace: Pace | None = None,
+        discard: Callable[[Sequence[str]], None] | None = None,
     ) -> None:
         """See the class."""
         self._store = store
+        self._discard = discard
         self._rank = rank
         self._on_put = on_put
         self._clock = clock
@@ -339,20 +345,22 @@ class Uploads(Generic[T]):
     def _remove(self, keys: Sequence[str]) -> None:
         if not keys:
             return
+        if self._discard is not None:
+            self._discard(keys)
+            return
         seconds = min(CLEANUP_SECONDS, max(LATE_CLEANUP_SECONDS, self._deadline.remaining_seconds()))
+        pending = Pending(self._store)
+        pending.add(keys)
         try:
-            failed = dict(RetryingStore(self._store, Deadline(seconds)).delete(keys))
+            deleted = pending.delete(deadline=Deadline(seconds), batch=_KEYS_PER_CLEANUP, pause_seconds=0)
         except Exception as error:  # noqa: BLE001  # whatever it is must not hide the error that is on its way
             logger.warning("Shards of a failed save stay as orphans. shards=%d cause=%s", len(keys), error)
             return
-        if failed:
-            key, cause = next(iter(failed.items()))
-            logger.warning(
-                "Shards of a failed save stay as orphans. shards=%d key=%s cause=%s",
-                len(failed),
-                key,
-                cause,
-            )
+        if deleted.removed < len(keys):
+            late: tuple[str, object] = (keys[-1], "There was no time left.")
+            key, cause = next(iter(deleted.failed.items()), late)
+            left = len(keys) - deleted.removed
+            logger.warning("Shards of a failed save stay as orphans. shards=%d key=%s cause=%s", left, key, cause)
 
 
 def _nothing_to_prepare() -> NoReturn:

@@ -31,6 +31,7 @@ from dcp_remote import (
     flight,
     load,
     run_save,
+    tidying,
     uploads,
 )
 from dcp_remote.catalog import CATALOG_KEY, Attempt, Catalog, Entry, committed, refreshed
@@ -419,7 +420,7 @@ def impatient(manager: CheckpointManager, *, patience_seconds: float = FOR_EVER_
     """Whatever asks the store gives up so soon; a save by its deadline, the rest by patience of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "_timeout_seconds", patience_seconds)
-        patch.setattr(desk, "_TIDY_SECONDS", patience_seconds)
+        patch.setattr(tidying, "_ROUND_SECONDS", patience_seconds)
         for function in (catalog_of, read_entry, read_manifest_at):
             patch.setitem(_defaults_of(function), "retry_seconds", patience_seconds)
         patch.setitem(_defaults_of(RemoteReader.__init__), "timeout_seconds", patience_seconds)
@@ -719,6 +720,7 @@ def test_a_store_that_does_not_answer(
     Also when the thread wakes up: at once, in the middle of the next save, or long after. Short: two requests a scene.
     """
     monkeypatch.setattr(flight, "_STOP_SECONDS", 0.02)
+    monkeypatch.setattr(desk, "_WAIT_SECONDS", 0.02)
     every, place = torture_seconds >= LONG_SECONDS, list(SCENES).index(title) + (when == "after")
     requests = range(1, requests_of(title) + 1)
     for request in requests if every else (requests[place % len(requests)], requests[-1 - place % 4]):

@@ -213,7 +213,13 @@ def _ours_known(scale: Scale, cost: Cost) -> None:
     heard = cost.gathered("keys of plans", [told] * scale.ranks)
     with cost.timed("planning"):
         assert all(key == _SAVE_ID for _, key in heard)
-    begun = Begun(_SAVE_ID, RunInfo(_SAVE_ID, step=2, token=1, revision=1), borrowed=None, before=None)
+    begun = Begun(
+        _SAVE_ID,
+        RunInfo(_SAVE_ID, step=2, token=1, revision=1),
+        borrowed=None,
+        before=None,
+        manifest="manifests/x.json",
+    )
     cost.sent("the beginning", [(begun, True)])
 
 

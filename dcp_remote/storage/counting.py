@@ -74,6 +74,11 @@ class CountingStore(WrappedStore):
         self._tally = _Tally()
 
     @property
+    def uncounted(self) -> ObjectStore:
+        """Store that is wrapped: for requests that no report is to count."""
+        return self._store
+
+    @property
     def counts(self) -> Counts:
         """So far."""
         with self._tally.lock:

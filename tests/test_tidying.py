@@ -1,0 +1,352 @@
+"""What saves leave in the bucket: nothing that no live checkpoint names, whatever failed, if nobody was killed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from dcp_remote import CheckpointManager, Retention, catalog_store, desk, flight, load
+from dcp_remote.catalog import CATALOG_KEY, Entry, fenced, raised
+from dcp_remote.catalog_store import swap
+from dcp_remote.errors import (
+    DcpRemoteError,
+    FencedError,
+    PermissionDeniedError,
+    SaveFailedError,
+    StorageError,
+    TransientStorageError,
+)
+from dcp_remote.run_gc import find_run_orphans
+from dcp_remote.storage import MemoryStore, ObjectStore, retrying
+from dcp_remote.storage.retrying import Deadline
+from dcp_remote.storage.wrapper import Request, WrappedStore
+from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from dcp_remote.tidying import Tidying
+from dcp_remote.upkeep import Upkeep
+from tests.catalogs import stored
+from tests.runs import FROZEN, TRAINED, MeanwhileStore, a_run, assert_sound, begin, commit, keys, live, named, save, shard_at
+
+_Answer = TypeVar("_Answer")
+
+PATIENCE_SECONDS = 30.0
+HISTORIES = 60
+
+
+def state_of(value: float) -> dict[str, Any]:
+    """What training may have: a part that never changes, parts that do."""
+    return {
+        "model": {"frozen": torch.arange(300.0), "w": torch.full((6, 3), value)},
+        "optim": {"m": torch.full((6,), value)},
+        "n": float(value),
+    }
+
+
+def deadline() -> Deadline:
+    return Deadline(PATIENCE_SECONDS)
+
+
+def assert_nothing_is_left(store: MemoryStore) -> None:
+    """The bucket holds what the catalog names, and every live checkpoint loads."""
+    assert keys(store) == named(store)
+    for entry in live(store):
+        assert load(store, step=entry.step)["n"] >= 0
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = partial(retrying.RetryPolicy, first_delay_seconds=0.005, delay_seconds_max=0.02)
+    monkeypatch.setattr(retrying, "RetryPolicy", policy)
+    monkeypatch.setattr(catalog_store, "_FIRST_PAUSE_SECONDS", 0.00125)
+
+
+# ---- back to back
+
+
+class Fullest(WrappedStore):
+    """Takes two milliseconds for each request, as stores do, and notes the most objects that ever lay there."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.most = 0
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        time.sleep(0.002)
+        answer = send()
+        assert isinstance(self._store, MemoryStore)
+        self.most = max(self.most, len(self._store.space.objects))
+        return answer
+
+
+def test_back_to_back_saves_keep_what_is_kept() -> None:
+    """Twenty saves of which one is kept: never more than three checkpoints' objects, while the job still runs."""
+    store = MemoryStore()
+    fullest = Fullest(store)
+    checkpoints = CheckpointManager(fullest, retention=Retention(keep_last=1), dedup=False)
+    checkpoints.save(0, state_of(0), wait=True)
+    each = len(store.space.objects) - 1
+    for step in range(1, 20):
+        checkpoints.save(step, state_of(step))
+    checkpoints.wait()
+    assert fullest.most <= 3 * each + 1
+    checkpoints.close()
+    assert len(store.space.objects) == each + 1
+    assert_nothing_is_left(store)
+
+
+def test_deletions_are_no_requests_of_a_save() -> None:
+    """The report of a save beside which is deleted counts what it counts without."""
+    requests: list[int] = []
+    for retention in (None, Retention(keep_last=1)):
+        with CheckpointManager(MemoryStore(), retention=retention, dedup=False) as checkpoints:
+            for step in range(6):
+                checkpoints.save(step, state_of(step))
+            report = checkpoints.wait()
+            assert report is not None
+            requests.append(report.requests)
+    assert requests[0] == requests[1]
+
+
+# ---- one thread at a time
+
+
+class StuckStore(WrappedStore):
+    """Its first request of a verb hangs until it is released."""
+
+    def __init__(self, store: ObjectStore, verb: str) -> None:
+        super().__init__(store)
+        self._verb = verb
+        self.reached, self.released = threading.Event(), threading.Event()
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        if request.verb == self._verb and not self.reached.is_set():
+            self.reached.set()
+            assert self.released.wait(PATIENCE_SECONDS)
+        return send()
+
+
+@pytest.fixture
+def strangers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls of an `Upkeep` by one thread while another was in it."""
+    inside: dict[int, tuple[threading.Thread, int]] = {}
+    lock = threading.Lock()
+    found: list[str] = []
+
+    def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Upkeep, *arguments: Any, **others: Any) -> Any:
+            thread = threading.current_thread()
+            with lock:
+                owner, depth = inside.get(id(self), (thread, 0))
+                if depth and owner is not thread:
+                    found.append(f"{name} in {thread.name}, beside {owner.name}")
+                    return method(self, *arguments, **others)
+                inside[id(self)] = thread, depth + 1
+            try:
+                return method(self, *arguments, **others)
+            finally:
+                with lock:
+                    inside[id(self)] = thread, depth
+
+        return call
+
+    for name in ("remember", "apply", "delete", "note", "let_go", "settle"):
+        monkeypatch.setattr(Upkeep, name, watched(name, getattr(Upkeep, name)))
+    return found
+
+
+def test_a_thread_that_is_stuck_shares_nothing(strangers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deletion hangs; saves that follow commit, and touch nothing that its thread holds. It goes on when it wakes."""
+    for where, name in ((flight, "_STOP_SECONDS"), (desk, "_WAIT_SECONDS")):
+        monkeypatch.setattr(where, name, 0.02)
+    store = MemoryStore()
+    stuck = StuckStore(store, "delete")
+    checkpoints = CheckpointManager(stuck, retention=Retention(keep_last=1))
+    for step in range(4):
+        checkpoints.save(step, state_of(step), wait=True)
+    assert stuck.reached.is_set()
+    assert [entry.step for entry in live(store)][-1] == 3
+    assert strangers == []
+    stuck.released.set()
+    checkpoints.close()
+    assert strangers == []
+    assert_nothing_is_left(store)
+
+
+# ---- nothing is left
+
+
+class Faulty(WrappedStore):
+    """Fails what it is told to, in the way that it is told, and lets somebody act before a manifest is put."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self.fault: tuple[str, str, str] | None = None
+        self.meanwhile: Callable[[], object] | None = None
+        self.hits = 0
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        if request.verb == "put" and request.key.startswith("manifests/") and self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
+        if self.fault is None or (request.verb, request.key.split("/")[0]) != self.fault[:2]:
+            return send()
+        self.hits += 1
+        way = self.fault[2]
+        if way in ("refused", "answer lost"):  # once
+            self.fault = None
+        if way == "answer lost":
+            send()
+        if way in ("refused", "always refused"):
+            raise PermissionDeniedError("An injected refusal.")
+        raise TransientStorageError("An injected failure.")
+
+
+FAULTS = (
+    ("put", "shards", "refused"),
+    ("put", "shards", "always refused"),
+    ("put", "manifests", "refused"),
+    ("put", CATALOG_KEY, "refused"),
+    ("put", CATALOG_KEY, "always refused"),
+    ("put", CATALOG_KEY, "answer lost"),
+    ("put", CATALOG_KEY, "silent"),
+    ("put", "shards", "silent"),
+    ("get", CATALOG_KEY, "refused"),
+    ("get", "manifests", "refused"),
+    ("delete", "shards", "answer lost"),
+    ("delete", "manifests", "answer lost"),
+)
+
+
+class Training:
+    """A job whose saves fail now and then, and which goes back now and then. Nobody is killed."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.store = MemoryStore()
+        self.faulty = Faulty(self.store)
+        self.did: list[str] = []
+        retention = self.rng.choice(
+            [None, Retention(keep_last=1), Retention(keep_last=3, keep_optimizer_last=1), Retention(keep_optimizer_last=2)]
+        )
+        self.checkpoints = CheckpointManager(
+            self.faulty,
+            retention=retention,
+            dedup=self.rng.random() < 0.7,
+            timeout_seconds=PATIENCE_SECONDS,
+            memory_budget_bytes=1,
+        )
+        self.step = 0
+
+    def play(self) -> None:
+        for _ in range(self.rng.randint(3, 9)):
+            act = self.rng.choice([self.save, self.save, self.overwrite, self.go_back, self.fail, self.fail, self.disturb])
+            self.did.append(act.__name__)
+            try:
+                act()
+            except FencedError:
+                break
+            finally:
+                self.faulty.fault, self.faulty.meanwhile = None, None
+                self.checkpoints._timeout_seconds = PATIENCE_SECONDS
+        with suppress(DcpRemoteError):
+            self.checkpoints.close()
+
+    def save(self, **how: Any) -> None:
+        self.step += 0 if "overwrite" in how else 1
+        self.checkpoints.save(self.step, state_of(self.rng.randrange(100)), wait=self.rng.random() < 0.5, **how)
+        if self.rng.random() < 0.5:
+            self.checkpoints.wait()
+
+    def overwrite(self) -> None:
+        self.save(overwrite=True)
+
+    def go_back(self) -> None:
+        with suppress(DcpRemoteError):
+            self.checkpoints.wait()
+        entries = live(self.store)
+        if entries:
+            self.step = self.rng.choice(entries).step
+            assert self.checkpoints.restore(state_of(0), self.step) == self.step
+            self.save()
+
+    def fail(self) -> None:
+        """A save that something goes wrong with, and another as the job goes on."""
+        with suppress(DcpRemoteError):
+            self.checkpoints.wait()
+        if self.rng.random() < 0.5:
+            self.checkpoints._desk.tidying.wait(PATIENCE_SECONDS)  # or it is a deletion that fails
+        fault = self.rng.choice(FAULTS)
+        self.did[-1] += " " + " ".join(fault)
+        self.faulty.fault = fault
+        if fault[2] == "silent":
+            self.checkpoints._timeout_seconds = 0.3
+        try:
+            self.save(overwrite=True) if self.rng.random() < 0.3 else self.save()
+            self.checkpoints.wait()
+        except FencedError:
+            raise
+        except DcpRemoteError as error:
+            self.did.append(type(error).__name__)
+
+    def disturb(self) -> None:
+        """Somebody acts on the run just before a manifest is put."""
+        with suppress(DcpRemoteError):
+            self.checkpoints.wait()
+        act = self.rng.choice([self.retire_newest, self.thin_newest, self.raise_floor, self.take_over])
+        self.did[-1] += f" {act.__name__}"
+        self.faulty.meanwhile = act
+        try:
+            self.save()
+            self.checkpoints.wait()
+        except FencedError:
+            raise
+        except DcpRemoteError as error:
+            self.did.append(type(error).__name__)
+
+    def retire_newest(self) -> None:
+        self._by_hand(lambda upkeep, step: upkeep.retire([step], deadline=deadline(), force=True))
+
+    def thin_newest(self) -> None:
+        self._by_hand(lambda upkeep, step: upkeep.retire([step], deadline=deadline(), force=True))
+
+    def raise_floor(self) -> None:
+        catalog = stored(self.store)
+        assert catalog is not None
+        swap(self.store, lambda now: raised(now, catalog.revision + 1), deadline=deadline())
+
+    def take_over(self) -> None:
+        """Another job goes on with the run, from what is newest."""
+        with CheckpointManager(self.store) as other:
+            other.restore(state_of(0))
+            other.save(self.step + 1, state_of(7))
+
+    def _by_hand(self, act: Callable[[Upkeep, int], object]) -> None:
+        entries = live(self.store)
+        if entries:
+            upkeep = Upkeep(self.store)
+            act(upkeep, entries[-1].step)
+            upkeep.delete(deadline=deadline())
+
+
+def test_a_run_without_kills_leaves_nothing() -> None:
+    """Saves, overwrites, steps back, thinning, failures of every request: in the end the bucket is what is named."""
+    failed = 0
+    for seed in range(HISTORIES):
+        training = Training(seed)
+        try:
+            training.play()
+            assert_nothing_is_left(training.store)
+        except BaseException as error:
+            error.add_note(f"seed={seed}: {training.did}")
+            raise
+        failed += training.faulty.hits
+    assert failed > HISTORIES
