@@ -26,6 +26,7 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.manifest import MANIFEST_KEY
+from dcp_remote.pending import delete_all
 from dcp_remote.shard import SHARDS_PREFIX, is_written_key
 from dcp_remote.storage.base import ObjectInfo, ObjectStore
 from dcp_remote.storage.conditional_writes import require_conditional_writes
@@ -38,9 +39,6 @@ GRACE_SECONDS = 24 * 3600.0
 
 # As long as a save: nobody waits for either, and a store that is down for minutes comes back.
 TIMEOUT_SECONDS = 1500.0
-
-# S3 takes a thousand keys a request.
-_KEYS_PER_DELETE = 1000
 
 # A place whose manifest changes that often is in use.
 _REFUSALS_MAX = 5
@@ -252,10 +250,7 @@ def _orphans(
 
 
 def _removed(store: ObjectStore, found: Orphans) -> Removal:
-    failed: dict[str, StorageError] = {}
-    keys = [info.key for info in found.old]
-    for first in range(0, len(keys), _KEYS_PER_DELETE):
-        failed.update(store.delete(keys[first : first + _KEYS_PER_DELETE]))
+    failed = delete_all(store, [info.key for info in found.old])
     removed = tuple(info for info in found.old if info.key not in failed)
     logger.info("%s: removed %d orphans, %d failed", store.url, len(removed), len(failed))
     return Removal(removed=removed, kept=found.young, failed=failed)

@@ -57,6 +57,7 @@ class Pending:
         self._sleep, self._uniform = sleep, uniform
         self._keys: dict[str, None] = {}
         self._permitted = True
+        self._has_removed = False
 
     def __len__(self) -> int:
         """How many objects."""
@@ -84,11 +85,13 @@ class Pending:
             answer = _deleted(sender, keys)
             failed.update(answer)
             removed += len(keys) - len(answer)
+            self._has_removed |= len(answer) < len(keys)
             for_now = {key for key, error in answer.items() if isinstance(error, TransientStorageError)}
             for key in keys:
                 if key not in for_now:
                     del self._keys[key]
-            if len(answer) == len(keys) and all(isinstance(one, PermissionDeniedError) for one in answer.values()):
+            # A store may also hold single objects; then it has let others go.
+            if not self._has_removed and _is_refused(keys, answer):
                 self._leave_to_gc(next(iter(answer.values())))
             if for_now:
                 break
@@ -104,6 +107,27 @@ class Pending:
         logger.warning(
             "%s: this job may not delete; `dcp-remote gc --delete` removes what is let go. %s", self._store.url, error
         )
+
+
+def delete_all(store: ObjectStore, keys: Sequence[str]) -> dict[str, StorageError]:
+    """Delete objects in this order, a thousand a request, and return why some could not be deleted.
+
+    Raises:
+        PermissionDeniedError: None of the first request may be deleted; no other is sent.
+        StorageError: The store refused a request as a whole.
+    """
+    failed: dict[str, StorageError] = {}
+    for first in range(0, len(keys), KEYS_PER_DELETE):
+        some = keys[first : first + KEYS_PER_DELETE]
+        answer = store.delete(some)
+        if first == 0 and _is_refused(some, answer):
+            raise next(iter(answer.values()))
+        failed.update(answer)
+    return failed
+
+
+def _is_refused(keys: Sequence[str], answer: Mapping[str, StorageError]) -> bool:
+    return len(answer) == len(keys) and all(isinstance(one, PermissionDeniedError) for one in answer.values())
 
 
 def _deleted(store: ObjectStore, keys: Sequence[str]) -> Mapping[str, StorageError]:

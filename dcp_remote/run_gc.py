@@ -20,19 +20,16 @@ from dcp_remote.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
     ObjectNotFoundError,
-    StorageError,
 )
 from dcp_remote.gc import GRACE_SECONDS, TIMEOUT_SECONDS, Orphans, Removal, require_grace
 from dcp_remote.named import Named
+from dcp_remote.pending import delete_all
 from dcp_remote.run_names import MANIFESTS_PREFIX, revision_of
 from dcp_remote.shard import SHARDS_PREFIX
 from dcp_remote.storage.base import ObjectInfo, ObjectStore
 from dcp_remote.storage.retrying import Deadline, RetryingStore, jitter
 
 logger = logging.getLogger(__name__)
-
-# S3 takes a thousand keys a request.
-_KEYS_PER_DELETE = 1000
 
 # A run whose checkpoints are retired faster than their manifests are read is no matter of trying once more.
 _LOOKS_MAX = 5
@@ -180,11 +177,8 @@ def remove_run_orphans(
         now_seconds=asking.head(CATALOG_KEY).modified_seconds,
         grace_seconds=grace_seconds,
     )
-    failed: dict[str, StorageError] = {}
     # Manifests first: what is half removed is no checkpoint to anybody, not even to `recover`.
-    keys = sorted(info.key for info in found.old)
-    for first in range(0, len(keys), _KEYS_PER_DELETE):
-        failed.update(asking.delete(keys[first : first + _KEYS_PER_DELETE]))
+    failed = delete_all(asking, sorted(info.key for info in found.old))
     removed = tuple(info for info in found.old if info.key not in failed)
     logger.info("%s: removed %d orphans, %d failed", store.url, len(removed), len(failed))
     return Removal(removed=removed, kept=seen.young + found.young, failed=failed)

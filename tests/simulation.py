@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from dcp_remote import manifest_json
-from dcp_remote.catalog import CATALOG_KEY, Catalog, pinned
+from dcp_remote.catalog import CATALOG_KEY, Catalog, Entry, pinned
 from dcp_remote.catalog_store import read_catalog, swap
 from dcp_remote.checkpoint import read_manifest_at
 from dcp_remote.columns import encode_bytes
@@ -62,6 +62,7 @@ from tests.simulation_run import (
     Removing,
     Run,
     Save,
+    Settling,
     State,
     Thinning,
 )
@@ -300,10 +301,19 @@ class Trainer:
             except FencedError:
                 if not self.plan.stubborn:
                     return
-            if self.plan.retention is not None:
-                tidy(actor, self.upkeep, self.plan.retention)
+            self._tidy()
             if rng.random() < 0.5:
                 actor.world.rest(actor)
+
+    def _tidy(self) -> None:
+        """As the manager does after a save."""
+        actor, upkeep = self.actor, self.upkeep
+        actor.doing = Settling()
+        said(actor, lambda: upkeep.settle(deadline=actor.deadline(SAVE_SECONDS)))
+        if self.plan.retention is not None:
+            tidy(actor, upkeep, self.plan.retention)
+        else:
+            said(actor, lambda: upkeep.delete(deadline=actor.deadline(SAVE_SECONDS)))
 
     def copied(self) -> Callable[[Actor], Trainer]:
         """A snapshot of all that this job holds in memory, which can go on in another actor."""
@@ -398,13 +408,25 @@ class Trainer:
             raise
         body = manifest_of(begun.save_id, begun.run, keys, state)
         size_bytes = sum(len(shard_header(name)) + BYTES for name in state)
+        replaced: dict[str, Entry] = {}
+
+        def look(now: Catalog) -> None:
+            there = now.at(note.step)
+            if there is not None and there.save_id != begun.save_id:
+                replaced[there.manifest] = there
+
         try:
-            catalog, entry = self.job.commit(begun, body, size_bytes=size_bytes, deadline=deadline)
-        except CommitUnknownError:
-            raise
+            catalog, entry = self.job.commit(begun, body, size_bytes=size_bytes, deadline=deadline, look=look)
         except DcpRemoteError as error:
-            self.run.refuse(save, error)
+            if not isinstance(error, CommitUnknownError):
+                self.run.refuse(save, error)
+            run = begun.run
+            tried = Entry(run.step, begun.save_id, begun.manifest, 0, created="", token=run.token, began=run.revision)
+            self.upkeep.note(run.run_id, tried, put)
             raise
+        finally:
+            for one in replaced.values():
+                self.upkeep.note(begun.run.run_id, one)
         actor.say(f"    is told that {label} is committed")
         self.run.committed(save, catalog)
         self.abandons = None

@@ -95,6 +95,11 @@ class Collecting:
 
 
 @dataclass(frozen=True, slots=True)
+class Settling:
+    """Raising the floor above what may be live no more."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pinning:
     """Pinning a step, or not any more."""
 
@@ -295,7 +300,7 @@ class Run:
                 self._check_upkeep(old, new, gone=set(steps).difference(kept), thin=(), told=told)
             case Thinning(steps):
                 self._check_upkeep(old, new, gone=(), thin=steps, told=told)
-            case Collecting():
+            case Collecting() | Settling():
                 _require(new.entries == old.entries, told)
             case Pinning(step, pin):
                 entries = tuple(replace(one, pinned=pin) if one.step == step else one for one in old.entries)

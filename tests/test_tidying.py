@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,25 +14,24 @@ import pytest
 import torch
 
 from dcp_remote import CheckpointManager, Retention, catalog_store, desk, flight, load
-from dcp_remote.catalog import CATALOG_KEY, Entry, fenced, raised
+from dcp_remote.catalog import CATALOG_KEY, raised
 from dcp_remote.catalog_store import swap
 from dcp_remote.errors import (
     DcpRemoteError,
     FencedError,
     PermissionDeniedError,
-    SaveFailedError,
-    StorageError,
     TransientStorageError,
 )
-from dcp_remote.run_gc import find_run_orphans
 from dcp_remote.storage import MemoryStore, ObjectStore, retrying
 from dcp_remote.storage.retrying import Deadline
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
-from dcp_remote.tidying import Tidying
 from dcp_remote.upkeep import Upkeep
 from tests.catalogs import stored
-from tests.runs import FROZEN, TRAINED, MeanwhileStore, a_run, assert_sound, begin, commit, keys, live, named, save, shard_at
+from tests.runs import (
+    keys,
+    live,
+    named,
+)
 
 _Answer = TypeVar("_Answer")
 
@@ -235,7 +232,12 @@ class Training:
         self.faulty = Faulty(self.store)
         self.did: list[str] = []
         retention = self.rng.choice(
-            [None, Retention(keep_last=1), Retention(keep_last=3, keep_optimizer_last=1), Retention(keep_optimizer_last=2)]
+            [
+                None,
+                Retention(keep_last=1),
+                Retention(keep_last=3, keep_optimizer_last=1),
+                Retention(keep_optimizer_last=2),
+            ]
         )
         self.checkpoints = CheckpointManager(
             self.faulty,
@@ -247,8 +249,12 @@ class Training:
         self.step = 0
 
     def play(self) -> None:
+        self.save()
+        self.checkpoints.wait()
         for _ in range(self.rng.randint(3, 9)):
-            act = self.rng.choice([self.save, self.save, self.overwrite, self.go_back, self.fail, self.fail, self.disturb])
+            act = self.rng.choice(
+                [self.save, self.save, self.overwrite, self.go_back, self.fail, self.fail, self.disturb]
+            )
             self.did.append(act.__name__)
             try:
                 act()
@@ -259,6 +265,10 @@ class Training:
                 self.checkpoints._timeout_seconds = PATIENCE_SECONDS
         with suppress(DcpRemoteError):
             self.checkpoints.close()
+
+    def tidied(self) -> None:
+        assert self.checkpoints._desk is not None
+        assert self.checkpoints._desk.tidying.wait(PATIENCE_SECONDS)
 
     def save(self, **how: Any) -> None:
         self.step += 0 if "overwrite" in how else 1
@@ -272,7 +282,8 @@ class Training:
     def go_back(self) -> None:
         with suppress(DcpRemoteError):
             self.checkpoints.wait()
-        entries = live(self.store)
+        self.tidied()  # or what it goes back to may be retired meanwhile
+        entries = [entry for entry in live(self.store) if not entry.thinned]
         if entries:
             self.step = self.rng.choice(entries).step
             assert self.checkpoints.restore(state_of(0), self.step) == self.step
@@ -283,7 +294,7 @@ class Training:
         with suppress(DcpRemoteError):
             self.checkpoints.wait()
         if self.rng.random() < 0.5:
-            self.checkpoints._desk.tidying.wait(PATIENCE_SECONDS)  # or it is a deletion that fails
+            self.tidied()  # or it is a deletion that fails
         fault = self.rng.choice(FAULTS)
         self.did[-1] += " " + " ".join(fault)
         self.faulty.fault = fault
@@ -301,7 +312,7 @@ class Training:
         """Somebody acts on the run just before a manifest is put."""
         with suppress(DcpRemoteError):
             self.checkpoints.wait()
-        act = self.rng.choice([self.retire_newest, self.thin_newest, self.raise_floor, self.take_over])
+        act = self.rng.choice([self.retire_newest, self.thin_oldest, self.raise_floor, self.take_over])
         self.did[-1] += f" {act.__name__}"
         self.faulty.meanwhile = act
         try:
@@ -313,10 +324,11 @@ class Training:
             self.did.append(type(error).__name__)
 
     def retire_newest(self) -> None:
-        self._by_hand(lambda upkeep, step: upkeep.retire([step], deadline=deadline(), force=True))
+        self._by_hand(-1, lambda upkeep, step: upkeep.retire([step], deadline=deadline(), force=True))
 
-    def thin_newest(self) -> None:
-        self._by_hand(lambda upkeep, step: upkeep.retire([step], deadline=deadline(), force=True))
+    def thin_oldest(self) -> None:
+        if len(live(self.store)) > 1:
+            self._by_hand(0, lambda upkeep, step: upkeep.thin([step], deadline=deadline()))
 
     def raise_floor(self) -> None:
         catalog = stored(self.store)
@@ -329,11 +341,12 @@ class Training:
             other.restore(state_of(0))
             other.save(self.step + 1, state_of(7))
 
-    def _by_hand(self, act: Callable[[Upkeep, int], object]) -> None:
+    def _by_hand(self, place: int, act: Callable[[Upkeep, int], object]) -> None:
         entries = live(self.store)
         if entries:
             upkeep = Upkeep(self.store)
-            act(upkeep, entries[-1].step)
+            with suppress(DcpRemoteError):  # not what is abandoned and newest, for one
+                act(upkeep, entries[place].step)
             upkeep.delete(deadline=deadline())
 
 
