@@ -219,8 +219,6 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
     "the floor, of saves": ("dcp_remote.run_save.committed", no_floor_for_saves),
     "the floor, of thinning": ("dcp_remote.upkeep.thinned", no_floor_for_thinning),
     "raising the floor, of retiring": ("dcp_remote.upkeep.retired", no_floor_by_retiring),
-    "raising the floor, of settling": ("dcp_remote.leftovers.raised", lambda catalog, floor: None),
-    "what others name, of settling": ("dcp_remote.leftovers.Named", Selfish),
     "raising the floor, of gc": ("dcp_remote.run_gc.raised", lambda catalog, floor: None),
     "looking at the step": ("dcp_remote.run_save.committed", no_look_at_the_step),
     "looking at what is replaced": ("dcp_remote.run_save.committed", no_look_at_what_is_replaced),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -14,9 +15,11 @@ import pytest
 import torch
 
 from dcp_remote import CheckpointManager, Retention, catalog_store, desk, flight, load
-from dcp_remote.catalog import CATALOG_KEY, raised
-from dcp_remote.catalog_store import swap
+from dcp_remote.catalog import CATALOG_KEY, Entry, committed, raised
+from dcp_remote.catalog_json import encode
+from dcp_remote.catalog_store import read_catalog, swap
 from dcp_remote.errors import (
+    ConditionFailedError,
     DcpRemoteError,
     FencedError,
     PermissionDeniedError,
@@ -25,12 +28,23 @@ from dcp_remote.errors import (
 from dcp_remote.storage import MemoryStore, ObjectStore, retrying
 from dcp_remote.storage.retrying import Deadline
 from dcp_remote.storage.wrapper import Request, WrappedStore
+from dcp_remote.testing import FaultyStore, RecordingStore, nth
+from dcp_remote.tidying import Tidying
 from dcp_remote.upkeep import Upkeep
 from tests.catalogs import stored
+from tests.manifests import decode
 from tests.runs import (
+    FROZEN,
+    TRAINED,
+    MeanwhileStore,
+    a_run,
+    assert_sound,
+    begin,
     keys,
     live,
     named,
+    save,
+    shard_at,
 )
 
 _Answer = TypeVar("_Answer")
@@ -363,3 +377,132 @@ def test_a_run_without_kills_leaves_nothing() -> None:
             raise
         failed += training.faulty.hits
     assert failed > HISTORIES
+
+
+# ---- what may still be live
+
+
+def unheard(store: MemoryStore, step: int) -> tuple[Callable[[], object], Entry, list[str], str]:
+    """A save whose swap is on its way, and nobody knows how it ends: the swap, its entry, its shards, its run."""
+    attempt = begin(store, step)
+    seen = read_catalog(store)
+    assert seen is not None
+    after = committed(seen.catalog, attempt)
+    assert after is not None
+    body = encode(after, "f" * 32)
+
+    def arrive() -> None:
+        with suppress(ConditionFailedError):
+            store.put(CATALOG_KEY, [body], condition=seen.version)
+
+    return (
+        arrive,
+        attempt.entry,
+        list(decode(store.space.objects[attempt.entry.manifest].data).shards.keys),
+        attempt.run_id,
+    )
+
+
+def settle(store: ObjectStore, entry: Entry, shards: list[str], run_id: str) -> Upkeep:
+    upkeep = Upkeep(store)
+    upkeep.note(run_id, entry, shards)
+    upkeep.settle(deadline=deadline())
+    upkeep.delete(deadline=deadline())
+    return upkeep
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_swap_that_is_late(*, after: bool) -> None:
+    """It arrives at each request that settles the save, or last: it is whole and live, or nothing of it is left."""
+    outcomes: set[tuple[int, ...]] = set()
+    for number in itertools.count(1):
+        store = a_run(1)
+        arrive, *told = unheard(store, 2)
+        busy = MeanwhileStore(store, number, arrive, after=after)
+        upkeep = settle(busy, *told)
+        arrive()
+        assert_sound(store)
+        assert keys(store) == named(store)
+        assert upkeep.is_done
+        outcomes.add(tuple(entry.step for entry in live(store)))
+        if not busy.acted:
+            break
+    assert outcomes == {(1,), (1, 2)}
+
+
+def test_what_was_borrowed_meanwhile_stays() -> None:
+    """The save was committed, lent what it wrote, and was retired, before the job that was not told looks."""
+    store = a_run(1, borrow=False)
+    arrive, *told = unheard(store, 2)
+    arrive()
+    save(store, 3, base=2, borrows=(FROZEN, TRAINED))
+    Upkeep(store).retire([2], deadline=deadline())
+    lent = shard_at(store, 3, TRAINED)
+    assert lent in told[1]
+    settle(store, *told)
+    assert lent in keys(store)
+    assert_sound(store)
+    assert keys(store) == named(store)
+
+
+def test_what_is_of_another_run_is_left_alone() -> None:
+    """Its revisions say nothing of those of this one."""
+    store = a_run(1)
+    _, entry, shards, _ = unheard(store, 2)
+    before = keys(store)
+    assert settle(store, entry, shards, "0" * 32).is_done
+    assert keys(store) == before
+
+
+def test_requests_of_an_overwrite() -> None:
+    """A swap of the catalog and the manifest that was replaced; none of the checkpoints that are older than it."""
+    store = a_run(1, 2, 3, 4, borrow=False)
+    recording = RecordingStore(store)
+    old = live(store)[-1]
+    run = stored(store)
+    assert run is not None
+    new = save(store, 4, letter="b", overwrite=True)
+    upkeep = Upkeep(recording)
+    upkeep.remember(new.manifest, decode(store.space.objects[new.manifest].data).shards.keys)
+    upkeep.note(run.run_id, old)
+    upkeep.settle(deadline=deadline(), catalog=stored(store))
+    upkeep.delete(deadline=deadline())
+    assert recording.calls == [
+        ("get", CATALOG_KEY),
+        ("put", CATALOG_KEY),
+        ("get", old.manifest),
+        ("delete", recording.calls[-1][1]),
+    ]
+    assert keys(store) == named(store)
+
+
+def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing fails by it, and the next one that starts deletes for both."""
+    store = MemoryStore()
+    for key in ("a", "b"):
+        store.put(key, [b""])
+    tidying = Tidying(store)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        tidying.delete(["a"])
+    assert "deleted later" in caplog.text
+    tidying.delete(["b"])
+    assert tidying.wait(PATIENCE_SECONDS)
+    assert keys(store) == set()
+
+
+def no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_what_failed_is_tried_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store does not delete while a round lasts; closing deletes, and nothing was forgotten until then."""
+    store = MemoryStore()
+    store.put("a", [b""])
+    tidying = Tidying(FaultyStore(store, [nth(1, "request")]))
+    monkeypatch.setattr(retrying, "RetryPolicy", partial(retrying.RetryPolicy, attempts_max=1))
+    tidying.delete(["a"])
+    assert tidying.wait(PATIENCE_SECONDS)
+    assert keys(store) == {"a"}
+    tidying.finish(PATIENCE_SECONDS)
+    assert keys(store) == set()
