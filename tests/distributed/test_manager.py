@@ -14,6 +14,8 @@ import torch.distributed as dist
 import dcp_remote
 from dcp_remote import load
 from dcp_remote.errors import CheckpointNotFoundError
+from dcp_remote.run_gc import find_run_orphans
+from dcp_remote.storage import LocalStore
 from dcp_remote.testing.rank_pool import RankPool
 from dcp_remote.testing.servers import S3Server
 from tests.distributed.managed import (
@@ -216,6 +218,8 @@ def test_a_save_that_fails_on_one_rank(failure: str, victim: int, rank_pool: Ran
         assert_named([both[number] for both in endings], victim, kind, word, others=others)
     for step in (1, 2):
         assert_saved(tmp_path, step, step, world_size=3)
+    # Neither of the rank that failed nor of those that had put all of theirs.
+    assert find_run_orphans(LocalStore(str(tmp_path)), grace_seconds=0).old == ()
 
 
 RESTORE_CASES = [
