@@ -80,7 +80,7 @@ class CheckpointManager(RunCheckpoints):
     and a warning is logged.
 
     The first save of a job takes the fence: a job that was started earlier can commit nothing more, and is told so
-    (`FencedError`). Nothing is deleted unless `retention` says so.
+    (`FencedError`). No checkpoint is deleted unless `retention` says so, or a save replaces it.
 
     Args:
         url: Of the run: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///…`, a path, `memory://name` (one process
@@ -159,7 +159,7 @@ class CheckpointManager(RunCheckpoints):
         self._stager = Stager()
         self._telemetry = Telemetry()
         self._flight: Flight | None = None  # until it was waited for
-        self._newest: Flight | None = None  # which may still be tidying up
+        self._newest: Flight | None = None  # whose thread may be stuck
         self._last_save: SaveReport | None = None
         self._last_load: LoadReport | None = None
         self._closed = False

@@ -1,7 +1,6 @@
 """Removing orphans of a run: manifests and shards that no live checkpoint names. No torch.
 
-They are left by saves that were cut off or failed, and by checkpoints that were retired, thinned or replaced while
-nobody could delete. What a save under way has written looks just the same. So the catalog's floor is raised above the
+They are left by jobs that were killed, in a save or while they deleted, and by those that may not delete. What a save under way has written looks just the same. So the catalog's floor is raised above the
 revisions that the orphans' names carry: a save that began below can no longer commit. A run whose checkpoints were
 abandoned keeps them: they are live until somebody retires them.
 """

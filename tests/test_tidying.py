@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -382,8 +382,16 @@ def test_a_run_without_kills_leaves_nothing() -> None:
 # ---- what may still be live
 
 
-def unheard(store: MemoryStore, step: int) -> tuple[Callable[[], object], Entry, list[str], str]:
-    """A save whose swap is on its way, and nobody knows how it ends: the swap, its entry, its shards, its run."""
+class Unheard(NamedTuple):
+    """A save whose swap is on its way, and nobody knows how it ends."""
+
+    arrive: Callable[[], object]
+    entry: Entry
+    shards: tuple[str, ...]
+    run_id: str
+
+
+def unheard(store: MemoryStore, step: int) -> Unheard:
     attempt = begin(store, step)
     seen = read_catalog(store)
     assert seen is not None
@@ -403,9 +411,9 @@ def unheard(store: MemoryStore, step: int) -> tuple[Callable[[], object], Entry,
     )
 
 
-def settle(store: ObjectStore, entry: Entry, shards: list[str], run_id: str) -> Upkeep:
+def settle(store: ObjectStore, told: Unheard) -> Upkeep:
     upkeep = Upkeep(store)
-    upkeep.note(run_id, entry, shards)
+    upkeep.note(told.run_id, told.entry, told.shards)
     upkeep.settle(deadline=deadline())
     upkeep.delete(deadline=deadline())
     return upkeep
@@ -417,10 +425,10 @@ def test_a_swap_that_is_late(*, after: bool) -> None:
     outcomes: set[tuple[int, ...]] = set()
     for number in itertools.count(1):
         store = a_run(1)
-        arrive, *told = unheard(store, 2)
-        busy = MeanwhileStore(store, number, arrive, after=after)
-        upkeep = settle(busy, *told)
-        arrive()
+        told = unheard(store, 2)
+        busy = MeanwhileStore(store, number, told.arrive, after=after)
+        upkeep = settle(busy, told)
+        told.arrive()
         assert_sound(store)
         assert keys(store) == named(store)
         assert upkeep.is_done
@@ -433,13 +441,13 @@ def test_a_swap_that_is_late(*, after: bool) -> None:
 def test_what_was_borrowed_meanwhile_stays() -> None:
     """The save was committed, lent what it wrote, and was retired, before the job that was not told looks."""
     store = a_run(1, borrow=False)
-    arrive, *told = unheard(store, 2)
-    arrive()
+    told = unheard(store, 2)
+    told.arrive()
     save(store, 3, base=2, borrows=(FROZEN, TRAINED))
     Upkeep(store).retire([2], deadline=deadline())
     lent = shard_at(store, 3, TRAINED)
-    assert lent in told[1]
-    settle(store, *told)
+    assert lent in told.shards
+    settle(store, told)
     assert lent in keys(store)
     assert_sound(store)
     assert keys(store) == named(store)
@@ -448,9 +456,9 @@ def test_what_was_borrowed_meanwhile_stays() -> None:
 def test_what_is_of_another_run_is_left_alone() -> None:
     """Its revisions say nothing of those of this one."""
     store = a_run(1)
-    _, entry, shards, _ = unheard(store, 2)
+    told = unheard(store, 2)._replace(run_id="0" * 32)
     before = keys(store)
-    assert settle(store, entry, shards, "0" * 32).is_done
+    assert settle(store, told).is_done
     assert keys(store) == before
 
 

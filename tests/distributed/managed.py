@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
@@ -24,7 +25,10 @@ from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor, Shard
 
 from dcp_remote import CheckpointManager, PerRank, RandomStates, load, pulse
+from dcp_remote.desk import Desk
 from dcp_remote.errors import DcpRemoteError, PermissionDeniedError
+from dcp_remote.joint import Joint
+from dcp_remote.report import RankReport
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
@@ -485,6 +489,48 @@ def fail_to_save(path: Path, failure: str, victim: int) -> list[Ended | None]:
             manager.save(step, state_of(step), wait=not wait)
             manager.wait()
     return endings
+
+
+def leave_without_a_verdict(path: Path, victim: int) -> list[Ended | None]:
+    """A rank gives up when its report is sent, and hears of no end; the others hear that it failed. Then all save."""
+    store = SwitchedStore(LocalStore(str(path)))
+    with managing(store) as manager:
+        manager.save(1, state_of(1), wait=True)
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == victim:
+                patch.setattr(Joint, "_answer", given_up_after_the_report(Joint._answer))
+            elif dist.get_rank() == 0:
+                patch.setattr(Desk, "commit", when_it_is_over(Desk.commit))
+            ending = ended(lambda: manager.save(2, state_of(2), wait=True))
+        unclear = len(manager._saver._unclear)
+        assert unclear == (dist.get_rank() == victim)
+        manager.save(3, state_of(3), wait=True)
+        assert manager._saver._unclear == []
+    return [ending]
+
+
+def given_up_after_the_report(answer: Callable[..., Any]) -> Callable[..., Any]:
+    def answered(self: Joint, value: object, *, shared: bool) -> Any:
+        if not (isinstance(value, tuple) and isinstance(value[0], RankReport)):
+            return answer(self, value, shared=shared)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Joint, "_taken", interrupted)
+            return answer(self, value, shared=shared)
+
+    return answered
+
+
+def interrupted(_: Joint, *_arguments: object, **_others: object) -> bytes:
+    raise ZeroDivisionError("in the last round")
+
+
+def when_it_is_over(commit: Callable[..., Any]) -> Callable[..., Any]:
+    def committed(self: Desk, joint: Joint, *arguments: Any) -> Any:
+        while joint.cancelled is None:
+            joint._ending.wait(1.0)
+        return commit(self, joint, *arguments)
+
+    return committed
 
 
 def fail_to_restore(path: Path, failure: str, victim: int) -> list[Ended | None]:

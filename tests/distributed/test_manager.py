@@ -28,6 +28,7 @@ from tests.distributed.managed import (
     fail_to_restore,
     fail_to_save,
     leave_by_an_error,
+    leave_without_a_verdict,
     own_values,
     restore_own,
     resume_each,
@@ -219,6 +220,15 @@ def test_a_save_that_fails_on_one_rank(failure: str, victim: int, rank_pool: Ran
     for step in (1, 2):
         assert_saved(tmp_path, step, step, world_size=3)
     # Neither of the rank that failed nor of those that had put all of theirs.
+    assert find_run_orphans(LocalStore(str(tmp_path)), grace_seconds=0).old == ()
+
+
+def test_a_rank_that_hears_of_no_end(rank_pool: RankPool, tmp_path: Path) -> None:
+    """It cannot know whether its shards were committed: at the next save it tells the coordinator, which finds out."""
+    endings = rank_pool.run(leave_without_a_verdict, tmp_path, 2, ranks=THREE)
+    assert all(ending is not None for (ending,) in endings)
+    for step in (1, 3):
+        assert_saved(tmp_path, step, step, world_size=3)
     assert find_run_orphans(LocalStore(str(tmp_path)), grace_seconds=0).old == ()
 
 
