@@ -1,8 +1,9 @@
 """Removing orphans of a run: manifests and shards that no live checkpoint names. No torch.
 
-They are left by jobs that were killed, in a save or while they deleted, and by those that may not delete. What a save under way has written looks just the same. So the catalog's floor is raised above the
-revisions that the orphans' names carry: a save that began below can no longer commit. A run whose checkpoints were
-abandoned keeps them: they are live until somebody retires them.
+They are left by jobs that were killed, in a save or while they deleted, and by those that may not delete. What a save
+under way has written looks just the same. So the catalog's floor is raised above the revisions that the orphans' names
+carry: a save that began below can no longer commit. A run whose checkpoints were abandoned keeps them: they are live
+until somebody retires them.
 """
 
 from __future__ import annotations
