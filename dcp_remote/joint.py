@@ -123,6 +123,11 @@ class Joint:
     # ---- for those who take part
 
     @property
+    def number(self) -> int:
+        """Its number, as this rank has counted."""
+        return self._ending.place.number
+
+    @property
     def cancelled(self) -> DcpRemoteError | None:
         """Why it was; None if it was not."""
         return self._ending.error

@@ -243,32 +243,42 @@ class CheckpointManager(RunCheckpoints):
         note = Note.of(step, name=name, metrics=metrics, overwrite=overwrite)
         noted = checked_user(user or {})
         operation = self._telemetry.save(self._store, step=step, rank=self._ranks.rank)
+        flight: Flight | None = None
         try:
             with operation.phase("waiting"):
                 self.wait()
             waiting_seconds = time.monotonic() - called_seconds
             seconds = self._seconds_for_a_save(waiting_seconds)
-            joint = self._join(f"the save of step {step}", seconds=seconds)
+            joint = self._prepare(f"the save of step {step}", seconds=seconds)
+            flight = Flight(joint, self._ranks, self._saver, self._desk, before=self._newest)
+            self._ranks.begin(joint)
             with operation.phase("staging"):
                 copied = self._copied(joint, state, stage=not wait)
+            task = Task(
+                note=note,
+                state=copied,
+                planner=planner if planner is not None else DefaultSavePlanner(),
+                user=noted,
+                called_seconds=called_seconds,
+                waiting_seconds=waiting_seconds,
+                staging_seconds=time.monotonic() - called_seconds - waiting_seconds,
+                seconds=seconds,
+                operation=operation,
+                background=not wait,
+            )
+            self._flight = flight
+            flight.start(task)
+            self._newest = flight
+            if wait:
+                self.wait()
         except BaseException as error:
+            # Ctrl-C strikes anywhere, and a thread may not start.
+            if flight is not None and flight.abandon(error):
+                self._newest = flight
+            if self._flight is flight is not None and flight.is_settled:
+                self._flight = None
             operation.fail(error)
             raise
-        task = Task(
-            note=note,
-            state=copied,
-            planner=planner if planner is not None else DefaultSavePlanner(),
-            user=noted,
-            called_seconds=called_seconds,
-            waiting_seconds=waiting_seconds,
-            staging_seconds=time.monotonic() - called_seconds - waiting_seconds,
-            seconds=seconds,
-            operation=operation,
-            background=not wait,
-        )
-        self._flight = self._newest = Flight(joint, self._saver, task, self._desk, before=self._newest)
-        if wait:
-            self._wait_for_what_is_no_copy(self._flight)
 
     def restore(
         self, state: MutableMapping[str, Any], step: int | str | None = None, *, planner: LoadPlanner | None = None
@@ -306,14 +316,15 @@ class CheckpointManager(RunCheckpoints):
         """
         self._require_open()
         self.wait()
-        joint = self._join(
+        joint = self._prepare(
             "the restore", seconds=self._timeout_seconds, failed=DcpRemoteError, timed_out=DcpRemoteError
         )
-        # Here, whatever comes of the restore: at the same place on all ranks.
-        self._preemption.count_anew()
         asked = step if isinstance(step, int) else None
         operation = self._telemetry.load(self._store, step=asked, rank=self._ranks.rank)
         try:
+            self._ranks.begin(joint)
+            # Here, whatever comes of the restore: at the same place on all ranks.
+            self._preemption.count_anew()
             with joint:
                 self._last_load = load_rank(
                     self._ranks,
@@ -327,6 +338,7 @@ class CheckpointManager(RunCheckpoints):
                     memory_budget_bytes=self._memory_budget_bytes,
                 )
         except BaseException as error:
+            self._ranks.abandon(joint, error)
             operation.fail(error)
             raise
         operation.end(self._last_load)
@@ -367,8 +379,7 @@ class CheckpointManager(RunCheckpoints):
         flight = self._flight
         if flight is not None:
             try:
-                remaining = self._preemption.remaining_seconds()
-                self._last_save = flight.result() if remaining is None else flight.result(remaining)
+                self._last_save = flight.result()
             finally:
                 # Ctrl-C leaves it under way.
                 if flight.is_settled:
@@ -398,29 +409,16 @@ class CheckpointManager(RunCheckpoints):
     # ----
 
     def _copied(self, joint: Joint, state: Mapping[str, Any], *, stage: bool) -> dict[str, Any]:
-        try:
-            copied = saved_state(state, self._ranks.rank)
-            require_distinct(copied)
-            if not stage:
-                # Here, and not in the thread that saves: that knows nothing of this one's stream.
-                wait_for_devices(tensor.device for tensor in tensors_of(copied))
-                return copied
-            joint.note("copying the state")
-            return self._stager.stage(copied)
-        except BaseException:
-            with joint:  # the others are told
-                raise
+        copied = saved_state(state, self._ranks.rank)
+        require_distinct(copied)
+        if not stage:
+            # Here, and not in the thread that saves: that knows nothing of this one's stream.
+            wait_for_devices(tensor.device for tensor in tensors_of(copied))
+            return copied
+        joint.note("copying the state")
+        return self._stager.stage(copied)
 
-    def _wait_for_what_is_no_copy(self, flight: Flight) -> None:
-        try:
-            self.wait()
-        except BaseException:
-            flight.interrupt()
-            if flight.is_settled:
-                self._flight = None
-            raise
-
-    def _join(
+    def _prepare(
         self,
         what: str,
         *,
@@ -434,7 +432,7 @@ class CheckpointManager(RunCheckpoints):
                 "make it afterwards.",
                 url=self._store.url,
             )
-        return self._ranks.join(
+        return self._ranks.prepare(
             what, seconds=seconds, silence_seconds=self._silence_seconds, failed=failed, timed_out=timed_out
         )
 

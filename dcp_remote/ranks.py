@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -109,7 +110,21 @@ class Ranks:
         failed: type[DcpRemoteError],
         timed_out: type[DcpRemoteError],
     ) -> Joint:
-        """Begin something that all ranks begin, in the same order; never touches the store, and so never blocks.
+        """Prepare something that all ranks do, and begin it; see `prepare` and `begin`."""
+        joint = self.prepare(what, seconds=seconds, silence_seconds=silence_seconds, failed=failed, timed_out=timed_out)
+        self.begin(joint)
+        return joint
+
+    def prepare(
+        self,
+        what: str,
+        *,
+        seconds: float,
+        silence_seconds: float = 60.0,
+        failed: type[DcpRemoteError],
+        timed_out: type[DcpRemoteError],
+    ) -> Joint:
+        """Make something that all ranks begin, in the same order; nobody hears of it before `begin`.
 
         Args:
             what: Named in errors: "the save of step 100".
@@ -126,21 +141,39 @@ class Ranks:
             raise InvalidArgumentError("This is closed.", what=what)
         if self._joint is not None and self._joint.cancelled is None:
             raise InvalidArgumentError("Something else is under way.", what=what, under_way=self._joint.what)
+        return Joint(
+            self,
+            Place(self._number + 1, line_of(what)),
+            seconds=seconds,
+            silence_seconds=silence_seconds,
+            failed=failed,
+            timed_out=timed_out,
+            clock=self._clock,
+        )
+
+    def begin(self, joint: Joint) -> None:
+        """Begin what was prepared last; never touches the store, and so never blocks.
+
+        Whoever begins it leaves it: by its block, or by `abandon`, whatever happens in between.
+        """
         with self._lock:
-            self._number += 1
-            self._joint = joint = Joint(
-                self,
-                Place(self._number, line_of(what)),
-                seconds=seconds,
-                silence_seconds=silence_seconds,
-                failed=failed,
-                timed_out=timed_out,
-                clock=self._clock,
-            )
+            self._joint = joint
+            self._number = joint.number
             if self.pulse is not None:
                 watched = range(1, self.world_size) if self.is_coordinator else [0]
-                self.pulse.enter(self._number, what, watched)
-        return joint
+                self.pulse.enter(joint.number, joint.what, watched)
+
+    def abandon(self, joint: Joint, error: BaseException) -> None:
+        """Leave it as a block does that raises this error, unless it has been left, or never began.
+
+        Args:
+            joint: Its block is not being run any more, in whatever thread.
+            error: What the others are told.
+        """
+        if self._joint is joint:
+            self._number = joint.number
+            with suppress(DcpRemoteError):
+                joint.__exit__(type(error), error, error.__traceback__)
 
     def close(self) -> None:
         """Leave. The coordinator first gives the others some seconds to read its last answer.
@@ -183,9 +216,10 @@ class Ranks:
                     self.pulse.move(number)
 
     def leave_behind(self, number: int, keys: Iterable[str]) -> None:
-        """What may lie in the store of that joint; the coordinator's."""
+        """What may lie in the store of that joint; the coordinator's. A rank that is alone has no store."""
         with self._lock:
-            self._leftovers.setdefault(number, []).extend(keys)
+            if self.world_size > 1:
+                self._leftovers.setdefault(number, []).extend(keys)
 
     def sweep(self, client: Client, before: int) -> None:
         """Delete what joints before that one left behind."""

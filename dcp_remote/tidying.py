@@ -108,11 +108,13 @@ class Tidying:
             seconds: How long to wait.
         """
         deadline = Deadline(seconds)
-        self.wait(deadline.remaining_seconds())
-        if not self._is_done:
-            self._hand_over(lambda _: None, settle=True)
+        try:
             self.wait(deadline.remaining_seconds())
-        self._stop.set()
+            if not self._is_done and not deadline.expired():
+                self._hand_over(lambda _: None, settle=True)
+                self.wait(deadline.remaining_seconds())
+        finally:
+            self._stop.set()
 
     # ----
 
