@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -23,8 +22,9 @@ import torch.distributed as dist
 
 from dcp_remote.ending import Ending
 from dcp_remote.errors import DcpRemoteError
+from dcp_remote.helper_thread import HelperThread
 from dcp_remote.joint_keys import Place
-from dcp_remote.key_value import Client
+from dcp_remote.key_value import Client, Line
 from dcp_remote.party import Party
 from dcp_remote.roll_call import RollCall
 
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 V = TypeVar("V")
 R = TypeVar("R")
+T = TypeVar("T")
 
 # Pauses between two looks for a key: at first short, for ranks that arrive together; then no more than the store bears:
 # it does 6,800 a second for one client (loopback), and so 2,000 for all of them leave it time for torch.
@@ -89,7 +90,7 @@ class Joint:
         self.failed = failed
         self.deadline = self._ending.deadline
         self._pause_seconds_max = max(_PAUSE_SECONDS_MAX, party.world_size / _LOOKS_PER_SECOND)
-        self._client: Client | None = None
+        self._line: Line | None = None
         self._round = 0
         # The coordinator's: the answers that are in the store.
         self._answers: list[str] = []
@@ -114,7 +115,7 @@ class Joint:
         if error is not None and cancelled is None:
             unknown = ending.past_return and not isinstance(error, DcpRemoteError)
             ending.tell(ending.crossing(error), lost=unknown)
-        self._party.over(self, self._client)
+        self._party.over(self, self._line)
         # What the coordinator raises of its commit says more than that the time is over.
         unchanged = isinstance(error, _ENDS) or ending.past_return
         if error is not None and cancelled is not None and error is not cancelled and not unchanged:
@@ -219,6 +220,18 @@ class Joint:
             raise self.failed(f"This rank is behind: {self.what} is over for the others.")
         return pickle.loads(answer)  # type: ignore[no-any-return]  # noqa: S301  # of a rank of this job
 
+    def apart(self, call: Callable[[], R]) -> R:
+        """Make a call in a thread of its own, and wait for it while the joint goes on: a store may never answer.
+
+        Raises:
+            DcpRemoteError: The joint was cancelled; the thread is left behind.
+        """
+        helper = HelperThread("dcp_remote-request")
+        try:
+            return helper.run(call, self._ending.require_going_on)
+        finally:
+            helper.close()
+
     def no_return(self) -> None:
         """Nothing is needed of the others: their silence and failures do not end it any more, only the deadline.
 
@@ -233,8 +246,7 @@ class Joint:
         ending = self._ending
         ending.require_going_on()
         if self._pulse is not None:
-            with self._asking() as client:
-                ending.hear(client)
+            self._ask(ending.hear)
         if ending.time.expired():
             ending.end(
                 ending.timed_out(f"The deadline passed before {self.what} was committed; it was given up.", rank=0)
@@ -285,12 +297,11 @@ class Joint:
         """Contribute, and wait for the answer; again under each number that it turns out to have."""
         data, rank = pickle.dumps(value), self._party.rank
         while True:
-            with self._asking() as client:
-                while self._ending.hear(client):
-                    self._ending.require_going_on()
-                self._ending.require_going_on()
-                place = self._ending.place
-                client.put(place.contribution(self._round, rank), data)
+            self._ask(self._hear_all)
+            self._ending.require_going_on()
+            place = self._ending.place
+            key = place.contribution(self._round, rank)
+            self._ask(lambda client, key=key: client.put(key, data))  # type: ignore[misc]
             answer = self._taken(place.answer(self._round, None if shared else rank), place, shared=shared)
             if answer is not None:
                 self._ending.met = True
@@ -299,8 +310,7 @@ class Joint:
     def _taken(self, key: str, place: Place, *, shared: bool) -> bytes | None:
         """A value, as soon as it is there; None once this is not the place any more."""
         while self._await([key], place):
-            with self._asking() as client:
-                answer = client.get(key) if shared else client.take_many([key])[0]
+            answer = self._ask(lambda client: client.get(key) if shared else client.take_many([key])[0])
             if answer:
                 return answer
             # Swept since it was seen: the coordinator is two joints on, which is seen by looking once more.
@@ -308,10 +318,8 @@ class Joint:
 
     def _contributions(self, value: V) -> list[V]:
         """Of all ranks, by rank; once more under each number that it turns out to have."""
-        with self._asking() as client:
-            while self._ending.hear(client):
-                self._ending.require_going_on()
-            self._party.sweep(client, self._ending.place.number - 1)
+        self._ask(self._hear_all)
+        self._ask(lambda client: self._party.sweep(client, self._ending.place.number - 1))
         self._roll_call.waiting = True
         values: list[V] | None = None
         while values is None:
@@ -331,8 +339,7 @@ class Joint:
                 return None
             # Before they are taken: nobody must find them missing.
             self._roll_call.expect(self._round, others[first + _RANKS_PER_READ :])
-            with self._asking() as client:
-                read = client.take_many(keys)
+            read = self._ask(lambda client, keys=keys: client.take_many(keys))  # type: ignore[misc]
             values += map(self._unpickled, some, read)
         return values
 
@@ -354,51 +361,62 @@ class Joint:
         read, self._answers = self._answers, list(data)
         self._roll_call.expect(self._round + 1, range(1, self._party.world_size))
         try:
-            with self._asking() as client:
-                for key, answer in data.items():
-                    client.put(key, answer)
-                # Also makes sure that the answers have arrived before this rank's next beat says that it has gone on.
-                client.has([next(iter(data))])
-                client.delete(read)
-                self._party.sweep(client, self._ending.place.number)
+            self._ask(partial(self._answer_and_sweep, data, read))
         except DcpRemoteError as error:
             if not self._ending.past_return:
                 raise
             logger.warning("%s: the other ranks could not be told of its end: %s", self.what, error)
+
+    def _answer_and_sweep(self, data: Mapping[str, bytes], read: Iterable[str], client: Client) -> None:
+        for key, answer in data.items():
+            client.put(key, answer)
+        # Also makes sure that the answers have arrived before this rank's next beat says that it has gone on.
+        client.has([next(iter(data))])
+        client.delete(read)
+        self._party.sweep(client, self._ending.place.number)
+
+    def _hear_all(self, client: Client) -> None:
+        """Count on for as long as something else has ended under this number."""
+        while self._ending.hear(client):
+            self._ending.require_going_on()
 
     def _await(self, keys: Sequence[str], place: Place) -> bool:
         """Until all are there, False once this is not the place any more; raises as soon as the joint is cancelled."""
         ending, pause = self._ending, _FIRST_PAUSE_SECONDS
         while ending.place is place:
             beat = ending.coordinators_beat()
-            with self._asking() as client:
-                if client.has(keys):
-                    return True
-                # What it told of its end, it told before that beat. To follow it without having looked would be to take
-                # part in the next thing of the same name, where only the first was begun here.
-                if beat is not None and ending.is_gone(beat) and not ending.hear(client) and not ending.follow(beat):
-                    ending.miss_the_end(beat)
+            if self._ask(lambda client: client.has(keys)):
+                return True
+            # What it told of its end, it told before that beat. To follow it without having looked would be to take
+            # part in the next thing of the same name, where only the first was begun here.
+            if beat is not None and ending.is_gone(beat) and not self._ask(ending.hear) and not ending.follow(beat):
+                ending.miss_the_end(beat)
             ending.require_going_on()
             ending.wait(pause)
             pause = min(1.5 * pause, self._pause_seconds_max)
         return False
 
-    @contextmanager
-    def _asking(self) -> Iterator[Client]:
+    def _ask(self, question: Callable[[Client], T]) -> T:
+        """Ask the store, for as long as the joint goes on: a host that was stopped answers nobody."""
         assert self._pulse is not None, "one rank asks nobody"
+        ending = self._ending
         if self._pulse.gone is not None:  # to connect anew would take minutes
-            self._ending.lose_the_store(self._pulse.gone)
-            self._ending.require_going_on()
-        if self._client is None:
-            self._client = self._party.client()
+            ending.lose_the_store(self._pulse.gone)
+            ending.require_going_on()
+        line, self._line = self._line or self._party.line(), None
         try:
-            yield self._client
+            answer = line.ask(question, ending.require_going_on)
         except dist.DistError as error:
-            self._client = None
-            self._ending.lose_the_store(error)
-            if self._ending.error is None:  # past the point of no return
+            line.close()
+            ending.lose_the_store(error)
+            if ending.error is None:  # past the point of no return
                 raise self.failed("The store of the process group has gone.", cause=error) from error
-            raise self._ending.error from error
+            raise ending.error from error
+        except BaseException:
+            line.close()
+            raise
+        self._line = line
+        return answer
 
 
 def _again(error: DcpRemoteError) -> DcpRemoteError:

@@ -14,7 +14,10 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from dcp_remote.helper_thread import HelperThread
+
 _Key = TypeVar("_Key")
+T = TypeVar("T")
 
 # TCPStore's server drops a connection that sends more than 8 MiB at once (TCPStoreLibUvBackend.cpp of torch 2.13).
 _PART_BYTES_MAX = 4 * 2**20
@@ -124,6 +127,34 @@ class Client:
         count = int.from_bytes(head[:4], "little")
         rest = [self._store.get(_part(key, number)) for number in range(1, count)]
         return b"".join([head[4:], *rest])
+
+
+class Line:
+    """A client that a helper thread uses, for a thread that must not wait for ever for a store that does not answer.
+
+    Args:
+        connect: Makes the client, in the helper thread.
+    """
+
+    def __init__(self, connect: Callable[[], Client]) -> None:
+        """See the class; connects with the first question."""
+        self._connect = connect
+        self._client: Client | None = None
+        self._helper = HelperThread("dcp_remote-store")
+
+    def ask(self, question: Callable[[Client], T], look: Callable[[], None]) -> T:
+        """Ask in the helper thread; see `HelperThread.run`. One of which this raised is not to be used any more."""
+
+        def asked() -> T:
+            if self._client is None:
+                self._client = self._connect()
+            return question(self._client)
+
+        return self._helper.run(asked, look)
+
+    def close(self) -> None:
+        """End its thread."""
+        self._helper.close()
 
 
 def _part(key: str, number: int) -> str:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -133,7 +134,7 @@ def load_rank(
     began_seconds, before = time.monotonic(), store.counts
     with operation.phase("planning"):
         joint.note("asking which checkpoint to restore")
-        chosen = joint.gather(step, lambda steps: _chosen(store, steps, joint.deadline))
+        chosen = joint.gather(step, lambda steps: joint.apart(partial(_chosen, store, steps, joint.deadline)))
         if chosen is None:
             if ranks.is_coordinator:
                 # A URL that is a little wrong looks the same: a job must not begin anew without a word.
@@ -143,8 +144,10 @@ def load_rank(
         joint.note(f"planning the restore of step {entry.step}")
         data = chosen.manifest
         if data is None:
-            data = fetch_entry(store, entry, retry_seconds=_asking_seconds(joint.deadline))
-        manifest = decode_entry(store, entry, data, retry_seconds=_asking_seconds(joint.deadline))
+            data = joint.apart(partial(fetch_entry, store, entry, retry_seconds=_asking_seconds(joint.deadline)))
+        # A damaged manifest is read once more here.
+        decode = partial(decode_entry, store, entry, data, retry_seconds=_asking_seconds(joint.deadline))
+        manifest = joint.apart(decode)
         del chosen, data
         # What follows may be collectives of training, which nobody may enter alone.
         joint.gather(None, _all_are_here)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from dcp_remote.key_value import Client
+from dcp_remote.key_value import Client, Line
 from dcp_remote.pulse import Pulse
 
 
@@ -28,11 +28,11 @@ class Party(Protocol):
     is_coordinator: bool
     pulse: Pulse | None
 
-    def over(self, joint: object, client: Client | None) -> None:
+    def over(self, joint: object, line: Line | None) -> None:
         """It was left; the connection is free again."""
 
-    def client(self) -> Client:
-        """For a joint's thread. Connects if there is none to spare, and then blocks if the store does."""
+    def line(self) -> Line:
+        """A connection for a joint's thread: the one to spare, or another."""
 
     def renumber(self, joint: object, number: int) -> None:
         """It turned out to be this one."""

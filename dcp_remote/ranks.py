@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 from dcp_remote.joint import Joint
 from dcp_remote.joint_keys import Place
-from dcp_remote.key_value import Client, connection
+from dcp_remote.key_value import Client, Line, connection
 from dcp_remote.pulse import Pulse, Watch, beat_seconds_of, line_of
 
 
@@ -60,7 +60,7 @@ class Ranks:
         self._lock = threading.Lock()
         self._leftovers: dict[int, list[str]] = {}
         # A connection goes from one joint to the next, unless a thread is stuck in it.
-        self._spare: Client | None = None
+        self._spare: Line | None = None
         self._leaving: Watch | None = None
         if world_size > 1:
             assert store is not None, "several ranks need a store to meet in"
@@ -186,26 +186,33 @@ class Ranks:
             joint.cancel(joint.failed(f"Closed in the middle of {joint.what}."))
         if self.pulse is not None:
             self.pulse.close()
+        with self._lock:
+            line, self._spare = self._spare, None
+        if line is not None:
+            line.close()
 
     # ---- for joints
 
-    def over(self, joint: object, client: Client | None) -> None:
+    def over(self, joint: object, line: Line | None) -> None:
         """It was left; the connection is free again."""
         with self._lock:
-            if client is not None:
-                self._spare = client
+            is_kept = line is not None and self._spare is None and not self._closed
+            if is_kept:
+                self._spare = line
             mine = self._joint
             if mine is not None and mine is joint:
                 self._joint = None
                 if self.pulse is not None:
                     self.pulse.leave(f"done with {mine.what}")
+        if line is not None and not is_kept:
+            line.close()
 
-    def client(self) -> Client:
-        """For a joint's thread. Connects if there is none to spare, and then blocks if the store does."""
+    def line(self) -> Line:
+        """A connection for a joint's thread: the one to spare, or another."""
         with self._lock:
-            client, self._spare = self._spare, None
+            line, self._spare = self._spare, None
         assert self.pulse is not None, "one rank needs no store"
-        return self.pulse.client() if client is None else client
+        return Line(self.pulse.client) if line is None else line
 
     def renumber(self, joint: object, number: int) -> None:
         """It turned out to be this one."""

@@ -25,7 +25,7 @@ from dcp_remote import CheckpointManager, load
 from dcp_remote.errors import DcpRemoteError, SaveFailedError
 from dcp_remote.ranks import Ranks
 from dcp_remote.storage import MemoryStore
-from tests.distributed.parties import Party, party, wait_until
+from tests.distributed.parties import managers_of, party, wait_until
 
 # File, line, and how often it was passed before. What is passed more often is a loop that waits.
 Place: TypeAlias = tuple[str, int, int]
@@ -141,16 +141,6 @@ def test_a_restore_that_is_interrupted_anywhere(torture_seconds: float) -> None:
 
 
 # ---- the others are told
-
-
-def managers_of(them: Party, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> list[CheckpointManager]:
-    """One for each rank; ranks are threads."""
-    managers = []
-    for ranks in them.ranks:
-        with monkeypatch.context() as patch:
-            patch.setattr(Ranks, "of", lambda *_arguments, ranks=ranks: ranks)
-            managers.append(CheckpointManager(store))
-    return managers
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()], ids=repr)

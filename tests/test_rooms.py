@@ -160,6 +160,7 @@ ROOMS = [
     "per_rank",
     "random_states",
     "staging",
+    "helper_thread",
     "key_value",
     "pulse",
     "party",

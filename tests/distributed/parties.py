@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, NoReturn, TypeVar
 
+import pytest
 import torch.distributed as dist
 
+from dcp_remote import CheckpointManager
 from dcp_remote.errors import SaveFailedError, SaveTimeoutError
 from dcp_remote.joint import Joint
 from dcp_remote.ranks import Ranks
+from dcp_remote.storage import ObjectStore
 
 T = TypeVar("T")
 
@@ -95,6 +98,18 @@ def party(world_size: int, store: dist.Store | None = None, *, beat_seconds: flo
         yield made
     finally:
         made.close()
+
+
+def managers_of(
+    them: Party, store: ObjectStore, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> list[CheckpointManager]:
+    """One for each rank."""
+    managers = []
+    for ranks in them.ranks:
+        with monkeypatch.context() as patch:
+            patch.setattr(Ranks, "of", lambda *_arguments, ranks=ranks: ranks)
+            managers.append(CheckpointManager(store, **options))
+    return managers
 
 
 def join(ranks: Ranks, what: str = WHAT, *, seconds: float = 20.0, silence_seconds: float = 20.0) -> Joint:
