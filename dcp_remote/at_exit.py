@@ -7,9 +7,16 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from typing import Protocol
 
 logger = logging.getLogger(__name__)
+
+
+class Close(Protocol):
+    """Waits for the last save of a manager, and raises what that came to."""
+
+    def __call__(self, *, is_interrupted: bool) -> None:
+        """Close it; `is_interrupted` says that Ctrl-C was pressed already."""
 
 
 class AtExit:
@@ -17,10 +24,10 @@ class AtExit:
 
     Args:
         url: Of its run, for the log.
-        close: Waits for its last save, and raises what that came to.
+        close: Called then.
     """
 
-    def __init__(self, url: str, close: Callable[[], None]) -> None:
+    def __init__(self, url: str, close: Close) -> None:
         """See the class."""
         self._url = url
         self._close = close
@@ -39,7 +46,8 @@ class AtExit:
         if os.getpid() != self._pid:
             return  # a child that was forked has none of its threads
         try:
-            self._close()
+            # Set by the interpreter for what ended the main thread, a few lines before it comes here.
+            self._close(is_interrupted=getattr(sys, "last_type", None) is KeyboardInterrupt)
         except BaseException:
             logger.critical("%s: the last save of this process failed", self._url, exc_info=True)
             logging.shutdown()

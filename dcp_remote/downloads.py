@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -18,7 +18,7 @@ from dcp_remote.ranges import MiB
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.landing import Landing
 from dcp_remote.storage.retrying import Deadline, RetryingStore
-from dcp_remote.transfer import WAKE_SECONDS, Patience, submitted
+from dcp_remote.transfer import WAKE_SECONDS, Patience, Workers, submitted
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ def download(
     waiting: Fetch[T] | None = next(upcoming, None)
     running: set[Future[Fetched[T]]] = set()
     held_bytes = 0
-    pool = ThreadPoolExecutor(DOWNLOADS_IN_FLIGHT, thread_name_prefix="dcp_remote-download")
+    pool = Workers(DOWNLOADS_IN_FLIGHT, "dcp_remote-download")
     try:
         while waiting is not None or running:
             while (
@@ -165,4 +165,4 @@ def download(
     finally:
         patience.give_up()
         some_wait = landing.close()
-        pool.shutdown(wait=not some_wait, cancel_futures=True)
+        pool.shutdown(wait=not some_wait)

@@ -41,6 +41,7 @@ class Ending:
         place: Where it is, as this rank has counted.
         seconds: Until its deadline, from now on.
         silence_seconds: After which a store that does not answer ends it, and a sleep of this rank's own.
+        left_seconds: For work, before this process is killed; it ends when there are none, be it committing.
         failed: What is raised for a cause that is no error of ours.
         timed_out: What is raised at the deadline.
         moved: Called when it turns out to go by another number.
@@ -68,6 +69,7 @@ class Ending:
         *,
         seconds: float,
         silence_seconds: float,
+        left_seconds: Callable[[], float],
         failed: type[DcpRemoteError],
         timed_out: type[DcpRemoteError],
         moved: Callable[[int], None],
@@ -84,6 +86,7 @@ class Ending:
         self._clock = clock
         self._seconds = seconds
         self._silence_seconds = silence_seconds
+        self._left_seconds = left_seconds
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
         self.error: DcpRemoteError | None = None
@@ -94,7 +97,9 @@ class Ending:
         self.met = False
         self._last_look = clock()
         self.time = Deadline(seconds, clock)
-        self.deadline = Deadline(seconds, lambda: math.inf if self._cancelled.is_set() else clock())
+        self.deadline = Deadline(
+            seconds, lambda: math.inf if self._cancelled.is_set() or left_seconds() <= 0 else clock()
+        )
 
     def pass_return(self) -> None:
         """From now on nothing but the deadline ends it, unless it is cancelled already; the coordinator's."""
@@ -112,7 +117,7 @@ class Ending:
         self._cancelled.wait(seconds)
 
     def look(self) -> None:
-        """Cancel it if the deadline has passed by more than the grace, or if the store does not answer.
+        """Cancel it if its deadline has passed by the grace, if no time is left, or if the store does not answer.
 
         From any thread, as often as one likes, without touching the store: whoever waits for a thread that may be stuck
         there calls this twice a second.
@@ -124,6 +129,9 @@ class Ending:
         pulse, rank, patience = self._pulse, self._party.rank, self._silence_seconds
         if self.time.elapsed_seconds() >= self._seconds + GRACE_SECONDS:
             self._time_out_alone()
+        elif self._left_seconds() <= 0:
+            told = f"There is no time left for {self.what} before rank {rank} is killed; it was given up."
+            self.end(self.timed_out(told, rank=rank), late=True)
         elif pulse is None or self.past_return:
             return
         elif asleep_seconds > patience:

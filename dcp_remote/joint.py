@@ -68,6 +68,7 @@ class Joint:
         *,
         seconds: float,
         silence_seconds: float,
+        left_seconds: Callable[[], float],
         failed: type[DcpRemoteError],
         timed_out: type[DcpRemoteError],
         clock: Callable[[], float],
@@ -80,6 +81,7 @@ class Joint:
             place,
             seconds=seconds,
             silence_seconds=silence_seconds,
+            left_seconds=left_seconds,
             failed=failed,
             timed_out=timed_out,
             moved=partial(party.renumber, self),
@@ -265,7 +267,7 @@ class Joint:
         return self._ending.error is not None
 
     def look(self) -> None:
-        """Cancel it if the deadline has passed by more than the grace, or if the store does not answer.
+        """Cancel it if its deadline has passed by the grace, if no time is left, or if the store does not answer.
 
         From any thread, as often as one likes, without touching the store: whoever waits for a thread that may be stuck
         there calls this twice a second.

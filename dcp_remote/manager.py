@@ -7,6 +7,7 @@ waits in a collective, and checkpoint traffic shares neither a group nor a threa
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -28,6 +29,7 @@ from dcp_remote.errors import (
     SaveTimeoutError,
 )
 from dcp_remote.flight import Flight
+from dcp_remote.flights import Flights
 from dcp_remote.joint import Joint
 from dcp_remote.load_rank import load_rank
 from dcp_remote.location import Location, require_budget, require_shared, require_timeout
@@ -45,7 +47,7 @@ from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.telemetry import Telemetry
 from dcp_remote.text_keys import require_distinct
-from dcp_remote.transfer import MEMORY_BUDGET_BYTES
+from dcp_remote.transfer import MEMORY_BUDGET_BYTES, end_within
 
 logger = logging.getLogger(__name__)
 
@@ -158,12 +160,10 @@ class CheckpointManager(RunCheckpoints):
         )
         self._stager = Stager()
         self._telemetry = Telemetry()
-        self._flight: Flight | None = None  # until it was waited for
-        self._newest: Flight | None = None  # whose thread may be stuck
-        self._last_save: SaveReport | None = None
+        self._flights = Flights(self._store.url, self._preemption)
         self._last_load: LoadReport | None = None
         self._closed = False
-        self._at_exit = AtExit(self._store.url, self.close)
+        self._at_exit = AtExit(self._store.url, self._close)
 
     def __repr__(self) -> str:
         """The URL; never an option."""
@@ -178,7 +178,7 @@ class CheckpointManager(RunCheckpoints):
     ) -> None:
         """Close it; what failed in the background is raised, unless the block raises something itself."""
         try:
-            self.close()
+            self._close(is_interrupted=kind is KeyboardInterrupt)
         except Exception:
             if error is None:
                 raise
@@ -187,7 +187,7 @@ class CheckpointManager(RunCheckpoints):
     @property
     def last_save(self) -> SaveReport | None:
         """Of the last save that was committed and waited for."""
-        return self._last_save
+        return self._flights.report
 
     @property
     def last_load(self) -> LoadReport | None:
@@ -248,9 +248,9 @@ class CheckpointManager(RunCheckpoints):
             with operation.phase("waiting"):
                 self.wait()
             waiting_seconds = time.monotonic() - called_seconds
-            seconds = self._seconds_for_a_save(waiting_seconds)
+            seconds = min(self._timeout_seconds - waiting_seconds, self._preemption.working_seconds())
             joint = self._prepare(f"the save of step {step}", seconds=seconds)
-            flight = Flight(joint, self._ranks, self._saver, self._desk, before=self._newest)
+            flight = Flight(joint, self._ranks, self._saver, self._desk, before=self._flights.newest)
             self._ranks.begin(joint)
             with operation.phase("staging"):
                 copied = self._copied(joint, state, stage=not wait)
@@ -266,17 +266,13 @@ class CheckpointManager(RunCheckpoints):
                 operation=operation,
                 background=not wait,
             )
-            self._flight = flight
-            flight.start(task)
-            self._newest = flight
+            self._flights.start(flight, task)
             if wait:
                 self.wait()
         except BaseException as error:
             # Ctrl-C strikes anywhere, and a thread may not start.
-            if flight is not None and flight.abandon(error):
-                self._newest = flight
-            if self._flight is flight is not None and flight.is_settled:
-                self._flight = None
+            if flight is not None:
+                self._flights.abandon(flight, error)
             operation.fail(error)
             raise
 
@@ -376,37 +372,40 @@ class CheckpointManager(RunCheckpoints):
         Raises:
             DcpRemoteError: The save failed; see `save`. Raised once.
         """
-        flight = self._flight
-        if flight is not None:
-            try:
-                self._last_save = flight.result()
-            finally:
-                # Ctrl-C leaves it under way.
-                if flight.is_settled:
-                    self._flight = None
-        return self._last_save
+        return self._flights.wait()
 
     def close(self) -> None:
         """Wait for the save under way, finish keeping the run tidy, and let go of everything.
 
+        Ctrl-C says what is waited for, and until when; once more, and the save is given up. After SIGTERM all this is
+        over within `notice_seconds` of it.
+
         Raises:
             DcpRemoteError: The last save failed.
         """
+        self._close(is_interrupted=False)
+
+    # ----
+
+    def _close(self, *, is_interrupted: bool) -> None:
+        """Close it; see `Flights.close`."""
         if self._closed:
             return
         self._closed = True
         self._at_exit.cancel()
+        gives_up = False
         try:
-            self.wait()
+            self._flights.close(is_interrupted=is_interrupted)
+        except KeyboardInterrupt:
+            gives_up = True
+            raise
         finally:
-            if self._newest is not None:
-                self._newest.finish()
-            self._newest = None
             self._stager.close()
+            # The process still has to end.
+            seconds = 0.0 if gives_up else self._preemption.remaining_seconds()
+            end_within(math.inf if seconds is None else seconds / 4)
             self._preemption.close()
-            self._ranks.close()
-
-    # ----
+            self._ranks.close(math.inf if seconds is None else seconds / 2)
 
     def _copied(self, joint: Joint, state: Mapping[str, Any], *, stage: bool) -> dict[str, Any]:
         copied = saved_state(state, self._ranks.rank)
@@ -433,12 +432,13 @@ class CheckpointManager(RunCheckpoints):
                 url=self._store.url,
             )
         return self._ranks.prepare(
-            what, seconds=seconds, silence_seconds=self._silence_seconds, failed=failed, timed_out=timed_out
+            what,
+            seconds=seconds,
+            silence_seconds=self._silence_seconds,
+            left_seconds=self._preemption.working_seconds,
+            failed=failed,
+            timed_out=timed_out,
         )
-
-    def _seconds_for_a_save(self, waited_seconds: float) -> float:
-        left, remaining = self._timeout_seconds - waited_seconds, self._preemption.remaining_seconds()
-        return left if remaining is None else min(left, remaining)
 
     def _require_open(self) -> None:
         if self._closed:

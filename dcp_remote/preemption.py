@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 # Ranks hear of it, publish and are told in about three beats; one that is busy in one call takes longer.
 AGREEMENT_SECONDS = 30.0
 
+# Of the notice, for what comes after the work: the save is given up, everything is closed, the process ends.
+_CLOSING_SECONDS = 5.0
+_CLOSING_SHARE = 0.4
+
 # What the store gets to say which came first, the decision or a rank that gave up.
 _LAST_WORD_SECONDS = 5.0
 
@@ -281,6 +285,13 @@ class Preemption:
             return None
         return max(0.0, self._notice_seconds - (self._clock() - self._heard_seconds))
 
+    def working_seconds(self) -> float:
+        """Of the notice for work, without what closing takes; infinite if there is none, or nobody has been asked."""
+        left = self.remaining_seconds()
+        if left is None or self._notice_seconds is None:
+            return math.inf
+        return max(0.0, left - min(_CLOSING_SECONDS, _CLOSING_SHARE * self._notice_seconds))
+
     def close(self) -> None:
         """Do not listen any more: SIGTERM does what it did before."""
         if self._pulse is not None:
@@ -296,16 +307,20 @@ class Preemption:
         """Until it is settled. Whoever gives up says so first: then nobody else counts on this rank."""
         settled, pulse = self._agreement.settled, self._pulse
         assert pulse is not None, "one rank waits for nobody"
-        seconds = self.remaining_seconds()
-        end = self._clock() + (AGREEMENT_SECONDS if seconds is None else seconds)
+        end = self._clock() + self._patience_seconds()
         while not settled.wait(0.05) and self._clock() < end and pulse.gone is None:
             pass
         if not settled.is_set() and pulse.gone is None:
             pulse.tell(self._agreement.give_up)
-            settled.wait(_LAST_WORD_SECONDS)
+            settled.wait(min(_LAST_WORD_SECONDS, self.working_seconds()))
         if not settled.is_set():
             self._agreement.stop_waiting()
             self._tell_once()
+
+    def _patience_seconds(self) -> float:
+        """For the agreement; without a notice it is half a minute, and with one the last word is within it, too."""
+        seconds = self.working_seconds()
+        return AGREEMENT_SECONDS if math.isinf(seconds) else max(0.0, seconds - min(_LAST_WORD_SECONDS, seconds / 4))
 
     def _tell_once(self) -> None:
         if not self._given_up:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -273,13 +274,18 @@ class Pulse:
         values = client.get_many([_beat_key(rank) for rank in heard])
         return {rank: Beat.decode(value) for rank, value in zip(heard, values, strict=True)}
 
-    def close(self) -> None:
-        """Say goodbye, and stop; at most some seconds later, also if the store is stuck."""
+    def close(self, seconds: float = math.inf) -> None:
+        """Say goodbye, and stop; at most some seconds later, also if the store is stuck.
+
+        Args:
+            seconds: At most, if that is less.
+        """
         atexit.unregister(self.close)
         self._closing = True
         self._wake.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(2 * _CLOSE_SECONDS if self.contact_seconds() < _CLOSE_SECONDS else 0.5)
+            patience = 2 * _CLOSE_SECONDS if self.contact_seconds() < _CLOSE_SECONDS else 0.5
+            self._thread.join(min(patience, seconds))
 
     # ---- in the thread
 

@@ -5,10 +5,12 @@ They meet in the key-value store of the group, never in a collective; see `dcp_r
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -101,17 +103,9 @@ class Ranks:
         # last save can end although the group is destroyed.
         return cls(rank, world_size, dist.PrefixStore(f"{prefix}/{number}", store), beat_seconds=beat_seconds)
 
-    def join(
-        self,
-        what: str,
-        *,
-        seconds: float,
-        silence_seconds: float = 60.0,
-        failed: type[DcpRemoteError],
-        timed_out: type[DcpRemoteError],
-    ) -> Joint:
+    def join(self, what: str, **terms: Any) -> Joint:
         """Prepare something that all ranks do, and begin it; see `prepare` and `begin`."""
-        joint = self.prepare(what, seconds=seconds, silence_seconds=silence_seconds, failed=failed, timed_out=timed_out)
+        joint = self.prepare(what, **terms)
         self.begin(joint)
         return joint
 
@@ -121,6 +115,7 @@ class Ranks:
         *,
         seconds: float,
         silence_seconds: float = 60.0,
+        left_seconds: Callable[[], float] = lambda: math.inf,
         failed: type[DcpRemoteError],
         timed_out: type[DcpRemoteError],
     ) -> Joint:
@@ -131,6 +126,7 @@ class Ranks:
             seconds: Until its deadline, from now on.
             silence_seconds: After which a rank that was heard of and fell silent fails it; and a store that does not
                 answer.
+            left_seconds: For work, before this process is killed.
             failed: What is raised for a cause that is no error of ours.
             timed_out: What is raised at the deadline.
 
@@ -146,6 +142,7 @@ class Ranks:
             Place(self._number + 1, line_of(what)),
             seconds=seconds,
             silence_seconds=silence_seconds,
+            left_seconds=left_seconds,
             failed=failed,
             timed_out=timed_out,
             clock=self._clock,
@@ -175,17 +172,20 @@ class Ranks:
             with suppress(DcpRemoteError):
                 joint.__exit__(type(error), error, error.__traceback__)
 
-    def close(self) -> None:
+    def close(self, seconds: float = math.inf) -> None:
         """Leave. The coordinator first gives the others some seconds to read its last answer.
 
         It may be the host of the store, which goes with it.
+
+        Args:
+            seconds: At most.
         """
         self._closed = True
         joint = self._joint
         if joint is not None:
             joint.cancel(joint.failed(f"Closed in the middle of {joint.what}."))
         if self.pulse is not None:
-            self.pulse.close()
+            self.pulse.close(seconds)
         with self._lock:
             line, self._spare = self._spare, None
         if line is not None:

@@ -10,7 +10,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +21,7 @@ from dcp_remote.pending import Pending
 from dcp_remote.storage.base import Buffer, ObjectStore
 from dcp_remote.storage.pace import Pace, pace_of
 from dcp_remote.storage.retrying import Deadline, RetryingStore
-from dcp_remote.transfer import WAKE_SECONDS, Patience, submitted
+from dcp_remote.transfer import WAKE_SECONDS, Patience, Workers, submitted
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +135,8 @@ class Uploads(Generic[T]):
         self._sent_twice = 0
         self._seconds: dict[str, float] = {}
         self._changed = threading.Condition()
-        self._pool = ThreadPoolExecutor(UPLOADS_IN_FLIGHT, thread_name_prefix="dcp_remote-upload")
-        self._second_pool = ThreadPoolExecutor(SECOND_UPLOADS_IN_FLIGHT, thread_name_prefix="dcp_remote-upload-again")
+        self._pool = Workers(UPLOADS_IN_FLIGHT, "dcp_remote-upload")
+        self._second_pool = Workers(SECOND_UPLOADS_IN_FLIGHT, "dcp_remote-upload-again")
         self._jobs: list[_Job[T]] = []
         self._failure: tuple[str, BaseException] | None = None  # the first
         self._finished = False
@@ -153,8 +152,8 @@ class Uploads(Generic[T]):
         """Delete everything again unless `finish` has returned."""
         with self._changed:
             self._given_up = not self._finished
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._second_pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False)
+        self._second_pool.shutdown(wait=False)
         # What is under way has lost against its second, or lost all sense.
         self._patience.give_up()
         if not self._finished:
@@ -237,7 +236,7 @@ class Uploads(Generic[T]):
                 self._sent_twice += 1
                 # No thread can be started: it is sent by another that finds it in the queue, or not at all.
                 with suppress(RuntimeError):
-                    self._second_pool.submit(self._send, job, job.second_key)
+                    self._second_pool.submit(partial(self._send, job, job.second_key))
 
     def _raise_if_over(self) -> None:
         self._raise_failure()

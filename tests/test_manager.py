@@ -803,7 +803,7 @@ def test_a_fence_that_hangs() -> None:
         with pytest.raises(SaveTimeoutError):
             checkpoints.save(1, state_of(1), wait=True)
     assert first[0] is not None
-    checkpoints._newest = None  # whose thread the next save would wait for, for half a minute
+    checkpoints._flights.newest = None  # whose thread the next save would wait for, for half a minute
     checkpoints._timeout_seconds = 60.0
     checkpoints.save(2, state_of(2), wait=True)
     store.go_on.set()

@@ -226,8 +226,8 @@ def denied() -> PermissionDeniedError:
 
 def tidied(manager: CheckpointManager) -> None:
     """What follows a save in the background is done, or given up."""
-    if manager._newest is not None:
-        manager._newest.finish()
+    if manager._flights.newest is not None:
+        manager._flights.newest.finish()
 
 
 def remove_orphans(store: MemoryStore) -> None:

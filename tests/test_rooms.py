@@ -174,6 +174,7 @@ ROOMS = [
     "save_rank",
     "load_rank",
     "flight",
+    "flights",
     "at_exit",
     "manager",
     "__init__",

@@ -649,8 +649,8 @@ def train_during_a_save(strategy: str, path: Path, held: str) -> tuple[Leaves, L
         world_size = dist.get_world_size()
         assert torch.equal(sums, torch.arange(30.0) * world_size + sum(range(world_size)))
         dist.barrier()
-        assert manager._flight is not None
-        assert not manager._flight.is_settled
+        assert manager._flights._under_way is not None
+        assert not manager._flights._under_way.is_settled
         store.let_go.set()
         manager.wait()
     return saved, full(training.state()), full(alone.state())
