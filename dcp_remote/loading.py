@@ -92,7 +92,7 @@ def _whole_tensor(manifest: Manifest, number: int, flat: dict[str, Any], *, allo
     if kind.encoding != RAW:
         want = Want(int(tensors.piece_first[first]), int(tensors.piece_first[first + 1]), None)
 
-        def done(data: bytes) -> None:
+        def done(data: memoryview) -> None:
             flat[name] = decode_tensor(
                 name,
                 kind.encoding,

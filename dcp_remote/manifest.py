@@ -28,8 +28,9 @@ DIMENSIONS_MAX = 64
 RAW: Final = "raw"
 TORCH: Final = "torch"
 PICKLE: Final = "pickle"
-# An object may also be JSON of ours (see `objects.py`).
+# An object may also be JSON of ours, with raw bytes behind it where it holds large buffers (see `objects.py`).
 JSON: Final = "json"
+JSON_RAW: Final = "json+raw"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from dcp_remote.dtypes import ITEM_BYTES
 from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
 from dcp_remote.manifest import (
     JSON,
+    JSON_RAW,
     PICKLE,
     RAW,
     REPLACES_MAX,
@@ -231,7 +232,7 @@ def _check_objects(manifest: Manifest) -> None:
         raise _damaged("two entries have one name")
     first = int(manifest.tensors.piece_first[-1])
     for item in manifest.stored:
-        if item.encoding not in (JSON, TORCH, PICKLE):
+        if item.encoding not in (JSON, JSON_RAW, TORCH, PICKLE):
             raise UnsupportedFormatError(
                 "An object's encoding is unknown to this version.", object=item.name, encoding=item.encoding
             )

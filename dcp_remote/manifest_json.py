@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 FORMAT = "dcp_remote manifest"
 # Stays a draft until retention, gc and dedup are built. Every change of a draft takes the next number, and a draft is
 # read only by what writes it.
-VERSION = "1-draft.2"
+VERSION = "1-draft.3"
 FEATURES: frozenset[str] = frozenset()
 
 CHECKPOINT, TOMBSTONE = "checkpoint", "tombstone"

@@ -1,7 +1,8 @@
 """The tags of numpy: arrays, scalars, dtypes, and generators of random numbers.
 
-Numbers are stored as they lie in memory, C-contiguous (or Fortran's way, and said so), in base64: bit for bit, NaN
-payloads included, in the byte order that the dtype names.
+Numbers are stored as they lie in memory, C-contiguous (or Fortran's way, and said so): bit for bit, NaN payloads
+included, in the byte order that the dtype names. A large array is neither copied when it is encoded, nor when it is
+decoded.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dcp_remote.object_raw import ALONE_BYTES_MIN
 from dcp_remote.object_tree import (
     INT_MAX,
     Decoder,
@@ -73,14 +75,14 @@ def decode_shape(encoded: Json) -> list[int]:
     return shape
 
 
-def exact_data(encoded: Json, *, shape: list[int], item_bytes: int) -> bytes:
-    """Base64 of exactly the bytes that `shape` needs: memory is taken for what is there, never for what is claimed.
+def exact_data(decoder: Decoder, encoded: Json, *, shape: list[int], item_bytes: int) -> memoryview:
+    """Exactly the bytes that `shape` needs: memory is taken for what is there, never for what is claimed.
 
     Raises:
-        TypeError: It is no string.
-        ValueError: It is not base64, or of another length.
+        TypeError: It is no data.
+        ValueError: It is no data, or of another length.
     """
-    data = from_base64(encoded)
+    data = decoder.data(encoded)
     if len(data) != math.prod(shape) * item_bytes:
         raise ValueError(f"{len(data)} bytes for shape {shape} of {item_bytes} bytes each")
     return data
@@ -138,7 +140,9 @@ def _encode_array(encoder: Encoder, value: np.ndarray[Any, Any]) -> Json:
     if value.dtype.itemsize == 0:
         raise NotEncodableError("its items have no bytes")
     order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
-    data = to_base64(_without_padding(value).tobytes("F" if order == "F" else "C"))
+    clean = _without_padding(value)
+    items = np.ascontiguousarray(clean.T if order == "F" else clean).reshape(-1)
+    data = encoder.data(memoryview(items.view(np.uint8)))  # type: ignore[arg-type]  # arrays are buffers
     return {"dtype": dtype, "shape": list(value.shape), "order": order, "data": data}
 
 
@@ -147,9 +151,15 @@ def _decode_array(decoder: Decoder, encoded: Json) -> np.ndarray[Any, Any]:
     dtype, shape = _dtype(decoder, kind), decode_shape(sizes)
     if dtype.itemsize == 0 or order not in ("C", "F"):
         raise ValueError("items without bytes, or an unknown order")
-    content = bytearray(exact_data(data, shape=shape, item_bytes=dtype.itemsize))
+    content = exact_data(decoder, data, shape=shape, item_bytes=dtype.itemsize)
     _check_booleans(dtype, content)
-    return np.ndarray(shape, dtype, buffer=content, order="F" if order == "F" else "C").copy(order="K")
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer=content, order="F" if order == "F" else "C")
+    return array if is_to_be_kept(content) and array.flags.aligned else array.copy(order="K")
+
+
+def is_to_be_kept(content: memoryview) -> bool:
+    """Whether a value may use the memory that its bytes were read into, which holds the rest of the object as well."""
+    return not content.readonly and content.nbytes >= ALONE_BYTES_MIN
 
 
 def _without_padding(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -161,9 +171,9 @@ def _without_padding(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return clean
 
 
-def _check_booleans(dtype: np.dtype[Any], content: bytearray) -> None:
+def _check_booleans(dtype: np.dtype[Any], content: memoryview) -> None:
     # C says nothing about a boolean of 2.
-    if dtype.char == "?" and content and max(content) > 1:
+    if dtype.char == "?" and content.nbytes and np.frombuffer(content, dtype=np.uint8).max() > 1:
         raise ValueError("a boolean is neither 0 nor 1")
 
 
@@ -171,15 +181,15 @@ def _encode_scalar(encoder: Encoder, value: np.generic) -> Json:
     dtype = _dtype_json(encoder, value.dtype)
     if value.dtype.itemsize == 0:
         raise NotEncodableError("has no bytes")
-    return {"dtype": dtype, "data": to_base64(_without_padding(np.asarray(value)).tobytes())}
+    return {"dtype": dtype, "data": encoder.data(memoryview(_without_padding(np.asarray(value)).tobytes()))}
 
 
 def _decode_scalar(decoder: Decoder, encoded: Json) -> object:
     kind, data = fields(encoded, "dtype", "data")
     dtype = _dtype(decoder, kind)
-    content = bytearray(exact_data(data, shape=[1], item_bytes=dtype.itemsize))
+    content = exact_data(decoder, data, shape=[1], item_bytes=dtype.itemsize)
     _check_booleans(dtype, content)
-    return np.ndarray([1], dtype, buffer=content)[0]
+    return np.ndarray([1], dtype, buffer=bytearray(content))[0]
 
 
 def _encode_long_double(_: Encoder, value: np.longdouble | np.clongdouble) -> Json:

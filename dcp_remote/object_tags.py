@@ -17,6 +17,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from dcp_remote.object_text import to_text
 from dcp_remote.object_tree import (
     INT_MAX,
     Decoder,
@@ -31,8 +32,6 @@ from dcp_remote.object_tree import (
     fixed,
     from_base64,
     require_spread,
-    to_base64,
-    to_text,
 )
 
 # The constructor of a fraction divides by the greatest common divisor, in quadratic time.
@@ -78,7 +77,12 @@ def _encode_tuple(encoder: Encoder, value: tuple[object, ...]) -> Json:
 def _encode_set(encoder: Encoder, value: set[object] | frozenset[object]) -> Json:
     require_spread(value)
     # Strings hash differently in every process; sorted, equal sets give equal bytes, which dedup compares.
-    return sorted(encoder.children(list(value)), key=to_text)
+    first = len(encoder.buffers)
+    encoded: list[Json] = sorted(encoder.children(list(value)), key=to_text)
+    if len(encoder.buffers) > first:
+        del encoder.buffers[first:]
+        to_text(encoded, encoder.buffers.append)
+    return encoded
 
 
 def _decode_set(decoder: Decoder, encoded: Json) -> set[object]:
@@ -94,8 +98,8 @@ def _decode_str(_: Decoder, encoded: Json) -> str:
     return from_base64(encoded).decode("utf-8", "surrogatepass")
 
 
-def _encode_bytes(_: Encoder, value: bytes | bytearray) -> Json:
-    return to_base64(bytes(value))
+def _encode_bytes(encoder: Encoder, value: bytes | bytearray) -> Json:
+    return encoder.data(memoryview(value))
 
 
 def _encode_complex(encoder: Encoder, value: complex) -> Json:
@@ -291,16 +295,16 @@ def _attributes(decoder: Decoder, encoded: Json) -> dict[str, Any]:
     return {expect(name, str): value for name, value in decoder.pairs(encoded).items()}
 
 
-def _encode_bytesio(_: Encoder, value: io.BytesIO) -> Json:
+def _encode_bytesio(encoder: Encoder, value: io.BytesIO) -> Json:
     if value.closed:
         raise NotEncodableError("is closed")
     _plain_attributes(value)
-    return {"data": to_base64(value.getvalue()), "position": value.tell()}
+    return {"data": encoder.data(value.getbuffer()), "position": value.tell()}
 
 
-def _decode_bytesio(_: Decoder, encoded: Json) -> io.BytesIO:
+def _decode_bytesio(decoder: Decoder, encoded: Json) -> io.BytesIO:
     data, position = fields(encoded, "data", "position")
-    stream = io.BytesIO(from_base64(data))
+    stream = io.BytesIO(decoder.data(data))
     stream.seek(bounded(position, 0, INT_MAX))
     return stream
 
@@ -311,21 +315,25 @@ def _little_endian(values: array.array[Any]) -> array.array[Any]:
     return values
 
 
-def _encode_array(_: Encoder, value: array.array[Any]) -> Json:
+def _encode_array(encoder: Encoder, value: array.array[Any]) -> Json:
     if value.typecode not in _ARRAY_CODES:
         raise NotEncodableError(f"its typecode {value.typecode!r} differs between systems")
-    data = _little_endian(value[:]).tobytes()
-    return {"typecode": value.typecode, "item_bytes": value.itemsize, "data": to_base64(data)}
+    data = value if sys.byteorder == "little" else _little_endian(value[:])
+    return {
+        "typecode": value.typecode,
+        "item_bytes": value.itemsize,
+        "data": encoder.data(memoryview(data).cast("B")),
+    }
 
 
-def _decode_array(_: Decoder, encoded: Json) -> array.array[Any]:
+def _decode_array(decoder: Decoder, encoded: Json) -> array.array[Any]:
     typecode, item_bytes, data = fields(encoded, "typecode", "item_bytes", "data")
     if not isinstance(typecode, str) or typecode not in tuple(_ARRAY_CODES):
         raise ValueError("unknown typecode")
     values: array.array[Any] = array.array(typecode)
     if values.itemsize != item_bytes:
         raise ValueError(f"an item has {item_bytes} bytes there and {values.itemsize} here")
-    values.frombytes(from_base64(data))
+    values.frombytes(decoder.data(data))
     return _little_endian(values)
 
 
@@ -333,8 +341,14 @@ PYTHON_TAGS: tuple[Tag, ...] = (
     Tag("$tuple", tuple, _encode_tuple, lambda decoder, encoded: tuple(decoder.values(encoded))),
     Tag("$set", set, _encode_set, _decode_set, mutable=True),
     Tag("$frozenset", frozenset, _encode_set, lambda decoder, encoded: frozenset(_decode_set(decoder, encoded))),
-    Tag("$bytes", bytes, _encode_bytes, lambda _, encoded: from_base64(encoded)),
-    Tag("$bytearray", bytearray, _encode_bytes, lambda _, encoded: bytearray(from_base64(encoded)), mutable=True),
+    Tag("$bytes", bytes, _encode_bytes, lambda decoder, encoded: bytes(decoder.data(encoded))),
+    Tag(
+        "$bytearray",
+        bytearray,
+        _encode_bytes,
+        lambda decoder, encoded: bytearray(decoder.data(encoded)),
+        mutable=True,
+    ),
     Tag("$complex", complex, _encode_complex, _decode_complex),
     Tag(
         "$OrderedDict",

@@ -1,16 +1,15 @@
 """Trees of Python objects as JSON: plain where JSON says it exactly, a tag where it does not.
 
 A tag is a JSON object with one name that begins with "$": `{"$tuple": [0.9, 0.999]}`. The tags are in tables, in
-`object_tags.py`, `object_classes.py`, `object_numpy.py` and `object_torch.py`; here is what all of them share: the
-walk in both directions, its limits, and the JSON text. Nothing that is read is imported, or called, by its name.
+`object_tags.py`, `object_classes.py`, `object_numpy.py` and `object_torch.py`, and the text in `object_text.py`; here
+is what all tags share: the walk in both directions, and its limits. Nothing that is read is imported, or called, by
+its name.
 """
 
 from __future__ import annotations
 
 import base64
-import json
 import math
-import re
 import struct
 import types
 from collections import Counter
@@ -19,17 +18,16 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, UnsupportedFormatError
+from dcp_remote.object_raw import RAW_BYTES_MIN, RawBytes
 
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+# What is encoded holds long buffers as they are; what is read never does.
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | RawBytes | None"
 
 # State dicts nest about ten deep. A level costs up to six Python frames, and CPython stops at 1,000 of them.
 DEPTH_MAX = 100
-# A tag puts at most four JSON containers around a level: the object, its fields, the pairs, a pair.
-JSON_DEPTH_MAX = 4 * (DEPTH_MAX + 1)
 
 # JSON integers stay within 64 bits, which most languages read exactly; beyond, there is a tag.
 INT_MIN, INT_MAX = -(2**63), 2**63 - 1
-INT_TEXT_LENGTH_MAX = len(str(INT_MIN))
 
 # An immutable value that is reachable twice, as AdamW's betas are from every group, is simply written twice. Above
 # this size it counts as shared: `[text] * 1_000_000` must not become a million texts.
@@ -41,9 +39,6 @@ REPEATED_BYTES_MAX = 1024
 COLLISIONS_MAX = 100
 
 _CONTAINERS = (list, dict, tuple, frozenset)
-
-# Possessive, so that a string of a gigabyte is skipped without a stack of positions to come back to.
-_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
 
 _NAN_BITS = struct.pack(">d", math.nan)
 
@@ -102,6 +97,7 @@ class Encoder:
     def __init__(self, find_tag: Callable[[object], Tag | None]) -> None:
         """See the class."""
         self.refusals: list[Refusal] = []
+        self.buffers: list[RawBytes] = []
         self._find_tag = find_tag
         self._path: list[object] = []
         # By identity; the values are kept alive, or a temporary's identity would come again.
@@ -133,6 +129,14 @@ class Encoder:
         """The items of a mapping as `[[key, value], …]`, in order."""
         require_spread(mapping)
         return [[self.child(key, key), self.child(key, value)] for key, value in mapping.items()]
+
+    def data(self, view: memoryview) -> Json:
+        """Bytes: base64, or the buffer itself if it is long; its memory must then not change until it is stored."""
+        if view.nbytes < RAW_BYTES_MIN:
+            return to_base64(view)
+        buffer = RawBytes(view)
+        self.buffers.append(buffer)
+        return buffer
 
     def claim(self, identity: Hashable, value: object) -> None:
         """Refuse a value, or the memory below it, that was reached before on another path."""
@@ -191,13 +195,17 @@ class Decoder:
     Args:
         key: Of the object, for errors.
         tags: By name.
+        raw: The raw bytes behind the text.
     """
 
-    def __init__(self, key: str, tags: Mapping[str, Tag]) -> None:
-        """See the class."""
+    def __init__(self, key: str, tags: Mapping[str, Tag], raw: memoryview) -> None:
+        """Keep the arguments; nothing is decoded yet."""
         self.key = key
         self._tags = tags
         self._depth = 0
+        self._raw = raw
+        self._taken: list[tuple[int, int]] = []
+        self._taken_bytes = 0
 
     def value(self, encoded: Json) -> Any:
         """The object that `Encoder.value` was given.
@@ -233,6 +241,37 @@ class Decoder:
         if len(decoded) != len(pairs):
             self.corrupt("a key stands twice")
         return decoded
+
+    def data(self, encoded: Json) -> memoryview:
+        """What `Encoder.data` wrote; raw bytes are views of the memory that they were read into.
+
+        Raises:
+            TypeError: It is neither a string nor a place.
+            ValueError: It is not base64, or the place lies outside the raw bytes, or is another's too.
+        """
+        if isinstance(encoded, str):
+            return memoryview(from_base64(encoded))
+        start, length = fixed(encoded, 2)
+        first = bounded(start, 0, len(self._raw))
+        stop = first + bounded(length, 1, len(self._raw) - first)
+        self._taken.append((first, stop))
+        # At once: a million buffers in one place would be a million copies of it.
+        self._taken_bytes += stop - first
+        if self._taken_bytes > len(self._raw):
+            raise ValueError("buffers overlap")
+        return self._raw[first:stop]
+
+    def finish(self) -> None:
+        """See that each raw byte was decoded exactly once; called after the object was decoded.
+
+        Raises:
+            CorruptCheckpointError: Buffers overlap, or leave bytes out.
+        """
+        stop = 0
+        for first, end in [*sorted(self._taken), (len(self._raw), 0)]:
+            if first != stop:
+                self.corrupt("its buffers overlap, or leave raw bytes out")
+            stop = end
 
     def corrupt(self, why: str) -> NoReturn:
         """Raise `CorruptCheckpointError`."""
@@ -318,7 +357,7 @@ def bounded(encoded: Json, low: int, high: int) -> int:
     return number
 
 
-def to_base64(data: bytes) -> str:
+def to_base64(data: bytes | memoryview) -> str:
     """RFC 4648 section 4, with padding."""
     return base64.b64encode(data).decode("ascii")
 
@@ -331,71 +370,6 @@ def from_base64(encoded: Json) -> bytes:
         ValueError: It is not base64.
     """
     return base64.b64decode(expect(encoded, str), validate=True)
-
-
-def to_text(encoded: Json) -> bytes:
-    """JSON as UTF-8, without spaces, names in their order."""
-    # The tree has no cycle: `Encoder` made it.
-    return json.dumps(
-        encoded, ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")
-    ).encode()
-
-
-def from_text(key: str, data: bytes) -> Json:
-    """Parse JSON strictly: no repeated names, NaN, Infinity, overflow, or integers beyond 64 bits.
-
-    Raises:
-        CorruptCheckpointError: It is not such a text, or nested too deep.
-    """
-    try:
-        _check_json_depth(data)
-        parsed: Json = json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_unique_names,
-            parse_constant=_no_constant,
-            parse_float=_finite,
-            parse_int=_integer_64,
-        )
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError("A stored object is no JSON text of ours.", key=key, cause=error) from error
-    return parsed
-
-
-def _check_json_depth(data: bytes) -> None:
-    # The parser recurses in C, to a limit that the user may have raised beyond the stack.
-    if data.count(b"[") + data.count(b"{") <= JSON_DEPTH_MAX:
-        return
-    depth = 0
-    for match in _STRING_OR_BRACKET.finditer(data):
-        token = match.group()[:1] if match.end() - match.start() == 1 else b'"'
-        depth += (token in b"[{") - (token in b"]}")
-        if depth > JSON_DEPTH_MAX:
-            raise ValueError(f"nested deeper than {JSON_DEPTH_MAX} JSON containers")
-
-
-def _unique_names(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    names = dict(pairs)
-    if len(names) != len(pairs):
-        raise ValueError("a name stands twice in an object")
-    return names
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} is beyond a 64-bit float")
-    return number
-
-
-def _integer_64(text: str) -> int:
-    # The length first: Python parses long decimals in quadratic time.
-    if len(text) > INT_TEXT_LENGTH_MAX or not INT_MIN <= (number := int(text)) <= INT_MAX:
-        raise ValueError(f"{text[:40]} is beyond 64 bits")
-    return number
 
 
 def _is_unicode(text: str) -> bool:

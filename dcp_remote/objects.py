@@ -1,8 +1,9 @@
 """Python objects to bytes and back, without trusting any pickle.
 
 What training keeps beside its tensors (steps, learning rates, states of schedulers and of random number generators)
-is written as JSON, with tags where JSON has no word. What has no tag, or is reachable on two paths, stays a stream of
-`torch.save` if that loads without running code. Anything else is refused when it is saved, not when it is needed.
+is written as JSON, with tags where JSON has no word, and large buffers behind it as they are. What has no tag, or is
+reachable on two paths, stays a stream of `torch.save` if that loads without running code. Anything else is refused when
+it is saved, not when it is needed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from dcp_remote.errors import CorruptCheckpointError, UnsafeObjectError, Unsuppo
 from dcp_remote.object_classes import CLASS_TAGS, class_tag
 from dcp_remote.object_numpy import NUMPY_TAGS
 from dcp_remote.object_program import DamagedStreamError, UnsafeStreamError
+from dcp_remote.object_raw import TEXT_BYTES_MAX, Segments, head_of, lay_out, split
 from dcp_remote.object_streams import load_restricted, load_trusted, save
 from dcp_remote.object_tags import INNER_TAGS, PYTHON_TAGS
+from dcp_remote.object_text import by_place, from_text, to_text
 from dcp_remote.object_torch import TORCH_TAGS
-from dcp_remote.object_tree import Decoder, Encoder, Json, Refusal, Tag, from_text, to_text, type_name
+from dcp_remote.object_tree import Decoder, Encoder, Json, Refusal, Tag, type_name
 
-Encoding: TypeAlias = Literal["json", "torch", "pickle"]
+Encoding: TypeAlias = Literal["json", "json+raw", "torch", "pickle"]
 
 _TAG_BY_TYPE: dict[type, Tag] = {tag.kind: tag for tag in (*PYTHON_TAGS, *NUMPY_TAGS, *TORCH_TAGS)}
 _TAG_BY_NAME: dict[str, Tag] = {tag.name: tag for tag in (*_TAG_BY_TYPE.values(), *INNER_TAGS, *CLASS_TAGS)}
@@ -39,13 +42,25 @@ class EncodedObject:
     """An object as it is stored.
 
     Attributes:
-        encoding: "json": UTF-8 JSON text, tagged. "torch": a `torch.save` stream that loads without running code.
-            "pickle": one that does not.
-        data: Its bytes.
+        encoding: "json": UTF-8 JSON text, tagged. "json+raw": the same with raw bytes behind it, see `object_raw.py`.
+            "torch": a `torch.save` stream that loads without running code. "pickle": one that does not.
+        data: Its bytes, or the first of them.
+        buffers: Memory whose bytes follow: of the live object, or that an object was read into, which may keep it.
     """
 
     encoding: Encoding
     data: bytes
+    buffers: tuple[memoryview, ...] = ()
+
+    @property
+    def segments(self) -> Segments:
+        """All bytes."""
+        return Segments([memoryview(self.data), *self.buffers] if self.data else self.buffers)
+
+    @property
+    def length_bytes(self) -> int:
+        """The length of all bytes."""
+        return len(self.segments)
 
 
 def encode_object(key: str, value: object, *, allow_pickle: bool = False) -> EncodedObject:
@@ -53,7 +68,7 @@ def encode_object(key: str, value: object, *, allow_pickle: bool = False) -> Enc
 
     Args:
         key: Its name, for errors.
-        value: Anything. It is not changed, and must not change meanwhile.
+        value: Anything. It is not changed, and must not change until it is stored: its large buffers are not copied.
         allow_pickle: Take what only code could load, as "pickle".
 
     Raises:
@@ -83,13 +98,14 @@ def encode_object(key: str, value: object, *, allow_pickle: bool = False) -> Enc
     return EncodedObject("torch", stream)
 
 
-def encode_stream(key: str, stream: bytes, *, allow_pickle: bool = False) -> EncodedObject:
+def encode_stream(key: str, stream: bytes, *, allow_pickle: bool = False, tagged: bool = True) -> EncodedObject:
     """Encode what torch's planner pickled in this very process a moment ago.
 
     Args:
         key: Its name, for errors.
         stream: From `torch.save`. Never bytes from anywhere else: they may be unpickled without restriction.
         allow_pickle: Take what only code could load, as "pickle".
+        tagged: Encode as JSON what has tags. A tensor by itself stays a stream.
 
     Raises:
         UnsafeObjectError: It has no encoding without pickle, or does not load; names the types and their places.
@@ -100,8 +116,8 @@ def encode_stream(key: str, stream: bytes, *, allow_pickle: bool = False) -> Enc
     except (UnsafeStreamError, DamagedStreamError) as error:
         refused = error
         value = _load_own(key, stream)
-    encoded, refusals = _encode_json(value)
-    if encoded is not None:
+    encoded, refusals = _encode_json(value) if tagged or refused is not None else (None, [])
+    if encoded is not None and tagged:
         return encoded
     if refused is None:
         return EncodedObject("torch", stream)
@@ -113,7 +129,8 @@ def encode_stream(key: str, stream: bytes, *, allow_pickle: bool = False) -> Enc
 def decode_object(key: str, encoded: EncodedObject, *, allow_pickle: bool = False) -> object:
     """The object again, its tensors on the CPU. Runs no code that `encoded` names, unless pickle is allowed.
 
-    Memory is in proportion to the length of the data, whatever that claims.
+    Memory is in proportion to the length of the data, whatever that claims; large tensors and arrays of "json+raw" take
+    none of their own.
 
     Args:
         key: Its name, for errors.
@@ -125,14 +142,11 @@ def decode_object(key: str, encoded: EncodedObject, *, allow_pickle: bool = Fals
         UnsafeObjectError: It needs code, or a class that is not imported, or pickle, which is not allowed.
         UnsupportedFormatError: It has a tag, a type or an encoding of a newer version.
     """
-    if encoded.encoding == "json":
-        try:
-            return Decoder(key, _TAG_BY_NAME).value(from_text(key, encoded.data))
-        except RecursionError as error:
-            raise CorruptCheckpointError("A stored object nests too deep.", key=key) from error
+    if encoded.encoding in ("json", "json+raw"):
+        return _decode_json(key, encoded)
     if encoded.encoding == "torch":
         try:
-            return load_restricted(encoded.data)
+            return load_restricted(_stream_of(encoded))
         except UnsafeStreamError as error:
             raise UnsafeObjectError(
                 "A stored object needs code to load, although it was stored as one that does not: this checkpoint was "
@@ -144,7 +158,7 @@ def decode_object(key: str, encoded: EncodedObject, *, allow_pickle: bool = Fals
         except DamagedStreamError as error:
             raise CorruptCheckpointError("A stored object is damaged.", key=key, cause=error) from error
     if encoded.encoding == "pickle":
-        return _load_pickle(key, encoded.data, allow_pickle=allow_pickle)
+        return _load_pickle(key, _stream_of(encoded), allow_pickle=allow_pickle)
     raise UnsupportedFormatError(
         "A stored object has an encoding that this version does not know. Upgrade dcp_remote.",
         key=key,
@@ -161,11 +175,35 @@ def _encode_json(value: object) -> tuple[EncodedObject | None, list[Refusal]]:
     try:
         tree: Json = encoder.value(value)
         if not encoder.refusals:
-            return EncodedObject("json", to_text(tree)), []
+            if sum(buffer.view.nbytes for buffer in encoder.buffers) <= TEXT_BYTES_MAX:
+                return EncodedObject("json", to_text(tree)), []
+            views = tuple(buffer.view for buffer in lay_out(encoder.buffers))
+            return EncodedObject("json+raw", head_of(to_text(tree, by_place)), views), []
     except RecursionError:
         # Called from deep inside the user's own recursion.
         return None, [Refusal(type_name(value), "", "nested too deep")]
     return None, encoder.refusals
+
+
+def _decode_json(key: str, encoded: EncodedObject) -> object:
+    segments = encoded.segments
+    text, raw = segments[0 : len(segments)], memoryview(b"")
+    if encoded.encoding == "json+raw":
+        try:
+            text, raw = split(text)
+        except ValueError as error:
+            raise CorruptCheckpointError("A stored object is damaged.", key=key, cause=error) from error
+    decoder = Decoder(key, _TAG_BY_NAME, raw)
+    try:
+        value: object = decoder.value(from_text(key, text))
+    except RecursionError as error:
+        raise CorruptCheckpointError("A stored object nests too deep.", key=key) from error
+    decoder.finish()
+    return value
+
+
+def _stream_of(encoded: EncodedObject) -> bytes:
+    return b"".join(encoded.buffers) if encoded.buffers else encoded.data
 
 
 def _load_own(key: str, stream: bytes) -> object:

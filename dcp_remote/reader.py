@@ -7,10 +7,12 @@ not join is a hang. Every rank reads the manifest, then just the ranges that it 
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeGuard
@@ -258,7 +260,11 @@ class RemoteReader(StorageReader):
         own = type(planner).load_bytes is DefaultLoadPlanner.load_bytes
 
         def deliver(value: object) -> None:
-            planner.load_bytes(item, _fresh_stream(name, value, protocol=4 if own else 2))
+            if own:
+                with _handed_over(value) as stream:
+                    planner.load_bytes(item, stream)
+            else:
+                planner.load_bytes(item, _fresh_stream(name, value))
 
         return object_targets(manifest, name, deliver, allow_pickle=self._allow_pickle)
 
@@ -318,15 +324,47 @@ def _later_layers(plan: LoadPlan, template_of: Callable[[MetadataIndex], torch.T
     return {index: layer for index, layer in zip(indices, found, strict=True) if layer}
 
 
-def _fresh_stream(name: str, value: object, *, protocol: int) -> io.BytesIO:
-    """An object as torch's planner takes it; that unpickles without restriction, and may only see what we wrote now.
+# Objects on their way through the `load_bytes` of torch's own planner.
+_on_their_way: dict[int, object] = {}
+_numbers = itertools.count()
 
-    Protocol 2, torch's own, forgets the fold of a time and takes no string of 4 GiB; torch's restricted unpickler,
-    which a planner may well use, reads no other.
+
+class _HandedOver:
+    """Stands for an object in a stream that this process unpickles at once, without restriction."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self.number,)
+
+
+def _arrived(number: int) -> object:
+    return _on_their_way[number]
+
+
+@contextmanager
+def _handed_over(value: object) -> Iterator[io.BytesIO]:
+    """A stream that torch's own planner loads the object itself from: no copy of it is made."""
+    number = next(_numbers)
+    _on_their_way[number] = value
+    try:
+        stream = io.BytesIO()
+        torch.save(_HandedOver(number), stream)
+        stream.seek(0)
+        yield stream
+    finally:
+        del _on_their_way[number]
+
+
+def _fresh_stream(name: str, value: object) -> io.BytesIO:
+    """An object as a planner of a user's own takes it; that may unpickle without restriction, and sees only our stream.
+
+    torch's own protocol, 2, which its restricted unpickler reads: it forgets the fold of a time.
     """
     stream = io.BytesIO()
     try:
-        torch.save(value, stream, pickle_protocol=protocol)
+        torch.save(value, stream)
     except MemoryError:
         raise
     except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ from dcp_remote.dtypes import ITEM_BYTES
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
 from dcp_remote.manifest import DIMENSIONS_MAX, RAW
 from dcp_remote.names import top_level_key
+from dcp_remote.object_raw import Segments
 from dcp_remote.objects import EncodedObject
 from dcp_remote.packing import Item
 from dcp_remote.plans import SharedPart, SharedParts
@@ -24,8 +25,8 @@ from dcp_remote.ranges import Box, boxes_of_run
 from dcp_remote.read_plan import ALONE_BYTES
 from dcp_remote.serialization import dtype_name, encoding_of, narrow
 
-# Of an item: a tensor, or the bytes of an object.
-Source: TypeAlias = torch.Tensor | memoryview
+# Of an item: a tensor, or the bytes of an object, or of a run of it.
+Source: TypeAlias = torch.Tensor | memoryview | Segments
 
 
 @dataclass(slots=True)
@@ -115,8 +116,9 @@ class SaveItems:
         item, encoding = self._draw(write_item)
         self.drawn.append((write_item, encoding))
         if all(part.first_block is None for part in parts):
-            self.parts.send(owner)
-            yield item
+            for whole in _in_place(item):
+                self.parts.send(owner)
+                yield whole
             return
         item_bytes = ITEM_BYTES[item.dtype]
         for part in parts:
@@ -132,7 +134,7 @@ class SaveItems:
         if write_item.type != WriteItemType.BYTE_IO:
             return self._tensor(write_item)
         encoded = self.stored[write_item.index.fqn]
-        return self._bytes(write_item, encoded.data), encoded.encoding
+        return self._bytes(write_item, encoded.segments), encoded.encoding
 
     def _ordered(self) -> list[WriteItem]:
         """What is small first, of each top-level key: it is read by a few requests then, and not by one each."""
@@ -145,7 +147,7 @@ class SaveItems:
     def _reads_alone(self, write_item: WriteItem) -> bool:
         data = write_item.tensor_data
         if data is None:
-            return len(self.stored[write_item.index.fqn].data) >= ALONE_BYTES
+            return self.stored[write_item.index.fqn].length_bytes >= ALONE_BYTES
         return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize >= ALONE_BYTES
 
     def _top(self, write_item: WriteItem) -> str:
@@ -153,7 +155,7 @@ class SaveItems:
         path = paths.get(write_item.index.fqn) if isinstance(paths, dict) else None
         return top_level_key(path)
 
-    def _bytes(self, write_item: WriteItem, data: bytes) -> Item[Source]:
+    def _bytes(self, write_item: WriteItem, data: Segments) -> Item[Source]:
         return Item(
             top=self._top(write_item),
             name=write_item.index.fqn,
@@ -161,7 +163,7 @@ class SaveItems:
             offsets=(0,),
             sizes=(len(data),),
             whole=True,
-            source=memoryview(data),
+            source=data,
         )
 
     def _tensor(self, write_item: WriteItem) -> tuple[Item[Source], str]:
@@ -178,7 +180,7 @@ class SaveItems:
                     type=f"{type(tensor).__module__}.{type(tensor).__qualname__}",
                     layout=tensor.layout,
                 )
-            return self._bytes(write_item, stream), encoding
+            return self._bytes(write_item, Segments([memoryview(stream)])), encoding
         if shared is not None:
             tensor = narrow(tensor.detach(), shared.box)
         item: Item[Source] = Item(
@@ -211,6 +213,17 @@ class SaveItems:
                 "A tensor has more dimensions than a manifest can say.", tensor=name, limit=DIMENSIONS_MAX
             )
         return tensor
+
+
+def _in_place(item: Item[Source]) -> Iterator[Item[Source]]:
+    """An item; or of one that lies in several places of memory an item each, so that what is sent is no copy."""
+    if not isinstance(item.source, Segments):
+        yield item
+        return
+    start = 0
+    for run in item.source.runs():
+        yield replace(item, offsets=(start,), sizes=(len(run),), whole=len(run) == len(item.source), source=run)
+        start += len(run)
 
 
 def _part(item: Item[Source], box: Box) -> Item[Source]:

@@ -96,12 +96,12 @@ def encoding_of(name: str, tensor: torch.Tensor, *, allow_pickle: bool) -> tuple
             type=f"{type(tensor).__module__}.{type(tensor).__qualname__}",
             cause=error,
         ) from error
-    encoded = encode_stream(name, stream.getvalue(), allow_pickle=allow_pickle)
+    encoded = encode_stream(name, stream.getvalue(), allow_pickle=allow_pickle, tagged=False)
     return encoded.encoding, encoded.data
 
 
 def decode_tensor(
-    name: str, encoding: str, data: bytes, *, dtype: str, sizes: tuple[int, ...], allow_pickle: bool
+    name: str, encoding: str, data: memoryview, *, dtype: str, sizes: tuple[int, ...], allow_pickle: bool
 ) -> torch.Tensor:
     """The tensor of a stream that `encoding_of` made; on the CPU.
 
@@ -110,7 +110,7 @@ def decode_tensor(
         UnsafeObjectError: It needs code to load and `allow_pickle` is False.
     """
     # `manifest_check` knows only encodings of objects, and "raw".
-    value = decode_object(name, EncodedObject(cast("Encoding", encoding), data), allow_pickle=allow_pickle)
+    value = decode_object(name, EncodedObject(cast("Encoding", encoding), b"", (data,)), allow_pickle=allow_pickle)
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != sizes or dtype_name(value.dtype) != dtype:
         raise CorruptCheckpointError(
             "What is stored as a tensor is none of its dtype and shape.",

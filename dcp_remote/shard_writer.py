@@ -19,6 +19,7 @@ from dcp_remote.devices import Run, host_views, is_linked, pinned_bytes
 from dcp_remote.digests import DIGEST_BYTES, block_bytes, block_digests, piece_digest, table_entries
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError, UnsafeObjectError
 from dcp_remote.manifest import JSON
+from dcp_remote.object_raw import Segments
 from dcp_remote.objects import EncodedObject, encode_object, encode_stream
 from dcp_remote.packing import Piece, pack, piece_label
 from dcp_remote.ranges import KiB, MiB, firsts
@@ -170,12 +171,20 @@ def _held_bytes(pieces: Sequence[Piece[Source]], *, of_the_state: bool) -> int:
     held_bytes, linked_bytes = 0, 0
     for piece in pieces:
         source = piece.item.source
-        in_place = isinstance(source, torch.Tensor) and of_the_state and not is_copied(source)
         if isinstance(source, torch.Tensor) and is_linked(source):
             linked_bytes += piece.length
-        elif not in_place or piece.length < JOIN_BYTES:
+        elif _is_own(source) or piece.length < JOIN_BYTES or not of_the_state:
             held_bytes += piece.length
     return held_bytes + pinned_bytes(linked_bytes)
+
+
+def _is_own(source: Source) -> bool:
+    """Whether the bytes that are sent are a copy, which nobody else can change."""
+    if isinstance(source, torch.Tensor):
+        return is_copied(source)
+    # Nobody changes bytes, neither ours nor those of an object.
+    views = source.views if isinstance(source, Segments) else [source]
+    return len(views) > 1 or isinstance(views[0].obj, bytes)
 
 
 def _prepare(pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard]:
@@ -187,8 +196,7 @@ def _prepare(pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard]:
     first_blocks: list[bytes] = []
     for piece, view in zip(pieces, _views(pieces), strict=True):
         assert len(view) == piece.length
-        source = piece.item.source
-        is_own = not isinstance(source, torch.Tensor) or is_copied(source)
+        is_own = _is_own(piece.item.source)
         if len(view) < JOIN_BYTES and not is_own:
             # Small ones are joined later: from copies, which nobody changes meanwhile.
             view, is_own = memoryview(bytes(view)), True  # noqa: PLW2901  # what was given is not to be used any more

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
+import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
@@ -134,7 +135,7 @@ class TensorTarget:
 
 
 class BytesTarget:
-    """A whole object or stream, read into memory.
+    """A whole object or stream, read into fresh memory, which whoever takes it may keep.
 
     Args:
         name: For the error.
@@ -143,17 +144,17 @@ class BytesTarget:
         done: Called with it when it is complete.
     """
 
-    def __init__(self, name: str, want: Want, *, length: int, done: Callable[[bytes], None]) -> None:
-        """See the class."""
+    def __init__(self, name: str, want: Want, *, length: int, done: Callable[[memoryview], None]) -> None:
+        """Keep the arguments; memory is taken when the first bytes are asked for."""
         self.want = want
         self._name = name
         self._length = length
         self._done = done
-        self._data: bytearray | None = None
+        self._data: memoryview | None = None
 
     def place(self, span: ByteRange) -> memoryview | None:
         """Straight into the buffer."""
-        return memoryview(self._buffer())[span.start : span.stop]
+        return self._buffer()[span.start : span.stop]
 
     def take(self, span: ByteRange, data: memoryview) -> None:
         """Copy into the buffer."""
@@ -161,13 +162,14 @@ class BytesTarget:
 
     def complete(self) -> None:
         """Hand it over."""
-        data, self._data = bytes(self._buffer()), None
+        data, self._data = self._buffer(), None
         self._done(data)
 
-    def _buffer(self) -> bytearray:
+    def _buffer(self) -> memoryview:
         if self._data is None:
             try:
-                self._data = bytearray(self._length)
+                # Not zeroed, as a bytearray is: that holds Python's lock.
+                self._data = memoryview(np.empty(self._length, dtype=np.uint8))  # type: ignore[arg-type]  # a buffer
             except MemoryError as error:
                 raise InvalidArgumentError(
                     "An object does not fit into the memory of this process.", object=self._name, bytes=self._length
@@ -187,8 +189,8 @@ def object_targets(
         raise InvalidArgumentError("There is no object of this name in the checkpoint.", object=name)
     encoding = cast("Encoding", stored.encoding)  # `manifest_check` knows only these
 
-    def done(data: bytes) -> None:
-        deliver(decode_object(name, EncodedObject(encoding, data), allow_pickle=allow_pickle))
+    def done(data: memoryview) -> None:
+        deliver(decode_object(name, EncodedObject(encoding, b"", (data,)), allow_pickle=allow_pickle))
 
     want = Want(stored.piece_first, stored.piece_first + stored.pieces, None)
     return [BytesTarget(name, want, length=want_bytes(manifest, want), done=done)]
@@ -210,7 +212,7 @@ def tensor_target(
         return TensorTarget(manifest, tensor=tensor, chunk=chunk, box=box, resolve=resolve, commit=commit)
     name, sizes = manifest.tensors.names[tensor], manifest.tensors.sizes_of(chunk)
 
-    def done(data: bytes) -> None:
+    def done(data: memoryview) -> None:
         source = decode_tensor(name, kind.encoding, data, dtype=kind.dtype, sizes=sizes, allow_pickle=allow_pickle)
         destination = resolve()
         require_writable(name, destination, layout=stored_layout(kind))

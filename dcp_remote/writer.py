@@ -101,7 +101,7 @@ class RemoteWriter(StorageWriter):
         allow_pickle: Also store objects that only code can load. Whoever loads them must trust the bucket.
         storage_options: Endpoint, region, credentials and so on, by the names that boto3 and fsspec use.
         memory_budget_bytes: Bound of the copies in memory beyond the state, per rank. Objects that are no tensors come
-            on top, encoded.
+            on top, encoded; their large tensors and arrays are sent from where they lie.
         timeout_seconds: Of a save, on each rank; requests are repeated until then.
 
     Raises:

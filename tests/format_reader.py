@@ -24,8 +24,7 @@ def column(text: str) -> list[int]:
 
 
 def digests(text: str) -> list[bytes]:
-    data = base64.b64decode(text)
-    return [data[i : i + 16] for i in range(0, len(data), 16)]
+    return [bytes(one) for one in np.frombuffer(base64.b64decode(text), np.uint8).reshape(-1, 16)]
 
 
 def block_bytes(length: int) -> int:
@@ -43,7 +42,7 @@ def read_document(path: Path, form: str) -> dict[str, Any]:
         data = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(data).read(2**30)
     assert data[:47] == b'{"xxh3-128":"%s",' % xxhash.xxh3_128_hexdigest(data[47:]).encode()
     document: dict[str, Any] = json.loads(data)
-    assert (document["format"], document["version"], document["requires"]) == (form, "1-draft.2", [])
+    assert (document["format"], document["version"], document["requires"]) == (form, "1-draft.3", [])
     return document
 
 
@@ -56,7 +55,7 @@ def read_manifest(folder: Path, step: int | None = None) -> dict[str, Any]:
 
 
 def read(folder: Path, step: int | None = None) -> dict[str, Any]:
-    """Tensors as arrays, objects as the JSON that stands for them; in the order in which they were saved."""
+    """Tensors as arrays, objects as the JSON that stands for them, and raw bytes; in the order that was saved."""
     manifest = read_manifest(folder, step)
     shards, tensors, chunks = manifest["shards"], manifest["tensors"], manifest["chunks"]
     table_starts = [a - b for a, b in zip(column(shards["data_starts"]), column(shards["table_lengths"]), strict=True)]
@@ -85,15 +84,16 @@ def read(folder: Path, step: int | None = None) -> dict[str, Any]:
         assert tensors["kinds"][kind]["encoding"] == "raw"
         for _ in range(chunk_count):
             box = [(next(offsets), next(sizes)) for _ in range(dimensions)]
-            data = b"".join(next(parts) for _ in range(next(counts)))
-            array[tuple(slice(o, o + n) for o, n in box)] = np.frombuffer(data, array.dtype).reshape(
-                [n for _, n in box]
-            )
+            data = np.frombuffer(b"".join(next(parts) for _ in range(next(counts))), array.dtype)
+            array[tuple(slice(o, o + n) for o, n in box)] = data.reshape([n for _, n in box])
         values[name] = array
     objects = dict(manifest["objects"]["inline"])
     for stored in manifest["objects"]["stored"]:
         data = b"".join(next(parts) for _ in range(stored["pieces"]))
         objects[stored["name"]] = json.loads(data) if stored["encoding"] == "json" else data
+        if stored["encoding"] == "json+raw":
+            stop = 8 + int.from_bytes(data[:8], "little")
+            objects[stored["name"]] = (json.loads(data[8:stop]), data[stop:])
     at, rest = dict(zip(column(manifest["objects"]["positions"]), objects, strict=True)), iter(tensors["names"])
     order = [at[i] if i in at else next(rest) for i in range(len(at) + len(tensors["names"]))]
     return {name: values[name] if name in values else objects[name] for name in order}

@@ -67,6 +67,21 @@ def test_reader_written_from_the_page_alone_reads_a_run(tmp_path: Path) -> None:
     assert keys[0] & keys[1]
 
 
+def test_reader_written_from_the_page_alone_reads_raw_bytes_of_objects(tmp_path: Path) -> None:
+    """A tensor and arrays inside of objects of two ranks lie behind their texts, where the texts say."""
+    values = [{"a": np.arange(70_000) + rank, "b": torch.arange(9_001.0), "c": b"xyz" * 1001} for rank in range(2)]
+    save_as_ranks([{f"x{rank}": (values[rank],)} for rank in range(2)], lambda: RemoteWriter(tmp_path))
+    for rank, value in enumerate(values):
+        tree, raw = format_reader.read(tmp_path)[f"x{rank}"]
+        found = tree["$tuple"][0]
+        places = [found["a"]["$numpy.ndarray"]["data"], found["b"]["$torch.Tensor"]["data"], found["c"]["$bytes"]]
+        a, b, c = (raw[start : start + length] for start, length in places)
+        np.testing.assert_array_equal(np.frombuffer(a, found["a"]["$numpy.ndarray"]["dtype"]), value["a"])
+        np.testing.assert_array_equal(np.frombuffer(b, "<f4"), np.arange(9_001, dtype="<f4"))
+        assert c == value["c"]
+        assert sum(length for _, length in places) == len(raw)
+
+
 def test_reader_written_from_the_page_alone_notices_damage(tmp_path: Path) -> None:
     """One flipped byte anywhere in the data of a shard, or in its block table."""
     saved(tmp_path)

@@ -250,6 +250,22 @@ def test_a_tensor_subclass_needs_pickle(store: RecordingStore) -> None:
     assert template["t"].tolist() == tensor.tolist()
 
 
+class AsPlain(torch.Tensor):
+    """Pickles as the plain tensor of its elements."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+def test_a_tensor_subclass_that_pickles_as_a_plain_tensor(store: RecordingStore) -> None:
+    """Stays a stream: a tensor is never JSON, small or large, and comes back as what it pickles as."""
+    for size in (3, 100_000):
+        dcp.save({"x": torch.ones(size).as_subclass(AsPlain)}, storage_writer=RemoteWriter(store, overwrite=True))
+        found = load(store)["x"]
+        assert type(found) is torch.Tensor
+        assert torch.equal(found, torch.ones(size))
+
+
 def test_encodings() -> None:
     """Parameters and buffers are elements; what `torch.save` alone can say is a stream; what names code is pickle."""
     for plain in (torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.nn.Buffer(torch.ones(2)), torch.tensor(1)):

@@ -6,6 +6,7 @@ reader itself refuses without a name, or gets wrong, we refuse by the name of th
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -164,11 +165,19 @@ def test_a_dtype_that_torch_cannot_convert_is_named(store: RecordingStore) -> No
 
 
 def test_an_object_that_torch_cannot_save_is_named(store: RecordingStore) -> None:
-    """A tensor of three bits inside an object: `load` gives it, `dcp.load` cannot hand it to torch's planner."""
+    """A tensor of three bits inside an object: `load` and torch's own planner give it, another wants it pickled."""
     tensor = in_three_bits()
     dcp.save({"pair": (tensor, 1)}, storage_writer=RemoteWriter(store))
     assert torch.equal(load(store)["pair"][0].view(torch.uint8), tensor.view(torch.uint8))
-    failed = outcome(lambda: load_into(store, {"pair": None}))
+    template: State = {"pair": None}
+    dcp.load(template, storage_reader=RemoteReader(store))
+    assert torch.equal(template["pair"][0].view(torch.uint8), tensor.view(torch.uint8))
+
+    class Other(DefaultLoadPlanner):
+        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+            super().load_bytes(read_item, value)
+
+    failed = outcome(lambda: dcp.load({"pair": None}, storage_reader=RemoteReader(store), planner=Other()))
     assert isinstance(failed.error, InvalidArgumentError)
     assert failed.error.details["object"] == "pair"
 

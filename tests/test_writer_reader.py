@@ -14,9 +14,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -458,6 +460,17 @@ def test_planners_are_called_from_one_thread(store: RecordingStore) -> None:
     dcp.load(template, storage_reader=RemoteReader(store), planner=Loading())
     assert equal(template, state)
     assert threads == {threading.get_ident()}
+
+
+def test_objects_reach_the_state_without_a_pickle(store: RecordingStore) -> None:
+    """What torch's pickle changes comes back as it was: the byte order of an array, the fold of a time."""
+    state = {"a": np.arange(5, dtype=">u4"), "t": (datetime(2024, 1, 1, fold=1), np.zeros(2, dtype=">f8"))}
+    dcp.save(state, storage_writer=RemoteWriter(store))
+    template: dict[str, Any] = {"a": None, "t": None}
+    dcp.load(template, storage_reader=RemoteReader(store))
+    assert (template["a"].dtype, template["t"][1].dtype) == (np.dtype(">u4"), np.dtype(">f8"))
+    assert template["t"][0].fold == 1
+    np.testing.assert_array_equal(template["a"], np.arange(5))
 
 
 def test_every_tensor_is_resolved_and_committed_once(store: RecordingStore) -> None:

@@ -9,7 +9,7 @@ from typing import TextIO
 from dcp_remote.checkpoint import read_manifest
 from dcp_remote.manifest import Manifest, RunInfo
 from dcp_remote.names import chosen_names, top_level_key
-from dcp_remote.object_tree import from_text
+from dcp_remote.object_text import from_text
 from dcp_remote.storage import open_store
 from dcp_remote.terminal import counted, human_bytes, printable
 

@@ -22,7 +22,8 @@ MODULES = {
     "sealed": [f"dcp_remote.{name}" for name in ("columns", "manifest_json", "manifest_check", "tiling")],
     "columns": ["dcp_remote.columns"],
     "envelope": ["dcp_remote.envelope"],
-    "json": [f"dcp_remote.object_{name}" for name in ("tree", "tags", "classes", "numpy", "torch")],
+    "json": [f"dcp_remote.object_{name}" for name in ("tree", "text", "raw", "tags", "classes", "numpy", "torch")],
+    "raw": [f"dcp_remote.object_{name}" for name in ("tree", "text", "raw", "tags", "numpy", "torch")],
     "program": ["dcp_remote.object_program", "dcp_remote.object_streams", "pickletools"],
     "zip": ["dcp_remote.object_streams", "zipfile"],
     "url": ["dcp_remote.url"],
@@ -89,7 +90,7 @@ def _decode(encoding: str, data: bytes) -> object:
     from dcp_remote.objects import EncodedObject, decode_object
 
     try:
-        return decode_object("k", EncodedObject(encoding, data))  # type: ignore[arg-type]  # one of the three
+        return decode_object("k", EncodedObject(encoding, data))  # type: ignore[arg-type]  # one of the four
     except (CorruptCheckpointError, UnsafeObjectError, UnsupportedFormatError):
         return None
 
@@ -99,6 +100,13 @@ def json(data: bytes) -> None:
     from dcp_remote.object_streams import save
 
     save(_decode("json", data))
+
+
+def raw(data: bytes) -> None:
+    """The text of an object, and raw bytes behind it: all that follows the last line feed."""
+    text, _, behind = data.rpartition(b"\n")
+    padded = text + b" " * (-(8 + len(text)) % 64)
+    _decode("json+raw", len(padded).to_bytes(8, "little") + padded + behind)
 
 
 def program(data: bytes) -> None:
@@ -144,6 +152,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "columns": columns,
     "envelope": envelope,
     "json": json,
+    "raw": raw,
     "program": program,
     "zip": zip_,
     "url": url,

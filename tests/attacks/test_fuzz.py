@@ -84,6 +84,10 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "columns": lambda: [b"1:AgABAQ==", b"8:AAAAAAAAAAA=", b"2:AAABAAEA", b"4:"],
     "envelope": lambda: [zstandard.ZstdCompressor().compress(document())[4:]],
     "json": lambda: [encode_object("k", value).data for value in objects()],
+    "raw": lambda: [
+        b'[{"$bytes":[0,3]},{"$torch.Tensor":{"dtype":"uint8","shape":[2],"requires_grad":false,"data":[3,2]}}]\nabcde',
+        b'{"$numpy.ndarray":{"dtype":"<f4","shape":[2,1],"order":"F","data":[0,8]}}\n12345678',
+    ],
     "program": programs,
     "zip": streams,
     "url": lambda: [
