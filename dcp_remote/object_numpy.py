@@ -195,7 +195,7 @@ def _decode_scalar(decoder: Decoder, encoded: Json) -> object:
 def _encode_long_double(_: Encoder, value: np.longdouble | np.clongdouble) -> Json:
     parts = (value.real, value.imag) if isinstance(value, np.clongdouble) else (value,)
     doubles = [np.float64(part) for part in parts]
-    if any(np.longdouble(double) != part for double, part in zip(doubles, parts, strict=True)):
+    if any(np.longdouble(double) != part and not np.isnan(part) for double, part in zip(doubles, parts, strict=True)):
         raise NotEncodableError("is not exact in 64 bits, and the bits of a long double differ between machines")
     return to_base64(np.array(doubles, dtype="<f8").tobytes())
 
@@ -251,12 +251,12 @@ def _encode_generator(encoder: Encoder, value: np.random.Generator) -> Json:
     seed = bits.seed_seq
     entropy: Json = None
     if isinstance(seed, np.random.SeedSequence) and type(seed) is np.random.SeedSequence:
-        words = seed.entropy if isinstance(seed.entropy, int) else list(seed.entropy or ())
-        _check_seed([words] if isinstance(words, int) else words, seed.spawn_key, seed.pool_size)
+        words, spawn_key = _plain(seed.entropy), tuple(_plain(seed.spawn_key))
+        _check_seed([words] if isinstance(words, int) else words, spawn_key, seed.pool_size)
         # Kept for `Generator.spawn`.
         entropy = [
             encoder.child("entropy", words),
-            encoder.child("spawn_key", seed.spawn_key),
+            encoder.child("spawn_key", spawn_key),
             seed.pool_size,
             seed.n_children_spawned,
         ]
@@ -276,6 +276,13 @@ def _decode_generator(decoder: Decoder, encoded: Json) -> np.random.Generator:
     bits = _bit_generator_of(state, seed)
     bits.state = state
     return np.random.Generator(bits)
+
+
+def _plain(words: Any) -> Any:
+    """An integer, or a list of integers, that numpy took; as Python's."""
+    if isinstance(words, (int, np.integer)):
+        return int(words)
+    return [int(word) if isinstance(word, np.integer) else word for word in words]
 
 
 def _check_seed(entropy: Any, spawn_key: Any, pool_size: int) -> None:

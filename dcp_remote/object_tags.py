@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import array
 import io
+import math
+import operator
 import pathlib
 import re
 import sys
@@ -174,9 +176,13 @@ def _decode_decimal(_: Decoder, encoded: Json) -> Decimal:
 
 
 def _encode_fraction(encoder: Encoder, value: Fraction) -> Json:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > FRACTION_BITS_MAX:
+    # Integers of numpy stay in a fraction that is made of them.
+    numerator, denominator = operator.index(value.numerator), operator.index(value.denominator)
+    if max(numerator.bit_length(), denominator.bit_length()) > FRACTION_BITS_MAX:
         raise NotEncodableError(f"has more than {FRACTION_BITS_MAX} bits")
-    return encoder.children((value.numerator, value.denominator))
+    if denominator < 1 or math.gcd(numerator, denominator) != 1:
+        raise NotEncodableError("is not in lowest terms")
+    return encoder.children((numerator, denominator))
 
 
 def _decode_fraction(decoder: Decoder, encoded: Json) -> Fraction:

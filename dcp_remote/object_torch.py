@@ -130,6 +130,12 @@ def _decode_parameter(decoder: Decoder, encoded: Json) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
 
 
+def _known_name(names: dict[str, Any], value: torch.dtype | torch.layout) -> str:
+    if _name(value) not in names:
+        raise NotEncodableError("is not known to this version of dcp_remote")
+    return _name(value)
+
+
 def _known(decoder: Decoder, names: dict[str, Any], encoded: Json) -> Any:
     found = names.get(expect(encoded, str))
     if found is None:
@@ -163,13 +169,13 @@ TORCH_TAGS: tuple[Tag, ...] = (
     Tag(
         "$torch.dtype",
         torch.dtype,
-        lambda _, value: _name(value),
+        lambda _, value: _known_name(_DTYPES, value),
         lambda decoder, encoded: _known(decoder, _DTYPES, encoded),
     ),
     Tag(
         "$torch.layout",
         torch.layout,
-        lambda _, value: _name(value),
+        lambda _, value: _known_name(_LAYOUTS, value),
         lambda decoder, encoded: _known(decoder, _LAYOUTS, encoded),
     ),
     Tag(

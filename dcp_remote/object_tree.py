@@ -107,8 +107,12 @@ class Encoder:
         """Any object; None stands for one that was refused."""
         try:
             return self._value(value)
-        except NotEncodableError as refused:
-            self.refusals.append(Refusal(type_name(value), self._where(), str(refused)))
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # noqa: BLE001  # told where all of them are raised
+            # Values can hold what their own constructors never give them; who saves is then told where.
+            why = str(error) if isinstance(error, NotEncodableError) else f"{type(error).__name__}: {error}"
+            self.refusals.append(Refusal(type_name(value), self._where(), why))
             return None
 
     def child(self, step: object, value: object) -> Json:

@@ -32,6 +32,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.dtypes import ITEM_BYTES
+from dcp_remote.errors import UnsafeObjectError
 from dcp_remote.object_streams import save
 from dcp_remote.objects import decode_object, encode_object, encode_stream
 
@@ -56,6 +57,24 @@ class Color(enum.Enum):
     RED = "r"
     CRIMSON = "r"  # noqa: PIE796  # an alias is what is tested
     BLUE = ("b", 1)
+
+
+class Odd(enum.Enum):
+    NAN = float("nan")
+    PAIR = (float("nan"), 1)
+    LIST = [1]  # noqa: RUF012  # a value that has no hash is what is tested
+    HUGE = 2**100
+    NUMPY = np.float64(1)
+    NONE = None
+
+
+class Real(float, enum.Enum):
+    NAN = float("nan")
+
+
+class Loose(enum.IntFlag, boundary=enum.KEEP):
+    HIGH = 1 << 70
+    LOW = 1
 
 
 class Level(enum.IntEnum):
@@ -129,6 +148,8 @@ def same(left: Any, right: Any) -> bool:  # noqa: C901, PLR0912  # one line per 
         return same(left.bit_generator.state, right.bit_generator.state) and same(*seeds)
     if isinstance(left, torch.Generator):
         return torch.equal(left.get_state(), right.get_state())
+    if isinstance(left, fractions.Fraction):
+        return (int(left.numerator), int(left.denominator)) == (right.numerator, right.denominator)
     if isinstance(left, decimal.Decimal):
         return bool(left.as_tuple() == right.as_tuple())
     if isinstance(left, (dt.datetime, dt.time)):
@@ -390,6 +411,121 @@ def test_any_tree_comes_back_exactly(tree: Any) -> None:
     """Random nesting of everything hashable and not: types and bits, through both ways in."""
     for decoded, expected in both_ways(tree):
         assert same(decoded, expected)
+
+
+def part_of(value: fractions.Fraction, **parts: object) -> fractions.Fraction:
+    """The same with other parts than its constructor gives it."""
+    for name, part in parts.items():
+        setattr(value, name, part)
+    return value
+
+
+@pytest.mark.parametrize("member", [*Odd, *Real, *Loose, Loose(6)])
+def test_members_come_back_by_their_names(member: enum.Enum) -> None:
+    """Also those that cannot be found by their values, by which pickle names them."""
+    assert decode_object("k", encode_object("k", [member])) == [member]
+
+
+# Their types take fewer arguments than they do.
+Fraction: Any = fractions.Fraction
+SeedSequence: Any = np.random.SeedSequence
+default_rng: Any = np.random.default_rng
+mkldnn: Any = vars(torch)["_mkldnn"]
+
+ODD: dict[str, tuple[Any, Any]] = {
+    "fraction of numpy's": (Fraction(np.int64(1), np.int64(3)), fractions.Fraction(1, 3)),
+    "fraction of a small one": (Fraction(np.int32(-4)), fractions.Fraction(-4)),
+    "seed of numpy's": (np.random.default_rng(np.int64(5)), np.random.default_rng(5)),
+    "seeds of numpy's": (default_rng(np.array([1, 2])), default_rng([1, 2])),
+    "list of numpy's": (default_rng([np.uint8(1), 2**80]), np.random.default_rng([1, 2**80])),
+    "key of numpy's": (
+        default_rng(SeedSequence(1, spawn_key=(np.int64(3),))),
+        np.random.default_rng(np.random.SeedSequence(1, spawn_key=(3,))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_numbers_of_numpy_inside_of_values_come_back_as_python_s(name: str) -> None:
+    """Where Python or numpy itself makes no difference: the numbers are equal, and so are draws."""
+    value, expected = ODD[name]
+    assert same(decode_object("k", encode_object("k", [value])), [expected])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        part_of(fractions.Fraction(1, 3), _denominator=0),
+        part_of(fractions.Fraction(1, 3), _numerator=3),
+        part_of(fractions.Fraction(1, 3), _denominator=-3),
+        part_of(fractions.Fraction(1, 3), _numerator=np.float64(2)),
+        part_of(fractions.Fraction(1, 3), _numerator="1"),
+        default_rng(SeedSequence(1, spawn_key=("1",))),
+    ],
+    ids=repr,
+)
+def test_what_would_not_come_back_is_refused_by_name(value: object) -> None:
+    """A value that its own constructor does not give."""
+    with pytest.raises(UnsafeObjectError, match=r"where=\"\['a'\]\[0\]\""):
+        encode_object("k", {"a": [value]})
+
+
+def test_a_layout_of_torch_that_is_not_read_is_not_written() -> None:
+    """It stays a stream, or is refused; as JSON no version could read it."""
+    try:
+        encoded = encode_object("k", mkldnn)
+    except UnsafeObjectError:
+        return
+    assert decode_object("k", encoded) is mkldnn
+
+
+# Not those that are another name of one: `longlong` of `int64`.
+kinds = st.sampled_from([kind for kind in np.sctypeDict.values() if np.dtype(np.dtype(kind).str).type is kind])
+zones = st.none() | st.builds(dt.timezone, st.timedeltas(dt.timedelta(hours=-23), dt.timedelta(hours=23)), st.text())
+rare = st.one_of(
+    st.sampled_from([*Odd, *Real, *Loose, Loose(6), Access(0), ~Access.READ, *Word, *Color]),
+    st.builds(fractions.Fraction, st.integers(-99, 99).map(np.int64), st.integers(1, 99).map(np.int16)),
+    st.builds(fractions.Fraction, st.integers(), st.integers(min_value=1)),
+    st.decimals(),
+    st.complex_numbers(),
+    st.builds(np.complex64, st.complex_numbers(width=64)),
+    st.builds(lambda kind, number: kind(number), kinds, st.integers(0, 99)),
+    st.floats().map(np.longdouble),
+    st.builds(lambda when, fold, zone: when.replace(fold=fold, tzinfo=zone), st.datetimes(), st.integers(0, 1), zones),
+    st.builds(lambda when, fold, zone: when.replace(fold=fold, tzinfo=zone), st.times(), st.integers(0, 1), zones),
+    st.builds(range, st.integers(), st.integers(), st.integers(min_value=1)),
+    st.text(st.characters(exclude_categories=[])),
+    st.text(st.characters(exclude_categories=[])).map(np.str_),
+    st.binary().map(np.bytes_),
+    st.binary(min_size=1).map(np.void),
+    st.integers(0, 2**64).map(np.random.default_rng),
+    st.integers(-(2**62), 2**62).map(lambda number: np.datetime64(number, "ns")),
+    st.lists(st.floats(), max_size=3).map(lambda items: collections.deque(items, len(items))),
+    st.builds(Span, st.floats()),
+    st.sampled_from([torch.bfloat16, torch.strided, torch.sparse_coo, torch.device("cuda:1"), torch.Size([2, 0])]),
+)
+nests = st.recursive(
+    rare,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.floats() | st.text() | st.tuples(st.decimals(allow_nan=False)), inner, max_size=3),
+        st.dictionaries(st.text(), inner, max_size=3).map(lambda items: collections.defaultdict(list, items)),
+        st.lists(inner, max_size=3).map(lambda items: collections.deque(items, 3)),
+        st.builds(Point, inner, inner),
+        st.builds(slice, inner, inner, inner),
+        st.dictionaries(st.text(), inner, max_size=3).map(lambda names: argparse.Namespace(**names)),
+    ),
+    max_leaves=10,
+)
+
+
+@given(nests)
+def test_whatever_is_saved_comes_back(value: Any) -> None:
+    """Odd values of every kind, one in another: JSON, and equal when it is read; NaN is NaN."""
+    encoded = encode_object("k", [value])
+    assert encoded.encoding == "json"
+    assert same(decode_object("k", encoded), [value])
 
 
 def test_sets_are_sorted_by_the_text_that_is_written() -> None:

@@ -274,7 +274,9 @@ def test_encodings() -> None:
         encoding, stream = encoding_of("t", tensor, allow_pickle=False)
         assert encoding == TORCH
         dtype = dtype_name(tensor.dtype)
-        found = decode_tensor("t", encoding, stream, dtype=dtype, sizes=tuple(tensor.shape), allow_pickle=False)
+        found = decode_tensor(
+            "t", encoding, memoryview(stream), dtype=dtype, sizes=tuple(tensor.shape), allow_pickle=False
+        )
         assert shown(found) == shown(tensor)
     assert encoding_of("t", torch.ones(1).as_subclass(Tagged), allow_pickle=True)[0] == PICKLE
 
@@ -285,9 +287,9 @@ def test_a_stream_that_holds_no_tensor_is_refused() -> None:
         stream = io.BytesIO()
         torch.save(value, stream)
         with pytest.raises(CorruptCheckpointError, match="tensor"):
-            decode_tensor("t", TORCH, stream.getvalue(), dtype="float32", sizes=(2,), allow_pickle=False)
+            decode_tensor("t", TORCH, stream.getbuffer(), dtype="float32", sizes=(2,), allow_pickle=False)
         with pytest.raises(CorruptCheckpointError):
-            decode_tensor("t", TORCH, stream.getvalue()[:-20], dtype="float32", sizes=(3,), allow_pickle=False)
+            decode_tensor("t", TORCH, stream.getbuffer()[:-20], dtype="float32", sizes=(3,), allow_pickle=False)
 
 
 def test_a_tensor_without_data_is_refused(store: RecordingStore) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 import threading
@@ -460,6 +461,20 @@ def test_planners_are_called_from_one_thread(store: RecordingStore) -> None:
     dcp.load(template, storage_reader=RemoteReader(store), planner=Loading())
     assert equal(template, state)
     assert threads == {threading.get_ident()}
+
+
+class NotANumber(enum.Enum):
+    """Its member cannot be found by its value, by which pickle names it."""
+
+    NAN = float("nan")
+
+
+def test_a_member_whose_value_is_no_number_is_restored(store: RecordingStore) -> None:
+    """By its name."""
+    dcp.save({"a": NotANumber.NAN, "t": (NotANumber.NAN,)}, storage_writer=RemoteWriter(store))
+    template: dict[str, Any] = {"a": None, "t": None}
+    dcp.load(template, storage_reader=RemoteReader(store))
+    assert template == {"a": NotANumber.NAN, "t": (NotANumber.NAN,)}
 
 
 def test_objects_reach_the_state_without_a_pickle(store: RecordingStore) -> None:
