@@ -46,8 +46,12 @@ def load_trusted(stream: bytes) -> object:
         return torch.load(io.BytesIO(stream), weights_only=False, map_location="cpu", mmap=False)
 
 
-def load_restricted(stream: bytes) -> object:
+def load_restricted(stream: bytes, *, is_own: bool = False) -> object:
     """What a stream holds, on the CPU; takes memory and time in proportion to its length, and runs no code.
+
+    Args:
+        stream: From anybody.
+        is_own: `torch.save` wrote it in this process: torch may read it as it is, without a copy.
 
     Raises:
         UnsafeStreamError: It needs a class or function that is not on our list.
@@ -57,7 +61,10 @@ def load_restricted(stream: bytes) -> object:
     names = names_of_program(records)
     try:
         # Without names it is most of what training keeps, numbers and containers: three times faster than torch.
-        value = _load_with_torch(records, names) if names else _Nameless(io.BytesIO(records["data.pkl"])).load()
+        if names:
+            value = _load_with_torch(io.BytesIO(stream) if is_own else _pack(records), names)
+        else:
+            value = _Nameless(io.BytesIO(records["data.pkl"])).load()
     except (UnsafeStreamError, MemoryError):
         raise
     except Exception as error:
@@ -81,11 +88,11 @@ def _checking_sparse() -> Iterator[None]:
         yield
 
 
-def _load_with_torch(records: Mapping[str, memoryview], names: frozenset[str]) -> object:
+def _load_with_torch(stream: io.BytesIO, names: frozenset[str]) -> object:
     # What builds a sparse tensor is a factory to torch: it takes the user's default device, whatever `map_location` is.
     with _checking_sparse() if REBUILD_SPARSE in names else nullcontext(), torch.device("cpu"):
         try:
-            return torch.load(_pack(records), weights_only=True, map_location="cpu", mmap=False)
+            return torch.load(stream, weights_only=True, map_location="cpu", mmap=False)
         except pickle.UnpicklingError as error:
             raise UnsafeStreamError("this version of torch does not take it") from error
 

@@ -305,7 +305,8 @@ def _encode_bytesio(encoder: Encoder, value: io.BytesIO) -> Json:
     if value.closed:
         raise NotEncodableError("is closed")
     _plain_attributes(value)
-    return {"data": encoder.data(value.getbuffer()), "position": value.tell()}
+    # Not its buffer: `dcp.async_save` does not copy the stream, which could not grow while its buffer is in use.
+    return {"data": encoder.data(memoryview(value.getvalue())), "position": value.tell()}
 
 
 def _decode_bytesio(decoder: Decoder, encoded: Json) -> io.BytesIO:

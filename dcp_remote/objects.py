@@ -90,7 +90,7 @@ def encode_object(key: str, value: object, *, allow_pickle: bool = False) -> Enc
             error,
         ) from error
     try:
-        load_restricted(stream)
+        load_restricted(stream, is_own=True)
     except (UnsafeStreamError, DamagedStreamError) as error:
         if allow_pickle:
             return EncodedObject("pickle", stream)
@@ -112,7 +112,7 @@ def encode_stream(key: str, stream: bytes, *, allow_pickle: bool = False, tagged
     """
     refused: Exception | None = None
     try:
-        value = load_restricted(stream)
+        value = load_restricted(stream, is_own=True)
     except (UnsafeStreamError, DamagedStreamError) as error:
         refused = error
         value = _load_own(key, stream)

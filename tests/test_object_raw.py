@@ -124,6 +124,17 @@ def test_nothing_is_copied() -> None:
     assert decoded["array"].flags.aligned
 
 
+def test_a_stream_can_be_written_to_while_it_is_sent() -> None:
+    """What `dcp.async_save` has not copied: what is sent is what the stream held."""
+    stream = io.BytesIO(b"abc" * 50_000)
+    encoded = encode_object("k", stream)
+    stream.seek(0, io.SEEK_END)
+    stream.write(b"x" * 1000)
+    stream.seek(0)
+    stream.write(b"x")
+    assert again(encoded).getvalue() == b"abc" * 50_000
+
+
 def test_short_objects_stay_text() -> None:
     """Buffers of a few KiB stand in the manifest as base64; of those that do not, each begins where its type wants."""
     assert encode_object("k", np.zeros(TEXT_BYTES_MAX, dtype=np.uint8)).encoding == "json"
