@@ -144,10 +144,12 @@ def warn_of_going_back(catalog: Catalog, entry: Entry, *, url: str) -> None:
 
 def _listed(entries: Sequence[Entry]) -> str:
     """The newest of what is abandoned, and which of those a later save of their step may not replace."""
-    named = entries[-_STEPS_NAMED_MAX:]
-    held = [str(one.step) for one in named if not one.is_replaceable_by(())]
-    note = f" (pinned or named, and so not replaced unless a save says overwrite=True: {', '.join(held)})"
-    return ", ".join(str(one.step) for one in named) + (note if held else "")
+    steps, held = (
+        ", ".join(str(one.step) for one in some[-_STEPS_NAMED_MAX:])
+        for some in (entries, [one for one in entries if not one.is_replaceable_by(())])
+    )
+    note = " (pinned or named, and so not replaced unless a save is given the name, or overwrite=True: "
+    return steps + (f"{note}{held})" if held else "")
 
 
 class Job:
