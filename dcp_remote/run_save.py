@@ -370,7 +370,7 @@ class Job:
             )
         if not there.is_replaceable_by(note.names):
             raise CheckpointExistsError(
-                "Checkpoint already exists at this step; it was abandoned, and stays, since it is pinned or has a name. "
+                "Checkpoint already exists at this step: it was abandoned, and stays since it is pinned or has a name. "
                 "Save another step; or unpin it (`dcp-remote pin --undo`) and give this save its names; or pass "
                 "overwrite=True to replace it.",
                 url=self._store.url,
