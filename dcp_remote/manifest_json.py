@@ -226,7 +226,7 @@ def checked_user(user: object) -> dict[str, Any]:
     """What a user notes, as it will be read: a copy, which nobody changes any more.
 
     Raises:
-        InvalidArgumentError: It is no mapping, no JSON (as NaN is none), or too large.
+        InvalidArgumentError: It is no mapping, no JSON (as NaN is none), too large, or two of its keys have one text.
     """
     if not isinstance(user, Mapping):
         raise InvalidArgumentError("The user metadata is a mapping.", type=type(user).__qualname__)
@@ -234,11 +234,22 @@ def checked_user(user: object) -> dict[str, Any]:
         text = json.dumps(dict(user), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError("The user metadata is no JSON.", cause=error) from error
-    copied: dict[str, Any] = json.loads(text)
+    copied: dict[str, Any] = json.loads(text, object_pairs_hook=_distinct)
     length = len(_encode(copied))
     if length > USER_BYTES_MAX:
         raise InvalidArgumentError("The user metadata is too large.", bytes=length, limit_bytes=USER_BYTES_MAX)
     return copied
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise InvalidArgumentError(
+            "Keys of the user metadata have one text in JSON, and one value would be lost. Rename them.",
+            keys=", ".join(sorted({key for key in keys if keys.count(key) > 1})[:5]),
+        )
+    return found
 
 
 def decode_head(data: bytes) -> Head:
