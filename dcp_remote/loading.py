@@ -17,6 +17,7 @@ from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.location import Location, require_budget, require_timeout
 from dcp_remote.manifest import RAW, Manifest
 from dcp_remote.names import chosen_names
+from dcp_remote.per_rank import unwrapped
 from dcp_remote.ranges import Box
 from dcp_remote.read_plan import Want
 from dcp_remote.reading import Target, read_or_explain
@@ -42,7 +43,8 @@ def load(
     per range of 8 MiB.
 
     Keys are strings, as torch flattens them: an optimizer's own `state_dict()`, whose keys are integers, comes back
-    with "0" and "1", which `load_state_dict` takes without a word and does not use. Restore one by `dcp.load`.
+    with "0" and "1", which `load_state_dict` takes without a word and does not use. Restore one by `dcp.load`. An empty
+    dictionary is missing (in a list it is None): torch's planner leaves it out when it is saved.
 
     Args:
         url: As for `RemoteReader`.
@@ -81,7 +83,8 @@ def load(
         return flat
     nested: dict[str, Any] = {}
     for name, value in flat.items():
-        set_element(nested, manifest.flatten.get(name, (name,)), value)
+        path = manifest.flatten.get(name, (name,))
+        set_element(nested, path, unwrapped(path, value) if manifest.run is not None else value)
     return nested
 
 

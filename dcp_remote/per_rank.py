@@ -2,7 +2,7 @@
 
 torch takes what stands under one key on several ranks for one value, and keeps one of them: random states and data
 loaders are lost so (torch issue 146566). Here each rank's value gets a name of its own, `per_rank.<rank>.<key>`: an
-ordinary object, a tuple of one, which any reader can load.
+ordinary object, a tuple of one, which any reader can load; `load` gives the value without it.
 """
 
 from __future__ import annotations
@@ -74,6 +74,12 @@ def template_of(state: Mapping[str, Any], rank: int, saved: Collection[tuple[str
     own = template.pop(PER_RANK_KEY, {str(rank): {}})[str(rank)]
     there = {key: value for key, value in own.items() if (PER_RANK_KEY, str(rank), key) in saved}
     return template | {PER_RANK_KEY: {str(rank): there}} if there else template
+
+
+def unwrapped(path: tuple[str | int, ...], value: Any) -> Any:
+    """Return what was loaded from a path of a run, as the user saved it: a value of one rank without its tuple."""
+    is_own = len(path) == 3 and path[0] == PER_RANK_KEY and isinstance(value, tuple) and len(value) == 1  # noqa: PLR2004
+    return value[0] if is_own else value
 
 
 def put_back(state: MutableMapping[str, Any], loaded: Mapping[str, Any], rank: int) -> None:

@@ -360,7 +360,8 @@ def _handed_over(value: object) -> Iterator[io.BytesIO]:
 def _fresh_stream(name: str, value: object) -> io.BytesIO:
     """An object as a planner of a user's own takes it; that may unpickle without restriction, and sees only our stream.
 
-    torch's own protocol, 2, which its restricted unpickler reads: it forgets the fold of a time.
+    Protocol 2, torch's own, forgets the fold of a time and the byte order of an array; torch's restricted unpickler,
+    which a planner may well use, reads no other.
     """
     stream = io.BytesIO()
     try:

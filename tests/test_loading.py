@@ -5,13 +5,14 @@ The store is one in memory whose requests are recorded.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_remote import RemoteWriter, load
+from dcp_remote import CheckpointManager, PerRank, RemoteReader, RemoteWriter, load
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.manifest import MANIFEST_KEY, TensorKind
 from dcp_remote.manifest_json import encode
@@ -121,3 +122,40 @@ def test_load_puts_sharded_tensors_together(store: RecordingStore) -> None:
     whole = torch.randn(5, 7, dtype=torch.float64)
     save_as_ranks([{"m": {"w": part}} for part in shard(whole, 6, (3, 2))], lambda: RemoteWriter(store))
     assert equal(load(store), {"m": {"w": whole}})
+
+
+def test_a_value_of_one_rank_comes_without_its_tuple(store: RecordingStore) -> None:
+    """Of a run, in whatever way it is chosen; a tuple that a user saved stays one, also under that key of dcp.save."""
+    with CheckpointManager(store) as manager:
+        manager.save(1, {"own": PerRank({"a": 1}), "pair": PerRank((1,)), "t": (2,)}, wait=True)
+    own = {"0": {"own": {"a": 1}, "pair": (1,)}}
+    assert load(store) == {"per_rank": own, "t": (2,)}
+    assert load(store, keys="per_rank.*") == {"per_rank": own}
+    by_itself = MemoryStore()
+    state = {"per_rank": {"0": {"own": (3,)}}}
+    dcp.save(state, storage_writer=RemoteWriter(by_itself))
+    assert load(by_itself) == state
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i8", "<i2", ">U3", [("a", ">i4"), ("b", "<f8")]])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_an_array_keeps_its_byte_order(dtype: Any, order: Literal["C", "F"], store: RecordingStore) -> None:
+    """By `load`, `dcp.load` and `restore`, also within an object; its values, and that it can be written to, too."""
+    array = np.zeros((2, 3), dtype=dtype, order=order)
+    array[1] = 7
+    with CheckpointManager(store) as manager:
+        manager.save(1, {"x": array, "inside": {"list": [array, 1]}, "own": PerRank(array)}, wait=True)
+    loaded = load(store)
+    found = [loaded["x"], loaded["inside"]["list"][0], loaded["per_rank"]["0"]["own"]]
+    template: dict[str, Any] = {"x": None, "inside": {"list": None}}
+    dcp.load(template, storage_reader=RemoteReader(store))
+    found += [template["x"], template["inside"]["list"][0]]
+    state: dict[str, Any] = {"x": None, "inside": {"list": None}, "own": PerRank(None)}
+    with CheckpointManager(store) as manager:
+        manager.restore(state)
+    found += [state["x"], state["inside"]["list"][0], state["own"].value]
+    for one in found:
+        assert one.dtype == array.dtype
+        assert (one == array).all()
+        assert one.flags.writeable
+        assert one.flags.f_contiguous == array.flags.f_contiguous

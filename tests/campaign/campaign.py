@@ -315,7 +315,7 @@ class Campaign:
 
     def _check_that_it_is_what_was_saved(self, entry: Entry) -> None:
         state = load(URL, step=entry.step, storage_options=self.server.storage_options)
-        jobs = {state["job"], *state["mark"].tolist()} | {own["own"][0]["job"] for own in state["per_rank"].values()}
+        jobs = {state["job"], *state["mark"].tolist()} | {own["own"]["job"] for own in state["per_rank"].values()}
         assert len(jobs) == 1, f"a mixture of what jobs {jobs} saved at step {entry.step}"
         saved = self._saving(self.jobs[jobs.pop()], 0, entry.step)
         assert whole_digest(state) == saved["whole"], f"not what was saved: {entry} {saved}"

@@ -133,7 +133,7 @@ def assert_saved(url: str | Path, step: int, value: float, *, world_size: int) -
     assert state["n"] == value
     assert torch.equal(state["model"]["rows"], torch.full((12, 10), float(value)))
     assert torch.equal(state["model"]["frozen"], torch.arange(20_000.0))
-    assert state["per_rank"] == {str(rank): {"own": ([rank, value],)} for rank in range(world_size)}
+    assert state["per_rank"] == {str(rank): {"own": [rank, value]} for rank in range(world_size)}
 
 
 def save_steps(url: str | Path, steps: Sequence[int]) -> None:

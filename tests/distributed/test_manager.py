@@ -135,7 +135,7 @@ def test_values_of_single_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
     values = load(tmp_path, step=1, keys="per_rank.*")["per_rank"]
     assert sorted(values) == ["0", "1", "2", "3"]
     for rank in range(4):
-        assert_own([values[str(rank)][key][0] for key in ("different", "alike", "same")], rank)
+        assert_own([values[str(rank)][key] for key in ("different", "alike", "same")], rank)
 
 
 def assert_own(values: Sequence[object], rank: int) -> None:
