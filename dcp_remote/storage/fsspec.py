@@ -309,7 +309,9 @@ class FsspecStore:
 
         Sends nothing; see `conditional_writes`.
         """
-        return unproven_server("s3", self._ask("open", "", Call.endpoint_url), self._parsed.bucket)
+        endpoint_url = self._ask("open", "", Call.endpoint_url)
+        check_endpoint(endpoint_url, named="AWS_ENDPOINT_URL, or `endpoint_url` of the profile,")
+        return unproven_server("s3", endpoint_url, self._parsed.bucket)
 
     @property
     def _root(self) -> str:

@@ -48,7 +48,9 @@ from dcp_remote.errors import (
 )
 from dcp_remote.storage import LocalStore, open_fsspec_store, open_store
 from dcp_remote.storage.base import Condition, ObjectStore, Version
+from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.fsspec_client import Body
+from dcp_remote.storage.retrying import Deadline
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
 from dcp_remote.testing.store_suite import StoreSuite
 from dcp_remote.url import parse_url
@@ -427,6 +429,15 @@ def test_no_secret_in_an_endpoint(where: str, endpoint_url: str) -> None:
     with pytest.raises(InvalidArgumentError, match="file system") as info:
         open_fsspec_store(S3FileSystem(**arguments, anon=True, skip_instance_cache=True), "bucket/prefix")
     assert "a-password" not in str(info.value)
+
+
+def test_no_secret_in_an_endpoint_that_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the environment, where botocore finds it: refused before a job begins, without a word of it."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://alice:a-password@127.0.0.1:9")
+    store = open_fsspec_store(S3FileSystem(key="testing", secret="testing", skip_instance_cache=True), "bucket/run")
+    with pytest.raises(InvalidArgumentError, match="AWS_ENDPOINT_URL") as info:
+        require_conditional_writes(store, Deadline(5), swaps=True)
+    assert "a-password" not in "".join(traceback.format_exception(info.value))
 
 
 def test_no_secret_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
