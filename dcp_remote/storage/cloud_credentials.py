@@ -53,7 +53,7 @@ class S3Credentials:
     def secrets(self) -> tuple[str, ...]:
         """What must not be shown, of those that may be in use."""
         known = (one for one in (self._before, self.given) if one is not None)
-        return tuple(text for one in known for text in (one.secret_key, one.token) if text)
+        return tuple(text for one in known for text in (one.access_key, one.secret_key, one.token) if text)
 
     def now(self) -> ReadOnlyCredentials:
         """Those of this moment; asked of whoever gives them, if their time is nearly over.

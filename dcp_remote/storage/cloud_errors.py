@@ -24,6 +24,7 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
+from dcp_remote.storage.redaction import redacted
 
 CloudError: TypeAlias = StorageError | InvalidArgumentError
 Kind: TypeAlias = type[StorageError] | type[InvalidArgumentError]
@@ -192,11 +193,6 @@ _CAUSE_CHARACTERS_MAX = 300
 _DUMP = "Debug source:"
 
 
-# A URL that a client quotes, or a part of one: a proxy's has a user and a password, a signed one a signature.
-_QUOTED = re.compile(r"[^\s'\"<>]+")
-_SIGNATURE = re.compile(r"([?&](?:sig|X-Amz-Signature|X-Amz-Security-Token|X-Goog-Signature)=)[^&]+", re.IGNORECASE)
-
-
 def kind_of(error: BaseException) -> Kind:
     """Which error of ours stands for another's: by its class, for plain OSErrors by their number."""
     for base in type(error).__mro__:
@@ -250,35 +246,24 @@ def advised(what: str, code: str | None) -> str:
 
 
 def chained(error: BaseException, secrets: Sequence[str]) -> BaseException | None:
-    """The error, to raise ours from; None if it or what led to it holds a secret (stores and clients quote URLs)."""
-    told: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in told:
-        told.add(id(one))
-        if hidden(str(one), secrets) != str(one):
+    """The error, to raise ours from; None if its text, or that of an error behind it, quotes a secret."""
+    seen: set[int] = set()  # a chain can be a circle
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        text = str(link)
+        if redacted(text, secrets) != text:
             return None
-        one = one.__cause__ or one.__context__
+        link = link.__cause__ or link.__context__
     return error
 
 
 def cause_of(text: str, secrets: Sequence[str]) -> str:
     """What a client said, in one short line without secrets."""
-    visible, _, dump = text.partition(_DUMP)
+    visible, _, dump = redacted(text, secrets).partition(_DUMP)
     inner = first_match(r"kind: (Timeout|Connect|Interrupted|Decode)\b", dump)
-    visible = " ".join(hidden(visible, secrets).split())[:_CAUSE_CHARACTERS_MAX]
+    visible = " ".join(visible.split())[:_CAUSE_CHARACTERS_MAX]
     return f"{visible} ({inner})" if inner else visible
-
-
-def hidden(text: str, secrets: Sequence[str]) -> str:
-    """A text without these secrets, and without user info and signatures of the URLs in it."""
-    for secret in secrets:
-        text = text.replace(secret, "…")
-    return _QUOTED.sub(_harmless, text)
-
-
-def _harmless(quoted: re.Match[str]) -> str:
-    user, at, rest = quoted[0].rpartition("@")
-    return _SIGNATURE.sub(r"\1…", f"…{at}{rest}" if ":" in user else quoted[0])
 
 
 def first_match(pattern: str, text: str) -> str | None:
