@@ -105,9 +105,9 @@ class RangeServer:
             self.targets.append(target)
         if cut_bytes is None or cut_bytes >= 0:
             sent = body[:cut_bytes]
-            connection.sendall(head + sent)
-            with self._lock:
+            with self._lock:  # before: whoever receives the last byte may look at once
                 self.sent_bytes += len(sent)
+            connection.sendall(head + sent)
         if cut_bytes is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return cut_bytes is None

@@ -265,4 +265,4 @@ def test_who_gives_credentials_is_away_for_a_while(monkeypatch: pytest.MonkeyPat
         assert again["expires_at"] - datetime.now(UTC) < timedelta(minutes=6)
         role.fails, role.number = False, 2
         assert credentials()["access_key_id"] == "KEY2"
-        assert credentials.secrets == ("SECRET", "TOKEN1", "SECRET", "TOKEN2")
+        assert credentials.secrets == ("KEY1", "SECRET", "TOKEN1", "KEY2", "SECRET", "TOKEN2")

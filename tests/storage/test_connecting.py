@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Self
 
@@ -26,7 +26,7 @@ class Network:
         answers: What happens at an address: "yes", "never", an error number at once, or its negative a moment later.
     """
 
-    def __init__(self, found: list[tuple[int, str]], answers: dict[str, str | int]) -> None:
+    def __init__(self, found: Sequence[tuple[int, str]], answers: dict[str, str | int]) -> None:
         self.found = found
         self.answers = answers
         self.tried: list[str] = []
@@ -142,7 +142,7 @@ def test_families_take_turns() -> None:
     ],
     ids=["silence", "refusals", "no address"],
 )
-def test_no_address_answers(found: list[tuple[int, str]], answers: dict[str, str | int], kind: type[OSError]) -> None:
+def test_no_address_answers(found: Sequence[tuple[int, str]], answers: dict[str, str | int], kind: type[OSError]) -> None:
     """The error of the last one, or of the time; no socket is left open."""
     with Network(found, answers) as network:
         with pytest.raises(kind, match=r"too long|refused|no address"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
@@ -30,7 +30,7 @@ VERBS: dict[str, Callable[[CloudStore], object]] = {
 }
 
 
-def _raise_first(failed: dict[str, StorageError]) -> None:
+def _raise_first(failed: Mapping[str, StorageError]) -> None:
     raise next(iter(failed.values()))
 
 
