@@ -142,7 +142,9 @@ def test_families_take_turns() -> None:
     ],
     ids=["silence", "refusals", "no address"],
 )
-def test_no_address_answers(found: Sequence[tuple[int, str]], answers: dict[str, str | int], kind: type[OSError]) -> None:
+def test_no_address_answers(
+    found: Sequence[tuple[int, str]], answers: dict[str, str | int], kind: type[OSError]
+) -> None:
     """The error of the last one, or of the time; no socket is left open."""
     with Network(found, answers) as network:
         with pytest.raises(kind, match=r"too long|refused|no address"):
