@@ -403,12 +403,8 @@ def unheard(store: MemoryStore, step: int) -> Unheard:
         with suppress(ConditionFailedError):
             store.put(CATALOG_KEY, [body], condition=seen.version)
 
-    return (
-        arrive,
-        attempt.entry,
-        list(decode(store.space.objects[attempt.entry.manifest].data).shards.keys),
-        attempt.run_id,
-    )
+    shards = decode(store.space.objects[attempt.entry.manifest].data).shards.keys
+    return Unheard(arrive, attempt.entry, shards, attempt.run_id)
 
 
 def settle(store: ObjectStore, told: Unheard) -> Upkeep:
