@@ -152,9 +152,6 @@ class RankSaver:
         desk: The coordinator's side; None on other ranks.
         memory_budget_bytes: Bound of the copies in memory beyond the state.
         allow_pickle: Also store objects that only code can load.
-
-    Attributes:
-        tidying: Deletes what this rank's saves leave.
     """
 
     def __init__(
@@ -170,6 +167,7 @@ class RankSaver:
         self._ranks = ranks
         self._store = store
         self._desk = desk
+        # Deletes what this rank's saves leave.
         self.tidying = Tidying(store.uncounted) if desk is None else desk.tidying
         self._memory_budget_bytes = memory_budget_bytes
         self._shard_bytes_max = shard_bytes_max(memory_budget_bytes)
