@@ -61,6 +61,9 @@ SILENCE_SECONDS = 60.0
 class CheckpointManager(RunCheckpoints):
     """The checkpoints of one training run; made by every rank, with the same arguments.
 
+    A rank may make one more for itself, to look at the run: what only counts is that all ranks call what every rank
+    calls on theirs in the same order.
+
         with CheckpointManager("s3://bucket/run", retention=Retention(keep_last=3)) as checkpoints:
             step = checkpoints.restore(state) or 0
             while step < last:
@@ -403,7 +406,7 @@ class CheckpointManager(RunCheckpoints):
             self._stager.close()
             # The process still has to end.
             seconds = 0.0 if gives_up else self._preemption.remaining_seconds()
-            end_within(math.inf if seconds is None else seconds / 4)
+            end_within(math.inf if seconds is None else 0.0)
             self._preemption.close()
             self._ranks.close(math.inf if seconds is None else seconds / 2)
 

@@ -208,15 +208,13 @@ class Preemption:
     ) -> None:
         """See the class."""
         self._ranks = ranks
-        self._pulse = ranks.pulse
         self._notice_seconds = notice_seconds
         self._clock = clock
         self._agreement = Agreement(ranks.rank, ranks.world_size)
         self._asked = False
         self._heard_seconds = math.inf
         self._given_up = False
-        if self._pulse is not None:
-            self._pulse.add_hook(self._beat)
+        ranks.add_hook(self._beat)
 
     def install(self) -> None:
         """Listen for SIGTERM, which from now on does not end this process; done once, however often it is called.
@@ -226,6 +224,7 @@ class Preemption:
         Raises:
             InvalidArgumentError: This is not the main thread, where Python allows it.
         """
+        self._ranks.meet()
         if self in _SIGTERM:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -235,8 +234,8 @@ class Preemption:
     def request(self) -> None:
         """Ask for it without a signal; from any thread."""
         self.hear()
-        if self._pulse is not None:
-            self._pulse.tell(self._beat)
+        if self._ranks.pulse is not None:
+            self._ranks.pulse.tell(self._beat)
 
     def hear(self) -> None:
         """Somebody asks for it; takes no lock, since signals do. The pulse looks at every beat."""
@@ -263,7 +262,8 @@ class Preemption:
         beats; at most as long as the notice, or half a minute if there is none. If they cannot agree in time, it is
         never True, which is logged once.
         """
-        if self._pulse is None:
+        pulse = self._ranks.pulse
+        if pulse is None:
             if self._asked:
                 self._agreement.stop_at(step)
             return bool(self._agreement.ask(step))
@@ -274,7 +274,7 @@ class Preemption:
         if self._agreement.settled.is_set():
             hopeless = self._agreement.decided is None
         else:
-            hopeless = self._asked and self._pulse.gone is not None
+            hopeless = self._asked and pulse.gone is not None
         if hopeless:
             self._tell_once()
         return bool(answer)
@@ -294,8 +294,7 @@ class Preemption:
 
     def close(self) -> None:
         """Do not listen any more: SIGTERM does what it did before."""
-        if self._pulse is not None:
-            self._pulse.remove_hook(self._beat)
+        self._ranks.remove_hook(self._beat)
         _SIGTERM.remove(self)
 
     def _beat(self, client: Client) -> None:
@@ -305,7 +304,7 @@ class Preemption:
 
     def _wait(self) -> None:
         """Until it is settled. Whoever gives up says so first: then nobody else counts on this rank."""
-        settled, pulse = self._agreement.settled, self._pulse
+        settled, pulse = self._agreement.settled, self._ranks.pulse
         assert pulse is not None, "one rank waits for nobody"
         end = self._clock() + self._patience_seconds()
         while not settled.wait(0.05) and self._clock() < end and pulse.gone is None:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch.distributed as dist
 
@@ -137,13 +138,14 @@ class Watch:
 
 
 class Pulse:
-    """A thread that beats for this rank, from now until `close`, and watches others while something joint is under way.
+    """A thread that beats for this rank, from `start` until `close`, and watches others while a joint is under way.
 
     A daemon: it keeps no process alive, and ends quietly when the store has gone. A beat costs a `set` and a `check`,
     and while it watches, a `check` or `multi_get` per thousand ranks. A closed one leaves its last beat in the store.
 
     Args:
-        store: Reached by no other thread; the keys below it are this pulse's, and those of its hooks.
+        store: Reached by no other thread; the keys below it are this pulse's, and those of its hooks. Or what gives
+            it, called once in the thread, where it may block.
         rank: Whose heartbeat this is.
         beat_seconds: How often.
         farewell: Called over and over in the thread when it closes, until it returns True, for five seconds at most.
@@ -152,15 +154,17 @@ class Pulse:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: dist.Store | Callable[[], dist.Store],
         rank: int,
         *,
         beat_seconds: float = BEAT_SECONDS,
         farewell: Callable[[Client], bool] = lambda _client: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """See the class; the thread starts here."""
-        self._store = store
+        """See the class."""
+        self._give: Callable[[], dist.Store] = store if callable(store) else lambda: store
+        self._store: dist.Store | None = None
+        self._given = threading.Event()
         self._rank = rank
         self._beat_seconds = beat_seconds
         self._farewell = farewell
@@ -184,10 +188,22 @@ class Pulse:
         self._told: str | None = None
         self._closing = False
         self._gone: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="dcp_remote pulse", daemon=True)
-        # A thread that comes back from C++ while the interpreter goes down takes the process with it.
-        atexit.register(self.close)
-        self._thread.start()
+        self._begun = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Self:
+        """Begin to beat, if that has not begun: itself. May be called again after Ctrl-C, or without a thread.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="dcp_remote pulse", daemon=True)
+            thread.start()
+            self._thread = thread
+            # A thread that comes back from C++ while the interpreter goes down takes the process with it.
+            atexit.register(self.close)
+        return self
 
     @property
     def gone(self) -> Exception | None:
@@ -201,6 +217,9 @@ class Pulse:
 
     def client(self) -> Client:
         """A connection for another thread, which counts as contact, too; connects, and blocks if the store does."""
+        self._given.wait()
+        if self._store is None:
+            raise dist.DistNetworkError(f"The ranks could not meet in the store of their group: {self._gone}")
         return Client(self._store, self._answered)
 
     def contact_seconds(self) -> float:
@@ -283,14 +302,18 @@ class Pulse:
         atexit.unregister(self.close)
         self._closing = True
         self._wake.set()
-        if threading.current_thread() is not self._thread:
+        if self._thread is not None and threading.current_thread() is not self._thread:
             patience = 2 * _CLOSE_SECONDS if self.contact_seconds() < _CLOSE_SECONDS else 0.5
             self._thread.join(min(patience, seconds))
 
     # ---- in the thread
 
     def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return  # another has begun
         try:
+            self._store = self._give()
+            self._given.set()
             client = self.client()
             while not self._closing:
                 self._beat(client)
@@ -299,6 +322,7 @@ class Pulse:
             self._say_goodbye(client)
         except Exception as error:  # noqa: BLE001  # the store has gone, which whoever needs it is told by `gone`
             self._gone = error
+            self._given.set()
             logger.debug("rank %d: the store does not answer any more: %s", self._rank, error)
 
     def _beat(self, client: Client) -> None:

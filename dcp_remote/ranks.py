@@ -28,15 +28,17 @@ class Ranks:
     Args:
         rank: Of this process, within the group.
         world_size: Of the group; at 1 there is no thread and no store, and all behaves as with more.
-        store: Of the group, below a prefix of this user's own, and touched by nobody else.
+        store: Of the group, below a prefix of this user's own, and touched by nobody else. Or what gives it, called
+            when this is first used: ranks that never use theirs need not make one.
         beat_seconds: Of the pulse; by default what suits the number of ranks.
+        store_host: Of a store that is given later: where it is, if that is known.
         clock: Monotonic, in seconds; for tests.
 
     Attributes:
         rank: See above.
         world_size: See above.
         is_coordinator: Whether this is rank 0.
-        pulse: Its heartbeat; None for a rank that is alone.
+        pulse: Its heartbeat; None for a rank that is alone, or before the first use.
         store_host: Where the store is, which all ranks can reach; None if that is not known.
     """
 
@@ -44,16 +46,17 @@ class Ranks:
         self,
         rank: int,
         world_size: int,
-        store: dist.Store | None,
+        store: dist.Store | Callable[[], dist.Store] | None,
         *,
         beat_seconds: float | None = None,
+        store_host: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """See the class; the pulse starts here."""
+        """See the class; the pulse starts here if there is a store already."""
         self.rank = rank
         self.world_size = world_size
         self.is_coordinator = rank == 0
-        self.store_host = _host_of(store)
+        self.store_host = store_host if callable(store) else _host_of(store)
         self.pulse: Pulse | None = None
         self._clock = clock
         self._number = 0
@@ -64,17 +67,15 @@ class Ranks:
         # A connection goes from one joint to the next, unless a thread is stuck in it.
         self._spare: Line | None = None
         self._leaving: Watch | None = None
-        if world_size > 1:
-            assert store is not None, "several ranks need a store to meet in"
-            seconds = beat_seconds_of(world_size) if beat_seconds is None else beat_seconds
-            self.pulse = Pulse(store, rank, beat_seconds=seconds, farewell=self._farewell, clock=clock)
-            self.pulse.add_hook(self._beat)
+        self._hooks: list[Callable[[Client], None]] = [self._beat]
+        self._store = store
+        self._beat_seconds = beat_seconds_of(world_size) if beat_seconds is None else beat_seconds
+        if not callable(store):
+            self.meet()
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, name: str, *, beat_seconds: float | None = None) -> Ranks:
-        """The ranks of a process group; called on all of them, in the same order.
-
-        Costs one operation on the store of the default group, which may block as any collective may.
+        """The ranks of a process group. All of them use theirs in the same order; making them asks the store nothing.
 
         Args:
             process_group: None for the default group; where torch.distributed is not initialized, this process alone.
@@ -95,13 +96,48 @@ class Ranks:
         world_size = dist.get_world_size(group)
         if world_size == 1:
             return cls(rank, world_size, None)
-        # Counted in the store, where the number outlives a group that is destroyed and made again over the same store.
         prefix = f"dcp_remote/{group.group_name}/{name}"
         store = _get_default_store()
-        number = connection(store).add(f"{prefix}/made/{rank}", 1)
-        # That store itself, and no clone: where this process is the host, it stays as long as somebody has it, and the
-        # last save can end although the group is destroyed.
-        return cls(rank, world_size, dist.PrefixStore(f"{prefix}/{number}", store), beat_seconds=beat_seconds)
+
+        def place() -> dist.Store:
+            # Of uses, and not of what was made: a rank may make one more than others, and not use it. Counted in the
+            # store, where the number outlives a group that is destroyed and made again over the same store.
+            number = connection(store).add(f"{prefix}/used/{rank}", 1)
+            # That store itself, and no clone: where this process is the host, it stays as long as somebody has it, and
+            # the last save can end although the group is destroyed.
+            return dist.PrefixStore(f"{prefix}/{number}", store)
+
+        return cls(rank, world_size, place, beat_seconds=beat_seconds, store_host=_host_of(store))
+
+    def meet(self) -> None:
+        """Let the others hear of this rank from now on, as the first use does; never blocks.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        if self.world_size == 1:
+            return
+        if self.pulse is None:
+            assert self._store is not None, "several ranks need a store to meet in"
+            pulse = Pulse(
+                self._store, self.rank, beat_seconds=self._beat_seconds, farewell=self._farewell, clock=self._clock
+            )
+            for hook in self._hooks:
+                pulse.add_hook(hook)
+            self.pulse = pulse
+        self.pulse.start()
+
+    def add_hook(self, hook: Callable[[Client], None]) -> None:
+        """Call something in the thread of the pulse after each beat, as soon as there is one."""
+        self._hooks.append(hook)
+        if self.pulse is not None:
+            self.pulse.add_hook(hook)
+
+    def remove_hook(self, hook: Callable[[Client], None]) -> None:
+        """Do not call it any more."""
+        self._hooks = [one for one in self._hooks if one != hook]
+        if self.pulse is not None:
+            self.pulse.remove_hook(hook)
 
     def join(self, what: str, **terms: Any) -> Joint:
         """Prepare something that all ranks do, and begin it; see `prepare` and `begin`."""
@@ -137,6 +173,7 @@ class Ranks:
             raise InvalidArgumentError("This is closed.", what=what)
         if self._joint is not None and self._joint.cancelled is None:
             raise InvalidArgumentError("Something else is under way.", what=what, under_way=self._joint.what)
+        self.meet()
         return Joint(
             self,
             Place(self._number + 1, line_of(what)),

@@ -23,7 +23,7 @@ from tests.distributed.parties import Clock
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
 
-NOTICE_SECONDS = 8.0
+NOTICE_SECONDS = 15.0
 
 BEGINNING = f"""
 import signal, sys, threading, time
@@ -77,8 +77,7 @@ def test_sigterm(tmp_path: Path) -> None:
     """Whatever waits already, and whatever does not answer: the process has ended before it is killed, and says why."""
     cases = [
         ("shards/", "checkpoints.wait()"),
-        ("catalog.json", "checkpoints.close()"),
-        ("manifests/", "checkpoints.save(2, {'w': torch.ones(1000)})"),
+        ("manifests/", "checkpoints.close()"),
         ("shards/", ""),  # the end of the process
     ]
     with ExitStack() as stack:
@@ -96,7 +95,7 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
     cases = [
         ("shards/", "with checkpoints: time.sleep(1e6)"),
         ("manifests/", "time.sleep(1e6)"),
-        ("catalog.json", "checkpoints.close()"),
+        ("manifests/", "checkpoints.close()"),
         ("shards/", "checkpoints.wait()"),
     ]
     with ExitStack() as stack:

@@ -676,3 +676,20 @@ def count_collectives(path: Path) -> tuple[int, int, int]:
     before = operations()
     dist.all_reduce(torch.ones(1))
     return counted, made, operations() - before
+
+
+def look_and_save(url: str) -> None:
+    """Rank 0 makes managers of its own beforehand and in between, to look at the run; nobody waits for them."""
+    looking = []
+    for step in (1, 2):
+        if dist.get_rank() == 0:
+            looking.append(CheckpointManager(url))
+            assert looking[-1].steps() == list(range(1, step))
+        with managing(url, resumed_from=step - 1 if step > 1 else None) as manager:
+            manager.save(step, state_of(step), wait=True)
+    with managing(url) as manager:
+        state = state_of(0)
+        assert manager.restore(state) == 2
+        assert_holds(state, 2)
+    for one in looking:
+        one.close()

@@ -29,6 +29,7 @@ from tests.distributed.managed import (
     fail_to_save,
     leave_by_an_error,
     leave_without_a_verdict,
+    look_and_save,
     own_values,
     restore_own,
     resume_each,
@@ -339,3 +340,9 @@ def test_a_run_at_one_world_size_after_another(rank_pool: RankPool, tmp_path: Pa
         rank_pool.run(save_steps, tmp_path, [2 * number + 1, 2 * number + 2], ranks=range(world_size))
         for step in (2 * number + 1, 2 * number + 2):
             assert_saved(tmp_path, step, step, world_size=world_size)
+
+
+def test_a_rank_that_has_one_manager_more(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Saves and restores of all ranks find each other."""
+    rank_pool.run(look_and_save, str(tmp_path), ranks=range(2))
+    assert_saved(tmp_path, 2, 2, world_size=2)

@@ -105,7 +105,7 @@ def host() -> Iterator[Host]:
 @contextmanager
 def pulses(world_size: int, store: dist.Store | None = None, **terms: float) -> Iterator[list[Pulse]]:
     store = dist.HashStore() if store is None else store
-    made = [Pulse(store, rank, beat_seconds=0.02, **terms) for rank in range(world_size)]  # type: ignore[arg-type]
+    made = [Pulse(store, rank, beat_seconds=0.02, **terms).start() for rank in range(world_size)]  # type: ignore[arg-type]
     try:
         yield made
     finally:
@@ -194,7 +194,7 @@ def test_a_watcher_that_was_asleep_blames_nobody() -> None:
             stands.set()
             go_on.wait(30)
 
-    one = Pulse(store, 0, beat_seconds=0.02, clock=clock)
+    one = Pulse(store, 0, beat_seconds=0.02, clock=clock).start()
     try:
         one.add_hook(stand)
         client.put("beat/1", Beat(0).encode())
@@ -246,11 +246,11 @@ def test_goodbyes_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The farewell is asked until it says yes; one that never does is left after a while."""
     monkeypatch.setattr("dcp_remote.pulse._CLOSE_SECONDS", 0.3)
     asked = itertools.count(1)
-    patient = Pulse(dist.HashStore(), 0, beat_seconds=0.02, farewell=lambda _client: next(asked) >= 3)
+    patient = Pulse(dist.HashStore(), 0, beat_seconds=0.02, farewell=lambda _client: next(asked) >= 3).start()
     patient.close()
     assert next(asked) == 4
     store = dist.HashStore()
-    Pulse(store, 0, beat_seconds=0.02, farewell=lambda _client: False).close()
+    Pulse(store, 0, beat_seconds=0.02, farewell=lambda _client: False).start().close()
     assert Beat.decode(Client(store).get("beat/0")).closed
 
 
@@ -272,7 +272,7 @@ def test_a_pulse_that_is_stuck_can_be_closed(host: Host, monkeypatch: pytest.Mon
     """Its thread is left behind."""
     monkeypatch.setattr("dcp_remote.pulse._CLOSE_SECONDS", 0.3)
     store = host.client("stuck")
-    one = Pulse(store, 0, beat_seconds=0.02)
+    one = Pulse(store, 0, beat_seconds=0.02).start()
     wait_until(lambda: store.check(["beat/0"]))
     with host.stopped():
         wait_until(lambda: one.contact_seconds() > 0.5)
@@ -311,7 +311,8 @@ dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 del store
 store = _get_default_store()
 one, busy, stuck, closed = (
-    pulse.Pulse(dist.PrefixStore(name, store), 0, beat_seconds=0.001) for name in ("one", "busy", "stuck", "closed")
+    pulse.Pulse(dist.PrefixStore(name, store), 0, beat_seconds=0.001).start()
+    for name in ("one", "busy", "stuck", "closed")
 )
 busy.enter(1, "a save", range(1000))
 stuck.add_hook(lambda client: time.sleep(1e6))
