@@ -386,12 +386,7 @@ class Trainer:
         )
         actor.doing = save
         self.run.begin(save)
-        if base is not None and self.plan.thins and actor.rng.random() < self.plan.thins:
-            step = self.run.saves[base.save_id].step
-            world.add(f"{self.name}-thins", lambda other: said(other, lambda: _thin(other, step)))
-        replaced = self.run.catalog.at(note.step) if self.run.catalog is not None else None
-        if replaced is not None and self.plan.pins and actor.rng.random() < self.plan.pins:
-            world.add(f"{self.name}-pins", lambda other: said(other, lambda: _pin(other, replaced.step)))
+        self._disturb(base, note.step)
         actor.say(f"    begins {label} of step {note.step}" + (f", with {', '.join(lent)} of before" if lent else ""))
         storing = RetryingStore(actor.store, deadline)
         names = ShardNames(0, origin(revision=begun.run.revision, step=note.step))
@@ -431,6 +426,16 @@ class Trainer:
         self.run.committed(save, catalog)
         self.abandons = None
         self.upkeep.remember(entry.manifest, keys)
+
+    def _disturb(self, base: Manifest | None, step: int) -> None:
+        """Let others thin what is lent, and pin what is to be replaced, while the save is under way."""
+        rng, world = self.actor.rng, self.actor.world
+        if base is not None and self.plan.thins and rng.random() < self.plan.thins:
+            lender = self.run.saves[base.save_id].step
+            world.add(f"{self.name}-thins", lambda other: said(other, lambda: _thin(other, lender)))
+        before = self.run.catalog.at(step) if self.run.catalog is not None else None
+        if before is not None and self.plan.pins and rng.random() < self.plan.pins:
+            world.add(f"{self.name}-pins", lambda other: said(other, lambda: _pin(other, before.step)))
 
     def _base(self, begun: Begun) -> Manifest | None:
         if begun.borrowed is None:
