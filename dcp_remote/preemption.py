@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 # Ranks hear of it, publish and are told in about three beats; one that is busy in one call takes longer.
 AGREEMENT_SECONDS = 30.0
 
-# Of the notice, for what comes after the work: the save is given up, everything is closed, the process ends.
-_CLOSING_SECONDS = 5.0
+# Of the notice, for what comes after the work: the save is given up, everything is closed, the process ends. On busy
+# cores an interpreter with torch takes seconds for that.
+_CLOSING_SECONDS = 8.0
 _CLOSING_SHARE = 0.4
 
 # What the store gets to say which came first, the decision or a rank that gave up.

@@ -251,6 +251,7 @@ def test_a_rank_that_never_comes(ranks_that_run: RankPool) -> None:
 def _never_come() -> Told:
     def act(ranks: Ranks) -> Told:
         if ranks.rank == 2:
+            ranks.meet()
             assert ranks.pulse is not None
             ranks.pulse.note("training")
             told = Told(None)

@@ -277,6 +277,7 @@ def test_a_pulse_that_is_stuck_can_be_closed(host: Host, monkeypatch: pytest.Mon
     with host.stopped():
         wait_until(lambda: one.contact_seconds() > 0.5)
         one.close()
+        assert one._thread is not None
         assert one._thread.is_alive()
     one._thread.join(30)
     assert not one._thread.is_alive()
@@ -290,6 +291,7 @@ def test_a_host_that_is_gone_ends_the_thread(host: Host) -> None:
         host.kill()
         wait_until(lambda: one.gone)
         assert isinstance(one.gone, dist.DistNetworkError)
+        assert one._thread is not None
         one._thread.join(30)
         assert not one._thread.is_alive()
 
