@@ -278,9 +278,11 @@ def test_a_pulse_that_is_stuck_can_be_closed(host: Host, monkeypatch: pytest.Mon
         wait_until(lambda: one.contact_seconds() > 0.5)
         one.close()
         assert one._thread is not None
-        assert one._thread.is_alive()
-    one._thread.join(30)
-    assert not one._thread.is_alive()
+        thread = one._thread
+        assert thread is not None
+        assert thread.is_alive()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_a_host_that_is_gone_ends_the_thread(host: Host) -> None:
@@ -292,8 +294,10 @@ def test_a_host_that_is_gone_ends_the_thread(host: Host) -> None:
         wait_until(lambda: one.gone)
         assert isinstance(one.gone, dist.DistNetworkError)
         assert one._thread is not None
-        one._thread.join(30)
-        assert not one._thread.is_alive()
+        thread = one._thread
+        assert thread is not None
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_a_process_that_never_closed_ends_without_a_word() -> None:
