@@ -61,8 +61,7 @@ SILENCE_SECONDS = 60.0
 class CheckpointManager(RunCheckpoints):
     """The checkpoints of one training run; made by every rank, with the same arguments.
 
-    A rank may make one more for itself, to look at the run: what only counts is that all ranks call what every rank
-    calls on theirs in the same order.
+    A rank may make one more for itself, to look at the run.
 
         with CheckpointManager("s3://bucket/run", retention=Retention(keep_last=3)) as checkpoints:
             step = checkpoints.restore(state) or 0
@@ -352,7 +351,7 @@ class CheckpointManager(RunCheckpoints):
         Called by every rank after every step. SIGTERM reaches ranks at different times, and some never: they agree on
         one step, at which this is True on all of them. From the first call on, SIGTERM no longer ends the process;
         a handler of your own that was installed before is called as well.
-        Saves that follow end within `notice_seconds` of the signal, or are given up: never half a checkpoint.
+        Saves and restores end within `notice_seconds` of it, less 8 s for the end of the process, or are given up.
 
             stopping = checkpoints.reached_preemption(step)
             if stopping or step % 1000 == 0:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +22,12 @@ from dcp_remote.joint_keys import Place
 from dcp_remote.key_value import Client, Line, connection
 from dcp_remote.pulse import Pulse, Watch, beat_seconds_of, line_of
 
+# What a pulse waits for the one before it to take its number: Ctrl-C may have kept that from starting.
+_TURN_SECONDS = 10.0
+
+# By prefix: set when the last use of this process has its number.
+_last_uses: dict[str, threading.Event] = {}
+
 
 class Ranks:
     """The ranks of a group, for one user of them that does one joint thing after another; made by all alike.
@@ -28,8 +35,8 @@ class Ranks:
     Args:
         rank: Of this process, within the group.
         world_size: Of the group; at 1 there is no thread and no store, and all behaves as with more.
-        store: Of the group, below a prefix of this user's own, and touched by nobody else. Or what gives it, called
-            when this is first used: ranks that never use theirs need not make one.
+        store: Of the group, below a prefix of this user's own, and touched by nobody else. Or called by the first
+            use, in its thread: gives what gives the store, in the thread of the pulse, where it may block.
         beat_seconds: Of the pulse; by default what suits the number of ranks.
         store_host: Of a store that is given later: where it is, if that is known.
         clock: Monotonic, in seconds; for tests.
@@ -46,7 +53,7 @@ class Ranks:
         self,
         rank: int,
         world_size: int,
-        store: dist.Store | Callable[[], dist.Store] | None,
+        store: dist.Store | Callable[[], Callable[[], dist.Store]] | None,
         *,
         beat_seconds: float | None = None,
         store_host: str | None = None,
@@ -99,15 +106,26 @@ class Ranks:
         prefix = f"dcp_remote/{group.group_name}/{name}"
         store = _get_default_store()
 
-        def place() -> dist.Store:
+        def use() -> Callable[[], dist.Store]:
+            # In the thread that uses it: threads of pulses take their numbers in the order of uses.
+            before, taken = _last_uses.get(prefix), threading.Event()
+            _last_uses[prefix] = taken
+            return partial(place, before, taken)
+
+        def place(before: threading.Event | None, taken: threading.Event) -> dist.Store:
+            if before is not None:
+                before.wait(_TURN_SECONDS)
             # Of uses, and not of what was made: a rank may make one more than others, and not use it. Counted in the
             # store, where the number outlives a group that is destroyed and made again over the same store.
-            number = connection(store).add(f"{prefix}/used/{rank}", 1)
+            try:
+                number = connection(store).add(f"{prefix}/used/{rank}", 1)
+            finally:
+                taken.set()
             # That store itself, and no clone: where this process is the host, it stays as long as somebody has it, and
             # the last save can end although the group is destroyed.
             return dist.PrefixStore(f"{prefix}/{number}", store)
 
-        return cls(rank, world_size, place, beat_seconds=beat_seconds, store_host=_host_of(store))
+        return cls(rank, world_size, use, beat_seconds=beat_seconds, store_host=_host_of(store))
 
     def meet(self) -> None:
         """Let the others hear of this rank from now on, as the first use does; never blocks.
@@ -119,9 +137,8 @@ class Ranks:
             return
         if self.pulse is None:
             assert self._store is not None, "several ranks need a store to meet in"
-            pulse = Pulse(
-                self._store, self.rank, beat_seconds=self._beat_seconds, farewell=self._farewell, clock=self._clock
-            )
+            store = self._store() if callable(self._store) else self._store
+            pulse = Pulse(store, self.rank, beat_seconds=self._beat_seconds, farewell=self._farewell, clock=self._clock)
             for hook in self._hooks:
                 pulse.add_hook(hook)
             self.pulse = pulse
