@@ -180,7 +180,7 @@ class CheckpointManager(RunCheckpoints):
     ) -> None:
         """Close it; what failed in the background is raised, unless the block raises something itself."""
         try:
-            self._close(is_interrupted=kind is KeyboardInterrupt)
+            self._close(is_interrupted=kind is KeyboardInterrupt, is_missed=error is not None)
         except Exception:
             if error is None:
                 raise
@@ -389,8 +389,8 @@ class CheckpointManager(RunCheckpoints):
 
     # ----
 
-    def _close(self, *, is_interrupted: bool) -> None:
-        """Close it; see `Flights.close`."""
+    def _close(self, *, is_interrupted: bool, is_missed: bool = False) -> None:
+        """Close it; see `Flights.close` and `Ranks.close`."""
         if self._closed:
             return
         self._closed = True
@@ -407,7 +407,7 @@ class CheckpointManager(RunCheckpoints):
             seconds = 0.0 if gives_up else self._preemption.remaining_seconds()
             end_within(math.inf if seconds is None else 0.0)
             self._preemption.close()
-            self._ranks.close(math.inf if seconds is None else seconds / 2)
+            self._ranks.close(math.inf if seconds is None else seconds / 2, is_missed=is_missed)
 
     def _copied(self, joint: Joint, state: Mapping[str, Any], *, stage: bool) -> dict[str, Any]:
         copied = saved_state(state, self._ranks.rank)

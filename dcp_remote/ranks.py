@@ -226,14 +226,19 @@ class Ranks:
             with suppress(DcpRemoteError):
                 joint.__exit__(type(error), error, error.__traceback__)
 
-    def close(self, seconds: float = math.inf) -> None:
+    def close(self, seconds: float = math.inf, *, is_missed: bool = False) -> None:
         """Leave. The coordinator first gives the others some seconds to read its last answer.
 
         It may be the host of the store, which goes with it.
 
         Args:
             seconds: At most.
+            is_missed: Whether the others may be about to begin without this rank: they are told that it has gone, also
+                if it never took part.
         """
+        if is_missed and not self._closed:
+            with suppress(RuntimeError):  # no thread can be started
+                self.meet()
         self._closed = True
         joint = self._joint
         if joint is not None:

@@ -667,6 +667,7 @@ class StuckStore(WrappedStore):
         self._numbers = itertools.count(1)
         self._number, self._when = number, when
         self.reached, self._released = threading.Event(), threading.Event()
+        self._others = frozenset(threading.enumerate())  # of other tests: one that is interrupted leaves threads behind
 
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
         if next(self._numbers) != self._number:
@@ -681,8 +682,8 @@ class StuckStore(WrappedStore):
     def release(self) -> None:
         """Returns when whoever was stuck has ended."""
         self._released.set()
-        for thread in threading.enumerate():
-            if thread.name.startswith("dcp_remote-") and thread is not threading.current_thread():
+        for thread in frozenset(threading.enumerate()) - self._others - {threading.current_thread()}:
+            if thread.name.startswith("dcp_remote-"):
                 thread.join(PATIENCE_SECONDS)
 
     def _wait(self) -> None:

@@ -134,7 +134,7 @@ def restore(path: Path, kind: str, trouble: str, victim: int, budget_bytes: int)
     ):
         ending = ended(partial(manager.restore, state))
         left = {thread.name for thread in set(threading.enumerate()) - threads}
-        assert left <= {"dcp_remote pulse"}, left
+        assert left <= {"dcp_remote pulse", "dcp_remote-store"}, left
         report = manager.last_load
     if ending is None:
         assert_equal(state, state_of(kind, filled=True))
