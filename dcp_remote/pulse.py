@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -201,8 +202,7 @@ class Pulse:
             thread = threading.Thread(target=self._run, name="dcp_remote pulse", daemon=True)
             thread.start()
             self._thread = thread
-            # A thread that comes back from C++ while the interpreter goes down takes the process with it.
-            atexit.register(self.close)
+            _beating.add(self)
         return self
 
     @property
@@ -299,7 +299,7 @@ class Pulse:
         Args:
             seconds: At most, if that is less.
         """
-        atexit.unregister(self.close)
+        _beating.discard(self)
         self._closing = True
         self._wake.set()
         if self._thread is not None and threading.current_thread() is not self._thread:
@@ -365,6 +365,19 @@ class Pulse:
 
     def _answered(self) -> None:
         self._contact = self._awake()
+
+
+_beating: weakref.WeakSet[Pulse] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """A thread that comes back from C++ while the interpreter goes down takes the process with it."""
+    for pulse in list(_beating):
+        pulse.close()
+
+
+# Here, and not when one begins to beat: what is registered later, as by a manager, still needs it for the last save.
+atexit.register(_close_all)
 
 
 def _beat_key(rank: int) -> str:
