@@ -67,10 +67,14 @@ class Desk:
     def __init__(self, store: CountingStore, job: Job, *, retention: Retention | None, dedup: bool) -> None:
         """See the class; no request is made."""
         self._store = store
-        self.job = job
+        self._job = job
         self._dedup = dedup
         # Its requests are none of a save's, beside which it makes them.
         self.tidying = Tidying(store.uncounted, retention)
+
+    def go_on_from(self, step: int) -> None:
+        """Go on from this checkpoint; the thread of a save that was given up may be stuck in the job as it was."""
+        self._job = self._job.after(step)
 
     def begin(self, notes: Sequence[Note], deadline: Deadline, *, borrow: bool = True) -> Begun:
         """Begin a save of all ranks.
@@ -90,7 +94,7 @@ class Desk:
                 "Ranks save different steps at a time; nothing was saved.",
                 steps=", ".join(f"{step} (rank {rank})" for step, rank in sorted(steps.items())[:16]),
             )
-        return self.job.begin(notes[0], borrow=self._dedup and borrow, deadline=deadline)
+        return self._job.begin(notes[0], borrow=self._dedup and borrow, deadline=deadline)
 
     def commit(
         self,
@@ -121,7 +125,7 @@ class Desk:
                 replaced[there.manifest] = there
 
         try:
-            catalog, entry = self.job.commit(
+            catalog, entry = self._job.commit(
                 begun, body, size_bytes=manifest.total_bytes, deadline=joint.deadline, look=look
             )
         except BaseException as error:

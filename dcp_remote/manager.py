@@ -22,12 +22,7 @@ from dcp_remote.at_exit import AtExit
 from dcp_remote.desk import Desk
 from dcp_remote.devices import wait_for_devices
 from dcp_remote.digests import digest
-from dcp_remote.errors import (
-    DcpRemoteError,
-    InvalidArgumentError,
-    SaveFailedError,
-    SaveTimeoutError,
-)
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
 from dcp_remote.flight import Flight
 from dcp_remote.flights import Flights
 from dcp_remote.joint import Joint
@@ -152,10 +147,10 @@ class CheckpointManager(RunCheckpoints):
             )
         self._ranks = Ranks.of(process_group, f"dcp_remote/{digest(self._store.url.encode()).hex()}")
         self._preemption = Preemption(self._ranks, notice_seconds=notice_seconds)
-        self._job = Job(self._store)
+        job = Job(self._store)
         if resumed_from is not None or start_over:
-            self._job.go_on_from(-1 if resumed_from is None else resumed_from)
-        desk = Desk(self._store, self._job, retention=retention, dedup=dedup) if self._ranks.is_coordinator else None
+            job.go_on_from(-1 if resumed_from is None else resumed_from)
+        desk = Desk(self._store, job, retention=retention, dedup=dedup) if self._ranks.is_coordinator else None
         self._desk = desk
         self._saver = RankSaver(
             self._ranks, self._store, desk, memory_budget_bytes=memory_budget_bytes, allow_pickle=allow_pickle
@@ -342,7 +337,8 @@ class CheckpointManager(RunCheckpoints):
         operation.end(self._last_load)
         if self._last_load is None:
             return None
-        self._job.go_on_from(self._last_load.step)
+        if self._desk is not None:
+            self._desk.go_on_from(self._last_load.step)
         return self._last_load.step
 
     def reached_preemption(self, step: int) -> bool:

@@ -195,6 +195,13 @@ class Job:
         """
         self._went_on_from, self._token = step, None
 
+    def after(self, step: int) -> Job:
+        """The same job, gone on from this checkpoint; a thread that is stuck in this one does not change that."""
+        job = Job(self._store, sleep=self._sleep, uniform=self._uniform, new_id=self._new_id)
+        job.go_on_from(step)
+        job._outranked = self._outranked
+        return job
+
     def begin(self, note: Note, *, borrow: bool, deadline: Deadline) -> Begun:
         """Look whether this step may be saved; the first save also takes the fence.
 

@@ -815,6 +815,32 @@ def test_a_fence_that_hangs() -> None:
     assert CheckpointManager(inner).steps() == [2, 3]
 
 
+def test_a_restore_while_a_save_that_was_given_up_hangs() -> None:
+    """The thread that is left behind does not take the job, which went back meanwhile, for one that was fenced."""
+    inner = MemoryStore()
+    hanging = threading.Event()
+
+    def hangs(request: Request) -> bool:
+        return hanging.is_set() and threading.current_thread().name == "dcp_remote-save"
+
+    store = HangingStore(inner, hangs)
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state_of(1), wait=True)
+        checkpoints.save(2, state_of(2), wait=True)
+        hanging.set()
+        checkpoints._timeout_seconds = 1.0
+        with pytest.raises(SaveTimeoutError):
+            checkpoints.save(3, state_of(3), wait=True)
+        (thread,) = threads_that_save()
+        checkpoints._timeout_seconds = 60.0
+        assert checkpoints.restore(state_of(0), 1) == 1
+        hanging.clear()
+        store.go_on.set()
+        thread.join(30)
+        checkpoints.save(2, state_of(2), wait=True)
+        assert checkpoints.steps() == [1, 2]
+
+
 class InterruptingStore(WrappedStore):
     """Ctrl-C while a shard is on its way."""
 
