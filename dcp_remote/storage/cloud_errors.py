@@ -181,6 +181,7 @@ WHAT: dict[Kind, str] = {
     InvalidArgumentError: "The client of the store refused the call.",
 }
 
+SENT_ELSEWHERE = "The endpoint sends requests elsewhere: endpoint_url or region_name is not that of this bucket."
 NO_SUCH_BUCKET = (
     "The bucket does not exist. Buckets are never created implicitly: create it, or correct the URL, the region_name "
     "or the endpoint_url."

@@ -17,6 +17,7 @@ from dcp_remote.storage.cloud_errors import (
     ADVICE,
     CREDENTIALS_CODES,
     NO_SUCH_BUCKET,
+    SENT_ELSEWHERE,
     WHAT,
     CloudError,
     Kind,
@@ -158,7 +159,7 @@ def _judge(
     if moved:
         return Verdict(
             StorageError,
-            "The endpoint sends requests elsewhere: endpoint_url or region_name is not that of this bucket.",
+            SENT_ELSEWHERE,
             (("bucket", bucket), ("status", status), ("used_region", place.region_name), endpoint),
         )
     if code in CREDENTIALS_CODES:

@@ -13,10 +13,12 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any, TypeAlias, TypeVar
 
-from botocore.exceptions import ClientError, NoCredentialsError, ResponseStreamingError
+from botocore.exceptions import ClientError, HTTPClientError, NoCredentialsError, ResponseStreamingError
 from botocore.parsers import ResponseParserError
 
 from dcp_remote.errors import (
@@ -28,7 +30,15 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage.base import Buffer, Condition
-from dcp_remote.storage.cloud_errors import NO_SUCH_BUCKET, WHAT, CloudError, advised, cause_of, translate
+from dcp_remote.storage.cloud_errors import (
+    NO_SUCH_BUCKET,
+    SENT_ELSEWHERE,
+    WHAT,
+    CloudError,
+    advised,
+    cause_of,
+    translate,
+)
 
 _Answer = TypeVar("_Answer")
 
@@ -80,6 +90,9 @@ _KINDS_BY_STATUS: dict[int, type[StorageError]] = {
     HTTPStatus.TOO_MANY_REQUESTS: TransientStorageError,
     HTTPStatus.NOT_IMPLEMENTED: StorageError,
 }
+
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +186,12 @@ class Connection:
             async with asyncio.timeout(seconds):
                 await filesystem.set_session()
                 client = await filesystem.get_s3(bucket)
-                return await request(Call(filesystem, client, bucket))
+                try:
+                    return await request(Call(filesystem, client, bucket))
+                except HTTPClientError as error:
+                    if isinstance(error.__context__, StorageError):
+                        raise error.__context__ from None  # of ours, in which aiobotocore sees one more of aiohttp's
+                    raise
 
         future = asyncio.run_coroutine_threadsafe(bounded(), filesystem.loop)
         try:
@@ -224,9 +242,43 @@ class Connection:
                 from s3fs import S3FileSystem  # half a second, and whoever only loads a pickle need not have it
 
                 filesystem = S3FileSystem(*configuration.arguments, **configuration.options, skip_instance_cache=True)
-                filesystem.config_kwargs = {**filesystem.config_kwargs, "retries": {"total_max_attempts": 1}}
+                filesystem.config_kwargs = {
+                    **filesystem.config_kwargs,
+                    "retries": {"total_max_attempts": 1},
+                    "http_session_cls": _unredirected(filesystem.config_kwargs.get("http_session_cls")),
+                }
                 self._pid, self._filesystem = os.getpid(), filesystem
             return self._filesystem
+
+
+async def _unredirected_answer(session: Any, method: str, **parameters: object) -> Any:
+    answer = await session.request(method, allow_redirects=False, **parameters)
+    # Another region is named in a header. To find one that is not, botocore asks again and again without end.
+    if answer.status in _REDIRECTS and "x-amz-bucket-region" not in answer.headers:
+        answer.close()
+        raise StorageError(SENT_ELSEWHERE, url=str(answer.url.with_query(None)), status=answer.status)
+    return answer
+
+
+def _unredirected(given: Any) -> Any:
+    """The class of aiobotocore's HTTP sessions that was given, or its usual one, without following redirects.
+
+    They would take the session token to any host, and what that answers for the store's answer.
+    """
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    kind = given or AIOHTTPSession
+    if not issubclass(kind, AIOHTTPSession):
+        return kind  # of httpx, which follows none
+    if not hasattr(kind, "_get_session"):
+        raise InvalidArgumentError("This aiobotocore cannot be kept from following redirects: update it with s3fs.")
+
+    class Unredirected(kind):  # type: ignore[misc]  # a class of no stubs
+        async def _get_session(self, proxy_url: str | None) -> Any:
+            session = await super()._get_session(proxy_url)
+            return SimpleNamespace(request=partial(_unredirected_answer, session))
+
+    return Unredirected
 
 
 def translated(

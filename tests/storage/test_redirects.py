@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import cast
 from urllib.parse import urlsplit
 
 import pytest
+from s3fs import S3FileSystem
 
 from dcp_remote import latest, load
-from dcp_remote.errors import DcpRemoteError, StorageError
+from dcp_remote.errors import DcpRemoteError, StorageError, TransientStorageError
+from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.cloud import CloudStore, open_cloud_store
+from dcp_remote.storage.fsspec import open_fsspec_store
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, ScriptedServer, scripted_server
 from dcp_remote.url import parse_url
 
 HEADERS = {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT", "ETag": '"abc"'}
 STATUSES = [301, 302, 303, 307, 308]
 
-VERBS: dict[str, Callable[[CloudStore], object]] = {
+VERBS: dict[str, Callable[[ObjectStore], object]] = {
     "head": lambda store: store.head("key"),
     "get": lambda store: store.get("key", limit_bytes=10),
     "get_into": lambda store: store.get_into("key", 0, memoryview(bytearray(4))),
@@ -26,7 +30,7 @@ VERBS: dict[str, Callable[[CloudStore], object]] = {
     "create": lambda store: store.put("key", [b"x"], condition="absent"),
     "list": lambda store: list(store.list()),
     "delete": lambda store: _raise_first(store.delete(["key"])),
-    "explain": lambda store: _raise_text(store.explain_missing()),
+    "explain": lambda store: _raise_text(cast("CloudStore", store).explain_missing()),
 }
 
 
@@ -74,6 +78,21 @@ def test_nothing_is_asked_of_another_host(verb: str, status: int) -> None:
         with pytest.raises(StorageError, match="sends requests elsewhere"):
             VERBS[verb](store)
         assert other.requests == []
+
+
+def test_nothing_is_asked_of_another_host_through_s3fs() -> None:
+    """Every verb and kind of redirect: one request, which fails with what to look at, and none to the other host."""
+    for status in STATUSES:
+        with redirecting(status) as (options, other):
+            given = {option: value for option, value in options.items() if option != "region"}
+            filesystem = S3FileSystem(**given, client_kwargs={"region_name": "r"}, skip_instance_cache=True)
+            store = open_fsspec_store(filesystem, "bucket/run")
+            for name, ask in VERBS.items():
+                if name != "explain":
+                    with pytest.raises(StorageError, match="sends requests elsewhere") as refused:
+                        ask(store)
+                    assert not isinstance(refused.value, TransientStorageError)
+            assert other.requests == []
 
 
 @pytest.mark.parametrize("anon", [False, True])
