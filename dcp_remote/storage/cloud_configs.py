@@ -5,6 +5,7 @@ What options leave open comes for S3 of botocore (`s3_place`), for the others fr
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import suppress
 from datetime import timedelta
@@ -97,7 +98,8 @@ def google_config(options: GoogleOptions) -> GCSConfig:
     """What obstore is told of a Google Cloud bucket.
 
     Raises:
-        InvalidArgumentError: `token` is nothing that can be understood.
+        InvalidArgumentError: `token` is nothing that can be understood; or the endpoint in the environment has a user,
+            a password or a query in it.
     """
     if options.anon or options.token in GOOGLE_ANONYMOUS:
         # Reads go without any credentials. For a put or a delete obstore would ask the instance for some all the same.
@@ -122,16 +124,27 @@ def google_config(options: GoogleOptions) -> GCSConfig:
         config["application_credentials"] = options.application_credentials
     if options.bearer_token is not None:
         config["bearer_token"] = options.bearer_token
-    if options.endpoint_url is not None:
-        config["base_url"] = options.endpoint_url
+    endpoint_url = options.endpoint_url or _endpoint_of_environment("GOOGLE_BASE_URL")
+    if endpoint_url is not None:
+        config["base_url"] = endpoint_url
     return config
+
+
+def _endpoint_of_environment(*names: str) -> str | None:
+    """The server that obstore would take from the environment by itself, unseen: whoever asks must know it."""
+    found = next(((name, os.environ[name]) for name in names if os.environ.get(name)), None)
+    if found is None:
+        return None
+    check_endpoint(found[1], named=found[0])
+    return found[1]
 
 
 def azure_config(options: AzureOptions) -> AzureConfig:
     """What obstore is told of an Azure container: a single setting wins over the connection string.
 
     Raises:
-        InvalidArgumentError: The endpoint in the connection string has a user, a password or a query in it.
+        InvalidArgumentError: The endpoint in the connection string or the environment has a user, a password or a
+            query in it.
     """
     parts = connection_parts(options)
     account_name = options.account_name or parts.get("AccountName")
@@ -141,6 +154,8 @@ def azure_config(options: AzureOptions) -> AzureConfig:
         endpoint_url = f"{protocol}://{account_name}.blob.{parts['EndpointSuffix']}"
     if endpoint_url is not None:
         check_endpoint(endpoint_url, named="The endpoint of the connection string")
+    else:
+        endpoint_url = _endpoint_of_environment("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     sas_token = options.sas_token or parts.get("SharedAccessSignature")
     given: dict[str, str | None] = {
         "account_name": account_name,

@@ -348,3 +348,28 @@ def test_a_refusal_that_is_no_answer_to_the_condition() -> None:
         store = open_store("s3://bucket/run", {**KEYS, "endpoint_url": server.endpoint_url, "region": "us-east-1"})
         with pytest.raises(PermissionDeniedError, match=PROBES_PREFIX):
             probe(store)
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("gs://bucket/run", "GOOGLE_BASE_URL"),
+        ("az://bucket/run", "AZURE_ENDPOINT"),
+        ("az://bucket/run", "AZURE_STORAGE_ENDPOINT"),
+    ],
+)
+def test_servers_that_the_environment_names(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What obstore reads there is known here, too: such a server is asked, and its secrets are refused."""
+    given = {"account_name": "account"} if url.startswith("az") else {}
+
+    def unproven() -> str | None:
+        store = open_store(url, storage_options={**given, "bearer_token": "token"})
+        return store.unproven_server()  # type: ignore[attr-defined,no-any-return]  # see above
+
+    assert unproven() is None
+    monkeypatch.setenv(name, "http://127.0.0.1:9000")
+    assert unproven() == "http://127.0.0.1:9000 bucket"
+    monkeypatch.setenv(name, "http://user:a-password@127.0.0.1:9000")
+    with pytest.raises(InvalidArgumentError, match=name) as refused:
+        unproven()
+    assert "a-password" not in str(refused.value)
