@@ -267,7 +267,7 @@ def _unredirected(given: Any) -> Any:
     """
     from aiobotocore.httpsession import AIOHTTPSession
 
-    kind = given or AIOHTTPSession
+    kind: Any = given or AIOHTTPSession
     if not issubclass(kind, AIOHTTPSession):
         return kind  # of httpx, which follows none
     if not hasattr(kind, "_get_session"):
