@@ -83,7 +83,7 @@ class Retention:
     keep_named: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse counts that keep nothing, or parts that keep what `keep_last=None` keeps anyway.
+        """Refuse parts of another type, and counts or parts that change nothing beside the others.
 
         Raises:
             InvalidArgumentError: Says which.
@@ -92,6 +92,13 @@ class Retention:
             value = getattr(self, name)
             if value is not None:
                 _require_count(name, value)
+        # Retention runs in the background, after the first saves: what is wrong must be refused here.
+        if not isinstance(self.keep_best, Best | None):
+            raise InvalidArgumentError("keep_best must be a Best, such as Best('loss', 2).", value=self.keep_best)
+        if isinstance(self.optimizer_keys, str) or not all(isinstance(key, str) for key in self.optimizer_keys):
+            raise InvalidArgumentError(
+                "optimizer_keys must be a tuple of top-level keys of the state.", value=self.optimizer_keys
+            )
         if self.keep_last is None and (self.keep_every is not None or self.keep_best is not None):
             raise InvalidArgumentError("keep_every and keep_best add to keep_last, which keeps everything by default.")
 

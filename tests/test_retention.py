@@ -132,6 +132,17 @@ def test_parts_that_add_nothing(part: dict[str, Any]) -> None:
         Retention(**part)
 
 
+@pytest.mark.parametrize(
+    "part",
+    [{"keep_best": LOSS}, {"keep_best": (LOSS, 2)}, {"optimizer_keys": "optim"}, {"optimizer_keys": (1,)}],
+    ids=str,
+)
+def test_parts_of_another_type(part: dict[str, Any]) -> None:
+    """Refused by name when the policy is written, and not in the background after each save."""
+    with pytest.raises(InvalidArgumentError, match=next(iter(part))):
+        Retention(**{"keep_last": 1, **part})
+
+
 def test_a_metric_without_a_name() -> None:
     """Refused."""
     with pytest.raises(InvalidArgumentError, match="name"):
