@@ -45,8 +45,14 @@ def saved_state(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """What is to be saved of a state, its `Stateful`s asked; by this rank.
 
     Raises:
-        InvalidArgumentError: A key is no string, or the one that per-rank values are saved under.
+        InvalidArgumentError: The state is no mapping, or a key is no string, or the one that per-rank values are saved
+            under.
     """
+    if not isinstance(state, Mapping):
+        raise InvalidArgumentError(
+            "The state must be a dict of tensors, objects and Stateful objects: {'model': model, …}.",
+            type=type(state).__name__,
+        )
     if not all(isinstance(key, str) for key in state):
         raise InvalidArgumentError("The keys of the state are strings.", keys=", ".join(map(repr, list(state)[:5])))
     if PER_RANK_KEY in state:

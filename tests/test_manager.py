@@ -284,6 +284,19 @@ def test_notes_are_copied() -> None:
         assert checkpoints.user() == {"seen": [1]}
 
 
+@pytest.mark.parametrize(
+    "state", [torch.nn.Linear(2, 2), torch.ones(2), None, [torch.ones(2)]], ids=lambda s: type(s).__name__
+)
+def test_a_state_that_is_no_dict(state: Any) -> None:
+    """A module itself, say: refused by save and restore, and the manager can still be used."""
+    with CheckpointManager(MemoryStore()) as checkpoints:
+        with pytest.raises(InvalidArgumentError, match=f"state must be a dict.* type='{type(state).__name__}'"):
+            checkpoints.save(1, state)
+        checkpoints.save(1, {"w": torch.ones(2)}, wait=True)
+        with pytest.raises(InvalidArgumentError, match="state must be a dict"):
+            checkpoints.restore(state)
+
+
 def test_keys_that_are_no_text() -> None:
     """A schedule's milestones, and tensors below a number: each comes back under its own key, and is saved again."""
 
