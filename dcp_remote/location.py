@@ -171,11 +171,11 @@ def require_budget(memory_budget_bytes: int) -> None:
         )
 
 
-def require_timeout(timeout_seconds: float) -> None:
+def require_timeout(timeout_seconds: float, *, name: str = "timeout_seconds") -> None:
     """Refuse what nobody can wait for.
 
     Raises:
         InvalidArgumentError: Not above zero, or longer than a thread can wait (292 years).
     """
-    if not 0 < timeout_seconds <= threading.TIMEOUT_MAX:
-        raise InvalidArgumentError("timeout_seconds must be above zero, and finite.", timeout_seconds=timeout_seconds)
+    if not isinstance(timeout_seconds, int | float) or not 0 < timeout_seconds <= threading.TIMEOUT_MAX:
+        raise InvalidArgumentError(f"{name} must be a number above zero, and finite.", **{name: timeout_seconds})

@@ -124,8 +124,8 @@ class CheckpointManager(RunCheckpoints):
         if retention is not None and not isinstance(retention, Retention):
             raise InvalidArgumentError("retention is a Retention.", type=type(retention).__qualname__)
         require_timeout(timeout_seconds)
-        require_timeout(silence_seconds)
-        require_timeout(timeout_seconds if notice_seconds is None else notice_seconds)
+        require_timeout(silence_seconds, name="silence_seconds")
+        require_timeout(timeout_seconds if notice_seconds is None else notice_seconds, name="notice_seconds")
         require_budget(memory_budget_bytes)
         if resumed_from is not None:
             require_step(resumed_from)

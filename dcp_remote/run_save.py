@@ -74,6 +74,8 @@ class Note:
         require_step(step)
         if name is not None and not isinstance(name, Iterable):
             raise InvalidArgumentError("A name is a text, or several are.", name=name)
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise InvalidArgumentError("metrics must be a mapping of names to numbers.", type=type(metrics).__name__)
         names = (name,) if isinstance(name, str) else tuple(name or ())
         for word in (*names, *(metrics or ())):
             if not isinstance(word, str) or not _WORD.fullmatch(word):
@@ -99,7 +101,9 @@ def require_step(step: object) -> None:
         InvalidArgumentError: Not an integer, or out of bounds.
     """
     if type(step) is not int or not 0 <= step < STEP_MAX:
-        raise InvalidArgumentError("A step is an integer from 0 on: how many are finished.", step=step)
+        raise InvalidArgumentError(
+            "A step is an integer from 0 on: how many are finished.", step=step, type=type(step).__name__
+        )
 
 
 def _number(name: str, value: SupportsFloat) -> float:

@@ -234,6 +234,7 @@ def test_a_whole_training_in_one_commit() -> None:
         ({"metrics": {"loss": "low"}}, "number"),
         ({"metrics": {"loss": torch.zeros(2)}}, "number"),
         ({"metrics": {"": 1.0}}, "name"),
+        ({"metrics": 0.5}, "metrics must be a mapping"),
         ({"state": {1: 2}}, "strings"),
         ({"state": {"per_rank": 2}}, "per_rank"),
         ({"name": 5}, "name"),
@@ -257,6 +258,14 @@ def test_wrong_arguments(arguments: dict[str, Any], what: str) -> None:
     newest = dcp_remote.latest(store)
     assert newest is not None
     assert dict(newest.metrics) == {"loss": 0.5, "accuracy": 0.25}
+
+
+@pytest.mark.parametrize("name", ["timeout_seconds", "silence_seconds", "notice_seconds"])
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "30"])
+def test_seconds_that_are_none(name: str, seconds: Any) -> None:
+    """Refused by the name of the argument, a text among them."""
+    with pytest.raises(InvalidArgumentError, match=f"^{name} must be a number above zero"):
+        CheckpointManager(MemoryStore(), **{name: seconds})
 
 
 def test_a_retention_that_is_none() -> None:
