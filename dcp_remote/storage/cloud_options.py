@@ -239,6 +239,8 @@ def check_endpoint(url: str, *, named: str) -> None:
             "in storage_options or the environment.",
             endpoint=f"{scheme}://…" if mark and scheme.isalpha() else "…",
         )
+    if not url.lower().startswith(("http://", "https://")):
+        raise InvalidArgumentError(f"{named} must begin with http:// or https://.", endpoint=url)
 
 
 def connection_parts(options: AzureOptions) -> dict[str, str]:

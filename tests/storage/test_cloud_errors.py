@@ -789,6 +789,13 @@ def test_no_secret_in_an_endpoint(url: str, endpoint_url: str) -> None:
     assert SECRET not in "".join(traceback.format_exception(info.value))
 
 
+@pytest.mark.parametrize("endpoint_url", ["localhost:9000", "127.0.0.1", "htp://localhost:9000"])
+def test_an_endpoint_without_its_scheme(endpoint_url: str) -> None:
+    """Refused when the store is opened, and the message says what is missing."""
+    with pytest.raises(InvalidArgumentError, match=r"endpoint_url'\] must begin with http:// or https://\. endpoint="):
+        open_cloud_store(parse_url("s3://bucket"), {"anon": True, "endpoint_url": endpoint_url})
+
+
 @pytest.mark.parametrize("endpoint_url", ENDPOINTS)
 @pytest.mark.parametrize("source", ["environment", "profile"])
 @pytest.mark.parametrize("verb", VERBS)
