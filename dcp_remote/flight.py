@@ -80,6 +80,11 @@ class Flight:
         return self._settled.is_set()
 
     @property
+    def has_ended(self) -> bool:
+        """Whether its thread has sent its last request."""
+        return self._ended.is_set()
+
+    @property
     def what(self) -> str:
         """What is saved: "the save of step 100"."""
         return self._joint.what

@@ -83,6 +83,9 @@ class Flights:
         finally:
             newest, self.newest = self.newest, None
             if newest is not None:
+                if is_interrupted and not newest.has_ended:
+                    # A store that hangs holds its thread for as long as one request may take.
+                    logger.warning("%s: waiting for requests of %s; Ctrl-C ends this", self._url, newest.what)
                 newest.finish(min(seconds, self._preemption.working_seconds()))
 
     def _wait_to_close(self, *, is_interrupted: bool) -> None:

@@ -863,6 +863,41 @@ def test_a_restore_while_a_save_that_was_given_up_hangs() -> None:
         assert checkpoints.steps() == [1, 2]
 
 
+class InterruptedUploadStore(WrappedStore):
+    """A shard that is under way until the test lets it go, and Ctrl-C meanwhile."""
+
+    go_on = threading.Event()
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        if key.startswith("shards/"):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert self.go_on.wait(60)
+        return super().put(key, buffers, condition=condition)
+
+
+class GoOn(logging.Handler):
+    """Lets the shard go once the log has said what is waited for."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "waiting for requests of the save of step 1; Ctrl-C ends this" in record.getMessage():
+            InterruptedUploadStore.go_on.set()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
+def test_ctrl_c_in_a_save_says_what_is_waited_for() -> None:
+    """Before it is waited for: without the line in the log the shard would stay under way."""
+    handler = GoOn()
+    logging.getLogger("dcp_remote.flights").addHandler(handler)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), CheckpointManager(InterruptedUploadStore(MemoryStore())) as checkpoints:
+            checkpoints.save(1, state_of(1), wait=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        logging.getLogger("dcp_remote.flights").removeHandler(handler)
+    assert InterruptedUploadStore.go_on.is_set()
+
+
 class InterruptingStore(WrappedStore):
     """Ctrl-C while a shard is on its way."""
 
