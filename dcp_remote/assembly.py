@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dcp_remote.digests import DIGEST_BYTES
+from dcp_remote.empty_dicts import fitted
 from dcp_remote.errors import SaveFailedError
 from dcp_remote.manifest import RAW, Manifest, Pieces, Shards, StoredObject, TensorKind, Tensors
 from dcp_remote.ranges import I64, firsts, joined
@@ -91,7 +92,7 @@ def to_manifest(planned: Planned, reports: Sequence[RankReport], info: SaveInfo)
         inline=inline,
         stored=stored,
         positions=tuple(planned.positions[name] for name in (*inline, *(item.name for item in stored))),
-        flatten=planned.flatten,
+        flatten=fitted(planned.flatten, {*planned.names, *planned.objects}),
     )
 
 

@@ -151,7 +151,7 @@ def load_rank(
         del chosen, data
         # What follows may be collectives of training, which nobody may enter alone.
         joint.gather(None, _all_are_here)
-        saved = set((manifest.flatten or {}).values())
+        saved = _saved_paths(manifest)
         template = template_of(state, ranks.rank, saved)
         keys = KeysPutRight(template)
         _require_not_thinned(entry, template)
@@ -265,17 +265,23 @@ def _require_not_thinned(entry: Entry, template: Mapping[str, Any]) -> None:
         )
 
 
+def _saved_paths(manifest: Manifest) -> set[tuple[str | int, ...]]:
+    """Return the paths of entries, without those of empty dicts."""
+    entries = set(manifest.names())
+    return {path for name, path in (manifest.flatten or {}).items() if name in entries}
+
+
 def _tell_of_what_has_no_place(template: Mapping[str, Any], saved: set[tuple[str | int, ...]]) -> None:
     """Of an optimizer that has made no step, most of all: what is empty asks for nothing, and gets nothing."""
     places = empty_places(template)
     depths = {len(place) for place in places}
-    below_of = Counter(tuple(map(str, path[:depth])) for path in saved for depth in depths if depth < len(path))
+    below_of = Counter(path[:depth] for path in saved for depth in depths if depth < len(path))
     for place in places:
         if below := below_of[place]:
             logger.warning(
                 "%s is empty in the state that is restored, so that %d values of the checkpoint are left out. An "
                 "optimizer has no state before its first step: use torch's get_optimizer_state_dict.",
-                ".".join(place),
+                ".".join(map(str, place)),
                 below,
             )
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint._traverse import set_element
 
 from dcp_remote.checkpoint import read_manifest
 from dcp_remote.downloads import RANGE_RETRY_SECONDS
+from dcp_remote.empty_dicts import empty_dicts
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.location import Location, require_budget, require_timeout
 from dcp_remote.manifest import RAW, Manifest
@@ -44,7 +45,8 @@ def load(
 
     Keys are strings, as torch flattens them: an optimizer's own `state_dict()`, whose keys are integers, comes back
     with "0" and "1", which `load_state_dict` takes without a word and does not use. Restore one by `dcp.load`. An empty
-    dictionary is missing (in a list it is None): torch's planner leaves it out when it is saved.
+    dictionary that plain `dcp.save` saved is missing (in a list it is None): torch's planner leaves it out. Saves of a
+    `CheckpointManager` keep it, unless its planner is one of the user's own.
 
     Args:
         url: As for `RemoteReader`.
@@ -68,11 +70,13 @@ def load(
     store = Location.of(url, storage_options).store
     manifest = read_manifest(store, step=step, retry_seconds=timeout_seconds)
     names = list(manifest.names())
+    empty = empty_dicts(manifest.flatten, names)
+    names += empty
     if keys is not None:
         names = chosen_names(names, [keys] if isinstance(keys, str) else keys, paths=manifest.flatten)
-    flat: dict[str, Any] = dict.fromkeys(names)
+    flat: dict[str, Any] = {name: {} if name in empty else None for name in names}
     targets: list[Target] = []
-    for name in names:
+    for name in (name for name in names if name not in empty):
         number = manifest.tensors.index.get(name)
         if number is None:
             targets += object_targets(manifest, name, partial(flat.__setitem__, name), allow_pickle=allow_pickle)

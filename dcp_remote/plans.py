@@ -17,21 +17,23 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from dcp_remote.dcp_metadata import flatten_of, kind_of
 from dcp_remote.devices import Run, host_views
 from dcp_remote.digests import BLOCK_BYTES_MAX, digest
+from dcp_remote.empty_dicts import named
 from dcp_remote.manifest import TensorKind
 from dcp_remote.plan_table import Chunk, Integers, PlanTable, Share, said, small
 from dcp_remote.ranges import Box
 from dcp_remote.serialization import is_plain
+from dcp_remote.text_keys import empty_places
 
 # What makes a planner's plan depend on nothing but the state and its flags, and its tensors those of the state. An
 # older torch may not have all of them.
@@ -134,6 +136,16 @@ def uncached(planner: SavePlanner) -> SavePlanner:
     planner = copy.copy(planner)
     planner._enable_plan_caching = False
     return planner
+
+
+def set_up(planner: SavePlanner, state: dict[str, Any], meta: StorageMeta, *, is_coordinator: bool) -> None:
+    """Set a planner up for a state; called on every rank. torch's own also notes where the state has empty dicts.
+
+    What a user's planner notes is its own.
+    """
+    planner.set_up_planner(state, meta, is_coordinator)
+    if is_torchs(planner) and planner.flatten_state_dict:
+        planner.mappings = named(empty_places(state)) | planner.mappings
 
 
 def propose(planner: SavePlanner, *, shard_bytes_max: int) -> Proposal:

@@ -32,6 +32,7 @@ from dcp_remote.plans import (
     plan_of,
     propose,
     replica_digests,
+    set_up,
     table_of,
     uncached,
 )
@@ -350,7 +351,7 @@ class RankSaver:
     def _propose(self, joint: Joint, planner: SavePlanner, task: Task, *, save_id: str | None = None) -> Proposal:
         joint.note("planning")
         meta = StorageMeta(checkpoint_id=self._store.url, save_id=save_id)
-        planner.set_up_planner(task.state, meta, self._ranks.is_coordinator)
+        set_up(planner, task.state, meta, is_coordinator=self._ranks.is_coordinator)
         proposal = propose(planner, shard_bytes_max=self._shard_bytes_max)
         require_unicode(proposal.plan)
         return proposal

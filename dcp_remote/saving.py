@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
@@ -39,11 +40,11 @@ def require_unicode(plan: SavePlan) -> None:
     Raises:
         InvalidArgumentError: A name has half of a surrogate pair.
     """
-    for item in plan.items:
-        if not item.index.fqn.isascii() and not _is_unicode(item.index.fqn):
+    flattened = plan.planner_data if isinstance(plan.planner_data, Mapping) else ()
+    for name in chain((item.index.fqn for item in plan.items), flattened):
+        if isinstance(name, str) and not name.isascii() and not _is_unicode(name):
             raise InvalidArgumentError(
-                "A name in the state dict is not Unicode: it has half of a surrogate pair.",
-                name=ascii(item.index.fqn)[:200],
+                "A name in the state dict is not Unicode: it has half of a surrogate pair.", name=ascii(name)[:200]
             )
 
 

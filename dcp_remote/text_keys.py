@@ -23,7 +23,7 @@ def require_distinct(state: Mapping[Any, object]) -> None:
             twice = sorted(key for key in set(texts) if texts.count(key) > 1)
             raise InvalidArgumentError(
                 "Keys of the state are alike as text, and torch would give their values one name.",
-                where=".".join(path),
+                where=".".join(map(str, path)),
                 keys=", ".join(twice[:5]),
             )
 
@@ -53,9 +53,9 @@ class KeysPutRight:
                     mapping[key] = _merged(mapping[key], mapping.pop(text))
 
 
-def empty_places(template: Mapping[Any, object]) -> list[tuple[str, ...]]:
-    """Paths of mappings that hold nothing: no name below them is asked for."""
-    return [path for path, mapping in _mappings((), template) if path and not mapping]
+def empty_places(state: Mapping[Any, object]) -> list[tuple[str | int, ...]]:
+    """Paths of mappings that hold nothing, as torch's planner makes paths: no name below them is saved or asked for."""
+    return [path for path, mapping in _mappings((), state) if path and not mapping]
 
 
 def _merged(there: object, loaded: object) -> object:
@@ -74,13 +74,13 @@ def _merged(there: object, loaded: object) -> object:
     return loaded
 
 
-def _mappings(path: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...], Mapping[Any, Any]]]:
+def _mappings(path: tuple[str | int, ...], value: object) -> Iterator[tuple[tuple[str | int, ...], Mapping[Any, Any]]]:
     """All that are reached by way of mappings and lists, as torch reaches them; outer ones first."""
-    stack: list[tuple[tuple[str, ...], object]] = [(path, value)]
+    stack: list[tuple[tuple[str | int, ...], object]] = [(path, value)]
     while stack:
         here, one = stack.pop()
         if isinstance(one, Mapping):
             yield here, one
             stack.extend(((*here, str(key)), inner) for key, inner in one.items())
         elif isinstance(one, list):
-            stack.extend(((*here, str(number)), inner) for number, inner in enumerate(one))
+            stack.extend(((*here, number), inner) for number, inner in enumerate(one))

@@ -33,6 +33,7 @@ from tests.distributed.managed import (
     own_values,
     restore_own,
     resume_each,
+    save_empty_dicts,
     save_in_groups,
     save_own,
     save_steps,
@@ -42,6 +43,7 @@ from tests.distributed.managed import (
     train_through,
 )
 from tests.distributed.training import STRATEGIES, Leaves, assert_same, full
+from tests.states import equal
 
 THREE, PAIR = range(3), range(2)
 
@@ -97,6 +99,15 @@ def test_on_s3(rank_pool: RankPool, s3_server: S3Server) -> None:
     for states in rank_pool.run(resume_each, "tp-2", [url], options, ranks=PAIR):
         assert_same(states[0][0], saved)
     assert_same(full(load(url, storage_options=options)), saved)
+
+
+def test_empty_dicts_of_ranks_that_differ(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Kept where no rank has anything; where another has something, that counts. Restored by the ranks that saved."""
+    rank_pool.run(save_empty_dicts, tmp_path, ranks=THREE)
+    weight = torch.ones(2)
+    expected = {"a": {"x": weight, "deeper": {}}, "b": {}, "c": [{}, {"x": weight}], "d": {"e": {}}}
+    for step in (1, 2):
+        assert equal(load(tmp_path, step=step), expected)
 
 
 # ---- values of single ranks
