@@ -171,7 +171,7 @@ def require_budget(memory_budget_bytes: int) -> None:
         )
 
 
-def require_timeout(timeout_seconds: float, *, name: str = "timeout_seconds") -> None:
+def require_timeout(timeout_seconds: object, *, name: str = "timeout_seconds") -> None:
     """Refuse what nobody can wait for.
 
     Raises:

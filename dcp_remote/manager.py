@@ -70,8 +70,8 @@ class CheckpointManager(RunCheckpoints):
     `reached_preemption`, in the same order; the rest may be called by any.
 
     A save ends, on every rank that lives, by its deadline: with a commit, or with an error that names the rank, the
-    shard and the cause. A rank that is silent for a minute ends it then. Killed at any moment, the run has the
-    checkpoints that it had, and perhaps the new one, each whole.
+    shard and the cause. A rank that falls silent after its first call ends it a minute later. Killed at any moment, the
+    run has the checkpoints that it had, and perhaps the new one, each whole.
 
     Plans are exchanged by the first save, and again when on any rank anything but values has changed: a name, a shape,
     a dtype. A tensor that several ranks hold, as under DDP or HSDP, is written by one of them; the largest by all of
@@ -237,6 +237,7 @@ class CheckpointManager(RunCheckpoints):
         """
         called_seconds = time.monotonic()
         self._require_open()
+        self._preemption.outlive()
         note = Note.of(step, name=name, metrics=metrics, overwrite=overwrite)
         noted = checked_user(user or {})
         operation = self._telemetry.save(self._store, step=step, rank=self._ranks.rank)
@@ -308,6 +309,7 @@ class CheckpointManager(RunCheckpoints):
                 `timeout_seconds`.
         """
         self._require_open()
+        self._preemption.outlive()
         self.wait()
         joint = self._prepare(
             "the restore", seconds=self._timeout_seconds, failed=DcpRemoteError, timed_out=DcpRemoteError

@@ -215,6 +215,7 @@ class Preemption:
         self._asked = False
         self._heard_seconds = math.inf
         self._given_up = False
+        self._outlived = False
         ranks.add_hook(self._beat)
 
     def install(self) -> None:
@@ -280,9 +281,18 @@ class Preemption:
             self._tell_once()
         return bool(answer)
 
+    def outlive(self) -> None:
+        """Forget a notice that is over, since this process lives: whatever begins now has its usual time."""
+        if not self._outlived and self.remaining_seconds() == 0.0:
+            self._outlived = True
+            logger.warning(
+                "The notice of %g s after SIGTERM is over, and this process lives: what begins now has its usual time.",
+                self._notice_seconds,
+            )
+
     def remaining_seconds(self) -> float | None:
-        """Of the notice; None if there is none, or nobody has been asked to stop."""
-        if self._notice_seconds is None or not math.isfinite(self._heard_seconds):
+        """Of the notice; None if there is none, if it was outlived, or nobody has been asked to stop."""
+        if self._notice_seconds is None or self._outlived or not math.isfinite(self._heard_seconds):
             return None
         return max(0.0, self._notice_seconds - (self._clock() - self._heard_seconds))
 

@@ -95,7 +95,8 @@ class Retention:
         # Retention runs in the background, after the first saves: what is wrong must be refused here.
         if not isinstance(self.keep_best, Best | None):
             raise InvalidArgumentError("keep_best must be a Best, such as Best('loss', 2).", value=self.keep_best)
-        if isinstance(self.optimizer_keys, str) or not all(isinstance(key, str) for key in self.optimizer_keys):
+        keys: object = self.optimizer_keys
+        if not isinstance(keys, tuple | list) or not all(isinstance(key, str) for key in keys):
             raise InvalidArgumentError(
                 "optimizer_keys must be a tuple of top-level keys of the state.", value=self.optimizer_keys
             )

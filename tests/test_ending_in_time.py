@@ -17,8 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from dcp_remote import CheckpointManager
+from dcp_remote.errors import SaveTimeoutError
 from dcp_remote.preemption import Preemption
 from dcp_remote.ranks import Ranks
+from dcp_remote.storage import MemoryStore
 from tests.distributed.parties import Clock
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
@@ -126,3 +129,22 @@ def test_seconds_for_work() -> None:
         assert preemption.working_seconds() == work_seconds - 5.0
         clock.now += notice_seconds
         assert preemption.working_seconds() == 0.0
+
+
+def test_a_process_that_outlives_its_notice_saves_and_restores() -> None:
+    """A step of training was longer than the notice, or nobody killed it after SIGTERM: what begins then is done."""
+    store, clock = MemoryStore(), Clock()
+    with CheckpointManager(store, notice_seconds=1.0) as checkpoints:
+        preemption = checkpoints._preemption
+        preemption._clock = clock
+        checkpoints.save(1, {"n": 1}, wait=True)
+        preemption.hear()
+        clock.now += 0.9
+        with pytest.raises(SaveTimeoutError):
+            checkpoints.save(2, {"n": 2}, wait=True)
+        clock.now += 0.3
+        checkpoints.save(2, {"n": 2}, wait=True)
+        state = {"n": 0}
+        assert checkpoints.restore(state) == 2
+        assert state == {"n": 2}
+        assert preemption.remaining_seconds() is None

@@ -23,7 +23,7 @@ import boto3
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from aiobotocore.session import AioSession  # type: ignore[import-untyped]  # it comes without types
+from aiobotocore.session import AioSession
 from fsspec import AbstractFileSystem
 from fsspec.implementations.cached import CachingFileSystem, SimpleCacheFileSystem, WholeFileCacheFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
