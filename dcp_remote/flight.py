@@ -33,6 +33,8 @@ _STOP_SECONDS = 30.0
 
 # What closing gives to deleting old checkpoints; the rest is left to `dcp-remote gc`.
 _FINISH_SECONDS = 60.0
+# Less after a save that failed: the store may be dead, which its retries find out no sooner.
+_FINISH_FAILED_SECONDS = 5.0
 
 
 def _no_end() -> float:
@@ -154,7 +156,7 @@ class Flight:
         Args:
             seconds: After which deleting is told to stop.
         """
-        deadline = Deadline(min(seconds, _FINISH_SECONDS))
+        deadline = Deadline(min(seconds, _FINISH_SECONDS if self._error is None else _FINISH_FAILED_SECONDS))
         try:
             self._ended.wait(deadline.remaining_seconds())
             self._saver.tidying.finish(deadline.remaining_seconds())

@@ -696,7 +696,7 @@ def not_waiting(manager: CheckpointManager) -> Iterator[None]:
     """Nor for a thread that is stuck."""
     with impatient(manager), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ending, "GRACE_SECONDS", 0.05)
-        for name in ("_LOOK_SECONDS", "_UNWIND_SECONDS", "_FINISH_SECONDS"):
+        for name in ("_LOOK_SECONDS", "_UNWIND_SECONDS", "_FINISH_SECONDS", "_FINISH_FAILED_SECONDS"):
             patch.setattr(flight, name, 0.02)
         yield
 

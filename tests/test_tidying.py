@@ -19,6 +19,7 @@ from dcp_remote.catalog import CATALOG_KEY, Entry, committed, raised
 from dcp_remote.catalog_json import encode
 from dcp_remote.catalog_store import read_catalog, swap
 from dcp_remote.errors import (
+    CheckpointExistsError,
     ConditionFailedError,
     DcpRemoteError,
     FencedError,
@@ -510,3 +511,24 @@ def test_what_failed_is_tried_again_at_the_end(monkeypatch: pytest.MonkeyPatch) 
     assert keys(store) == {"a"}
     tidying.finish(PATIENCE_SECONDS)
     assert keys(store) == set()
+
+
+def test_closing_waits_less_for_deletions_after_a_save_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may be dead: whoever closes is told of the failure, and not kept for a minute."""
+    waits: list[float] = []
+    finish = Tidying.finish
+
+    def noted(tidying: Tidying, seconds: float) -> None:
+        waits.append(seconds)
+        finish(tidying, seconds)
+
+    monkeypatch.setattr(Tidying, "finish", noted)
+    with CheckpointManager(MemoryStore()) as checkpoints:
+        checkpoints.save(1, {"n": 1}, wait=True)
+    with CheckpointManager(MemoryStore()) as checkpoints:
+        checkpoints.save(1, {"n": 1}, wait=True)
+        with pytest.raises(CheckpointExistsError):
+            checkpoints.save(1, {"n": 2}, wait=True)
+    committed_seconds, failed_seconds = waits
+    assert committed_seconds > 30
+    assert failed_seconds <= 5
