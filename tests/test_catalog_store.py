@@ -140,7 +140,8 @@ def test_what_cannot_be_read_is_never_overwritten(what: str, *, create: bool) ->
     with pytest.raises(error) as caught:
         swapped(recording, fenced, create=create)
     assert caught.value.details["url"] == store.url
-    assert recording.calls == [("get", CATALOG_KEY)]
+    reads = 2 if error is CorruptCheckpointError else 1  # what is damaged may have been so on the way
+    assert recording.calls == [("get", CATALOG_KEY)] * reads
     assert store.space.objects[CATALOG_KEY].data == data
 
 
