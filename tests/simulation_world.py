@@ -622,7 +622,7 @@ def simulated(world: World) -> Iterator[pytest.MonkeyPatch]:
         patch.setitem(RetryingStore.__init__.__kwdefaults__, "sleep", _sleep)  # type: ignore[arg-type]  # it has some
         for module in (uploads, downloads):
             patch.setattr(module, "Patience", _Patience)
-            patch.setattr(module, "ThreadPoolExecutor", _Pool)
+            patch.setattr(module, "Workers", _Pool)
         patch.setattr(named, "ThreadPoolExecutor", _Pool)
         patch.setattr(run_save, "datetime", _Datetime)
         # Pure, and half of the time that a history takes.

@@ -207,7 +207,7 @@ def test_what_did_not_change_is_not_sent_again(tmp_path: Path) -> None:
     assert first.nbytes < written[2] < first.nbytes + 5000
     assert written[3] < 5000
     for step, changed in enumerate((0, 0, 1, 1)):
-        found = load(tmp_path, step=step)["per_rank"]["0"]["x"][0]
+        found = load(tmp_path, step=step)["per_rank"]["0"]["x"]
         assert (int(found["first"][0]), found["note"]) == (-changed, "b" if step == 3 else "a")
         np.testing.assert_array_equal(found["second"], second)
 
