@@ -335,6 +335,8 @@ class Job:
                 return self._fenced(now)
 
             catalog = self._swap(fence, deadline, create=True)
+            # If the answer came late, a later save has taken a fence of its own.
+            self._require_time(deadline)
             self._run_id, self._token = catalog.run_id, catalog.token
             logger.info("%s: this job holds the fence, token %d", self._store.url, catalog.token)
         elif self._open:

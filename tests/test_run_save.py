@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from dcp_remote import catalog_json, catalog_store
 from dcp_remote.catalog import CATALOG_KEY, Catalog, Entry, pinned, retired
-from dcp_remote.errors import CheckpointExistsError, CommitConflictError, CorruptCheckpointError
+from dcp_remote.errors import CheckpointExistsError, CommitConflictError, CorruptCheckpointError, SaveTimeoutError
 from dcp_remote.retention import Retention
 from dcp_remote.run import latest
 from dcp_remote.run_save import Begun, Job, Note
 from dcp_remote.storage import MemoryStore
+from dcp_remote.storage.base import Buffer, Condition, Version
 from dcp_remote.storage.retrying import Deadline
 from dcp_remote.upkeep import Upkeep
 from tests.catalogs import NONCE, catalog, entry, store_of, stored, swapped
@@ -192,3 +195,36 @@ def test_what_somebody_else_wrote_is_decoded(work: Counter[str]) -> None:
         save(job, 1_002)
     store.put(CATALOG_KEY, [good])
     assert latest(store).step == 1_000  # type: ignore[union-attr]  # it is there
+
+
+# ---- a thread that was left behind
+
+
+class _AnsweringLate(MemoryStore):
+    """Writes the catalog, and before it answers has something done, once."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        super().__init__()
+        self._meanwhile: list[Callable[[], object]] = [meanwhile]
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        version = super().put(key, buffers, condition=condition)
+        if key == CATALOG_KEY and self._meanwhile:
+            self._meanwhile.pop()()
+        return version
+
+
+def test_an_old_fence_that_is_answered_late_leaves_the_job_its_newer_one() -> None:
+    """The save that took it was given up, and the next one took its own."""
+    given_up = threading.Event()
+
+    def next_save() -> None:
+        given_up.set()
+        save(job, 100)
+
+    job = Job(_AnsweringLate(next_save))
+    deadline = Deadline(60.0, lambda: math.inf if given_up.is_set() else 0.0)
+    with pytest.raises(SaveTimeoutError):
+        job.begin(Note.of(100), borrow=False, deadline=deadline)
+    assert job.token == 2
+    save(job, 200)
