@@ -102,9 +102,11 @@ class Ending:
         )
 
     def pass_return(self) -> None:
-        """From now on nothing but the deadline ends it, unless it is cancelled already; the coordinator's."""
+        """From now on nothing but the deadline ends it; raises if it is cancelled already; the coordinator's."""
         with self._lock:
-            self.past_return = self.error is None
+            if self.error is not None:
+                raise self.error
+            self.past_return = True
 
     def leave(self) -> DcpRemoteError | None:
         """Nothing cancels it any more: why it was until now."""

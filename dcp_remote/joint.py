@@ -254,7 +254,6 @@ class Joint:
                 ending.timed_out(f"The deadline passed before {self.what} was committed; it was given up.", rank=0)
             )
         ending.pass_return()
-        ending.require_going_on()
 
     def give_up(self, why: str) -> bool:
         """Cancel it from another thread, and tell the others; False if it is past its point of no return, or over.

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from dcp_remote.ending import GRACE_SECONDS
+from dcp_remote.ending import GRACE_SECONDS, Ending
 from dcp_remote.errors import CommitUnknownError, FencedError, SaveFailedError, SaveTimeoutError
 from dcp_remote.joint import Joint
 from dcp_remote.key_value import Client
@@ -22,6 +22,30 @@ pytestmark = pytest.mark.usefixtures("no_pulse_is_left")
 
 
 # ---- the point of no return
+
+
+def test_who_is_refused_at_the_point_of_no_return_is_not_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is past it sees to the shards of a commit that fails; nobody else does."""
+    clock, pass_return = Clock(), Ending.pass_return
+
+    def held_up(ending: Ending) -> None:
+        pass_return(ending)
+        clock.now += 10.0 + GRACE_SECONDS
+
+    monkeypatch.setattr(Ending, "pass_return", held_up)
+    with join(Ranks(0, 1, None, clock=clock), seconds=10.0) as joint:
+        joint.no_return()
+        assert joint.past_return
+        assert joint.deadline.expired()
+
+    def too_late(ending: Ending) -> None:
+        ending.cancel(SaveFailedError("Interrupted."))
+        pass_return(ending)
+
+    monkeypatch.setattr(Ending, "pass_return", too_late)
+    with pytest.raises(SaveFailedError, match="Interrupted"), join(Ranks(0, 1, None)) as joint:
+        joint.no_return()
+    assert joint.ended_before_commit
 
 
 def test_behind_the_point_of_no_return_nobody_is_needed() -> None:
