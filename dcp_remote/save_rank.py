@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -85,6 +85,8 @@ class Task:
         seconds: Until its deadline, from when ranks began to meet.
         operation: Of telemetry.
         background: Whether training goes on meanwhile.
+        unheard: Its last attempt, once all shards are there, until something is heard of the commit. Not the saver's:
+            the thread of an earlier save may still be at that.
     """
 
     note: Note
@@ -97,6 +99,7 @@ class Task:
     seconds: float
     operation: Operation
     background: bool
+    unheard: list[tuple[Begun, RankFigures]] = field(default_factory=list, init=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +178,6 @@ class RankSaver:
         self._allow_pickle = allow_pickle
         # Shards of saves of which this rank does not know how they ended; the coordinator finds out.
         self._unclear: list[tuple[Begun, tuple[str, ...]]] = []
-        # A save whose shards are all there, and of whose commit nothing was heard yet.
-        self._unheard: tuple[Begun, RankFigures] | None = None
         # What this rank wrote last, and the checkpoint that names it: save_id and manifest key.
         self._last: tuple[tuple[str, str], Base] | None = None
         # What all agreed on last, and for which save: plans on each rank, what they amount to on the coordinator.
@@ -191,7 +192,6 @@ class RankSaver:
             DcpRemoteError: What this rank, another, or the coordinator failed with.
         """
         before = self._store.counts
-        self._unheard = None
         for attempt in range(1, _ATTEMPTS_MAX + 1):
             # The last attempt borrows nothing, and so rests on nothing that others could remove.
             answer = self._attempt(joint, task, attempt, before)
@@ -220,9 +220,9 @@ class RankSaver:
             DcpRemoteError: `lost`, if there was nothing to commit yet.
             CommitUnknownError: It had not. If it was only stopped, it may do so when it wakes up.
         """
-        if self._unheard is None:
+        if not task.unheard:
             raise lost
-        begun, figures = self._unheard
+        begun, figures = task.unheard[0]
         catalog = catalog_of(self._store, retry_seconds=_SETTLE_SECONDS)
         entry = next((one for one in catalog.entries if one.save_id == begun.save_id), None) if catalog else None
         if entry is None:
@@ -242,7 +242,7 @@ class RankSaver:
             with task.operation.phase("uploading"):
                 report = self._upload(joint, task, agreed, progress)
             figures = self._figures(task, report, before, uploading_seconds)
-            self._unheard = begun, figures
+            task.unheard.append((begun, figures))
             joint.note("waiting for the commit")
             progress.tell("waiting for the others")
             with task.operation.phase("committing"):
@@ -251,7 +251,7 @@ class RankSaver:
                 except BaseException:
                     self._give_up(joint, begun, report.shards.keys[: report.put])
                     raise
-            self._unheard = None
+            task.unheard.clear()
             if isinstance(answer, Again):
                 return answer
             done, told = answer
