@@ -300,7 +300,7 @@ class RankSaver:
             return _Beginning(begun, is_known, in_tables=all(one.is_regular for one in parts))
 
         beginning = joint.gather(part, begin)
-        self._unclear = []
+        del self._unclear[: len(part.unclear)]  # the thread of an earlier save may have added more
         begun = beginning.begun
         if beginning.is_known:
             return _Agreed(begun, planner, planner.finish_plan(kept.plan), known.planned if known is not None else None)
@@ -343,10 +343,10 @@ class RankSaver:
         """What this rank says when a save begins; digests of what it would write in parts under the plan it kept."""
         key = self._plans.key_of(proposal)
         if proposal is None or key is None:
-            return _Part(task.note, None, proposal is not None and proposal.is_regular, {}, self._unclear)
+            return _Part(task.note, None, proposal is not None and proposal.is_regular, {}, self._unclear[:])
         joint.note("comparing replicas")
         digests = replica_digests(self._plans.plan, planner, joint.require_going_on)
-        return _Part(task.note, key, proposal.is_regular, digests, self._unclear)
+        return _Part(task.note, key, proposal.is_regular, digests, self._unclear[:])
 
     def _propose(self, joint: Joint, planner: SavePlanner, task: Task, *, save_id: str | None = None) -> Proposal:
         joint.note("planning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -77,3 +78,25 @@ def test_whether_a_lost_coordinator_committed_is_asked_of_this_save_alone(monkey
     with pytest.raises(SaveFailedError) as caught:
         saver.settle(_task(3), LOST)
     assert caught.value is LOST
+
+
+def test_shards_that_a_late_thread_leaves_while_ranks_agree_are_told_of_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread of an earlier save fails just when this one has said which shards are unclear."""
+    store = MemoryStore()
+    begun = {1: Job(store).begin(Note.of(1), borrow=False, deadline=Deadline(60.0))}
+    saver = _saver(store, begun, monkeypatch)
+    monkeypatch.undo()  # it plans as ever
+    told: list[int] = []
+
+    class Agreeing(_Joint):
+        def gather(self, value: Any, decide: object) -> Any:
+            told.append(len(pickle.loads(pickle.dumps(value.unclear))))
+            saver._give_up(_Joint(), begun[1], ("shards/a",))  # type: ignore[arg-type]
+            return SimpleNamespace(begun=begun[1], is_known=True)
+
+    for _ in range(2):
+        with contextlib.suppress(AttributeError):  # no plan was kept
+            saver._plan(Agreeing(), _task(2), borrow=False)  # type: ignore[arg-type]
+    assert told == [0, 1]
