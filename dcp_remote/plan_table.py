@@ -179,6 +179,8 @@ class _Items:
     def of(tables: Sequence[PlanTable]) -> _Items:
         numbers: dict[str, int] = {}
         merged: dict[str, tuple[str | int, ...]] | None = None
+        # Names without an entry on the rank that says them: where another rank has that entry, its path counts.
+        others: dict[str, tuple[str | int, ...]] = {}
         seen: dict[bytes, I64] = {}
         for packed in (table.said for table in tables):
             if packed in seen:
@@ -188,9 +190,9 @@ class _Items:
             if len(seen) > 1 and (flatten is None) != (merged is None):
                 raise InvalidArgumentError("Some ranks' planners flatten their state dict, and others' do not.")
             if flatten is not None:
-                merged = {} if merged is None else merged
+                merged, own = {} if merged is None else merged, frozenset(names)
                 for name, place in flatten.items():
-                    merged.setdefault(name, place)
+                    (merged if name in own else others).setdefault(name, place)
         kinds: dict[tuple[TensorKind, int], int] = {}
         kind = [
             np.array([kinds.setdefault(one, len(kinds)) for one in table.kinds] or [0], dtype=np.int64)[table.kind]
@@ -200,7 +202,7 @@ class _Items:
         dimensions = _column([table.dimensions for table in tables])
         return _Items(
             names=list(numbers),
-            flatten=merged,
+            flatten=None if merged is None else others | merged,
             kinds=list(kinds),
             rank_first=firsts(counts),
             rank=np.repeat(np.arange(len(tables), dtype=np.int64), counts),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_remote import CheckpointManager, RemoteReader, Retention, load
@@ -21,6 +22,8 @@ from dcp_remote.checkpoint import read_manifest
 from dcp_remote.empty_dicts import Path, empty_dicts, fitted, named
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.manifest_check import check
+from dcp_remote.plan_table import arrange
+from dcp_remote.plans import propose, set_up, table_of
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from dcp_remote.testing.ranks import load_as_ranks
@@ -184,6 +187,17 @@ def test_what_other_ranks_have_counts(states: Sequence[State], left: list[tuple[
     for ordered in (states, states[::-1]):
         flatten, entries = merged(ordered)
         assert sorted(empty_dicts(fitted(flatten, entries), entries).values()) == left
+
+
+def test_an_entry_named_like_an_empty_dict_of_another_rank_keeps_its_path() -> None:
+    """Whichever rank comes first."""
+    tables = []
+    for state in ({"a": {}}, {"a": {"{}": torch.ones(1)}}):
+        planner = DefaultSavePlanner()
+        set_up(planner, state, StorageMeta(), is_coordinator=True)
+        tables.append(table_of(propose(planner, shard_bytes_max=1024)))
+    for ordered in (tables, tables[::-1]):
+        assert arrange(ordered, shard_bytes_max=1024).planned.flatten == {"a.{}": ("a", "{}")}
 
 
 STATES = st.dictionaries(
