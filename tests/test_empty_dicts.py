@@ -192,7 +192,8 @@ def test_what_other_ranks_have_counts(states: Sequence[State], left: list[tuple[
 def test_an_entry_named_like_an_empty_dict_of_another_rank_keeps_its_path() -> None:
     """Whichever rank comes first."""
     tables = []
-    for state in ({"a": {}}, {"a": {"{}": torch.ones(1)}}):
+    states: tuple[dict[str, Any], ...] = ({"a": {}}, {"a": {"{}": torch.ones(1)}})
+    for state in states:
         planner = DefaultSavePlanner()
         set_up(planner, state, StorageMeta(), is_coordinator=True)
         tables.append(table_of(propose(planner, shard_bytes_max=1024)))
