@@ -20,7 +20,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install lint format typecheck pytest test torture demo bench clean
+.PHONY: help install lint format typecheck pytest test campaign torture demo bench clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,14 +49,18 @@ format: $(INSTALLED) ## Repair style and formatting where that can be done safel
 typecheck: $(INSTALLED) ## Check the types of package, tests and examples
 	$(VENV)/bin/mypy
 
+# Two processes share the tests; those of real ranks stay with one. Of the campaign's cases one in eight runs, and of
+# each property a few examples, the same each time: a change that breaks nothing is never red by chance.
 pytest: $(INSTALLED) ## Run the tests alone; ARGS="-k manifest -x" goes to pytest
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTHON) -m pytest --numprocesses 2 --dist loadgroup --smoke $(ARGS)
 
-test: lint typecheck pytest ## Everything that CI checks
+test: lint typecheck pytest ## Check style, types and tests: what every change must pass
+
+campaign: $(INSTALLED) ## Every case of the campaign, briefly (10 minutes); CI runs it after `make test`
+	$(PYTHON) -m pytest -m torture $(ARGS)
 
 # Of each of the parts that could go on for ever (fuzzers, mutations, random faults); the rest, in which every property
-# tries other examples and five times as many, takes about an hour.
-# `make test` runs the same parts for two seconds each; from 60 on, what is large is as large as it gets.
+# tries other examples and five times as many, takes about an hour. From 60 on, what is large is as large as it gets.
 TORTURE_SECONDS := 60
 
 torture: $(INSTALLED) ## Attack everything for an hour and print figures; TORTURE_SECONDS=3600 makes it long
@@ -68,7 +72,7 @@ demo: $(INSTALLED) ## Train on a local S3 server, kill the job in mid-save, resu
 # Into the same .venv, where its peers stand beside us.
 bench: $(INSTALLED) ## Measure save and load beside s3fs, s3torchconnector and boto3 (half an hour; ARGS=--quick: 4 minutes)
 	$(PIP) install --quiet "$(TORCH)" --editable ".[dev,bench]"
-	$(PYTHON) -m dcp_remote.bench.run $(ARGS)
+	$(PYTHON) -m tests.benchmark.run $(ARGS)
 
 clean: ## Remove what the tools, the tests and the demo left; .venv stays
 	rm -rf build dist bench-output demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

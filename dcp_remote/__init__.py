@@ -1,12 +1,12 @@
-"""Checkpoints of PyTorch training in object storage: every rank writes its own shards, one manifest commits them.
+"""Checkpoints of PyTorch training in object storage: every rank writes its own shards, and one manifest commits them.
 
 from dcp_remote import CheckpointManager, RemoteReader, RemoteWriter
 
-with CheckpointManager("s3://bucket/my-run") as checkpoints:            # of a training run
+with CheckpointManager("s3://bucket/my-run") as checkpoints:               # checkpoints of a training run
     step = checkpoints.restore(state) or 0
     checkpoints.save(step + 1, state)
 
-dcp.save(state, storage_writer=RemoteWriter("s3://bucket/my-checkpoint"))  # one by itself
+dcp.save(state, storage_writer=RemoteWriter("s3://bucket/my-checkpoint"))  # single checkpoint, outside a run
 dcp.load(state, storage_reader=RemoteReader("s3://bucket/my-checkpoint"))
 """
 
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 from dcp_remote import errors
 
 if TYPE_CHECKING:
-    from dcp_remote.loading import load
-    from dcp_remote.manager import CheckpointManager
-    from dcp_remote.per_rank import PerRank
-    from dcp_remote.random_states import RandomStates
+    from dcp_remote.loading.load import load
+    from dcp_remote.manager.manager import CheckpointManager
+    from dcp_remote.manager.random_states import RandomStates
     from dcp_remote.reader import RemoteReader
-    from dcp_remote.retention import Best, Retention
-    from dcp_remote.run import CheckpointInfo, latest
+    from dcp_remote.run.retention import Best, Retention
+    from dcp_remote.run.run import CheckpointInfo, latest
+    from dcp_remote.serialization.state_dict import PerRank
     from dcp_remote.writer import RemoteWriter
 
 __all__ = [
@@ -41,18 +41,18 @@ __all__ = [
     "load",
 ]
 
-# Resolved when first used, so that the command line starts without torch.
+# Imported when first used, so that the command line starts without torch.
 _LAZY = {
-    "Best": "retention",
-    "CheckpointInfo": "run",
-    "CheckpointManager": "manager",
-    "PerRank": "per_rank",
-    "RandomStates": "random_states",
+    "Best": "run.retention",
+    "CheckpointInfo": "run.run",
+    "CheckpointManager": "manager.manager",
+    "PerRank": "serialization.state_dict",
+    "RandomStates": "manager.random_states",
     "RemoteReader": "reader",
     "RemoteWriter": "writer",
-    "Retention": "retention",
-    "latest": "run",
-    "load": "loading",
+    "Retention": "run.retention",
+    "latest": "run.run",
+    "load": "loading.load",
 }
 
 

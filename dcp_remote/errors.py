@@ -1,25 +1,25 @@
-"""Everything that dcp_remote raises: one class per different handling.
+"""Exceptions of dcp_remote: one class per different handling.
 
     DcpRemoteError
     ├── CheckpointNotFoundError   (also FileNotFoundError)  start fresh, or choose another checkpoint
     ├── CheckpointExistsError     (also FileExistsError)    choose another name, or overwrite=True
-    ├── CommitConflictError       another save won; nothing of it was overwritten
-    │   └── FencedError           a newer job owns this run; stop this one
-    ├── CommitUnknownError        the store never said; ask again before acting
-    ├── SaveFailedError           which rank, which shard, after how many attempts, why
-    │   └── SaveTimeoutError      what was not done by the deadline
+    ├── CommitConflictError       another save was committed first, and was not overwritten
+    │   └── FencedError           a newer job owns this run; stop this job
+    ├── CommitUnknownError        the store did not answer the commit; look for the checkpoint before acting
+    ├── SaveFailedError           the details say which rank, which shard, after how many attempts, and why
+    │   └── SaveTimeoutError      the details say what was not done by the deadline
     ├── CorruptCheckpointError    bytes and manifest disagree; use an older checkpoint
-    ├── UnsafeObjectError         an object needs code to load; names the key and the types
+    ├── UnsafeObjectError         loading an object would run code; the details name the key and the types
     ├── UnsupportedFormatError    written by a newer version; upgrade
-    ├── StorageError              the store failed, and trying again will not help
-    │   ├── TransientStorageError the store failed for now: a later attempt may pass
+    ├── StorageError              the store failed, and another attempt will not help
+    │   ├── TransientStorageError the store failed for now; a later attempt may succeed
     │   ├── ObjectNotFoundError   (also FileNotFoundError)  no such object, or no such bucket
-    │   ├── ConditionFailedError  a conditional write found something else (perhaps our own earlier attempt)
-    │   └── PermissionDeniedError fix the credentials or the grant
+    │   ├── ConditionFailedError  a conditional write found another object (perhaps of its own earlier attempt)
+    │   └── PermissionDeniedError fix the credentials or the permissions
     └── InvalidArgumentError      (also ValueError)         fix the call
 
-Messages read `what. key=value key=value`. Every class survives pickling in both directions, and so crosses ranks
-inside torch's `CheckpointException`: an exception that does not would leave the other ranks waiting in a collective.
+Messages have the form `what. key=value key=value`. Every class can be pickled and unpickled, and so reaches other ranks
+inside torch's `CheckpointException`; an exception that cannot would leave them waiting in a collective operation.
 """
 
 from __future__ import annotations
@@ -30,37 +30,41 @@ _Error = TypeVar("_Error", bound="DcpRemoteError")
 
 Detail = str | int | float | bool | None
 
-
-# Names and numbers are those of whoever wrote the checkpoint: an error is read by people, and crosses ranks.
+# Details may come from an untrusted checkpoint; a longer one would be hard to read and costly to send to other ranks.
 _DETAIL_CHARACTERS_MAX = 1_000
 
 
 class DcpRemoteError(Exception):
-    """The base of all errors of this package.
+    """Base of all errors of this package.
 
-    Args:
-        what: What happened and what to do about it, in one or two sentences.
-        **details: The values involved. Anything but numbers, booleans and None is kept as its string, cut where it is
-            long, so that the error can always be pickled.
+    Attributes:
+        what: Message without the details.
+        details: Values involved, by name.
     """
 
     def __init__(self, what: str, /, **details: object) -> None:
-        """See the class."""
+        """Keep the message, and the details in a form that can be pickled.
+
+        Args:
+            what: Message that says what happened and what to do about it, in one or two sentences.
+            **details: Values involved. Numbers, booleans and None are kept; anything else is kept as its string, cut
+                to 1,000 characters.
+        """
         self.what = what
         self.details: dict[str, Detail] = {name: _plain(value) for name, value in details.items()}
         super().__init__(what)
 
     def __str__(self) -> str:
-        """`what. key=value key=value`."""
+        """Return `what. key=value key=value`, without details that are None."""
         values = (f"{name}={value!r}" for name, value in self.details.items() if value is not None)
         return " ".join([self.what, *values])
 
     def __repr__(self) -> str:
-        """With what `str` says: torch's `CheckpointException.failures` shows errors so."""
+        """Return the class and `str(self)`: torch's `CheckpointException` shows errors by their repr."""
         return f"{type(self).__name__}({str(self)!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Rebuild from the message and the details alone; notes and attributes that others set are not carried."""
+        """Pickle the message and the details only, not notes or other attributes."""
         return _rebuild, (type(self), self.what, self.details)
 
 
@@ -75,29 +79,29 @@ def _plain(value: object) -> Detail:
         return value  # type: ignore[return-value]  # the types were compared by identity, which mypy does not follow
     try:
         text = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else str(value)
-    except Exception:  # noqa: BLE001  # an error is told even if one of its values cannot be
+    except Exception:  # noqa: BLE001  # the `__str__` of a value may raise anything
         return f"<{type(value).__name__}>"
     return text if len(text) <= _DETAIL_CHARACTERS_MAX else f"{text[:_DETAIL_CHARACTERS_MAX]}…"
 
 
 class CheckpointNotFoundError(DcpRemoteError, FileNotFoundError):
-    """There is no committed checkpoint here: start fresh, or choose another."""
+    """No committed checkpoint exists here: start fresh, or choose another checkpoint."""
 
 
 class CheckpointExistsError(DcpRemoteError, FileExistsError):
-    """A committed checkpoint is here already: choose another name, or pass `overwrite=True`."""
+    """A committed checkpoint exists here already: choose another name, or pass `overwrite=True`."""
 
 
 class CommitConflictError(DcpRemoteError):
-    """Another save was committed in the meantime; nothing of it was overwritten."""
+    """Another save was committed first; its checkpoint was not overwritten."""
 
 
 class FencedError(CommitConflictError):
-    """A newer job owns this run; stop this one."""
+    """A newer job owns this run; stop this job."""
 
 
 class CommitUnknownError(DcpRemoteError):
-    """The store never said whether the commit was carried out: look before acting."""
+    """The store did not answer whether the commit was carried out: look for the checkpoint before acting."""
 
 
 class SaveFailedError(DcpRemoteError):
@@ -109,39 +113,39 @@ class SaveTimeoutError(SaveFailedError):
 
 
 class CorruptCheckpointError(DcpRemoteError):
-    """The bytes in the store are not those that the manifest promises: use another checkpoint."""
+    """The bytes in the store disagree with the manifest: use another checkpoint."""
 
 
 class UnsafeObjectError(DcpRemoteError):
-    """An object can only be loaded by running code that it names; the details name key and types."""
+    """Loading an object would run code that it names; the details name the key and the types."""
 
 
 class UnsupportedFormatError(DcpRemoteError):
-    """Written by a newer version of dcp_remote: upgrade."""
+    """A newer version of dcp_remote wrote this: upgrade."""
 
 
 class StorageError(DcpRemoteError):
-    """The store failed in a way that trying again does not cure."""
+    """The store failed, and another attempt will not help."""
 
 
 class TransientStorageError(StorageError):
-    """The store failed for now (timeout, reset, 5xx, throttling): the same request may pass later."""
+    """The store failed for now (timeout, reset, 5xx, throttling): the same request may succeed later."""
 
 
 class ObjectNotFoundError(StorageError, FileNotFoundError):
-    """There is no object of this name, or no such bucket."""
+    """No object has this key, or no bucket this name."""
 
 
 class ConditionFailedError(StorageError):
-    """A conditional write was refused: the object is not in the state that was asked for.
+    """A conditional write was refused: the object is not in the required state.
 
-    After a lost response this can be the doing of our own earlier attempt; `dcp_remote.commit` settles which.
+    The cause may be an earlier attempt of the same write whose response was lost; `dcp_remote.run.commit` settles this.
     """
 
 
 class PermissionDeniedError(StorageError):
-    """No credentials, wrong credentials, or a grant that is missing."""
+    """The credentials are missing or wrong, or lack a permission."""
 
 
 class InvalidArgumentError(DcpRemoteError, ValueError):
-    """The call itself is wrong: a URL, an option, a template that asks for what was not saved."""
+    """The call itself is wrong: a bad URL or option, or a template that asks for entries that were not saved."""

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from dcp_remote import PerRank
-from dcp_remote.per_rank import PER_RANK_KEY
-from dcp_remote.reports import LoadReport, SaveReport
+from dcp_remote.manager.reports import LoadReport, SaveReport
+from dcp_remote.serialization.state_dict import PER_RANK_KEY
 
 
 class Events:

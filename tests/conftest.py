@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import is_hypothesis_test
 
 from dcp_remote.testing.servers import S3Server, moto_server
-from tests.figures import figures
-from tests.properties import load_profile
+from tests.support.figures import figures
+from tests.support.parties import wait_until
+from tests.support.properties import load_profile
+from tests.support.rank_pool import RankPool
 
 # For each part that could go on for ever (a fuzzer, random schedules). `make test` runs all of them that short.
 _SECONDS = 2.0
+
+# Of the cases of a parametrized test of the campaign, `make test` runs the first and every so many.
+_SMOKE_STEP = 8
 
 _BEGAN = pytest.StashKey[float]()
 
@@ -25,18 +32,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=_SECONDS,
         help=f"time for each part of the campaign that has no end of its own (default {_SECONDS:g})",
     )
+    parser.addoption(
+        "--smoke",
+        action="store_true",
+        help=f"of each part of the campaign one case in {_SMOKE_STEP}, of each property a few examples",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    load_profile(config.getoption("--torture-seconds"))
+    load_profile(config.getoption("--torture-seconds"), is_smoke=config.getoption("--smoke"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before what `-m` does not name is left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every property is part of the campaign, which tries other examples."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Every property is part of the campaign, which tries other examples. Real ranks are those of one process."""
+    cases: Counter[str] = Counter()
+    kept, left_out = [], []
     for item in items:
         if isinstance(item, pytest.Function) and is_hypothesis_test(item.function):
             item.add_marker(pytest.mark.torture)
+        elif config.getoption("--smoke") and item.get_closest_marker("torture") is not None:
+            function = item.nodeid.partition("[")[0]
+            cases[function] += 1
+            if (cases[function] - 1) % _SMOKE_STEP:
+                left_out.append(item)
+                continue
+        if "rank_pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("rank_pool"))
+        kept.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -65,3 +91,17 @@ def s3_server() -> Iterator[S3Server]:
     """One S3 server for the whole session; tests take a bucket each."""
     with moto_server() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """Four processes that live as long as the session; a test takes as many as it needs."""
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture
+def no_heartbeat_is_left() -> Iterator[None]:
+    """Those that a test has left behind end by themselves."""
+    yield
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name == "dcp_remote-heartbeat"])

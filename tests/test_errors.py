@@ -1,4 +1,4 @@
-"""The exception tree: what its docstring draws, and that every class crosses ranks."""
+"""The exception tree: the docstring draws all classes, and every class can be pickled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dcp_remote.errors import DcpRemoteError
 
 
 def tree(kind: type[DcpRemoteError] = DcpRemoteError) -> Iterator[type[DcpRemoteError]]:
-    """A class and all below it."""
+    """Yield a class and all classes below it."""
     yield kind
     for below in kind.__subclasses__():
         yield from tree(below)
@@ -26,7 +26,7 @@ CLASSES = [kind for kind in tree() if kind.__module__ == errors.__name__]
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_every_class_survives_pickling_both_ways(kind: type[DcpRemoteError]) -> None:
-    """With message and details; also with values that cannot be pickled themselves, and inside torch's exception."""
+    """Pickling keeps message and details, also with values that cannot be pickled, and inside torch's exception."""
     error = kind(
         "What happened.", key="a b", count=3, ratio=0.5, flag=True, nothing=None, cause=ValueError("x"), odd=iter
     )
@@ -42,7 +42,7 @@ def test_every_class_survives_pickling_both_ways(kind: type[DcpRemoteError]) -> 
 
 
 def test_messages_read_what_then_values() -> None:
-    """`what. key=value key=value`; a value that is None says nothing, and one that cannot be told does no harm."""
+    """Details that are None are left out, and one whose `str` raises is replaced by its type."""
 
     class Untellable:
         def __str__(self) -> str:
@@ -55,7 +55,7 @@ def test_messages_read_what_then_values() -> None:
 
 
 def test_docstring_draws_the_tree() -> None:
-    """Every class stands in it, once."""
+    """The docstring draws every class once."""
     drawn = re.findall(r"^ {4}(?:[│ ]*[├└]── )?(\w+Error)\b", errors.__doc__ or "", re.MULTILINE)
     assert sorted(drawn) == sorted(kind.__name__ for kind in CLASSES)
 
@@ -69,7 +69,7 @@ def test_docstring_draws_the_tree() -> None:
         (errors.InvalidArgumentError, ValueError),
     ],
 )
-def test_what_they_also_are(kind: type[DcpRemoteError], builtin: type[Exception]) -> None:
-    """Code that does not know us handles them all the same."""
+def test_builtin_base_classes(kind: type[DcpRemoteError], builtin: type[Exception]) -> None:
+    """Code that knows only the builtin classes can handle these errors."""
     with pytest.raises(builtin):
         raise kind("x")

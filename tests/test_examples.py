@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from dcp_remote.run import catalog_of
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.run.maintenance import Maintenance
+from dcp_remote.run.run import catalog_of
 from dcp_remote.storage import open_store
-from dcp_remote.storage.retrying import Deadline
-from dcp_remote.upkeep import Upkeep
 from watch import read_events
 
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "train_fsdp2.py"
@@ -97,7 +97,7 @@ def live_steps(checkpoint: str) -> list[int]:
 
 def forget(checkpoint: str, step: int) -> None:
     """Let go of the newest checkpoint, as if the job had been killed while it was saved."""
-    Upkeep(open_store(checkpoint)).retire([step], deadline=Deadline(10), force=True)
+    Maintenance(open_store(checkpoint)).retire([step], deadline=Deadline(10), force=True)
 
 
 def test_training_resumes_at_another_world_size(tmp_path: Path) -> None:

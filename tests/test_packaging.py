@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from email.parser import HeaderParser
@@ -67,10 +68,27 @@ def test_wheel_holds_the_package_whole_and_nothing_else(wheel: zipfile.ZipFile) 
         for path in package.rglob("*")
         if path.is_file() and path.parent.name != "__pycache__"
     }
-    assert {"dcp_remote/py.typed", "dcp_remote/FORMAT.md", "dcp_remote/__init__.py"} <= sources
+    assert {"dcp_remote/py.typed", "dcp_remote/format/FORMAT.md", "dcp_remote/__init__.py"} <= sources
     information = f"dcp_remote-{project()['version']}.dist-info/"
     assert {name for name in wheel.namelist() if not name.startswith(information)} == sources
     assert f"{information}licenses/LICENSE" in wheel.namelist()
+    assert not [name for name in sources if "bench" in name and not name.startswith("dcp_remote/cli/")]
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="compares with what git holds")
+def test_sdist_holds_the_repository(tmp_path: Path) -> None:
+    """Its list of files against git's; built from a copy of those."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    names = {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    build = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    (path,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert names - held == set()
 
 
 def test_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:

@@ -8,12 +8,17 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.figures import LONG_SECONDS
-from tests.properties import examples
+from tests.support.figures import LONG_SECONDS
+from tests.support.properties import examples
 
 
 def test_the_same_examples_each_time(torture_seconds: float) -> None:
-    """Of one property, tried twice; of one that says how many, too. In the long campaign others, and more."""
+    """Of one property, tried twice; of one that says how many, too. In the long campaign others, and more.
+
+    As many as the chosen profile says: 10 of 100 in `make test`, 100 in the short campaign, 500 in the long one.
+    """
+    assert settings().max_examples in {10, 100, 500}
+    assert (settings().max_examples == 500) is (torture_seconds >= LONG_SECONDS)
 
     def tried(how_many: settings) -> list[int]:
         drawn: list[int] = []
@@ -30,7 +35,7 @@ def test_the_same_examples_each_time(torture_seconds: float) -> None:
     for how_many, count in ((settings(), 100), (examples(40), 40)):
         first, second = tried(how_many), tried(how_many)
         assert (first == second) is not explores
-        assert len(first) == count * (5 if explores else 1)
+        assert len(first) == count * settings().max_examples // 100
 
 
 def test_no_property_chooses_its_own_chance() -> None:

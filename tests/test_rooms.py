@@ -1,292 +1,117 @@
-"""The rooms of the house: a file imports only from files above it, and what stands above the line knows no torch."""
+"""The packages of dcp_remote: which may import which, which know torch, and which know the clients of the clouds."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dcp_remote"
-LINE = "--- no torch above this line ---"
 
-# One line per file, top to bottom. A new file gets a line here, or the tests fail.
-ROOMS = [
-    "errors",
-    "terminal",
-    "url",
-    "ranges",
-    "storage.base",
-    "storage.landing",
-    "storage.memory",
-    "storage.mounts",
-    "storage.files",
-    "storage.local",
-    "storage.wrapper",
-    "storage.rereads",
-    "storage.counting",
-    "storage.time_left",
-    "storage.retrying",
-    "storage.conditional_writes",
-    "storage.timeouts",
-    "storage.cloud_options",
-    "storage.s3_place",
-    "storage.cloud_configs",
-    "storage.budget",
-    "storage.pace",
-    "storage.connecting",
-    "storage.streams",
-    "storage.direct_reads",
-    "storage.circuit_breaker",
-    "storage.redaction",
-    "storage.cloud_errors",
-    "storage.diagnosis",
-    "storage.cloud_credentials",
-    "storage.cloud_clients",
-    "storage.cloud_failures",
-    "storage.cloud",
-    "storage.fsspec_client",
-    "storage.fsspec",
-    "storage.__init__",
-    "dtypes",
-    "digests",
-    "columns",
-    "tiling",
-    "shard",
-    "envelope",
-    "manifest",
-    "manifest_check",
-    "manifest_json",
-    "report",
-    "empty_dicts",
-    "assembly",
-    "plan_table",
-    "dedup",
-    "packing",
-    "turns",
-    "transfer",
-    "pending",
-    "uploads",
-    "downloads",
-    "read_plan",
-    "sharing",
-    "peer_sockets",
-    "peers",
-    "exchange",
-    "commit",
-    "catalog",
-    "catalog_json",
-    "catalog_store",
-    "run_names",
-    "checkpoint",
-    "gc",
-    "retention",
-    "names",
-    "thinning",
-    "named",
-    "leftovers",
-    "upkeep",
-    "tidying",
-    "run_gc",
-    "recover",
-    "run",
-    "run_save",
-    "run_checkpoints",
-    "reading",
-    "object_raw",
-    "object_tree",
-    "object_text",
-    "reports",
-    "progress",
-    "telemetry",
-    # The benchmark's server.
-    "bench.__init__",
-    "bench.shape",
-    "bench.counts",
-    "bench.space",
-    "bench.request",
-    "bench.checksums",
-    "bench.objects",
-    "bench.reply",
-    "bench.wire",
-    "bench.body",
-    "bench.operations",
-    "bench.service",
-    "bench.connection",
-    "bench.certificates",
-    "bench.server",
-    "bench.raw",
-    # And what is made of its figures.
-    "bench.plan",
-    "bench.rows",
-    "bench.goals",
-    "bench.tables",
-    "bench.chart",
-    "bench.publish",
-    # What a user's bucket gives.
-    "bench.findings",
-    "bench.probe",
-    "cli.bench",
-    "cli.show",
-    "cli.gc",
-    "cli.ls",
-    "cli.rm",
-    "cli.pin",
-    "cli.recover",
-    "cli.main",
-    "cli.__init__",
-    LINE,
-    "object_tags",
-    "object_classes",
-    "object_numpy",
-    "object_torch",
-    "object_program",
-    "object_streams",
-    "objects",
-    "serialization",
-    "devices",
-    "chunk_list",
-    "dcp_metadata",
-    "crossing",
-    "location",
-    "text_keys",
-    "plans",
-    "save_items",
-    "shard_writer",
-    "saving",
-    "writer",
-    "targets",
-    "aliases",
-    "per_rank",
-    "loading",
-    "reader",
-    "random_states",
-    "staging",
-    "helper_thread",
-    "key_value",
-    "pulse",
-    "party",
-    "joint_keys",
-    "ending",
-    "roll_call",
-    "joint",
-    "ranks",
-    "preemption",
-    "desk",
-    "save_rank",
-    "load_rank",
-    "flight",
-    "flights",
-    "at_exit",
-    "manager",
-    "__init__",
-    # The benchmark.
-    "bench.state",
-    "bench.clients",
-    "bench.training",
-    "bench.worker",
-    "bench.processes",
-    # Shipped for whoever writes a store: nothing above imports it.
-    "testing.wrappers",
-    "testing.servers",
-    "testing.ceph",
-    "testing.store_suite",
-    "testing.ranks",
-    "testing.rank_pool",
-    "testing.__init__",
-    # Of many ranks in one process; and what runs Ceph.
-    "bench.scale",
-    "bench.ceph",
-    "bench.run",
-]
+# By package or module of `dcp_remote`: the others that it may import, beside itself. The table of ARCHITECTURE.md.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "common": {"errors"},
+    "storage": {"errors", "common"},
+    "format": {"errors", "common"},
+    "run": {"errors", "common", "format", "storage"},
+    "cli": {"errors", "common", "format", "storage", "run"},
+    "serialization": {"errors", "common", "format"},
+    "coordination": {"errors", "common"},
+    "saving": {"errors", "common", "format", "storage", "serialization"},
+    "loading": {"errors", "common", "format", "storage", "serialization", "run"},
+    "writer": {"errors", "common", "format", "storage", "run", "serialization", "coordination", "saving", "loading"},
+    "reader": {"errors", "common", "format", "storage", "run", "serialization", "coordination", "saving", "loading"},
+    "manager": {
+        *("errors", "common", "format", "storage", "run", "serialization", "coordination", "saving", "loading"),
+        *("writer", "reader"),
+    },
+    "testing": {"errors", "common", "storage"},
+}
+
+# These import no torch, not even for types: the command line starts without it.
+WITHOUT_TORCH = {"errors", "common", "storage", "format", "run", "cli"}
 
 # Who may know these: everybody else speaks to `ObjectStore`, and a run on a local folder loads none of them.
 CLIENTS = {"obstore", "boto3", "botocore"}
-ROOMS_WITH_CLIENTS = {
-    "bench.clients",
-    "storage.cloud",
-    "storage.cloud_credentials",
-    "storage.cloud_clients",
-    "storage.cloud_configs",
-    "storage.redaction",
-    "storage.cloud_errors",
-    "storage.cloud_failures",
-    "storage.diagnosis",
-    "storage.fsspec",
-    "storage.fsspec_client",
-    "storage.s3_place",
-    "testing.servers",
-    "testing.ceph",
-}
+KNOW_CLIENTS = ("storage.cloud.", "storage.fsspec", "testing.servers")
+
+ENTRIES_MAX = 16
+
+# Every module of the package, by its name below `dcp_remote`.
+MODULES = [".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in sorted(PACKAGE.rglob("*.py"))]
+PLACED = [module for module in MODULES if module != "__init__"]
 
 
-# Every file of the package, by its name above.
-FILES = [".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in sorted(PACKAGE.rglob("*.py"))]
-
-
-def imports(room: str) -> set[str]:
-    """What a file imports, at its top, in functions and for types alone: rooms, and full names of other modules."""
-    tree = ast.parse((PACKAGE / (room.replace(".", "/") + ".py")).read_bytes())
+def imports(module: str) -> set[str]:
+    """Modules of dcp_remote, and full names of others, that a module imports: at its top, in functions, for types."""
+    tree = ast.parse((PACKAGE / (module.replace(".", "/") + ".py")).read_bytes())
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found.update(_room(alias.name) for alias in node.names)
+            found.update(resolved(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"relative import in {room}, line {node.lineno}"
-            # `from dcp_remote import manifest` imports a file, `from dcp_remote.manifest import Manifest` does, too.
-            found.update(_room(f"{node.module}.{alias.name}") for alias in node.names)
+            assert node.level == 0, f"relative import in {module}, line {node.lineno}"
+            # `from dcp_remote.format import manifest` imports a file, and so does `... .manifest import Manifest`.
+            found.update(resolved(f"{node.module}.{alias.name}") for alias in node.names)
     return found
 
 
-def _room(module: str) -> str:
-    package, *parts = module.split(".")
+def resolved(name: str) -> str:
+    """The module of dcp_remote that holds a full name; the name itself if it is of another library."""
+    package, *parts = name.split(".")
     if package != PACKAGE.name:
-        return f"Python's {module}" if module in FILES else module  # `gc` is theirs and ours
-    for name in (".".join(parts), ".".join([*parts, "__init__"])):
-        if name in FILES or name in ROOMS:
-            return name
-    return _room(".".join([package, *parts[:-1]]))  # the last part is a name in a file
+        return name
+    for known in (".".join(parts), ".".join([*parts, "__init__"])):
+        if known in MODULES:
+            return known
+    return resolved(".".join([package, *parts[:-1]]))  # the last part is a name in a module
 
 
-def above_the_line() -> list[str]:
-    return ROOMS[: ROOMS.index(LINE)]
+def test_every_module_has_a_package() -> None:
+    """A module or package that the table does not name is a module that nobody will find."""
+    entries = {module.split(".", 1)[0] for module in MODULES} - {"__init__"}
+    assert entries == set(MAY_IMPORT)
+    assert len(entries) < ENTRIES_MAX  # and `__init__`
 
 
 def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_table_and_package_hold_the_same_files() -> None:
-    """A file without a line, and a line without a file, are named."""
-    assert set(FILES) - set(ROOMS) == set(), "files without a line in ROOMS"
-    assert set(ROOMS) - {LINE} - set(FILES) == set(), "lines of ROOMS without a file"
-    assert len(ROOMS) == len(set(ROOMS))
-
-
-@pytest.mark.parametrize("room", sorted(set(FILES) & set(ROOMS)))
-def test_file_imports_only_from_rooms_above_it(room: str) -> None:
+@pytest.mark.parametrize("module", PLACED)
+def test_imports_are_those_of_the_table(module: str) -> None:
     """Read from the syntax tree, so that an import inside a function counts as well."""
-    above = set(ROOMS[: ROOMS.index(room)])
-    assert (imports(room) & set(FILES)) - above == set()
+    package = module.split(".", 1)[0]
+    packages = {name.split(".")[0] for name in imports(module) if name in MODULES}
+    assert packages - MAY_IMPORT[package] - {package} == set()
 
 
-@pytest.mark.parametrize("room", sorted(set(FILES) & set(above_the_line())))
-def test_no_import_of_torch_above_the_line(room: str) -> None:
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """The graph of all imports has an order."""
+    graph = {module: {name for name in imports(module) if name in MODULES} for module in MODULES}
+    assert list(TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize("module", [module for module in PLACED if module.split(".")[0] in WITHOUT_TORCH])
+def test_no_import_of_torch_above_the_line(module: str) -> None:
     """Read from the syntax tree: not even for types, or inside a function."""
-    assert not {name for name in imports(room) if name.split(".")[0] == "torch"}
+    assert not {name for name in imports(module) if name.split(".")[0] == "torch"}
 
 
-@pytest.mark.parametrize("room", sorted(set(FILES) - ROOMS_WITH_CLIENTS))
-def test_only_the_cloud_rooms_know_the_cloud(room: str) -> None:
+@pytest.mark.parametrize("module", [module for module in PLACED if not module.startswith(KNOW_CLIENTS)])
+def test_only_the_clouds_know_their_clients(module: str) -> None:
     """Read from the syntax tree."""
-    assert not {name for name in imports(room) if name.split(".")[0] in CLIENTS}
+    assert not {name for name in imports(module) if name.split(".")[0] in CLIENTS}
 
 
-def test_torch_is_not_loaded_by_what_stands_above_the_line() -> None:
+def test_torch_is_not_loaded_above_the_line() -> None:
     """All of it imported into a fresh interpreter, since a library of others might bring torch along."""
-    modules = [f"dcp_remote.{room}".removesuffix(".__init__") for room in above_the_line() if room in set(FILES)]
+    modules = [f"dcp_remote.{name}".removesuffix(".__init__") for name in PLACED if name.split(".")[0] in WITHOUT_TORCH]
     assert run(f"import sys, {', '.join(modules)}; print('torch' in sys.modules)") == "False"
 
 
@@ -296,12 +121,12 @@ def test_local_storage_loads_no_cloud_client() -> None:
     assert run(f"{code}; print(sorted({CLIENTS!r} & set(sys.modules)))") == "[]"
 
 
-def test_imports_are_resolved_to_files() -> None:
-    """The reader of imports, on each form: a package, a file, a name in either, another library."""
-    assert _room("dcp_remote") == "__init__"
-    assert _room("dcp_remote.storage") == "storage.__init__"
-    assert _room("dcp_remote.storage.base") == "storage.base"
-    assert _room("dcp_remote.storage.base.ObjectStore") == "storage.base"
-    assert _room("dcp_remote.storage.open_store") == "storage.__init__"
-    assert _room("dcp_remote.errors") == "errors"
-    assert _room("torch.distributed.checkpoint") == "torch.distributed.checkpoint"
+def test_imports_are_resolved_to_modules() -> None:
+    """Each form: a package, a module, a name in either, another library."""
+    assert resolved("dcp_remote") == "__init__"
+    assert resolved("dcp_remote.storage") == "storage.__init__"
+    assert resolved("dcp_remote.storage.base") == "storage.base"
+    assert resolved("dcp_remote.storage.base.ObjectStore") == "storage.base"
+    assert resolved("dcp_remote.storage.open_store") == "storage.__init__"
+    assert resolved("dcp_remote.errors") == "errors"
+    assert resolved("torch.distributed.checkpoint") == "torch.distributed.checkpoint"

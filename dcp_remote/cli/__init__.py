@@ -1,4 +1,7 @@
-"""The command line: `dcp-remote show <url>`. Starts without torch; needs nothing but the manifest."""
+"""Command line `dcp-remote`: one module per command, called by `main`. Imports no torch.
+
+findings and probe are the parts of `dcp-remote bench`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dcp-remote bench`: what a bucket gives this machine, and what limits it; as text, and as a report for others."""
+"""`dcp-remote bench`: measure a bucket from this machine, print what limits it, and write a report to publish."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from dcp_remote.bench.findings import Probe, Unit, limit, said
-from dcp_remote.bench.probe import fresh_name, object_bytes, probe
+from dcp_remote.cli.findings import Probe, Unit, describe_support, find_limit
+from dcp_remote.cli.probe import fresh_name, object_bytes, probe
+from dcp_remote.common.text import human_bytes, printable
+from dcp_remote.common.units import MiB
 from dcp_remote.errors import InvalidArgumentError, StorageError
-from dcp_remote.ranges import MiB
 from dcp_remote.storage import ObjectStore, open_store
-from dcp_remote.storage.circuit_breaker import DirectCounts
-from dcp_remote.terminal import human_bytes, printable
-from dcp_remote.url import parse_url
+from dcp_remote.storage.cloud.circuit_breaker import DirectCounts
+from dcp_remote.storage.url import parse_url
 
-# Some seconds of a usual connection each way, and a few cents nowhere.
+# Defaults: a few seconds of a usual connection in each direction, and less than a few cents at any provider.
 BYTES = 256 * MiB
 SECONDS = 60.0
 OUTPUT = "dcp-remote-bench.json"
 
 _UNITS = {"": 1, "MiB": MiB, "GiB": 1024 * MiB}
 
-# Of a request without a body, or hardly one: an outage is told in seconds. Bodies get the time that a save gives them.
+# Timeout of small requests, so that an outage is reported within seconds. Large bodies have the timeouts of a save.
 _QUICK_SECONDS = 5.0
 
-# What a shell says of a program that a signal ended is this and its number.
+# Exit code of a program that a signal ended is this plus the signal's number, by convention of shells.
 _SIGNALLED = 128
-# Of those that end a process, the ones that can wait for what was put to be deleted. Windows has no SIGHUP.
+# Signals that end a process and can be delayed until the objects are deleted. Windows has no SIGHUP.
 _SIGNALS = tuple(
     number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None
 )
 
 
 def parse_bytes(text: str) -> int:
-    """Of `256MiB`, `4GiB` or a number of bytes.
+    """Parse a size such as `256MiB`, `4GiB` or a number of bytes.
 
     Raises:
-        argparse.ArgumentTypeError: It is none of these.
+        argparse.ArgumentTypeError: The text has another form.
     """
     found = re.fullmatch(r"(\d+)(MiB|GiB|)", text)
     if found is None:
@@ -69,44 +69,44 @@ def run(
     output: Path,
     out: TextIO,
 ) -> None:
-    """Measure, print, and write the report; see `dcp_remote.bench.probe`.
+    """Measure, print, and write the report; costs as in `dcp_remote.cli.probe`.
 
     Args:
-        url: Of a prefix that may be written.
-        storage_options: As for `RemoteWriter`.
-        bytes_max: How much may be put, and read.
-        seconds_max: After which nothing more is begun.
-        name: What the report calls this place; None leaves it without a name.
-        output: Where the report goes.
-        out: Where the text goes.
+        url: URL of a prefix that may be written.
+        storage_options: Options as for `RemoteWriter`.
+        bytes_max: Most bytes to upload, and to download.
+        seconds_max: Seconds after which no new measurement starts.
+        name: Name of the bucket or machine in the report, or None.
+        output: File for the report; must not exist.
+        out: Output stream.
 
     Raises:
-        InvalidArgumentError: A number makes no sense, or the report's folder is not there.
-        PermissionDeniedError: There are no credentials, or they may not write or read.
-        StorageError: There is no such bucket, or it does not answer; or, after all else, what was put could not be
-            deleted, or the store ignores conditions.
-        FileExistsError: There is a report already.
-        SystemExit: A signal ended it.
+        InvalidArgumentError: `bytes_max` or `seconds_max` is out of range, or the report's folder does not exist.
+        PermissionDeniedError: There are no credentials, or they permit no writing or reading.
+        StorageError: The bucket does not exist, or does not answer; or, raised after the report was written, objects
+            could not be deleted, or the store ignores conditions.
+        FileExistsError: The file for the report exists already.
+        SystemExit: A signal ended the measurement.
     """
     store = open_store(url, storage_options)
     object_bytes(bytes_max)
     if not 0 < seconds_max < math.inf:
-        raise InvalidArgumentError("--seconds is a positive number.", seconds=seconds_max)
+        raise InvalidArgumentError("--seconds must be a positive number.", seconds=seconds_max)
     scheme = parse_url(url).scheme
     unit: Unit = "thread" if scheme in {"file", "memory"} else "connection"
     fresh = fresh_name()
-    place = printable(store.child(fresh).url)
+    prefix_url = printable(store.child(fresh).url)
 
     def tell(line: str) -> None:
         out.write(f"… {line}\n")
         out.flush()
 
-    with _report_at(output) as file:
-        # Before anything is put: whoever kills this one knows what to delete.
-        out.write(f"{place}: all below it is written, read and deleted\n")
+    with _open_report(output) as file:
+        # Printed before anything is put, so that a user who kills this process knows what to delete.
+        out.write(f"{prefix_url}: objects below this URL are written, read and deleted\n")
         out.flush()
-        quick = _quick(url, storage_options, store)
-        with _signals(place) as signals:
+        quick = _open_quick_store(url, storage_options, store)
+        with _handle_signals(prefix_url) as signals:
             found = probe(
                 store,
                 name=fresh,
@@ -118,163 +118,170 @@ def run(
                 hold=signals.hold,
             )
         direct = _direct_counts(store).plus(_direct_counts(quick))
-        document = _report(found, direct, scheme=scheme, unit=unit, name=name)
+        document = _build_report(found, direct, scheme=scheme, unit=unit, name=name)
         file.write(json.dumps(document, indent=2) + "\n")
-    out.writelines(f"{line}\n" for line in _lines(found, direct, unit))
+    out.writelines(f"{line}\n" for line in _format_lines(found, direct, unit))
     out.write(printable(f"report: {output}") + "\n")
     if found.objects_left:
         raise StorageError(
-            "Not all that was put could be deleted; the warning says where it lies.", objects=found.objects_left
+            "Some objects could not be deleted; the warning above names the URL to clean up.",
+            objects=found.objects_left,
         )
     if False in {found.creates_if_absent, found.compares_and_swaps}:
         raise StorageError(
-            "This store does not keep conditional writes: it cannot hold checkpoints safely.",
+            "This store ignores the conditions of conditional writes, so it cannot hold checkpoints safely.",
             create_if_absent=found.creates_if_absent,
             compare_and_swap=found.compares_and_swaps,
         )
 
 
-def _quick(url: str, storage_options: Mapping[str, object], store: ObjectStore) -> ObjectStore:
-    """The same place by a client that gives up sooner; files and memory answer or do not."""
+def _open_quick_store(url: str, storage_options: Mapping[str, object], store: ObjectStore) -> ObjectStore:
+    """Open the URL with shorter timeouts; files and memory have none, so `store` itself is returned for them."""
     parsed = parse_url(url)
     if parsed.scheme in {"file", "memory"}:
         return store
-    from dcp_remote.storage.cloud import open_cloud_store
-    from dcp_remote.storage.timeouts import Timeouts
+    from dcp_remote.storage.cloud.config import Timeouts
+    from dcp_remote.storage.cloud.store import open_cloud_store
 
     timeouts = Timeouts(floor_seconds=_QUICK_SECONDS, silence_seconds=_QUICK_SECONDS)
     return open_cloud_store(parsed, storage_options, timeouts=timeouts)
 
 
 def _direct_counts(store: ObjectStore) -> DirectCounts:
-    """How ranges were read so far; zeros for files and memory."""
+    """Return the counts of how ranges were read so far; zeros for files and memory."""
     if parse_url(store.url).scheme in {"file", "memory"}:
         return DirectCounts()
-    from dcp_remote.storage.cloud import CloudStore
+    from dcp_remote.storage.cloud.store import CloudStore
 
     return store.direct_counts if isinstance(store, CloudStore) else DirectCounts()
 
 
 @contextmanager
-def _report_at(output: Path) -> Iterator[TextIO]:
-    """The report, opened before a byte is sent; a file that was not written is gone behind the block.
+def _open_report(output: Path) -> Iterator[TextIO]:
+    """Create the report's file before anything is sent; remove the file if the block raises.
 
     Raises:
-        InvalidArgumentError: There is no such folder.
-        FileExistsError: There is one already: it may be all that is left of a long measurement.
-        OSError: It cannot be written.
+        InvalidArgumentError: The folder does not exist.
+        FileExistsError: The file exists already, perhaps with the results of a long measurement.
+        OSError: The file cannot be written.
     """
     if not output.parent.is_dir() or output.is_dir():
         raise InvalidArgumentError("The report cannot be written there.", output=output)
     if output.is_file():
-        raise FileExistsError(errno.EEXIST, "A report is there already; --output names another", str(output))
-    # What exists and is no file (/dev/null, a pipe) is nothing to lose, nor to remove.
-    ours = not output.exists()
-    with output.open("x" if ours else "w", encoding="utf-8") as file:
+        raise FileExistsError(errno.EEXIST, "The report exists already; choose another file with --output", str(output))
+    # A path that exists and is not a file (/dev/null, a pipe) is written but never removed.
+    is_new = not output.exists()
+    with output.open("x" if is_new else "w", encoding="utf-8") as file:
         try:
             yield file
         except BaseException:
-            if ours:
+            if is_new:
                 output.unlink(missing_ok=True)
             raise
 
 
-class _Signals:
-    """What a signal does here: the first one ends the measurement, and none the deletion that follows.
+class _SignalHandler:
+    """Signal handler: the first signal ends the measurement, and no signal ends the deletion that follows.
 
     Args:
-        place: Where what was put lies.
+        prefix_url: URL below which the objects are.
+
+    Attributes:
+        first: Number of the first signal, or None.
     """
 
-    def __init__(self, place: str) -> None:
-        self._place = place
-        self._told: set[str] = set()
+    def __init__(self, prefix_url: str) -> None:
+        self._prefix_url = prefix_url
+        self._printed: set[str] = set()
         self._held = False
         self.first: int | None = None
 
     def hold(self) -> None:
-        """From here on nothing is interrupted."""
+        """Let no later signal interrupt."""
         self._held = True
 
     def __call__(self, number: int, _: FrameType | None) -> None:
-        """See `signal.signal`."""
-        end = self.first is None and not self._held
+        """Handle a signal, as `signal.signal` calls it."""
+        should_exit = self.first is None and not self._held
         if self.first is None:
             self.first = number
-        if end:
-            self._say("interrupted; waiting for requests under way, then deleting")
+        if should_exit:
+            self._print_once("interrupted; waiting for pending requests, then deleting")
             raise SystemExit(_SIGNALLED + number)
-        self._say("still waiting for requests under way, and for the deletion of")
+        self._print_once("still waiting for pending requests and for the deletion of")
 
-    def _say(self, what: str) -> None:
-        if what in self._told:
+    def _print_once(self, text: str) -> None:
+        if text in self._printed:
             return
-        self._told.add(what)
-        # Not by `sys.stderr`, which the signal may have interrupted in the middle of a line.
+        self._printed.add(text)
+        # Not through `sys.stderr`, which the signal may have interrupted in the middle of a line.
         with suppress(OSError):
-            os.write(2, f"dcp-remote: {what} what lies below {self._place}\n".encode(errors="backslashreplace"))
+            os.write(2, f"dcp-remote: {text} the objects below {self._prefix_url}\n".encode(errors="backslashreplace"))
 
 
 @contextmanager
-def _signals(place: str) -> Iterator[_Signals]:
-    """With their handlers in place; behind it those that were there.
+def _handle_signals(prefix_url: str) -> Iterator[_SignalHandler]:
+    """Install the signal handlers, and put the previous ones back at the end.
 
     Raises:
-        SystemExit: One came: at once, or while what was put was deleted.
+        SystemExit: A signal came: raised at once, or after the objects were deleted.
     """
-    signals = _Signals(place)
-    before = {}
+    signals = _SignalHandler(prefix_url)
+    previous = {}
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
-            # What is ignored stays ignored, under nohup, say; what others handle outside Python is theirs.
+            # Ignored signals stay ignored, as under nohup; handlers installed outside Python (None) stay in place.
             if signal.getsignal(number) not in {signal.SIG_IGN, None}:
-                before[number] = signal.signal(number, signals)
+                previous[number] = signal.signal(number, signals)
     try:
         yield signals
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
     if signals.first is not None:
         raise SystemExit(_SIGNALLED + signals.first)
 
 
-def _report(found: Probe, direct: DirectCounts, *, scheme: str, unit: Unit, name: str | None) -> dict[str, object]:
-    """For others: nothing of it says whose bucket this is, or who asked."""
+def _build_report(
+    found: Probe, direct: DirectCounts, *, scheme: str, unit: Unit, name: str | None
+) -> dict[str, object]:
+    """Return the report, which must identify neither the bucket nor the user."""
     return {
         "dcp_remote": version("dcp-remote"),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "name": name,
         "scheme": scheme,
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        "limit": limit(found, unit=unit),
+        "limit": find_limit(found, unit=unit),
         "measured": asdict(found),
         "ranges_read": asdict(direct),
     }
 
 
-def _others(direct: DirectCounts) -> str:
-    """Why ranges were not read directly; empty if all were."""
+def _explain_indirect_reads(direct: DirectCounts) -> str:
+    """Return why some ranges were not read directly; empty if all were."""
     if direct.direct == direct.ranges:
         return ""
     return (
-        f"; obstore read the others, at more CPU ({direct.refused} refused by the store, {direct.after_breaks} after "
-        f"broken connections, {direct.skipped} not tried: a pause after these, or a proxy)"
+        f"; the others were read by obstore, which needs more CPU ({direct.refused} refused by the store, "
+        f"{direct.after_breaks} after broken connections, {direct.skipped} not tried: a pause after such failures, or "
+        "a proxy)"
     )
 
 
-def _lines(found: Probe, direct: DirectCounts, unit: Unit) -> Iterator[str]:
+def _format_lines(found: Probe, direct: DirectCounts, unit: Unit) -> Iterator[str]:
     first, later, slowest = (
         f"{1000 * seconds:.1f} ms"
         for seconds in (found.first_answer_seconds, found.answer_seconds, found.slow_answer_seconds)
     )
-    yield f"first answer         {first}{', credentials and connection included' * (unit == 'connection')}"
-    yield f"later answers        {later}, the slowest {slowest}"
+    yield f"first request        {first}{', including credentials and connection' * (unit == 'connection')}"
+    yield f"later requests       {later} (median), {slowest} (slowest)"
     yield f"small reads          {found.small_reads_per_second:.0f}/s by 8 {unit}s"
-    yield f"create-if-absent     {said(found.creates_if_absent)}"
-    yield f"compare-and-swap     {said(found.compares_and_swaps)}"
-    yield f"requests sent again  {found.requests_again} of {found.requests}, {found.slow_downs} of them for their rate"
+    yield f"create-if-absent     {describe_support(found.creates_if_absent)}"
+    yield f"compare-and-swap     {describe_support(found.compares_and_swaps)}"
+    yield f"requests sent again  {found.requests_again} of {found.requests}, {found.slow_downs} refused for their rate"
     if direct.ranges:
-        yield f"ranges read directly {direct.direct} of {direct.ranges}{_others(direct)}"
+        yield f"ranges read directly {direct.direct} of {direct.ranges}{_explain_indirect_reads(direct)}"
     if found.up:
         yield f"\nobjects of {human_bytes(found.object_bytes)}"
         yield f"{f'{unit}s':<11}    up MiB/s  CPU s/GiB  down MiB/s  CPU s/GiB"
@@ -284,5 +291,5 @@ def _lines(found: Probe, direct: DirectCounts, unit: Unit) -> Iterator[str]:
             f"{down.bytes_per_second / MiB:>10.1f}  {down.cpu_seconds_per_gib:>9.2f}"
         )
     if found.stopped_early:
-        yield "time ran out before all was tried: --seconds gives it more"
-    yield f"\n{limit(found, unit=unit)}"
+        yield "time ran out before all measurements: give more --seconds"
+    yield f"\n{find_limit(found, unit=unit)}"

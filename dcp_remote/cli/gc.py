@@ -1,22 +1,22 @@
-"""`dcp-remote gc`: what no checkpoint names, shown or removed; of a checkpoint by itself, or of a run."""
+"""`dcp-remote gc`: print or remove the orphaned objects of a run, or the orphaned shards of a single checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+from dcp_remote.common.text import counted, human_bytes, printable
 from dcp_remote.errors import StorageError
-from dcp_remote.gc import Orphans, Removal, find_orphans, remove_orphans
-from dcp_remote.run_gc import RunOrphans, find_run_orphans, is_run, remove_run_orphans
-from dcp_remote.storage import ObjectInfo, ObjectStore, open_store
-from dcp_remote.terminal import counted, human_bytes, printable
+from dcp_remote.run.gc import find_orphans, remove_orphans
+from dcp_remote.run.run_gc import RunOrphans, find_run_orphans, is_run, remove_run_orphans
+from dcp_remote.storage import ObjectInfo, open_store
 
 _HOUR_SECONDS = 3600.0
 
-# Somebody looks at a terminal. Deleting has its own, longer patience: an outage in the middle is waited for.
+# Deadline for looking, short because a user waits. Deleting has a longer one, so that it waits for an outage to end.
 _LOOK_SECONDS = 20.0
 
-# Of what could not be deleted. The reasons are few, most often one.
+# Objects that could not be deleted and are printed with the reason. Most often all have the same reason.
 _FAILURES_SHOWN = 5
 
 
@@ -29,67 +29,61 @@ def run(
     as_list: bool,
     out: TextIO,
 ) -> None:
-    """Say which orphans there are, or remove them; costs as in `dcp_remote.gc` and `dcp_remote.run_gc`, and a HEAD.
+    """Print which orphans there are, or remove them; costs as in `dcp_remote.run.gc`, and a HEAD.
 
     Args:
-        url: Of the checkpoint, or of the run.
-        storage_options: As for `RemoteWriter`.
-        grace_hours: Age from which an orphan is removed.
-        delete: Remove them; without it nothing is changed.
-        as_list: Also print the key and the size in bytes of each that is removed, or would be.
-        out: Where to.
+        url: URL of the checkpoint, or of the run.
+        storage_options: Options as for `RemoteWriter`.
+        grace_hours: Age in hours from which an orphan is removed.
+        delete: Remove the orphans; False changes nothing.
+        as_list: Print also the key and the size in bytes of each orphan that is, or would be, removed.
+        out: Output stream.
 
     Raises:
-        StorageError: Some could not be deleted.
-        CheckpointNotFoundError: Nothing of a checkpoint is here, or a run that has lost its catalog.
-        CommitConflictError: Somebody is saving here.
-        CorruptCheckpointError: A manifest, or the catalog, is damaged: what is named cannot be known.
-        UnsupportedFormatError: A newer version wrote it.
-        InvalidArgumentError: The grace is negative, or the store cannot replace an object on condition.
+        StorageError: Some orphans could not be deleted.
+        CheckpointNotFoundError: There is no object of a checkpoint at the URL, or the catalog of the run is lost.
+        CommitConflictError: A save is under way.
+        CorruptCheckpointError: A manifest or the catalog is damaged, so that it is not known which objects are in use.
+        UnsupportedFormatError: A newer version of dcp_remote wrote a manifest or the catalog.
+        InvalidArgumentError: The grace is not a finite number of at least 0, or the store has no compare-and-swap.
     """
     store = open_store(url, storage_options)
-    of_a_run = is_run(store, timeout_seconds=_LOOK_SECONDS)
+    in_run = is_run(store, timeout_seconds=_LOOK_SECONDS)
     grace_seconds = grace_hours * _HOUR_SECONDS
-    title = f"{store.url}: orphans, which no {'live checkpoint of the run' if of_a_run else 'manifest'} names"
-    noun = "object" if of_a_run else "shard"
+    if in_run:
+        title, noun = f"{store.url}: orphans (objects that no live checkpoint of the run uses)", "object"
+    else:
+        title, noun = f"{store.url}: orphans (shards that the manifest does not name)", "shard"
     if not delete:
-        found = _find(store, of_a_run=of_a_run, grace_seconds=grace_seconds)
+        find = find_run_orphans if in_run else find_orphans
+        orphans = find(store, grace_seconds=grace_seconds, timeout_seconds=_LOOK_SECONDS)
         out.write(printable(title) + "\n")
-        _list(out, found.old if as_list else ())
-        _say(out, found.old, noun, f"at least {grace_hours:g} h old")
-        _say(out, found.young, noun, "younger, perhaps of a save under way")
-        if isinstance(found, RunOrphans) and found.abandoned:
-            size = human_bytes(sum(entry.size_bytes for entry in found.abandoned))
-            what = counted(len(found.abandoned), "checkpoint")
-            out.write(f"abandoned, and so live: {what}, {size}; `dcp-remote rm` retires them\n")
-        if found.old:
-            out.write("Nothing was changed. To remove the older ones, while nobody saves here: add --delete\n")
+        _print_objects(out, orphans.old if as_list else ())
+        _print_total(out, orphans.old, noun, f"at least {grace_hours:g} h old")
+        _print_total(out, orphans.young, noun, "younger, perhaps of a save under way")
+        if isinstance(orphans, RunOrphans) and orphans.abandoned:
+            size = human_bytes(sum(entry.size_bytes for entry in orphans.abandoned))
+            count = counted(len(orphans.abandoned), "checkpoint")
+            out.write(f"not orphans: {count} abandoned by a rollback, {size}; delete with `dcp-remote rm`\n")
+        if orphans.old:
+            out.write(f"Nothing was changed. To remove the older {noun}s, while no job saves here, add --delete\n")
         return
-    removal = _remove(store, of_a_run=of_a_run, grace_seconds=grace_seconds)
+    remove = remove_run_orphans if in_run else remove_orphans
+    removal = remove(store, grace_seconds=grace_seconds)
     out.write(printable(title) + "\n")
-    _list(out, removal.removed if as_list else ())
-    _say(out, removal.removed, noun, "removed")
-    _say(out, removal.kept, noun, f"kept: younger than {grace_hours:g} h")
-    shown = list(removal.failed.items())[:_FAILURES_SHOWN]
-    out.writelines(printable(f"{key}: {error}") + "\n" for key, error in shown)
+    _print_objects(out, removal.removed if as_list else ())
+    _print_total(out, removal.removed, noun, "removed")
+    _print_total(out, removal.kept, noun, f"kept, younger than {grace_hours:g} h")
+    failures = list(removal.failed.items())[:_FAILURES_SHOWN]
+    out.writelines(printable(f"{key}: {error}") + "\n" for key, error in failures)
     if removal.failed:
-        raise StorageError("Some orphans could not be deleted; they can be tried again.", failed=len(removal.failed))
+        raise StorageError("Some orphans could not be deleted. Run the command again.", failed=len(removal.failed))
 
 
-def _find(store: ObjectStore, *, of_a_run: bool, grace_seconds: float) -> Orphans:
-    find = find_run_orphans if of_a_run else find_orphans
-    return find(store, grace_seconds=grace_seconds, timeout_seconds=_LOOK_SECONDS)
-
-
-def _remove(store: ObjectStore, *, of_a_run: bool, grace_seconds: float) -> Removal:
-    remove = remove_run_orphans if of_a_run else remove_orphans
-    return remove(store, grace_seconds=grace_seconds)
-
-
-def _list(out: TextIO, infos: Sequence[ObjectInfo]) -> None:
+def _print_objects(out: TextIO, infos: Sequence[ObjectInfo]) -> None:
     out.writelines(printable(f"{info.key}  {info.size_bytes}") + "\n" for info in infos)
 
 
-def _say(out: TextIO, infos: Sequence[ObjectInfo], noun: str, what: str) -> None:
+def _print_total(out: TextIO, infos: Sequence[ObjectInfo], noun: str, state: str) -> None:
     size = human_bytes(sum(info.size_bytes for info in infos))
-    out.write(f"{counted(len(infos), noun)}, {size}: {what}\n")
+    out.write(f"{counted(len(infos), noun)}, {size}: {state}\n")

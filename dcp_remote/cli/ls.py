@@ -1,4 +1,4 @@
-"""`dcp-remote ls`: the checkpoints of a run, from its catalog alone."""
+"""`dcp-remote ls`: list the checkpoints of a run, from its catalog alone."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
-from dcp_remote.catalog import Catalog, Entry
-from dcp_remote.catalog_store import read_catalog
-from dcp_remote.checkpoint import not_found
-from dcp_remote.errors import InvalidArgumentError, ObjectNotFoundError
-from dcp_remote.manifest import MANIFEST_KEY
+from dcp_remote.common.text import counted, human_bytes, printable
+from dcp_remote.format.catalog import Catalog, Entry
+from dcp_remote.run.run import require_run
 from dcp_remote.storage import ObjectStore, open_store
-from dcp_remote.storage.retrying import Deadline, RetryingStore
-from dcp_remote.terminal import counted, human_bytes, printable
 
-# Somebody looks at a terminal: an outage is told in seconds, not retried for minutes.
+# Short, because a user waits at a terminal: an outage is reported within seconds.
 _RETRY_SECONDS = 10.0
 
-# A terminal is not a disk: whoever wants all of it asks for JSON.
+# Characters of a name or other note in the table; `--json` prints all of it.
 _NOTE_CHARACTERS_MAX = 60
 
 
@@ -26,78 +22,61 @@ def run(url: str, *, storage_options: Mapping[str, object], as_json: bool, out: 
     """Print the checkpoints of a run; one GET.
 
     Args:
-        url: Of the run.
-        storage_options: As for `RemoteReader`.
-        as_json: A JSON document instead of text.
-        out: Where to.
+        url: URL of the run.
+        storage_options: Options as for `RemoteReader`.
+        as_json: Print a JSON document instead of text.
+        out: Output stream.
 
     Raises:
-        CheckpointNotFoundError: There is no run here.
-        InvalidArgumentError: This is a checkpoint by itself.
+        CheckpointNotFoundError: There is no run at the URL.
+        InvalidArgumentError: The URL is that of a checkpoint by itself.
         CorruptCheckpointError: The catalog is damaged.
-        UnsupportedFormatError: A newer version wrote it.
+        UnsupportedFormatError: A newer version of dcp_remote wrote the catalog.
     """
     store = open_store(url, storage_options)
-    catalog = catalog_of(store)
+    catalog = read_run_catalog(store)
     if as_json:
-        out.write(json.dumps(_document(store.url, catalog), indent=2) + "\n")
+        out.write(json.dumps(_build_document(store.url, catalog), indent=2) + "\n")
         return
     size = human_bytes(sum(entry.size_bytes for entry in catalog.entries))
-    out.write(printable(f"{store.url}: {counted(len(catalog.entries), 'checkpoint')}, {size} named") + "\n")
-    out.writelines(f"{line}\n" for line in table(catalog.entries))
+    count = counted(len(catalog.entries), "checkpoint")
+    out.write(printable(f"{store.url}: {count}, {size} in total, shared shards counted in each") + "\n")
+    out.writelines(f"{line}\n" for line in format_table(catalog.entries))
 
 
-def catalog_of(store: ObjectStore) -> Catalog:
-    """The catalog of a run; one GET. Where there is none, a few more say why.
-
-    Raises:
-        CheckpointNotFoundError: There is no run here, or it has lost its catalog.
-        InvalidArgumentError: This is a checkpoint by itself.
-        CorruptCheckpointError: The catalog is damaged.
-        UnsupportedFormatError: A newer version wrote it.
-    """
-    asking = RetryingStore(store, Deadline(_RETRY_SECONDS))
-    seen = read_catalog(asking)
-    if seen is not None:
-        return seen.catalog
-    try:
-        asking.head(MANIFEST_KEY)
-    except ObjectNotFoundError as error:
-        raise not_found(asking) from error
-    raise InvalidArgumentError(
-        "This is a checkpoint by itself, not a run: `dcp-remote show` says what it holds. To remove it, remove "
-        "everything below its URL, manifest.json first.",
-        url=store.url,
-    )
+def read_run_catalog(store: ObjectStore) -> Catalog:
+    """Read the catalog of a run, as `require_run` does; an outage is reported within seconds."""
+    return require_run(store, retry_seconds=_RETRY_SECONDS)
 
 
-def table(entries: Sequence[Entry]) -> Iterator[str]:
-    """Lines for a terminal, aligned; none of no checkpoints."""
+def format_table(entries: Sequence[Entry]) -> Iterator[str]:
+    """Yield the aligned lines of a table of checkpoints, header first; none if there are no checkpoints."""
     rows = [("step", "saved", "size", "notes")] if entries else []
     rows += [
-        (str(entry.step), printable(entry.created), human_bytes(entry.size_bytes), _notes(entry)) for entry in entries
+        (str(entry.step), printable(entry.created), human_bytes(entry.size_bytes), _describe_notes(entry))
+        for entry in entries
     ]
     widths = [max(len(row[column]) for row in rows) if rows else 0 for column in range(3)]
     for step, saved, size, notes in rows:
         yield f"{step:>{widths[0]}}  {saved:<{widths[1]}}  {size:>{widths[2]}}  {notes}".rstrip()
 
 
-def _notes(entry: Entry) -> str:
+def _describe_notes(entry: Entry) -> str:
     flags = [
         *(["pinned"] if entry.pinned else []),
         *([f"without {', '.join(entry.thinned)}"] if entry.thinned else []),
         *(["abandoned"] if entry.abandoned else []),
     ]
     metrics = [f"{name} {value:g}" for name, value in entry.metrics]
-    return "; ".join(_short(note) for note in [*flags, *(f'"{name}"' for name in entry.names), *metrics])
+    return "; ".join(_shorten(note) for note in [*flags, *(f'"{name}"' for name in entry.names), *metrics])
 
 
-def _short(note: str) -> str:
+def _shorten(note: str) -> str:
     text = printable(note)
     return text if len(text) <= _NOTE_CHARACTERS_MAX else f"{text[:_NOTE_CHARACTERS_MAX]}…"
 
 
-def _document(url: str, catalog: Catalog) -> dict[str, object]:
+def _build_document(url: str, catalog: Catalog) -> dict[str, object]:
     return {
         "url": url,
         "run_id": catalog.run_id,

@@ -1,6 +1,6 @@
-"""Parse the command line, do the one thing it says, turn errors of ours into one line and an exit code.
+"""Command line: parse the arguments, run one command, turn errors into one line and an exit code.
 
-Exit codes: 0 done, 1 it failed and the message says why, 2 the command line is wrong.
+Exit codes: 0 success; 1 failure, with the reason on standard error; 2 wrong command line.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from pathlib import Path
 from typing import TypeAlias
 
 from dcp_remote.cli import bench, gc, ls, pin, recover, rm, show
+from dcp_remote.common.text import printable
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
-from dcp_remote.gc import GRACE_SECONDS
-from dcp_remote.terminal import printable
+from dcp_remote.run.gc import GRACE_SECONDS
 
 _FAILED, _USAGE = 1, 2
 
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # it has no public name
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: Without the program's name; None takes those of the process.
+        arguments: Arguments without the program's name; None takes those of the process.
 
     Returns:
         The exit code.
     """
-    parser = _parser()
+    parser = _build_parser()
     options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A name that the terminal's encoding has no bytes for is escaped too, as Python does on standard error.
+        # Escape characters that the terminal's encoding lacks, as Python does on standard error.
         sys.stdout.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
@@ -45,38 +45,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output (`head`, say) has gone; Python must not complain about it once more when it exits.
+        # The reader of the output has closed the pipe, as `head` does. Without a new target for standard output, Python
+        # would print another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
     except InvalidArgumentError as error:
-        return _complain(error, _USAGE)
-    except (DcpRemoteError, OSError) as error:  # a full disk behind our output, say
-        return _complain(error, _FAILED)
+        return _report_error(error, _USAGE)
+    except (DcpRemoteError, OSError) as error:  # OSError: for example, the output goes to a full disk
+        return _report_error(error, _FAILED)
     return 0
 
 
-def _complain(error: DcpRemoteError | OSError, code: int) -> int:
-    print(printable(f"dcp-remote: {error}"), file=sys.stderr)  # a command line talks by printing
+def _report_error(error: DcpRemoteError | OSError, code: int) -> int:
+    print(printable(f"dcp-remote: {error}"), file=sys.stderr)
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dcp-remote",
-        description="Checkpoints of PyTorch training in object storage, looked at and cleaned up without torch.",
+        description="List, inspect and clean up checkpoints of PyTorch training in object storage.",
     )
     parser.add_argument("--version", action="version", version=f"dcp-remote {version('dcp-remote')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    where = _where()
+    shared = _build_shared_parser()
     for add in (_add_ls, _add_show, _add_gc, _add_rm, _add_pin, _add_recover, _add_bench):
-        add(commands, where)
+        add(commands, shared)
     return parser
 
 
-def _add_ls(commands: _Commands, where: argparse.ArgumentParser) -> None:
+def _add_ls(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "ls",
-        parents=[where],
+        parents=[shared],
         help="list the checkpoints of a run",
         description="List the checkpoints of a run, from its catalog alone: one GET.",
     )
@@ -84,98 +85,101 @@ def _add_ls(commands: _Commands, where: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
 
 
-def _add_show(commands: _Commands, where: argparse.ArgumentParser) -> None:
+def _add_show(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "show",
-        parents=[where],
-        help="say what a checkpoint holds",
-        description="Say what a checkpoint holds, from its manifest alone; of a run, what its newest one holds.",
+        parents=[shared],
+        help="print the content of a checkpoint",
+        description="Print the content of a checkpoint, or of the newest checkpoint of a run, from its manifest alone.",
     )
     parser.set_defaults(run=_show)
-    parser.add_argument("--step", metavar="N|NAME", help="of a run: the checkpoint of this step, or of this name")
+    parser.add_argument("--step", metavar="N|NAME", help="checkpoint of a run, by step or name (default: the newest)")
     parser.add_argument(
         "--key",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="list the entries of this name or pattern, such as 'model.*'; repeatable",
+        help="list the entries that match a name or pattern, such as 'model.*'; repeatable",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
 
 
-def _add_gc(commands: _Commands, where: argparse.ArgumentParser) -> None:
+def _add_gc(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "gc",
-        parents=[where],
-        allow_abbrev=False,  # nobody shall delete by half a word
-        help="remove what no checkpoint names",
-        description="Say which shards no manifest names: what is left of saves that were cut off, failed or replaced. "
-        "With --delete they are removed; a save that is under way here at that moment fails then. Where there is no "
-        "manifest, a tombstone is put in its place first, which the next save replaces. Of a run: the manifests and "
-        "shards that none of its live checkpoints names; a save that is under way begins again then.",
+        parents=[shared],
+        allow_abbrev=False,  # so that a mistyped or shortened option never deletes
+        help="remove objects that no checkpoint uses",
+        description="Print which objects are orphans: left by interrupted, failed or replaced saves, and used by no "
+        "checkpoint. With --delete they are removed. In a run, these are manifests and shards that no live checkpoint "
+        "uses, and a save that is under way starts again. At the URL of a single checkpoint, these are shards that its "
+        "manifest does not name, and a save that is under way fails. If the manifest is absent, a tombstone is put in "
+        "its place first, which the next save replaces.",
     )
     parser.set_defaults(run=_gc)
-    parser.add_argument("--list", action="store_true", help="also print each of them")
-    parser.add_argument("--delete", action="store_true", help="remove them; without this nothing is changed")
+    parser.add_argument("--list", action="store_true", help="print also the key and size of each orphan")
+    parser.add_argument("--delete", action="store_true", help="remove the orphans; without this nothing is changed")
     parser.add_argument(
         "--grace-hours",
         type=float,
         default=GRACE_SECONDS / 3600,
         metavar="HOURS",
-        help="leave what is younger (default: %(default)g)",
+        help="keep orphans younger than this (default: %(default)g)",
     )
 
 
-def _add_rm(commands: _Commands, where: argparse.ArgumentParser) -> None:
+def _add_rm(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "rm",
-        parents=[where],
+        parents=[shared],
         allow_abbrev=False,
-        help="let checkpoints of a run go",
-        description="Say which checkpoints of a run would go. With --yes they are taken out of its catalog, and then "
-        "what no other checkpoint names is deleted.",
+        help="delete checkpoints of a run",
+        description="Print which checkpoints of a run would be deleted. With --yes they are removed from the catalog, "
+        "and then the objects that no other checkpoint uses are deleted.",
     )
     parser.set_defaults(run=_rm)
-    parser.add_argument("--step", type=int, action="append", required=True, metavar="N", help="which; repeatable")
-    parser.add_argument("--yes", action="store_true", help="do it; without this nothing is changed")
-    parser.add_argument("--force", action="store_true", help="also one that is pinned, or the newest")
+    parser.add_argument(
+        "--step", type=int, action="append", required=True, metavar="N", help="step to delete; repeatable"
+    )
+    parser.add_argument("--yes", action="store_true", help="delete; without this nothing is changed")
+    parser.add_argument("--force", action="store_true", help="delete also a pinned checkpoint, or the newest")
 
 
-def _add_pin(commands: _Commands, where: argparse.ArgumentParser) -> None:
+def _add_pin(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "pin",
-        parents=[where],
+        parents=[shared],
         allow_abbrev=False,
         help="exempt a checkpoint of a run from retention",
-        description="Exempt a checkpoint of a run from retention.",
+        description="Exempt a checkpoint of a run from retention and from replacement by saves without overwrite=True.",
     )
     parser.set_defaults(run=_pin)
-    parser.add_argument("step", type=int, metavar="STEP", help="which checkpoint")
-    parser.add_argument("--undo", action="store_true", help="retention may let it go again")
+    parser.add_argument("step", type=int, metavar="STEP", help="step of the checkpoint")
+    parser.add_argument("--undo", action="store_true", help="unpin: retention may delete the checkpoint again")
 
 
-def _add_recover(commands: _Commands, where: argparse.ArgumentParser) -> None:
+def _add_recover(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "recover",
-        parents=[where],
+        parents=[shared],
         allow_abbrev=False,
-        help="make a lost or damaged catalog again",
-        description="Say which checkpoints the manifests of a run tell of, where its catalog.json is lost or damaged. "
-        "With --write a catalog of them is written. No job may use the run meanwhile.",
+        help="rebuild a lost or damaged catalog",
+        description="Print the catalog that can be rebuilt from the manifests of a run whose catalog.json is lost or "
+        "damaged. With --write it is written. No job may use the run meanwhile.",
     )
     parser.set_defaults(run=_recover)
-    parser.add_argument("--write", action="store_true", help="write it; without this nothing is changed")
+    parser.add_argument("--write", action="store_true", help="write the catalog; without this nothing is changed")
 
 
-def _add_bench(commands: _Commands, where: argparse.ArgumentParser) -> None:
+def _add_bench(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "bench",
-        parents=[where],
+        parents=[shared],
         allow_abbrev=False,
-        help="measure what a bucket gives this machine, and what limits it",
-        description="Measure latency, bandwidth by connections and conditional writes of a bucket, from this machine, "
-        "by objects below a fresh prefix, which are deleted at the end; also on Ctrl-C. Writes a report without "
-        "credentials or the name of the bucket, for whoever wants to contribute it.",
+        help="measure a bucket from this machine, and print what limits it",
+        description="Measure latency, bandwidth by number of connections, and conditional writes of a bucket from this "
+        "machine. Writes objects below a fresh prefix and deletes them at the end, also on Ctrl-C. Writes a report "
+        "that can be published: it contains neither credentials nor the name of the bucket.",
     )
     parser.set_defaults(run=_bench)
     parser.add_argument(
@@ -183,40 +187,42 @@ def _add_bench(commands: _Commands, where: argparse.ArgumentParser) -> None:
         type=bench.parse_bytes,
         default=bench.BYTES,
         metavar="N[MiB|GiB]",
-        help="how much to put, and to read back, at most (default: 256MiB)",
+        help="most bytes to upload, and to download (default: 256MiB)",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=bench.SECONDS,
         metavar="N",
-        help="begin nothing more after so long (default: %(default)g)",
+        help="start no new measurement after this time (default: %(default)g)",
     )
-    parser.add_argument("--name", help="what the report calls this place; without it nothing says which one it is")
-    parser.add_argument("--output", default=bench.OUTPUT, metavar="FILE", help="the report (default: %(default)s)")
+    parser.add_argument("--name", help="name of this bucket or machine in the report (default: none)")
+    parser.add_argument(
+        "--output", default=bench.OUTPUT, metavar="FILE", help="file for the report (default: %(default)s)"
+    )
 
 
-def _where() -> argparse.ArgumentParser:
-    """The arguments of all commands."""
-    where = argparse.ArgumentParser(add_help=False)
-    where.add_argument("url", help="s3://bucket/checkpoint-or-run, gs://…, az://…, file:///…, or a path")
-    where.add_argument("--endpoint-url", help="of a server that speaks S3")
-    where.add_argument("--profile", help="of the AWS configuration")
-    where.add_argument("--region", help="of the bucket")
-    where.add_argument(
+def _build_shared_parser() -> argparse.ArgumentParser:
+    """Return a parser of the arguments that all commands share."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("url", help="s3://bucket/checkpoint-or-run, gs://…, az://…, file:///…, or a path")
+    parser.add_argument("--endpoint-url", help="URL of an S3-compatible server")
+    parser.add_argument("--profile", help="profile of the AWS configuration")
+    parser.add_argument("--region", help="region of the bucket")
+    parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="any other storage option; repeatable"
     )
-    return where
+    return parser
 
 
 def _ls(options: argparse.Namespace) -> None:
-    ls.run(options.url, storage_options=_storage_options(options), as_json=options.json, out=sys.stdout)
+    ls.run(options.url, storage_options=_parse_storage_options(options), as_json=options.json, out=sys.stdout)
 
 
 def _show(options: argparse.Namespace) -> None:
     show.run(
         options.url,
-        storage_options=_storage_options(options),
+        storage_options=_parse_storage_options(options),
         step=options.step,
         patterns=options.key,
         as_json=options.json,
@@ -227,7 +233,7 @@ def _show(options: argparse.Namespace) -> None:
 def _gc(options: argparse.Namespace) -> None:
     gc.run(
         options.url,
-        storage_options=_storage_options(options),
+        storage_options=_parse_storage_options(options),
         grace_hours=options.grace_hours,
         delete=options.delete,
         as_list=options.list,
@@ -238,7 +244,7 @@ def _gc(options: argparse.Namespace) -> None:
 def _rm(options: argparse.Namespace) -> None:
     rm.run(
         options.url,
-        storage_options=_storage_options(options),
+        storage_options=_parse_storage_options(options),
         steps=options.step,
         yes=options.yes,
         force=options.force,
@@ -249,7 +255,7 @@ def _rm(options: argparse.Namespace) -> None:
 def _pin(options: argparse.Namespace) -> None:
     pin.run(
         options.url,
-        storage_options=_storage_options(options),
+        storage_options=_parse_storage_options(options),
         step=options.step,
         pin=not options.undo,
         out=sys.stdout,
@@ -257,13 +263,13 @@ def _pin(options: argparse.Namespace) -> None:
 
 
 def _recover(options: argparse.Namespace) -> None:
-    recover.run(options.url, storage_options=_storage_options(options), write=options.write, out=sys.stdout)
+    recover.run(options.url, storage_options=_parse_storage_options(options), write=options.write, out=sys.stdout)
 
 
 def _bench(options: argparse.Namespace) -> None:
     bench.run(
         options.url,
-        storage_options=_storage_options(options),
+        storage_options=_parse_storage_options(options),
         bytes_max=options.bytes,
         seconds_max=options.seconds,
         name=options.name,
@@ -272,12 +278,12 @@ def _bench(options: argparse.Namespace) -> None:
     )
 
 
-def _storage_options(options: argparse.Namespace) -> dict[str, object]:
-    chosen: dict[str, object] = {}
+def _parse_storage_options(options: argparse.Namespace) -> dict[str, object]:
+    parsed: dict[str, object] = {}
     for option in options.option:
         name, equals, value = option.partition("=")
         if not equals:
-            raise InvalidArgumentError("An option is written NAME=VALUE.", option=name)
-        chosen[name] = value
+            raise InvalidArgumentError("An --option must have the form NAME=VALUE.", option=name)
+        parsed[name] = value
     named = {"endpoint_url": options.endpoint_url, "profile_name": options.profile, "region_name": options.region}
-    return chosen | {name: value for name, value in named.items() if value is not None}
+    return parsed | {name: value for name, value in named.items() if value is not None}

@@ -1,42 +1,42 @@
-"""`dcp-remote pin`: keep a checkpoint of a run from retention and from being replaced unasked, or not any more."""
+"""`dcp-remote pin`: exempt a checkpoint of a run from retention and replacement, or undo that."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TextIO
 
-from dcp_remote.catalog import Catalog, pinned
-from dcp_remote.catalog_store import swap
-from dcp_remote.cli.ls import catalog_of
+from dcp_remote.cli.ls import read_run_catalog
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.text import printable
+from dcp_remote.format.catalog import Catalog, pinned
+from dcp_remote.run.catalog_store import swap
 from dcp_remote.storage import open_store
-from dcp_remote.storage.retrying import Deadline
-from dcp_remote.terminal import printable
 
-# Somebody waits, and the catalog of a run that is saved to changes now and then.
+# Short, because a user waits; long enough to retry the swap while a job saves into the run.
 _TIMEOUT_SECONDS = 60.0
 
 
 def run(url: str, *, storage_options: Mapping[str, object], step: int, pin: bool, out: TextIO) -> None:
-    """Pin a checkpoint, or undo that; a GET to look, and a swap.
+    """Pin a checkpoint, or unpin one; costs one GET and a swap of the catalog.
 
     Args:
-        url: Of the run.
-        storage_options: As for `RemoteWriter`.
-        step: Of the checkpoint.
-        pin: Pin it; otherwise undo that.
-        out: Where to.
+        url: URL of the run.
+        storage_options: Options as for `RemoteWriter`.
+        step: Step of the checkpoint.
+        pin: True pins the checkpoint, False unpins it.
+        out: Output stream.
 
     Raises:
-        CheckpointNotFoundError: There is no run here, or no checkpoint of this step.
-        InvalidArgumentError: This is a checkpoint by itself; or the store cannot replace an object on condition.
-        CommitUnknownError: The store never said whether it was done.
+        CheckpointNotFoundError: There is no run at the URL, or no checkpoint of this step.
+        InvalidArgumentError: The URL is that of a checkpoint by itself, or the store has no compare-and-swap.
+        CommitUnknownError: The store did not say whether the swap took place.
     """
     store = open_store(url, storage_options)
-    catalog_of(store)  # says best what is wrong with a URL
+    read_run_catalog(store)  # for its error messages, which explain a wrong URL
 
     def change(catalog: Catalog) -> Catalog | None:
         return pinned(catalog, step, pin=pin)
 
     swap(store, change, deadline=Deadline(_TIMEOUT_SECONDS))
-    state = "pinned: retention keeps it" if pin else "not pinned"
+    state = "pinned; retention keeps it" if pin else "not pinned; retention may delete it"
     out.write(printable(f"{store.url}: step {step} is {state}") + "\n")

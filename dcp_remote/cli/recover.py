@@ -1,49 +1,50 @@
-"""`dcp-remote recover`: the catalog of a run, lost or damaged, made again from the manifests."""
+"""`dcp-remote recover`: rebuild the lost or damaged catalog of a run from its manifests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TextIO
 
-from dcp_remote.cli.ls import table
-from dcp_remote.recover import find_recovery, recover
+from dcp_remote.cli.ls import format_table
+from dcp_remote.common.text import counted, printable
+from dcp_remote.run.recovery import find_recovery, recover
 from dcp_remote.storage import open_store
-from dcp_remote.terminal import counted, printable
 
-# Somebody looks at a terminal; but a run can have many manifests.
+# Short, because a user waits at a terminal, but a run can have many manifests to read.
 _LOOK_SECONDS = 60.0
 
 
 def run(url: str, *, storage_options: Mapping[str, object], write: bool, out: TextIO) -> None:
-    """Say what the catalog would be, or write it; costs as in `dcp_remote.recover`.
+    """Print the catalog that can be rebuilt, or write it; costs as in `dcp_remote.run.recovery`.
 
     Args:
-        url: Of the run.
-        storage_options: As for `RemoteWriter`.
-        write: Write it; without it nothing is changed.
-        out: Where to.
+        url: URL of the run.
+        storage_options: Options as for `RemoteWriter`.
+        write: Write the catalog; False changes nothing.
+        out: Output stream.
 
     Raises:
-        InvalidArgumentError: The catalog can be read; or the store cannot replace an object on condition.
-        CheckpointNotFoundError: There is nothing of a run here.
+        InvalidArgumentError: The catalog can be read, or the store has no compare-and-swap.
+        CheckpointNotFoundError: There is no object of a run at the URL.
         CommitConflictError: Another catalog was written meanwhile.
-        CommitUnknownError: The store never said whether it was written.
+        CommitUnknownError: The store did not say whether the catalog was written.
     """
     store = open_store(url, storage_options)
     recovered = recover(store) if write else find_recovery(store, timeout_seconds=_LOOK_SECONDS)
     entries = recovered.catalog.entries
-    state = "damaged" if recovered.damaged else "lost"
-    what = counted(len(entries), "checkpoint")
-    out.write(printable(f"{store.url}: the catalog {'was' if write else 'is'} {state}; {what} can be found") + "\n")
-    out.writelines(f"{line}\n" for line in table(entries))
+    state = f"{'was' if write else 'is'} {'damaged' if recovered.damaged else 'lost'}"
+    count = counted(len(entries), "checkpoint")
+    out.write(printable(f"{store.url}: the catalog {state}; manifests of {count} found") + "\n")
+    out.writelines(f"{line}\n" for line in format_table(entries))
     for left in recovered.left:
         step = "" if left.step is None else f" (step {left.step})"
         out.write(printable(f"left out: {left.key}{step}: {left.reason}") + "\n")
     out.write(
-        "Not to be found again: which were pinned, where a name has moved since, and which were abandoned, but for "
-        "those that are marked so above. What was retired and not yet deleted is back.\n"
+        "The manifests do not tell which checkpoints were pinned, which names have moved since, and which checkpoints "
+        "were abandoned by a rollback (except those marked above). Checkpoints that were retired but not yet deleted "
+        "are included again.\n"
     )
     if write:
         out.write("The catalog was written.\n")
     else:
-        out.write("Nothing was changed. To write this catalog, while no job uses the run: add --write\n")
+        out.write("Nothing was changed. To write this catalog, while no job uses the run, add --write\n")

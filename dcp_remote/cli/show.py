@@ -1,4 +1,4 @@
-"""`dcp-remote show`: what a checkpoint holds, from its manifest alone."""
+"""`dcp-remote show`: print the content of a checkpoint, from its manifest alone."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
-from dcp_remote.checkpoint import read_manifest
-from dcp_remote.manifest import Manifest, RunInfo
-from dcp_remote.names import chosen_names, top_level_key
-from dcp_remote.object_text import from_text
+from dcp_remote.common.text import counted, human_bytes, printable
+from dcp_remote.format.entry_names import chosen_names, top_level_key
+from dcp_remote.format.json_text import from_text
+from dcp_remote.format.manifest import Manifest, RunInfo
+from dcp_remote.run.lookup import read_manifest
 from dcp_remote.storage import open_store
-from dcp_remote.terminal import counted, human_bytes, printable
 
-# A terminal is not a disk: whoever wants more asks for it by pattern.
+# Characters of a value in a listing; `--json` prints all of it.
 _VALUE_CHARACTERS_MAX = 60
 
-# Somebody looks at a terminal: an outage is told in seconds, not retried for minutes.
+# Short, because a user waits at a terminal: an outage is reported within seconds.
 _RETRY_SECONDS = 10.0
 
-# Entries that lie at the top of the state dict themselves, as a step or a model's flat state dict does.
+# Facts whose name in the JSON document is not plain enough for text. "thinned": top-level keys removed by retention.
+_LABELS = {"thinned": "without"}
+
+# Title of the entries without a top-level key, such as a step or those of a model's flat state dict.
 _TOP_LEVEL = "(top level)"
 
 
@@ -32,40 +35,40 @@ def run(
     as_json: bool,
     out: TextIO,
 ) -> None:
-    """Print what a checkpoint holds; one GET, of a run three (two if a step is given).
+    """Print the content of a checkpoint; one GET, for a run three GETs (two if a step is given).
 
     Args:
-        url: Of the checkpoint, or of a run.
-        storage_options: As for `RemoteReader`.
-        step: Of a run: the step, or the name, of a checkpoint. None is its newest, or a checkpoint by itself.
-        patterns: Names or globs of entries to list; none lists the top-level keys.
-        as_json: A JSON document instead of text.
-        out: Where to.
+        url: URL of the checkpoint, or of a run.
+        storage_options: Options as for `RemoteReader`.
+        step: Step or name of a checkpoint of a run; None for the newest, or for a checkpoint by itself.
+        patterns: Names or globs of entries to list; if empty, only the top-level keys are summarized.
+        as_json: Print a JSON document instead of text.
+        out: Output stream.
 
     Raises:
-        CheckpointNotFoundError: No checkpoint is committed here, or none of this step or name.
+        CheckpointNotFoundError: There is no committed checkpoint at the URL, or none of this step or name.
         CorruptCheckpointError: The manifest, or a value in it, is damaged.
-        InvalidArgumentError: No entry fits a pattern.
+        InvalidArgumentError: A pattern matches no entry.
     """
     store = open_store(url, storage_options)
-    # A name of digits alone can be given by a program, which has `read_manifest`.
+    # Digits are always taken for a step: a save refuses names that consist of digits alone.
     chosen = int(step) if step is not None and step.isdecimal() else step
     manifest = read_manifest(store, step=chosen, retry_seconds=_RETRY_SECONDS)
     names = list(manifest.names())
     if patterns:
         names = chosen_names(names, patterns, paths=manifest.flatten)
     if as_json:
-        # All of it before the first byte: half a document would be worse than the error alone.
-        out.write(json.dumps(_document(store.url, manifest, names), indent=2) + "\n")
+        # Encoded before the first byte is written: on an error, half a document would be worse than none.
+        out.write(json.dumps(_build_document(store.url, manifest, names), indent=2) + "\n")
         return
-    lines = list(_lines(store.url, manifest, names if patterns else None))
+    lines = list(_format_lines(store.url, manifest, names if patterns else None))
     out.writelines(printable(line) + "\n" for line in lines)
 
 
-def _facts(url: str, manifest: Manifest) -> dict[str, object]:
+def _collect_facts(url: str, manifest: Manifest) -> dict[str, object]:
     return {
         "url": url,
-        **(_run_facts(manifest.run) if manifest.run is not None else {}),
+        **(_collect_run_facts(manifest.run) if manifest.run is not None else {}),
         "save_id": manifest.save_id,
         "created": manifest.created,
         "writer": ", ".join(f"{name} {value}" for name, value in manifest.writer.items()),
@@ -78,8 +81,8 @@ def _facts(url: str, manifest: Manifest) -> dict[str, object]:
     }
 
 
-def _run_facts(run: RunInfo) -> dict[str, object]:
-    """Without its names: which it has now, the catalog says."""
+def _collect_run_facts(run: RunInfo) -> dict[str, object]:
+    """Return the facts of a checkpoint in a run, without its names: only the catalog knows the current ones."""
     return {
         "step": run.step,
         **({"metrics": dict(run.metrics)} if run.metrics else {}),
@@ -87,11 +90,11 @@ def _run_facts(run: RunInfo) -> dict[str, object]:
     }
 
 
-def _document(url: str, manifest: Manifest, names: Sequence[str]) -> dict[str, object]:
-    return {**_facts(url, manifest), "entries": {name: _entry(manifest, name) for name in names}}
+def _build_document(url: str, manifest: Manifest, names: Sequence[str]) -> dict[str, object]:
+    return {**_collect_facts(url, manifest), "entries": {name: _build_entry(manifest, name) for name in names}}
 
 
-def _entry(manifest: Manifest, name: str) -> dict[str, object]:
+def _build_entry(manifest: Manifest, name: str) -> dict[str, object]:
     tensors = manifest.tensors
     number = tensors.index.get(name)
     if number is not None:
@@ -99,7 +102,7 @@ def _entry(manifest: Manifest, name: str) -> dict[str, object]:
             "dtype": tensors.kind_of(number).dtype,
             "shape": list(tensors.shape_of(number)),
             "chunks": int(tensors.chunks[number]),
-            "bytes": _tensor_bytes(manifest, number),
+            "bytes": _count_tensor_bytes(manifest, number),
         }
     if name in manifest.inline:
         return {"value": from_text(name, manifest.inline[name])}
@@ -108,48 +111,48 @@ def _entry(manifest: Manifest, name: str) -> dict[str, object]:
     return {"encoding": stored.encoding, "bytes": int(manifest.pieces.length[span].sum())}
 
 
-def _tensor_bytes(manifest: Manifest, number: int) -> int:
+def _count_tensor_bytes(manifest: Manifest, number: int) -> int:
     tensors = manifest.tensors
     first, stop = (int(tensors.piece_first[tensors.chunk_first[number + i]]) for i in (0, 1))
     return int(manifest.pieces.length[first:stop].sum())
 
 
-def _lines(url: str, manifest: Manifest, names: Sequence[str] | None) -> Iterator[str]:
-    facts = _facts(url, manifest)
+def _format_lines(url: str, manifest: Manifest, names: Sequence[str] | None) -> Iterator[str]:
+    facts = _collect_facts(url, manifest)
     for name, value in facts.items():
         if isinstance(value, dict):
-            facts[name] = ", ".join(f"{one} {number:g}" for one, number in value.items())
+            facts[name] = ", ".join(f"{metric} {number:g}" for metric, number in value.items())
         elif isinstance(value, list):
             facts[name] = ", ".join(value)
     facts["bytes"] = f"{human_bytes(manifest.total_bytes)} ({manifest.total_bytes:,} bytes)"
     width = max(map(len, facts))
     for name, value in facts.items():
-        yield f"{name.replace('_', ' '):<{width}}  {value}"
+        yield f"{_LABELS.get(name, name.replace('_', ' ')):<{width}}  {value}"
     if any(True for _ in manifest.names()):
         yield ""
     if names is None:
-        yield from _summary(manifest)
+        yield from _summarize(manifest)
         return
     for name in names:
-        yield f"{name}  {_line(manifest, name)}"
+        yield f"{name}  {_describe_entry(manifest, name)}"
 
 
-def _line(manifest: Manifest, name: str) -> str:
+def _describe_entry(manifest: Manifest, name: str) -> str:
     number = manifest.tensors.index.get(name)
     if number is not None:
         shape = "×".join(map(str, manifest.tensors.shape_of(number))) or "scalar"
         chunks = int(manifest.tensors.chunks[number])
-        dtype, size = manifest.tensors.kind_of(number).dtype, human_bytes(_tensor_bytes(manifest, number))
+        dtype, size = manifest.tensors.kind_of(number).dtype, human_bytes(_count_tensor_bytes(manifest, number))
         return f"{dtype} {shape}, {size} in {chunks} chunk{'s' * (chunks != 1)}"
     if name in manifest.inline:
-        from_text(name, manifest.inline[name])  # raises if damaged: who read the manifest left values unread
+        from_text(name, manifest.inline[name])  # raises if damaged; reading the manifest does not check inline values
         text = manifest.inline[name].decode("utf-8")
         return text if len(text) <= _VALUE_CHARACTERS_MAX else f"{text[:_VALUE_CHARACTERS_MAX]}…"
-    entry = _entry(manifest, name)
+    entry = _build_entry(manifest, name)
     return f"object ({entry['encoding']}), {entry['bytes']} bytes"
 
 
-def _summary(manifest: Manifest) -> Iterator[str]:
+def _summarize(manifest: Manifest) -> Iterator[str]:
     groups: dict[str, list[int]] = {}
     for name in manifest.names():
         top = top_level_key(manifest.flatten.get(name) if manifest.flatten else None)
@@ -159,7 +162,7 @@ def _summary(manifest: Manifest) -> Iterator[str]:
             count[1] += 1
         else:
             count[0] += 1
-            count[2] += _tensor_bytes(manifest, number)
+            count[2] += _count_tensor_bytes(manifest, number)
     titles = {top: printable(top) or _TOP_LEVEL for top in groups}
     width = max(map(len, titles.values()), default=0)
     for top, (tensors, objects, size_bytes) in groups.items():

@@ -1,4 +1,7 @@
-"""Stores: where the bytes lie. `open_store` gives that of a URL, `open_fsspec_store` that of a file system."""
+"""Object stores: the contract (`base`), local folders, memory, clouds, and wrappers that retry, count or reread.
+
+`open_store` opens the store of a URL, `open_fsspec_store` that of an fsspec file system.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,12 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.storage.base import (
-    Buffer,
-    Capabilities,
-    Condition,
-    Content,
-    ObjectInfo,
-    ObjectStore,
-    Version,
-)
+from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, ObjectStore, Version
 from dcp_remote.storage.local import LocalStore
 from dcp_remote.storage.memory import MemoryStore
-from dcp_remote.url import parse_url
+from dcp_remote.storage.url import parse_url
 
 if TYPE_CHECKING:
     from dcp_remote.storage.fsspec import open_fsspec_store
@@ -39,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # When first used: it brings fsspec and the clients of the clouds.
+    # Imported on first use, since it imports fsspec and the cloud clients.
     if name == "open_fsspec_store":
         from dcp_remote.storage.fsspec import open_fsspec_store
 
@@ -52,15 +48,15 @@ def __dir__() -> list[str]:
 
 
 def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, object] | None = None) -> ObjectStore:
-    """Open the store that a URL names. Sends nothing and creates nothing.
+    """Open the store of a URL. Sends no request and creates nothing.
 
     Args:
-        url: See `dcp_remote.url.parse_url`.
-        storage_options: Settings of this kind of store. For files: `allow_network_replace` (see `LocalStore`); none
-            for memory.
+        url: URL or path, as `dcp_remote.storage.url.parse_url` takes it.
+        storage_options: Settings of this kind of store. For files: `allow_network_replace` (see `LocalStore`); for
+            memory: none.
 
     Raises:
-        InvalidArgumentError: The URL or an option is not understood.
+        InvalidArgumentError: The URL or an option is invalid.
     """
     parsed = parse_url(url)
     options = dict(storage_options or {})
@@ -76,8 +72,8 @@ def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, object
         _check_options(options, known=(), scheme="memory")
         store = MemoryStore(parsed.bucket)
         return store.child(parsed.prefix) if parsed.prefix else store
-    # Here, not above: whoever stays local need not import (or have) the clients of the clouds.
-    from dcp_remote.storage.cloud import open_cloud_store
+    # Imported here, so that local use needs no cloud client.
+    from dcp_remote.storage.cloud.store import open_cloud_store
 
     return open_cloud_store(parsed, options)
 
@@ -85,7 +81,7 @@ def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, object
 def _check_options(options: Mapping[str, object], *, known: tuple[str, ...], scheme: str) -> None:
     unknown = sorted(str(name) for name in options if name not in known)
     if unknown:
-        # Names only: the value of a misplaced option may be a secret.
+        # Only names are shown, since the value of a misplaced option may be a secret.
         raise InvalidArgumentError(
             f"Unknown storage_options for {scheme} URLs; known: {', '.join(known) or 'none'}.",
             unknown=", ".join(unknown),

@@ -1,8 +1,8 @@
-"""What is demanded of a store, and nothing more.
+"""The store contract: everything that dcp_remote requires of an object store.
 
-A checkpoint needs six synchronous verbs and two guarantees. The guarantees: a `put` that was answered is seen by every
-later `get`, whole; and of any number of conditional puts of one key, at most one that names a given state succeeds.
-Retries, faults, latency and counting are stores that wrap a store.
+A store has six synchronous verbs and gives two guarantees. Every `get` that begins after a `put` was answered returns
+the whole object; and of all conditional puts of one key that name the same state, at most one succeeds. Retries,
+faults, latency and counting are wrapper stores.
 
 Keys are relative to the URL that the store was opened with: `/`-separated, without a leading or trailing slash, `.`,
 `..` or empty parts.
@@ -14,42 +14,47 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
+from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import StorageError
-
-# What can be sent or read into: one-dimensional, contiguous, of bytes. `memoryview` and uint8 numpy arrays are such.
-Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """Opaque identity of an object's content: passed back whole to the store that gave it, never looked into.
+    """Opaque identity of an object's content: passed back to the store that returned it, never interpreted.
 
     Attributes:
-        etag: In quotes, also where the store gave it without (Azure's listings).
-        generation: Google Cloud's generation, which its listings do not tell; None elsewhere.
+        etag: ETag in quotes, also if the store returned it without (Azure's listings).
+        generation: Generation of Google Cloud Storage, whose listings do not include it; None elsewhere.
     """
 
     etag: str | None
     generation: str | None = None
 
 
-# The state that a key must be in for a put to be carried out: absent, exactly this version, or any.
+# State that a key must be in for a put to be carried out: absent, exactly this version, or any.
 Condition: TypeAlias = Version | Literal["absent", "any"]
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What a store says of an object without giving its content."""
+    """Metadata of an object.
+
+    Attributes:
+        key: Name of the object.
+        size_bytes: Size of its content.
+        version: Identity of its content.
+        modified_seconds: Time of the last write, in seconds since 1970 by the clock of the store.
+    """
 
     key: str
     size_bytes: int
     version: Version
-    modified_seconds: float  # since 1970, by the clock of the store
+    modified_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A whole object."""
+    """Content of a whole object, and its version."""
 
     data: bytes
     version: Version
@@ -57,13 +62,13 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store can do beyond the contract's minimum, and where it can be seen from.
+    """Abilities of a store beyond the contract's minimum.
 
     Attributes:
-        compare_and_swap: `put(condition=Version)` is atomic. Without it a store serves plain saves and loads, and
-            refuses overwrite, retire and gc.
-        shared: Other processes of this job, on this host or another, see the same objects.
-        swap_refusal: Why `compare_and_swap` is False, for the error message; empty otherwise.
+        compare_and_swap: True if `put(condition=Version)` is atomic. Without it a store serves plain saves and loads;
+            overwrite, retire and gc are refused.
+        shared: True if other processes of this job, on any host, see the same objects.
+        swap_refusal: Reason why `compare_and_swap` is False, for error messages; empty otherwise.
     """
 
     compare_and_swap: bool
@@ -73,31 +78,31 @@ class Capabilities:
 
 @runtime_checkable
 class ObjectStore(Protocol):
-    """A flat space of immutable byte strings under one URL. Implementations are safe to call from many threads.
+    """Flat space of immutable byte strings under one URL; safe to use from many threads.
 
-    A store pickles its configuration, never a connection. Every verb may raise `TransientStorageError` (the outcome is
-    not known; the same request may be sent again), `PermissionDeniedError` or `StorageError`.
+    Pickles its configuration, never a connection. Every verb may raise `TransientStorageError` (the outcome is unknown,
+    and the same request may be sent again), `PermissionDeniedError` or `StorageError`.
     """
 
     @property
     def url(self) -> str:
-        """Where keys are relative to, in canonical form, without credentials."""
+        """URL that keys are relative to, in canonical form and without credentials."""
         ...
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this store can do; never costs a request."""
+        """Abilities of this store. Sends no request."""
         ...
 
     def child(self, prefix: str) -> ObjectStore:
-        """The same store, with keys relative to `prefix` below this one's. Costs nothing."""
+        """Return this store with keys relative to `prefix`. Sends no request."""
         ...
 
     def head(self, key: str) -> ObjectInfo:
-        """Describe one object.
+        """Return the metadata of one object.
 
         Raises:
-            ObjectNotFoundError: There is none.
+            ObjectNotFoundError: There is no such object.
         """
         ...
 
@@ -105,19 +110,19 @@ class ObjectStore(Protocol):
         """Read a whole object in one request.
 
         Args:
-            key: Its name.
-            limit_bytes: An object larger than this is refused before its body is read.
+            key: Name of the object.
+            limit_bytes: Size above which an object is refused before its body is read.
 
         Raises:
-            ObjectNotFoundError: There is none.
-            CorruptCheckpointError: It is larger than `limit_bytes`.
+            ObjectNotFoundError: There is no such object.
+            CorruptCheckpointError: The object is larger than `limit_bytes`.
         """
         ...
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Read `len(buffer)` bytes from `start` on into `buffer`, in one request; `len(buffer)` is at least 1.
+        """Read `len(buffer)` bytes, at least 1, from offset `start` into `buffer`, in one request.
 
-        On an error the content of `buffer` is undefined.
+        After an error the content of `buffer` is undefined.
 
         Raises:
             ObjectNotFoundError: There is no such object.
@@ -126,43 +131,44 @@ class ObjectStore(Protocol):
         ...
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        """Write one object whole, in one request; nobody ever sees a part of it.
+        """Write one object atomically, in one request: readers see the whole object or the state before.
 
-        The buffers are sent one after another and not copied where the store can help it; they must not change until
+        The buffers are sent one after another, without a copy where the store allows it; they must not change until
         the call returns.
 
         Raises:
-            ConditionFailedError: The key is not in the state that `condition` asks for. After a lost answer that may
-                be this very put, carried out earlier.
-            InvalidArgumentError: The store cannot compare and swap, and `condition` is a `Version`.
+            ConditionFailedError: The key is not in the state that `condition` names. If an earlier answer was lost, an
+                earlier attempt of this same put may be the reason.
+            InvalidArgumentError: `condition` is a `Version`, and the store cannot compare and swap.
         """
         ...
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
-        """Objects whose keys begin with `prefix` and come after `after` (Unicode code points), ordered by key.
+        """Yield the objects whose keys begin with `prefix` and are greater than `after`, ordered by key.
 
-        Keys beyond ASCII, which are not ours, come in the store's own order: see `may_follow`. Never called on the path
-        of a save or a load.
+        The order is that of Unicode code points; keys beyond ASCII, which dcp_remote never writes, come in the store's
+        own order (see `may_follow`). Never called on the path of a save or a load.
         """
         ...
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """Delete many objects; one that does not exist counts as deleted.
+        """Delete many objects; a missing object counts as deleted.
 
         Returns:
-            The keys that could not be deleted, each with its reason.
+            Errors of the keys that could not be deleted, by key.
         """
         ...
 
 
 def quoted(etag: str | None) -> str | None:
-    """An ETag in its one form, which is in quotes."""
+    """Return an ETag in quotes."""
     return etag if etag is None or etag.endswith('"') else f'"{etag}"'
 
 
 def may_follow(key: str, last: str) -> bool:
-    """Whether a listing may give `key` behind `last`: by code points, or by UTF-16 as some stores order their keys.
+    """Return whether a listing may give `key` after `last`, by code points or by UTF-16, as some stores order keys.
 
-    The two differ only where both keys go beyond ASCII. So whoever goes on behind a key misses none of ours.
+    The two orders differ only where both keys go beyond ASCII, so a listing that resumes after a key misses no key of
+    dcp_remote.
     """
     return key > last or key.encode("utf-16-be", "surrogatepass") > last.encode("utf-16-be", "surrogatepass")

@@ -1,8 +1,8 @@
-"""Conditional writes, proven: a server that does not keep to the condition of a put is refused before it is relied on.
+"""Probe of conditional writes: a server that ignores the condition of a put is refused before a commit relies on it.
 
-A commit is safe because a put is refused whose condition fails. Some servers that speak S3 take such a put for one
-without a condition, and two jobs overwrite each other's commits unseen. The clouds themselves, files and memory are
-known to be right; every other server is asked once per process and bucket, by puts that it has to refuse.
+A commit is safe only if the server refuses a put whose condition fails. Some S3-compatible servers ignore conditions,
+so that two jobs overwrite each other's commits unnoticed. The clouds' own servers, files and memory are known to be
+correct; every other server is probed once per process and bucket, with puts that it has to refuse.
 """
 
 from __future__ import annotations
@@ -13,42 +13,43 @@ import uuid
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
+from dcp_remote.common.deadline import Deadline, RetryPolicy, jitter
 from dcp_remote.errors import ConditionFailedError, StorageError, TransientStorageError
 from dcp_remote.storage.base import Condition, ObjectStore, Version
-from dcp_remote.storage.retrying import Deadline, RetryPolicy, jitter
-from dcp_remote.storage.time_left import of_use_for
+from dcp_remote.storage.request_context import of_use_for
 
 logger = logging.getLogger(__name__)
 
-# Below the store's own prefix, since a grant may end there; no part of a checkpoint or run is named so. Each probe has
-# an object of its own, so that any number of processes can ask at a time.
+# Below the store's own prefix, since a grant may cover nothing else; no key of a checkpoint or run begins so. Each
+# probe has an object of its own, so that any number of processes can probe at once.
 PROBES_PREFIX = "dcp-remote-probes/"
-_BODY = b"dcp_remote asked whether the server keeps to conditions. Delete this object at any time: nothing reads it.\n"
+_BODY = b"dcp_remote tested conditional writes with this object. Delete it at any time: nothing reads it.\n"
 
-# No content has this digest, and no object of Google's this generation.
+# Version that no object has: no content has this digest, and no object in Google Cloud this generation.
 _STALE = Version(etag=f'"{"0" * 32}"', generation="1")
 
-# To delete one object is not worth more.
+# Limit of the clean-up: one small object that stays costs less than a longer wait.
 _DELETE_SECONDS = 5.0
 
-# Whose conditional writes are known to hold, by scheme. Google's own server is another one to those who speak S3 to it.
+# Servers whose conditional writes are known to be correct, by scheme: Google's server also takes S3 requests, for which
+# it has to be probed.
 _KNOWN_HOSTS = {
     "s3": (".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu", ".api.aws"),
     "gs": (".googleapis.com",),
     "az": (".core.windows.net", ".core.chinacloudapi.cn", ".core.usgovcloudapi.net"),
 }
 
-# Proven in this process: the server and bucket, and the condition.
+# Pairs of server and header that this process has proven.
 _proven: set[tuple[str, str]] = set()
 
 
 def unproven_server(scheme: str, endpoint_url: str | None, bucket: str) -> str | None:
-    """The name of a server and bucket whose conditional writes nobody vouches for; None for a cloud's own server.
+    """Return the server and bucket if conditional writes are unproven there; None for a cloud's own server.
 
     Args:
         scheme: "s3", "gs" or "az".
-        endpoint_url: The server; None for the cloud's own.
-        bucket: Its name.
+        endpoint_url: URL of the server; None for the cloud's own.
+        bucket: Name of the bucket.
     """
     host = urlsplit(endpoint_url).hostname if endpoint_url is not None else None
     return None if host is None or f".{host}".endswith(_KNOWN_HOSTS[scheme]) else f"{endpoint_url} {bucket}"
@@ -57,22 +58,22 @@ def unproven_server(scheme: str, endpoint_url: str | None, bucket: str) -> str |
 def require_conditional_writes(
     store: ObjectStore, deadline: Deadline, *, swaps: bool, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Refuse a store whose server takes a put although its condition fails. Called before anything rests on one.
+    """Refuse a store whose server carries out a put although its condition fails. Called before the first such put.
 
-    Costs nothing where the server is known to be right, or was asked before by this process. Otherwise two PUTs and a
-    DELETE, one PUT more with `swaps`. Without a grant to delete, or if this process is killed, one small object stays,
-    which nothing ever reads.
+    Costs nothing if the server is known to be correct, or was probed before by this process. Otherwise it costs two
+    PUTs and a DELETE, and one more PUT with `swaps`. Without permission to delete, or if this process is killed, one
+    small object stays, which nothing ever reads.
 
     Args:
-        store: Opened where the commit will be.
-        deadline: Until when requests are repeated.
-        swaps: Whether versions are to be compared, too (`If-Match`), and not only absence (`If-None-Match`).
-        sleep: For tests.
+        store: Store of the checkpoint or run.
+        deadline: Time until which failed requests are repeated.
+        swaps: True to probe the comparison of versions too (`If-Match`), and not only of absence (`If-None-Match`).
+        sleep: Waits, in seconds.
 
     Raises:
-        StorageError: The server ignores a condition; or it refused, or did not answer by the deadline.
+        StorageError: The server ignores a condition, refused a request, or did not answer by the deadline.
     """
-    unproven = getattr(store, "unproven_server", None)  # of no part of the contract: stores of others know themselves
+    unproven = getattr(store, "unproven_server", None)  # not in the contract, so a user's own store is trusted
     server = unproven() if callable(unproven) else None
     wanted = ("If-None-Match", "If-Match") if swaps else ("If-None-Match",)
     if server is None or all((server, header) in _proven for header in wanted):
@@ -84,11 +85,11 @@ def require_conditional_writes(
         return _refuses(store, key, condition, deadline, sleep)
 
     try:
-        # The first one is refused only where its own answer was lost: nobody else has this name.
+        # No other process uses this key, so the first put can only be refused by its own earlier, unanswered attempt.
         if not refuses("absent") and not refuses("absent"):
-            raise _ignores("If-None-Match", store, server)
+            raise _ignored("If-None-Match", store, server)
         if swaps and not refuses(_STALE):
-            raise _ignores("If-Match", store, server)
+            raise _ignored("If-Match", store, server)
     finally:
         _delete(store, key, deadline)
     _proven.update((server, header) for header in wanted)
@@ -97,6 +98,7 @@ def require_conditional_writes(
 def _refuses(
     store: ObjectStore, key: str, condition: Condition, deadline: Deadline, sleep: Callable[[float], None]
 ) -> bool:
+    """Send a put that the server may only refuse; return False if the server carried it out."""
     policy, failed = RetryPolicy(), 0
     while True:
         try:
@@ -124,13 +126,13 @@ def _delete(store: ObjectStore, key: str, deadline: Deadline) -> None:
     except StorageError as error:
         failed = {key: error}
     for cause in failed.values():
-        logger.info("%s/%s stays; delete it at any time. cause=%s", store.url, key, cause)
+        logger.info("The probe object %s/%s was not deleted; delete it at any time. cause=%s", store.url, key, cause)
 
 
-def _ignores(header: str, store: ObjectStore, server: str) -> StorageError:
+def _ignored(header: str, store: ObjectStore, server: str) -> StorageError:
     return StorageError(
-        f"The server ignores the condition of a write ({header}), so that jobs overwrite each other's checkpoints "
-        "unseen; no checkpoint was written. Update the server to a version with conditional PUTs, or save elsewhere.",
+        f"The server ignores the condition of a write ({header}), so jobs could overwrite each other's checkpoints "
+        "unnoticed; no checkpoint was written. Update the server to one with conditional PUTs, or save elsewhere.",
         url=store.url,
         server=server,
     )

@@ -1,4 +1,4 @@
-"""A store that counts what is asked of it, for reports."""
+"""A wrapper store that counts requests and bytes, for reports."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Requests and bytes so far.
+    """Numbers of requests and bytes.
 
     Attributes:
-        requests: Those that failed and were sent again included; a list counts as one, however many pages it has.
-        put_bytes: Sent.
-        got_bytes: Asked for, or received.
-        failed: Requests that failed for now, and so were sent again or were the last attempt.
+        requests: Requests, including failed attempts; a listing counts as one, whatever its number of pages.
+        put_bytes: Bytes of the buffers of all `put` requests.
+        got_bytes: Bytes requested by `get_into`, and received by `get`.
+        failed: Requests that raised `TransientStorageError`, whether or not they were repeated.
         reread: Requests that repeat a read whose bytes did not match their digest.
     """
 
@@ -34,7 +34,7 @@ class Counts:
     reread: int = 0
 
     def plus(self, more: Counts) -> Counts:
-        """Both together."""
+        """Return the sums of these counts and others."""
         return Counts(
             self.requests + more.requests,
             self.put_bytes + more.put_bytes,
@@ -44,7 +44,7 @@ class Counts:
         )
 
     def since(self, earlier: Counts) -> Counts:
-        """What came on top."""
+        """Return the increase from earlier counts to these."""
         return Counts(
             self.requests - earlier.requests,
             self.put_bytes - earlier.put_bytes,
@@ -55,7 +55,7 @@ class Counts:
 
 
 class _Tally:
-    """What a store and its children share."""
+    """Counts that a store and its children share, under a lock; pickled with all counts at zero."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -66,7 +66,7 @@ class _Tally:
 
 
 class CountingStore(WrappedStore):
-    """Counts every request, its children's too, from any thread. Pickled with its counts at zero."""
+    """Store that counts its requests and those of its children, from any thread. Pickled with its counts at zero."""
 
     def __init__(self, store: ObjectStore) -> None:
         """Wrap a store."""
@@ -75,19 +75,17 @@ class CountingStore(WrappedStore):
 
     @property
     def uncounted(self) -> ObjectStore:
-        """Store that is wrapped: for requests that no report is to count."""
+        """Wrapped store, for requests that belong in no report."""
         return self._store
 
     @property
     def counts(self) -> Counts:
-        """So far."""
+        """Requests and bytes since this store was created or unpickled."""
         with self._tally.lock:
             return self._tally.counts
 
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
-        put = request.verb == "put"
-        size_bytes = request.size_bytes
-        put_bytes, got_bytes = (size_bytes, 0) if put else (0, size_bytes)
+        put_bytes, got_bytes = (request.size_bytes, 0) if request.verb == "put" else (0, request.size_bytes)
         self._count(Counts(requests=1, put_bytes=put_bytes, got_bytes=got_bytes, reread=int(is_reread())))
         try:
             answer = send()

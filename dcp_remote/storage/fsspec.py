@@ -1,9 +1,9 @@
-"""File systems of fsspec as stores: those of a tested list, all others refused with the reason.
+"""Stores on fsspec file systems: s3fs and local ones; all others are refused with the reason.
 
-fsspec's own way to create a file, `pipe_file(mode="create")`, is for most file systems a look and then a write, which
-lets two savers both believe that they won; and what a directory holds may come from a cache. So none of its verbs is
-used here. Of s3fs's `S3FileSystem` we take the configuration, and send each verb as one request of the S3 client that
-it makes; a local folder is served by `LocalStore`. s3fs works in one thread, in Python: it is slower than `s3://` URLs.
+fsspec's own way to create a file, `pipe_file(mode="create")`, checks and then writes on most file systems, so that two
+savers may both succeed; and directory listings may come from a cache. So none of fsspec's methods is used here. From
+s3fs's `S3FileSystem` only the configuration is taken, and each verb is one request of the S3 client that it makes; a
+local folder is served by `LocalStore`. s3fs runs in one thread, in Python, and is slower than `s3://` URLs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import (
     CorruptCheckpointError,
     DcpRemoteError,
@@ -27,7 +28,6 @@ from dcp_remote.errors import (
     StorageError,
 )
 from dcp_remote.storage.base import (
-    Buffer,
     Capabilities,
     Condition,
     Content,
@@ -37,8 +37,9 @@ from dcp_remote.storage.base import (
     may_follow,
     quoted,
 )
-from dcp_remote.storage.cloud_errors import WHAT, advised, chained
-from dcp_remote.storage.cloud_options import check_endpoint
+from dcp_remote.storage.cloud.config import Timeouts
+from dcp_remote.storage.cloud.errors import WHAT, advised, chained
+from dcp_remote.storage.cloud.options import check_endpoint
 from dcp_remote.storage.conditional_writes import unproven_server
 from dcp_remote.storage.fsspec_client import (
     KINDS_BY_CODE,
@@ -53,30 +54,27 @@ from dcp_remote.storage.fsspec_client import (
     translated,
 )
 from dcp_remote.storage.local import LocalStore
-from dcp_remote.storage.time_left import rounded_up, seconds_left
-from dcp_remote.storage.timeouts import Timeouts
-from dcp_remote.url import ParsedUrl, check_key, check_list_prefix, parse_url
+from dcp_remote.storage.request_context import rounded_up, seconds_left
+from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix, parse_url
 
 _Answer = TypeVar("_Answer")
 
 _CAPABILITIES = Capabilities(compare_and_swap=True, shared=True)
 
-# What S3 allows in one DeleteObjects, and gives in one page of a listing.
+# Most keys of S3 in one DeleteObjects request, and in one page of a listing.
 _KEYS_MAX = 1000
 
-# No object has this name: who asks for it wants to hear of the bucket.
+# Key that no object has, so that a GET shows whether the bucket exists.
 _PROBE_KEY = "dcp-remote-probe"
 
-_TAKEN = "s3fs.S3FileSystem, fsspec's LocalFileSystem, and a DirFileSystem around one of them"
+_ACCEPTED = "s3fs.S3FileSystem, fsspec's LocalFileSystem, and a DirFileSystem around one of them"
 
-# Why the others are not, by their protocol.
-_USE_GS = (
-    "Its create is not tested to be one step. Google Cloud Storage is served without it: write gs://bucket/prefix."
-)
-_USE_AZ = "Its create is not tested to be one step. Azure is served without it: write az://container/prefix."
-_CACHED = "It answers from a cache, which the commits of others do not reach: pass the file system that it wraps."
-_READ_ONLY = "Nothing can be written there on the condition that nobody else has."
-_ARCHIVE = "An archive is one file, which has one writer and no conditional write."
+# Reasons of refusal, by the protocol of the file system.
+_USE_GS = "Its create is not tested to be atomic. Google Cloud Storage is served without it: write gs://bucket/prefix."
+_USE_AZ = "Its create is not tested to be atomic. Azure is served without it: write az://container/prefix."
+_CACHED = "It answers from a cache, which misses the commits of other jobs: pass the file system that it wraps."
+_READ_ONLY = "It supports no conditional writes."
+_ARCHIVE = "An archive is one file, with one writer and no conditional writes."
 _REFUSALS = {
     "gs": _USE_GS,
     "gcs": _USE_GS,
@@ -93,33 +91,33 @@ _REFUSALS = {
     "zip": _ARCHIVE,
     "tar": _ARCHIVE,
     "libarchive": _ARCHIVE,
-    "memory": "It creates by a look and then a write. Write memory://name/prefix for a store in this process.",
-    "s3": "A class derived from S3FileSystem may do anything: pass an S3FileSystem itself.",
-    "file": "A class derived from LocalFileSystem may do anything: pass the path itself.",
+    "memory": "Its create checks and then writes. Write memory://name/prefix for a store in this process.",
+    "s3": "A subclass of S3FileSystem may override anything: pass an S3FileSystem itself.",
+    "file": "A subclass of LocalFileSystem may override anything: pass the path itself.",
 }
 _REFUSAL = (
-    "It is not known to create an object in one step: fsspec's own `mode='create'` is a look and then a write, which "
-    "lets two savers both believe that they won."
+    "Its create is not known to be atomic: fsspec's own `mode='create'` checks and then writes, so that two savers may "
+    "both succeed."
 )
 
 
 def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[str]) -> ObjectStore:
-    """A store of what lies below a path of an fsspec file system. Sends nothing and creates nothing.
+    """Open a store below a path of an fsspec file system. Sends no request and creates nothing.
 
         RemoteWriter(open_fsspec_store(s3fs.S3FileSystem(endpoint_url=..., key=..., secret=...), "bucket/prefix"))
 
-    Taken are `s3fs.S3FileSystem` (credentials, endpoint, `config_kwargs` and `s3_additional_kwargs` are its own),
+    Accepted are `s3fs.S3FileSystem` (with its credentials, endpoint, `config_kwargs` and `s3_additional_kwargs`),
     fsspec's `LocalFileSystem` (served by `LocalStore`, with its rules for network file systems), and `DirFileSystem`
-    around one of them. Where a store takes longer than s3fs's 15 seconds to answer a PUT of a shard, raise
+    around one of them. If a store needs longer than s3fs's 15 seconds to answer a PUT of a shard, raise
     `config_kwargs={"read_timeout": ...}`.
 
     Args:
-        filesystem: An instance; its arguments are taken, not its connections or caches.
-        path: With or without the file system's protocol; for S3 a bucket, which exists, and a prefix.
+        filesystem: File system, of which the arguments are used, not the connections or caches.
+        path: Path with or without the file system's protocol; for S3 an existing bucket, and a prefix.
 
     Raises:
-        InvalidArgumentError: The file system cannot keep what a checkpoint needs, or is not known to; or the path is
-            not one; or the URL of its endpoint has a user, a password or a query in it.
+        InvalidArgumentError: The file system is not accepted, the path is invalid, or the URL of the endpoint contains
+            a user, a password or a query.
     """
     path = os.fspath(path)
     while type(filesystem) is DirFileSystem:
@@ -129,10 +127,10 @@ def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[st
         path = "/".join(part for part in (filesystem.path, path) if part)
         filesystem = filesystem.fs
     if not path:
-        raise InvalidArgumentError("The path is empty.", taken=_TAKEN)
+        raise InvalidArgumentError("The path is empty.", accepted=_ACCEPTED)
     if type(filesystem) is LocalFileSystem:
         return LocalStore(filesystem._strip_protocol(path))
-    s3fs = sys.modules.get("s3fs")  # whoever made a file system of it has imported it
+    s3fs = sys.modules.get("s3fs")  # imported already, if the file system is one of s3fs
     if s3fs is None or type(filesystem) is not s3fs.S3FileSystem:
         _refuse(filesystem)
     bare = filesystem._strip_protocol(path).lstrip("/")
@@ -148,48 +146,48 @@ def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[st
 def _refuse(filesystem: object) -> NoReturn:
     kind: Any = type(filesystem)
     if not isinstance(filesystem, AbstractFileSystem):
-        raise InvalidArgumentError("This is no file system of fsspec.", type=kind.__name__, taken=_TAKEN)
-    # Of the class: an instance of a cache answers with the protocol of what it wraps.
+        raise InvalidArgumentError("This is no file system of fsspec.", type=kind.__name__, accepted=_ACCEPTED)
+    # From the class, since an instance of a cache has the protocol of the file system that it wraps.
     protocols = (kind.protocol,) if isinstance(kind.protocol, str) else tuple(kind.protocol)
     reason = next((_REFUSALS[protocol] for protocol in protocols if protocol in _REFUSALS), _REFUSAL)
     raise InvalidArgumentError(
         f"This file system cannot hold checkpoints. {reason}",
         filesystem=f"{kind.__module__}.{kind.__qualname__}",
-        taken=_TAKEN,
+        accepted=_ACCEPTED,
     )
 
 
 class FsspecStore:
-    """A prefix of a bucket, through the client of an s3fs file system; `open_fsspec_store` makes it.
+    """Store of a bucket and prefix, through the client of an s3fs file system; made by `open_fsspec_store`.
 
-    Safe to use from many threads. Pickles the arguments of the file system, explicit credentials included. Children
-    share the client. A process that is forked after the first request cannot use its stores: spawn.
+    Safe to use from many threads. Pickles the arguments of the file system, including explicit credentials. Children
+    share the client. A process that was forked after the first request cannot use the store: use `spawn`.
 
-    Nothing is retried here, by botocore's client neither (`RetryingStore` does, under a deadline). Buffers are read
-    where they lie, in small pieces. Checksums are botocore's: CRC32 by default, by `config_kwargs` another or none.
+    No request is retried here or by botocore (`RetryingStore` retries, under a deadline). Buffers are sent without a
+    copy of the whole. Checksums are botocore's: CRC32 by default, another or none by `config_kwargs`.
     """
 
     def __init__(self, parsed: ParsedUrl, connection: Connection) -> None:
-        """See `open_fsspec_store`."""
+        """Store the URL and the connection; sends no request."""
         self._parsed = parsed
         self._connection = connection
 
     def __repr__(self) -> str:
-        """Without any argument of the file system: some are secrets."""
+        """Return the class and the URL; arguments of the file system may be secrets."""
         return f"{type(self).__name__}({self.url!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """The configuration: a pickle is as secret as its credentials are."""
+        """Pickle the configuration, including explicit credentials."""
         return _reopen, (self._parsed, self._connection.configuration())
 
     @property
     def url(self) -> str:
-        """See `ObjectStore.url`. It names no endpoint, as `s3://` URLs do not."""
+        """See `ObjectStore.url`. Like any `s3://` URL, it contains no endpoint."""
         return self._parsed.canonical
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `ObjectStore.capabilities`. S3 compares and swaps, in its conditional PUT."""
+        """See `ObjectStore.capabilities`. S3's conditional PUT compares and swaps."""
         return _CAPABILITIES
 
     def child(self, prefix: str) -> FsspecStore:
@@ -197,7 +195,7 @@ class FsspecStore:
         return FsspecStore(self._parsed.child(prefix), self._connection)
 
     def head(self, key: str) -> ObjectInfo:
-        """See `ObjectStore.head`. One request; nothing is remembered of earlier ones."""
+        """See `ObjectStore.head`. One request; nothing is cached."""
         path = self._path(key)
 
         async def request(call: Call) -> ObjectInfo:
@@ -219,7 +217,7 @@ class FsspecStore:
             if size_bytes > limit_bytes:
                 answer["Body"].close()
                 raise CorruptCheckpointError(
-                    "The object is larger than anything that is expected here.",
+                    "The object is larger than any object of dcp_remote with this key.",
                     url=f"{self.url}/{key}",
                     size_bytes=size_bytes,
                     limit_bytes=limit_bytes,
@@ -247,7 +245,7 @@ class FsspecStore:
 
         data = self._ask("get_into", key, request, size_bytes=len(buffer))
         if len(data) > len(buffer):
-            raise StorageError("The store sends more than the range that was asked for.", url=f"{self.url}/{key}")
+            raise StorageError("The store sent more bytes than the requested range.", url=f"{self.url}/{key}")
         if len(data) < len(buffer):
             raise CorruptCheckpointError(
                 "The object ends before the range that is to be read.",
@@ -277,12 +275,12 @@ class FsspecStore:
         return _version(answer)
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`. A request for each thousand objects; never from s3fs's cache of listings."""
+        """See `ObjectStore.list`. One request per 1,000 objects; never from s3fs's cache of listings."""
         check_list_prefix(prefix)
         return self._list(prefix, after)
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """See `ObjectStore.delete`. A request for each thousand keys; of one that fails all keys are reported."""
+        """See `ObjectStore.delete`. One request per 1,000 keys; if it fails, all its keys are reported."""
         for key in keys:
             self._path(key)
         failed: dict[str, StorageError] = {}
@@ -291,9 +289,9 @@ class FsspecStore:
         return failed
 
     def explain_missing(self) -> str | None:
-        """Why an object may be missing that a reader expected: a sentence if it is the bucket's fault, else None.
+        """Return a sentence that says so if an object is missing because its bucket does not exist, else None.
 
-        One request, to be asked when a manifest was not there; never on the path of a save.
+        One request, sent after a manifest was not found; never on the path of a save.
         """
         try:
             self.get(_PROBE_KEY, limit_bytes=0)
@@ -301,13 +299,13 @@ class FsspecStore:
             if error.details.get("code") == NO_SUCH_BUCKET_CODE:
                 return str(error)
         except DcpRemoteError:
-            pass  # the object was missing by a clear answer: what fails now does not explain it
+            pass  # the store answered that the object is missing; another failure now does not explain that
         return None
 
     def unproven_server(self) -> str | None:
-        """The server and bucket, if nobody knows whether conditional writes hold there; None for Amazon's own.
+        """Return the server and bucket if conditional writes are unproven there; None for Amazon's own servers.
 
-        Sends nothing; see `conditional_writes`.
+        Sends no request; see `conditional_writes`.
         """
         endpoint_url = self._ask("open", "", Call.endpoint_url)
         check_endpoint(endpoint_url, named="AWS_ENDPOINT_URL, or `endpoint_url` of the profile,")
@@ -315,7 +313,7 @@ class FsspecStore:
 
     @property
     def _root(self) -> str:
-        """What the keys of the bucket begin with that are below this store."""
+        """Prefix that all keys of this store have in the bucket."""
         return f"{self._parsed.prefix}/" if self._parsed.prefix else ""
 
     def _path(self, key: str) -> str:
@@ -328,7 +326,7 @@ class FsspecStore:
             infos, token = self._page(prefix, where)
             for info in infos:
                 if info.size_bytes == 0 and (not info.key or info.key.endswith("/")):
-                    continue  # the marker of a "folder", which some consoles create
+                    continue  # marker of a "folder", which some consoles create
                 if not may_follow(info.key, last) or not info.key.startswith(prefix):
                     raise StorageError(
                         "The store does not list its keys in order.", url=f"{self.url}/{info.key}", after=last
@@ -339,11 +337,13 @@ class FsspecStore:
             if token is None:
                 return
             if where == {"ContinuationToken": token}:
-                raise StorageError("The listing does not go on.", url=self.url, after=last)
+                raise StorageError(
+                    "The listing does not go on: the store repeats a continuation token.", url=self.url, after=last
+                )
             where = {"ContinuationToken": token}
 
     def _page(self, prefix: str, where: Mapping[str, str]) -> tuple[Sequence[ObjectInfo], str | None]:
-        """What the store lists next, and where it goes on; None at the end."""
+        """Return the next page of a listing, and the token of the page after it; None at the end."""
         root = self._root
 
         async def request(call: Call) -> tuple[Sequence[ObjectInfo], str | None]:
@@ -370,7 +370,7 @@ class FsspecStore:
             if kind is ObjectNotFoundError:
                 continue  # absent counts as deleted
             failure = kind(advised(WHAT[kind], code), verb="delete", url=self._named(key or ""), code=code)
-            # What names none of the keys is said of all of them.
+            # An error that names none of the keys is reported for all of them.
             failed.update(dict.fromkeys([key] if key is not None else keys, failure))
         return failed
 
@@ -386,13 +386,13 @@ class FsspecStore:
         size_bytes: int = 0,
         condition: Condition = "any",
     ) -> _Answer:
-        """Send a request, and raise what went wrong as an error of ours."""
+        """Send a request and return its result; raise errors of the client as errors of dcp_remote."""
         try:
             seconds = min(Timeouts().request_seconds(size_bytes), rounded_up(seconds_left()))
             return self._connection.run(request, seconds=seconds)
-        except DcpRemoteError:  # of ours already, though some are OSErrors and ValueErrors, too
+        except DcpRemoteError:  # some of these are OSErrors and ValueErrors too
             raise
-        except Exception as error:  # noqa: BLE001  # `translate` has a row for everything
+        except Exception as error:  # noqa: BLE001  # `translate` handles every error
             secrets = self._connection.secrets(answered=isinstance(error, ClientError))
             failure = translated(error, verb=verb, url=self._named(key), secrets=secrets, condition=condition)
             raise failure from chained(error, secrets)
@@ -417,7 +417,7 @@ def _check_listed(url: str, key: str) -> None:
         check_key(key)
     except InvalidArgumentError as error:
         raise StorageError(
-            "Under this URL lies an object whose key no checkpoint has: empty, `.` or `..` parts, or a control "
+            "An object below this URL has a key that no checkpoint has, with empty, `.` or `..` parts, or a control "
             "character. Remove it.",
             url=url,
             key=key,

@@ -1,7 +1,7 @@
-"""s3fs's client of S3, lent: one request at a time, from any thread, with errors of ours.
+"""Requests through the S3 client of an s3fs file system, from any thread, with the errors of dcp_remote.
 
-s3fs's own `call_s3` is not used. It repeats requests by itself, knows throttling by words in the text of an error, and
-leaves out what an older botocore has no parameter for: a conditional write would silently become a plain one.
+s3fs's own `call_s3` is not used. It repeats requests by itself, recognises throttling by the text of an error, and
+drops parameters that an older botocore does not have: a conditional write would silently become a plain one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 from botocore.exceptions import ClientError, HTTPClientError, NoCredentialsError, ResponseStreamingError
 from botocore.parsers import ResponseParserError
 
+from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import (
     ConditionFailedError,
     InvalidArgumentError,
@@ -29,8 +30,8 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
-from dcp_remote.storage.base import Buffer, Condition
-from dcp_remote.storage.cloud_errors import (
+from dcp_remote.storage.base import Condition
+from dcp_remote.storage.cloud.errors import (
     NO_SUCH_BUCKET,
     SENT_ELSEWHERE,
     WHAT,
@@ -42,12 +43,12 @@ from dcp_remote.storage.cloud_errors import (
 
 _Answer = TypeVar("_Answer")
 
-# S3's answer to one request, as botocore parses it.
+# Answer of S3 to one request, as parsed by botocore.
 Parsed: TypeAlias = dict[str, Any]
 
 NO_SUCH_BUCKET_CODE = "NoSuchBucket"
 
-# Arguments of s3fs that say how the caller runs, not where the bytes lie: the store runs by itself.
+# Arguments of s3fs that concern the event loop and caches of the caller, which the store does not use.
 _ARGUMENTS_OF_THE_CALLER = ("asynchronous", "loop", "skip_instance_cache")
 
 _NO_CREDENTIALS = (
@@ -55,20 +56,20 @@ _NO_CREDENTIALS = (
     "them into the environment; `anon=True` reads public buckets without."
 )
 
-# A body is read in pieces of this, so that one that is longer than it should be is not kept.
+# Bytes per read of a body, so that a body that is longer than expected is not read to its end.
 _READ_BYTES = 1024 * 1024
 
-# Enough to ask for what was found already: an error is not held up for what it might have to hide.
+# Limit for asking botocore for the credentials that it found, in order to hide them in an error; most are cached.
 _SECRETS_SECONDS = 5.0
 
-# What S3's codes mean where the status does not tell; a failed part of DeleteObjects has nothing but a code.
+# Error classes by S3's error code, where the HTTP status is ambiguous; failed keys of DeleteObjects have only a code.
 KINDS_BY_CODE: dict[str, type[StorageError]] = {
-    "RequestTimeout": TransientStorageError,  # these five are 400, and a matter of the way there
+    "RequestTimeout": TransientStorageError,  # these five have status 400, and are caused by the network
     "IncompleteBody": TransientStorageError,
     "BadDigest": TransientStorageError,
     "XAmzContentSHA256Mismatch": TransientStorageError,
     "XAmzContentChecksumMismatch": TransientStorageError,
-    "ExpiredToken": PermissionDeniedError,  # these three are 400 as well
+    "ExpiredToken": PermissionDeniedError,  # these three have status 400 as well
     "InvalidToken": PermissionDeniedError,
     "TokenRefreshRequired": PermissionDeniedError,
     "AccessDenied": PermissionDeniedError,
@@ -79,30 +80,29 @@ KINDS_BY_CODE: dict[str, type[StorageError]] = {
     "SlowDown": TransientStorageError,
 }
 
-# A status that is not here: from 500 on it is the server's own failure, for now; below it is about the request.
+# Error classes by HTTP status. Any other status is transient from 500 on, and final below.
 _KINDS_BY_STATUS: dict[int, type[StorageError]] = {
     HTTPStatus.UNAUTHORIZED: PermissionDeniedError,
     HTTPStatus.FORBIDDEN: PermissionDeniedError,
     HTTPStatus.NOT_FOUND: ObjectNotFoundError,
     HTTPStatus.REQUEST_TIMEOUT: TransientStorageError,
-    HTTPStatus.CONFLICT: TransientStorageError,  # to a conditional write it is an answer; see `_kind`
+    HTTPStatus.CONFLICT: TransientStorageError,  # not for a conditional write; see `_kind`
     HTTPStatus.PRECONDITION_FAILED: ConditionFailedError,
     HTTPStatus.TOO_MANY_REQUESTS: TransientStorageError,
     HTTPStatus.NOT_IMPLEMENTED: StorageError,
 }
-
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """How to make a file system of s3fs.
+    """Arguments to make a file system of s3fs.
 
     Attributes:
-        bucket: Where requests go.
-        arguments: Of `S3FileSystem`, by position.
-        options: Of `S3FileSystem`, by name.
+        bucket: Bucket that requests go to.
+        arguments: Positional arguments of `S3FileSystem`.
+        options: Keyword arguments of `S3FileSystem`.
     """
 
     bucket: str
@@ -110,46 +110,47 @@ class Configuration:
     options: Mapping[str, object] = field(repr=False)
 
     def __post_init__(self) -> None:
-        """Leave out what is the caller's own."""
+        """Drop the arguments that concern the caller's event loop and caches."""
         kept = {name: value for name, value in self.options.items() if name not in _ARGUMENTS_OF_THE_CALLER}
         object.__setattr__(self, "options", kept)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Sends one request, by the name of the client's method and its parameters beside the bucket."""
+    """Function that sends one request to a bucket, by the name of the client's method and its other parameters."""
 
     filesystem: Any
     client: Any
     bucket: str
 
     async def __call__(self, method: str, **parameters: object) -> Parsed:
-        """The answer of the store.
+        """Send a request and return the answer of the store.
 
         Raises:
-            Exception: Whatever the client raises.
+            Exception: Any error of the client.
         """
         meta = self.client.meta
         operation = meta.service_model.operation_model(meta.method_to_api_mapping[method])
-        # What the user wants said with each request that knows it: encryption, storage class, who pays. No conditions.
-        theirs = {
+        # Parameters that the user set for every request that has them: encryption, storage class, requester pays. The
+        # conditions of writes are set by this package alone.
+        user_parameters = {
             name: value
             for name, value in {**self.filesystem.s3_additional_kwargs, **self.filesystem.req_kw}.items()
             if name in operation.input_shape.members and not name.startswith("If")
         }
-        # Ours are not filtered: a botocore that does not know the condition of a write refuses the call.
-        answer: Parsed = await getattr(self.client, method)(**theirs, Bucket=self.bucket, **parameters)
+        # Not filtered, so that a botocore that does not know the condition of a write refuses the call.
+        answer: Parsed = await getattr(self.client, method)(**user_parameters, Bucket=self.bucket, **parameters)
         return answer
 
     async def endpoint_url(self) -> str:
-        """The server that requests go to. Sends nothing."""
+        """Return the URL of the server that requests go to. Sends no request."""
         return str(self.client.meta.endpoint_url)
 
 
 class Connection:
-    """A file system of s3fs in this process, made when it is needed from the arguments of the one that was given.
+    """File system of s3fs in this process, made on first use from the arguments of the one that the user passed.
 
-    Not that one itself: it may belong to the caller's own event loop, and its client repeats requests.
+    The user's own file system is not used, since it may belong to another event loop, and its client repeats requests.
     """
 
     def __init__(self, configuration: Configuration) -> None:
@@ -159,26 +160,26 @@ class Connection:
         self._pid: int | None = None
 
     def configuration(self) -> Configuration:
-        """What can be sent to another process.
+        """Return the arguments, for another process.
 
         Raises:
-            InvalidArgumentError: A session is in it, which cannot.
+            InvalidArgumentError: A session is among the arguments, which cannot be pickled.
         """
         if self._configuration.options.get("session") is not None:
             raise InvalidArgumentError(
-                "A file system that was given a `session` cannot be sent to other processes: give it `profile`, or "
-                "`key` and `secret`, or leave credentials to the environment.",
+                "A file system that was created with a `session` cannot be sent to other processes: create it with "
+                "`profile`, or `key` and `secret`, or take credentials from the environment.",
                 bucket=self._configuration.bucket,
             )
         return self._configuration
 
     def run(self, request: Callable[[Call], Awaitable[_Answer]], *, seconds: float) -> _Answer:
-        """Let a request run on fsspec's event loop, and wait for its end.
+        """Run a request on fsspec's event loop, and return its result.
 
         Raises:
             InvalidArgumentError: This process was forked after the first request.
-            TimeoutError: It took longer than `seconds`, and was ended.
-            Exception: Whatever the client raises.
+            TimeoutError: The request took longer than `seconds`, and was cancelled.
+            Exception: Any error of the client.
         """
         filesystem, bucket = self._open(), self._configuration.bucket
 
@@ -190,20 +191,20 @@ class Connection:
                     return await request(Call(filesystem, client, bucket))
                 except HTTPClientError as error:
                     if isinstance(error.__context__, StorageError):
-                        raise error.__context__ from None  # of ours, in which aiobotocore sees one more of aiohttp's
+                        raise error.__context__ from None  # raised below, and wrapped by aiobotocore
                     raise
 
         future = asyncio.run_coroutine_threadsafe(bounded(), filesystem.loop)
         try:
             return future.result()
         finally:
-            future.cancel()  # for whoever is interrupted while it waits; of an answered one it does nothing
+            future.cancel()  # if this thread was interrupted while it waited
 
     def secrets(self, *, answered: bool) -> list[str]:
-        """What no error may show: credentials that were given, and those that were found.
+        """Return the secrets that no error may show: credentials that the user passed, or that botocore found.
 
         Args:
-            answered: The store answered, so that there are credentials, and it may have quoted them.
+            answered: True if the store answered, so that there are credentials, which it may have quoted.
         """
         if self._filesystem is None:
             return []
@@ -224,22 +225,22 @@ class Connection:
                     frozen = await credentials.get_frozen_credentials()
                     return [frozen.secret_key, frozen.token]
 
-            with suppress(Exception):  # the error that is being told is the one that counts
+            with suppress(Exception):  # the error of the request is the one to report
                 given += asyncio.run_coroutine_threadsafe(find(), filesystem.loop).result()
         return [secret for secret in given if isinstance(secret, str) and secret]
 
     def _open(self) -> Any:
         if self._pid not in (None, os.getpid()):
             raise InvalidArgumentError(
-                "This process was forked from one that had used this store already, whose client cannot follow: start "
-                "processes with `spawn` or `forkserver`.",
+                "This process was forked from one that had used this store already, and clients do not survive a fork: "
+                "start processes with `spawn` or `forkserver`.",
                 pid=os.getpid(),
                 forked_from=self._pid,
             )
         configuration = self._configuration
         with self._lock:
             if self._filesystem is None:
-                from s3fs import S3FileSystem  # half a second, and whoever only loads a pickle need not have it
+                from s3fs import S3FileSystem  # takes half a second, and unpickling needs no s3fs
 
                 filesystem = S3FileSystem(*configuration.arguments, **configuration.options, skip_instance_cache=True)
                 filesystem.config_kwargs = {
@@ -253,7 +254,7 @@ class Connection:
 
 async def _unredirected_answer(session: Any, method: str, **parameters: object) -> Any:
     answer = await session.request(method, allow_redirects=False, **parameters)
-    # Another region is named in a header. To find one that is not, botocore asks again and again without end.
+    # A redirect to another region names it in a header. Without the header, botocore would repeat requests for ever.
     if answer.status in _REDIRECTS and "x-amz-bucket-region" not in answer.headers:
         answer.close()
         raise StorageError(SENT_ELSEWHERE, url=str(answer.url.with_query(None)), status=answer.status)
@@ -261,19 +262,19 @@ async def _unredirected_answer(session: Any, method: str, **parameters: object) 
 
 
 def _unredirected(given: Any) -> Any:
-    """The class of aiobotocore's HTTP sessions that was given, or its usual one, without following redirects.
+    """Return a class of aiobotocore's HTTP sessions, derived from `given` or its default, that follows no redirects.
 
-    They would take the session token to any host, and what that answers for the store's answer.
+    A redirect would send the session token to any host, and take that host's answer for the store's.
     """
     from aiobotocore.httpsession import AIOHTTPSession
 
     kind: Any = given or AIOHTTPSession
     if not issubclass(kind, AIOHTTPSession):
-        return kind  # of httpx, which follows none
+        return kind  # based on httpx, which follows no redirects
     if not hasattr(kind, "_get_session"):
-        raise InvalidArgumentError("This aiobotocore cannot be kept from following redirects: update it with s3fs.")
+        raise InvalidArgumentError("This version of aiobotocore always follows redirects: update aiobotocore and s3fs.")
 
-    class Unredirected(kind):  # type: ignore[misc]  # a class of no stubs
+    class Unredirected(kind):  # type: ignore[misc]  # the class has no stubs
         async def _get_session(self, proxy_url: str | None) -> Any:
             session = await super()._get_session(proxy_url)
             return SimpleNamespace(request=partial(_unredirected_answer, session))
@@ -284,17 +285,17 @@ def _unredirected(given: Any) -> Any:
 def translated(
     error: Exception, *, verb: str, url: str, secrets: Sequence[str], condition: Condition = "any"
 ) -> CloudError:
-    """Our error for one of the client: of an answer by its code and status, of all else by its class.
+    """Return the error of dcp_remote for an error of the client: by code and status of an answer, else by its class.
 
     Args:
-        error: What the client raised.
-        verb: Of the store contract.
-        url: Of the object or the prefix.
-        secrets: What must not be shown, whoever echoes it.
-        condition: Of a put.
+        error: Error of the client.
+        verb: Verb of the store contract.
+        url: URL of the object or prefix.
+        secrets: Strings that the error must not show.
+        condition: Condition of a put.
     """
     cause = cause_of(str(error), secrets)
-    if isinstance(error, ResponseParserError):  # a proxy's page, or half an answer: no word of S3
+    if isinstance(error, ResponseParserError):  # a proxy's page, or half an answer
         return TransientStorageError(WHAT[TransientStorageError], verb=verb, url=url, cause=cause)
     if not isinstance(error, ClientError):
         what = _NO_CREDENTIALS if isinstance(error, NoCredentialsError) else ""
@@ -306,26 +307,26 @@ def translated(
 
 
 def status_of(error: ClientError) -> int:
-    """The HTTP status of an answer; 0 if it is not known."""
+    """Return the HTTP status of an answer; 0 if unknown."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def _kind(code: str, status: int, condition: Condition) -> type[StorageError]:
     if condition != "any" and status == HTTPStatus.CONFLICT:
-        return ConditionFailedError  # another conditional write of this key is under way
+        return ConditionFailedError  # another conditional write of this key is in progress
     if condition not in ("any", "absent") and status == HTTPStatus.NOT_FOUND and code != NO_SUCH_BUCKET_CODE:
-        return ConditionFailedError  # a swap of what is not there
+        return ConditionFailedError  # a swap of an object that does not exist
     if code in KINDS_BY_CODE:
         return KINDS_BY_CODE[code]
-    passing = TransientStorageError if status >= HTTPStatus.INTERNAL_SERVER_ERROR else StorageError
-    return _KINDS_BY_STATUS.get(status, passing)
+    default = TransientStorageError if status >= HTTPStatus.INTERNAL_SERVER_ERROR else StorageError
+    return _KINDS_BY_STATUS.get(status, default)
 
 
 async def read_body(body: Any, *, limit_bytes: int) -> bytes:
-    """Read a body, and close it. Of one that is longer than the limit comes a part that is longer, too.
+    """Read a body and close it. If the body is longer than `limit_bytes`, return a part longer than that.
 
     Raises:
-        ResponseStreamingError: It broke off, or is not what the store said it is: the network is at fault.
+        ResponseStreamingError: The body ended early or did not match its checksum, by a fault of the network.
     """
     parts: list[bytes] = []
     size_bytes = 0
@@ -334,7 +335,7 @@ async def read_body(body: Any, *, limit_bytes: int) -> bytes:
             parts.append(part)
             size_bytes += len(part)
     except Exception as error:
-        # Some classes of aiohttp are errors of botocore by now, and some are still aiohttp's own.
+        # Some of these errors are botocore's, and some aiohttp's.
         raise ResponseStreamingError(error=error) from error
     finally:
         body.close()
@@ -342,28 +343,28 @@ async def read_body(body: Any, *, limit_bytes: int) -> bytes:
 
 
 class Body(io.RawIOBase):
-    """Buffers as one file to read: nothing is joined, so that a save needs no memory beside its buffers."""
+    """File that reads buffers one after another, without joining them, so that a save needs no more memory."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
         self.size_bytes = sum(map(len, self._views))
         self._position = 0
-        self._number, self._begin = 0, 0  # the buffer that holds the position, and where it begins
+        self._number, self._begin = 0, 0  # index of the buffer that holds the position, and its offset
 
     def readable(self) -> bool:
-        """It is there to be read."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """It can be read again."""
+        """Return True; botocore reads a body twice, for its checksum and to send it."""
         return True
 
     def tell(self) -> int:
-        """Where the next byte is read, from the beginning of the first buffer."""
+        """Return the position, in bytes from the beginning of the first buffer."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go elsewhere: botocore reads a body twice, for its checksum and to send it, and asks for its end."""
+        """Set the position, within the buffers, and return it."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size_bytes}[whence]
         self._position = min(max(start + offset, 0), self.size_bytes)
         self._number = self._begin = 0
@@ -373,7 +374,7 @@ class Body(io.RawIOBase):
         return self._position
 
     def readinto(self, target: Any) -> int:
-        """Fill the target, over as many buffers as that takes."""
+        """Fill `target` from as many buffers as needed; return the number of bytes read."""
         filled = 0
         room = memoryview(target).cast("B")
         while filled < len(room) and self._number < len(self._views):

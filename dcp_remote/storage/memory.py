@@ -1,4 +1,4 @@
-"""Objects in the memory of this process: the model that the other stores are tested against."""
+"""A store in the memory of this process, and the model that other stores are tested against."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import (
     ConditionFailedError,
     CorruptCheckpointError,
@@ -14,10 +15,10 @@ from dcp_remote.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from dcp_remote.storage.base import Buffer, Capabilities, Condition, Content, ObjectInfo, Version
-from dcp_remote.url import check_key, check_list_prefix
+from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, Version
+from dcp_remote.storage.url import check_key, check_list_prefix
 
-# Not a name that a URL can hold, so nobody opens another space by the URL of an anonymous one.
+# Not valid in a URL, so the URL of an anonymous store cannot be opened as another one.
 _ANONYMOUS = "(anonymous)"
 
 _CAPABILITIES = Capabilities(compare_and_swap=True, shared=False)
@@ -25,7 +26,7 @@ _CAPABILITIES = Capabilities(compare_and_swap=True, shared=False)
 
 @dataclass(frozen=True, slots=True)
 class MemoryObject:
-    """One object: what was put, whole."""
+    """One object as it was put."""
 
     data: bytes
     version: Version
@@ -33,26 +34,32 @@ class MemoryObject:
 
 
 class MemorySpace:
-    """What `MemoryStore`s of one name share: a dict and a counter under a lock.
+    """Objects that all `MemoryStore`s of one name share, under a lock.
 
     Attributes:
-        objects: By full key. Tests look here, past the store.
+        objects: Objects by full key; tests read them past the store.
     """
 
     def __init__(self) -> None:
-        """An empty space."""
+        """Begin empty."""
         self.objects: dict[str, MemoryObject] = {}
         self._lock = threading.Lock()
         self._writes = 0
 
     def put(self, key: str, data: bytes, *, condition: Condition, modified_seconds: float) -> Version:
-        """Write if the key is in the state that `condition` asks for. Versions never repeat, whatever the content."""
+        """Write an object if the key is in the state that `condition` names; return its version, which is always new.
+
+        Raises:
+            ConditionFailedError: The key is in another state.
+        """
         with self._lock:
             found = self.objects.get(key)
             met = condition == "any" or (found is None if condition == "absent" else _is_version(found, condition))
             if not met:
                 raise ConditionFailedError(
-                    "The object is not in the state that this write asks for.", key=key, condition=condition
+                    "The object is not in the state that the condition of this write names.",
+                    key=key,
+                    condition=condition,
                 )
             self._writes += 1
             version = Version(etag=f'"{self._writes}"')
@@ -60,13 +67,13 @@ class MemorySpace:
             return version
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove what is there of `keys`."""
+        """Remove those of `keys` that exist."""
         with self._lock:
             for key in keys:
                 self.objects.pop(key, None)
 
     def snapshot(self) -> list[tuple[str, MemoryObject]]:
-        """All objects of one moment, ordered by key."""
+        """Return all objects at one moment, ordered by key."""
         with self._lock:
             return sorted(self.objects.items(), key=lambda item: item[0])
 
@@ -80,44 +87,46 @@ _spaces_lock = threading.Lock()
 
 
 class MemoryStore:
-    """A store in this process. Its objects live as long as the process, or until they are deleted.
+    """Store in this process, whose objects live as long as the process, or until they are deleted.
 
     Args:
-        name: Stores of one name share their objects, as `memory://name` does. Without a name the store and its
-            children have a space of their own, and cannot be pickled.
-        clock: Gives modification times, in seconds since 1970. Not pickled: a copy has `time.time`.
+        name: Name in `memory://name`, by which stores share their objects. Without a name only the store and its
+            children share objects, and cannot be pickled.
+        clock: Returns the time in seconds since 1970, for modification times. Not pickled: a copy uses `time.time`.
     """
 
     def __init__(self, name: str | None = None, *, clock: Callable[[], float] = time.time) -> None:
-        """See the class."""
+        """Open the objects of that name, or an empty store."""
         self._name = name
         self._prefix = ""
         self._clock = clock
         self.space = MemorySpace() if name is None else _space(name)
 
     def __repr__(self) -> str:
-        """With its URL."""
+        """Return the class and the URL."""
         return f"MemoryStore({self.url})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """By name only: a process that unpickles it sees the space of that name there.
+        """Pickle the name and prefix only: in another process the copy has the objects of that name there.
 
         Raises:
             InvalidArgumentError: The store has no name.
         """
         if self._name is None:
-            raise InvalidArgumentError("A MemoryStore without a name cannot be pickled: give it one.")
+            raise InvalidArgumentError(
+                "A MemoryStore without a name cannot be pickled: create it with one, MemoryStore(name)."
+            )
         return _named_store, (self._name, self._prefix)
 
     @property
     def url(self) -> str:
-        """`memory://name/prefix`."""
+        """URL `memory://name/prefix`."""
         name = _ANONYMOUS if self._name is None else self._name
         return f"memory://{name}/{self._prefix}" if self._prefix else f"memory://{name}"
 
     @property
     def capabilities(self) -> Capabilities:
-        """Everything but other processes."""
+        """See `ObjectStore.capabilities`. Compares and swaps; not shared with other processes."""
         return _CAPABILITIES
 
     def child(self, prefix: str) -> MemoryStore:
@@ -135,7 +144,7 @@ class MemoryStore:
         found = self._find(key)
         if len(found.data) > limit_bytes:
             raise CorruptCheckpointError(
-                "The object is larger than anything that belongs under this name.",
+                "The object is larger than any object of dcp_remote with this key.",
                 key=key,
                 url=self.url,
                 size_bytes=len(found.data),
@@ -149,7 +158,7 @@ class MemoryStore:
         stop = start + len(buffer)
         if stop > len(found.data):
             raise CorruptCheckpointError(
-                "The object is shorter than the range that was asked for.",
+                "The object ends before the range that is to be read.",
                 key=key,
                 url=self.url,
                 size_bytes=len(found.data),
@@ -159,12 +168,12 @@ class MemoryStore:
         buffer[:] = memoryview(found.data)[start:stop]
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        """See `ObjectStore.put`. The buffers are copied, once."""
+        """See `ObjectStore.put`. The buffers are copied once."""
         data = b"".join(buffers)
         return self.space.put(self._full(key), data, condition=condition, modified_seconds=self._clock())
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`. Shows the objects of the moment when it is first asked for one."""
+        """See `ObjectStore.list`. Yields the objects that exist when the first one is requested."""
         check_list_prefix(prefix)
         below = f"{self._prefix}/" if self._prefix else ""
         for full_key, found in self.space.snapshot():
@@ -173,7 +182,7 @@ class MemoryStore:
                 yield _info(key, found)
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """See `ObjectStore.delete`. Nothing fails here."""
+        """See `ObjectStore.delete`. Never fails."""
         self.space.delete([self._full(key) for key in keys])
         return {}
 

@@ -1,7 +1,7 @@
 """Reads repeated because the bytes did not match their digest.
 
-A bit that flips on the way is no damage. The bytes are read once more before they are called damaged, by another way
-where there is one: by obstore instead of a direct read, from the store instead of another rank.
+A bit that flipped in transit is no damage of the checkpoint. So the bytes are read once more before they are reported
+as damaged, by another path if there is one: by obstore instead of a direct read, from the store instead of a rank.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _Answer = TypeVar("_Answer")
 _Decoded = TypeVar("_Decoded")
 
 
-class _Own(threading.local):
-    """State of each thread: the kind of the read under way."""
+class _ThreadState(threading.local):
+    """Kind of the read that a thread makes."""
 
     is_reread: bool = False
 
 
-_own = _Own()
+_thread_state = _ThreadState()
 
 
 def is_reread() -> bool:
-    """Return whether this thread repeats a read, which must not take the way of the first one."""
-    return _own.is_reread
+    """Return whether this thread repeats a read, which must not take the path of the first one."""
+    return _thread_state.is_reread
 
 
 class RereadingStore(WrappedStore):
@@ -47,16 +47,16 @@ class RereadingStore(WrappedStore):
         level, self._level = self._level, logging.DEBUG
         logger.log(
             level,
-            "Bytes do not match their digest and are read once more: they changed on the way, or in the store. "
+            "Bytes do not match their digest and are read once more: they changed in transit, or in the store. "
             "url=%s key=%s",
             self.url,
             request.key,
         )
-        before, _own.is_reread = _own.is_reread, True
+        before, _thread_state.is_reread = _thread_state.is_reread, True
         try:
             return send()
         finally:
-            _own.is_reread = before
+            _thread_state.is_reread = before
 
 
 def get_decoded(

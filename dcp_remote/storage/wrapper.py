@@ -1,4 +1,4 @@
-"""The base of stores that wrap a store: every request passes one place."""
+"""The base class of wrapper stores, which pass every request through one method."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias, TypeVar
 
+from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import StorageError
-from dcp_remote.storage.base import Buffer, Capabilities, Condition, Content, ObjectInfo, ObjectStore, Version
-from dcp_remote.url import check_key
+from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, ObjectStore, Version
+from dcp_remote.storage.url import check_key
 
 Verb: TypeAlias = Literal["head", "get", "get_into", "put", "list", "delete"]
 
@@ -17,12 +18,13 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, as it is about to be sent.
+    """Request that is about to be sent.
 
     Attributes:
-        verb: Which of the six.
-        keys: The key; of `list` the prefix, of `delete` all keys. Relative to the outermost wrapper, not to its child.
-        size_bytes: How many bytes the caller brings or has room for; 0 where only the answer tells.
+        verb: Method of the store that is called.
+        keys: Key; for `list` the prefix, for `delete` all keys. Relative to the topmost wrapper, also in requests of
+            its children.
+        size_bytes: Bytes to send or to read; 0 where only the answer shows the size.
     """
 
     verb: Verb
@@ -31,15 +33,15 @@ class Request:
 
     @property
     def key(self) -> str:
-        """The key, or the first of several; empty if there is none."""
+        """First key; empty if there is none."""
         return self.keys[0] if self.keys else ""
 
 
 class WrappedStore:
-    """A store that forwards everything to another, and sees each request in `_request`.
+    """Store that forwards every request to the store that it wraps, through `_request`.
 
-    Subclasses override `_request`, and what has more than one request to it. State that children share belongs into
-    an object that they refer to: `child` copies this store's attributes. So does pickling, where they allow it.
+    Subclasses override `_request`, and those verbs that they send as more than one request. `child` and pickling copy
+    the attributes, so state that children share belongs in an object that the attributes refer to.
     """
 
     def __init__(self, store: ObjectStore) -> None:
@@ -48,33 +50,33 @@ class WrappedStore:
         self._prefix = ""
 
     def __repr__(self) -> str:
-        """With what is wrapped."""
+        """Return the class and the wrapped store."""
         return f"{type(self).__name__}({self._store!r})"
 
     @property
     def url(self) -> str:
-        """That of the wrapped store."""
+        """URL of the wrapped store."""
         return self._store.url
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the wrapped store."""
+        """Abilities of the wrapped store."""
         return self._store.capabilities
 
     def child(self, prefix: str) -> Self:
-        """A wrapper around the wrapped store's child, which shares this one's state."""
+        """Return a wrapper of the wrapped store's child, which shares this wrapper's state."""
         check_key(prefix)
         child = type(self).__new__(type(self))
         vars(child).update(vars(self), _store=self._store.child(prefix), _prefix=f"{self._prefix}{prefix}/")
         return child
 
     def explain_missing(self) -> str | None:
-        """Why nothing is there, if the wrapped store knows more than that (no such bucket)."""
+        """Return the wrapped store's reason why an object is missing (no such bucket); None if there is none."""
         explain = getattr(self._store, "explain_missing", None)
         return explain() if callable(explain) else None
 
     def unproven_server(self) -> str | None:
-        """The server behind the wrapped store, if nobody knows whether conditional writes hold there."""
+        """Return the server of the wrapped store if its conditional writes are unproven, else None."""
         unproven = getattr(self._store, "unproven_server", None)
         return unproven() if callable(unproven) else None
 
@@ -97,18 +99,18 @@ class WrappedStore:
         return self._request(request, lambda: self._store.put(key, buffers, condition=condition))
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`. One request here, however many pages the wrapped store asks for."""
+        """See `ObjectStore.list`. Passes `_request` once, whatever the number of pages."""
         infos, first = self._request(self._named("list", prefix), lambda: _begin(self._store.list(prefix, after=after)))
         if first is not None:
             yield first
             yield from infos
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """See `ObjectStore.delete`. One request here."""
+        """See `ObjectStore.delete`. Passes `_request` once."""
         return self._request(self._named("delete", *keys), lambda: self._store.delete(keys))
 
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
-        """Carry out one request by calling `send` as often as this wrapper sees fit, or raise."""
+        """Carry out one request by calling `send` any number of times, or raise."""
         return send()
 
     def _named(self, verb: Verb, *keys: str, size_bytes: int = 0) -> Request:
@@ -116,5 +118,5 @@ class WrappedStore:
 
 
 def _begin(infos: Iterator[ObjectInfo]) -> tuple[Iterator[ObjectInfo], ObjectInfo | None]:
-    """Send the first request of a listing, which an iterator puts off until it is asked."""
+    """Send the first request of a listing, which its iterator delays until the first item is requested."""
     return infos, next(infos, None)

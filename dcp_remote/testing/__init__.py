@@ -1,7 +1,7 @@
-"""Shipped for whoever writes a store, or tests training that saves through this package.
+"""Test kit for authors of stores, and for tests of training that saves through this package.
 
-`store_suite.StoreSuite` holds what every store must do (it needs pytest, and so is not imported here); the wrappers
-record requests and inject faults.
+`store_suite.StoreSuite` tests the contract of stores (it needs pytest and is not imported here). `wrappers` has stores
+that record requests and inject faults, exported here. `servers` has HTTP servers: moto's S3, and a scripted one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Servers on this machine, for tests and demonstrations: clients in Rust cannot be patched inside the test's process.
+"""HTTP servers on the loopback interface, for tests and demonstrations. Clients in Rust cannot be patched in-process.
 
-`moto_server` is an S3 server, in a process of its own. It keeps everything in memory and verifies neither signatures
-nor checksums: it shows what a client does, not what a store guarantees. `scripted_server` answers what a test tells it
-to, errors and silence included, and remembers what it was asked.
+`moto_server` is an S3 server in its own process. It keeps all objects in memory and verifies neither signatures nor
+checksums, so it tests what a client does, not what a store guarantees. `scripted_server` gives the answers that a test
+defines, including errors and silence, and records the requests.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from urllib.parse import urlsplit
 
 from dcp_remote.errors import InvalidArgumentError, StorageError
 
-# moto imports a good part of botocore before it listens: a second or two, on a busy machine many more.
+# Before it listens, moto imports much of botocore, which takes a second or two, and many more on a busy machine.
 START_SECONDS_MAX = 60.0
 
-# Enough for the server to leave by itself; after that it is killed.
+# Time for the server to exit by itself, after which it is killed.
 STOP_SECONDS_MAX = 5.0
 
-# The child binds port 0 itself and says which one it got: a port that was probed could be taken before it is bound.
-# It ends when its standard input does, which the kernel closes however this process dies.
-# moto's state knows no threads: of two puts and a get of one key at a time, one is answered 500. So it works on one
-# request at a time, whose body has arrived: a client that dies in the middle of it leaves nothing, as on a real store.
+# The child binds port 0 and prints the port that it got: a port probed here could be taken before the child binds it.
+# The child exits when its standard input closes, which happens however this process dies.
+# moto is not thread-safe: of two puts and a get of one key at a time, one is answered 500. So requests are handled one
+# at a time, and only once the body is complete: a client that dies while sending leaves nothing, as on a real store.
 _CHILD = """
 import io, os, sys, threading
 
@@ -79,11 +79,11 @@ server.serve_forever()
 
 @dataclass(frozen=True, slots=True)
 class S3Server:
-    """A server that runs.
+    """Running S3 server.
 
     Attributes:
-        endpoint_url: Where it listens, on the loopback interface only.
-        pid: Its process.
+        endpoint_url: URL at which the server listens, on the loopback interface only.
+        pid: Process id of the server.
     """
 
     endpoint_url: str
@@ -91,7 +91,7 @@ class S3Server:
 
     @property
     def storage_options(self) -> dict[str, str]:
-        """What to pass as `storage_options`; the server takes any credentials, and these are nobody's."""
+        """Value for `storage_options`. The credentials are fake; the server accepts any."""
         return {
             "endpoint_url": self.endpoint_url,
             "region_name": "us-east-1",
@@ -100,12 +100,12 @@ class S3Server:
         }
 
     def create_bucket(self, name: str) -> None:
-        """Create a bucket, in one request; one that exists already stays as it is.
+        """Create a bucket, in one request; an existing bucket stays as it is.
 
         Raises:
             StorageError: The server refused.
         """
-        # Plain HTTP: the server checks no signature, and this file needs no client library of any store.
+        # Plain HTTP, so that no client library of a store is needed; the server checks no signature.
         connection = http.client.HTTPConnection(urlsplit(self.endpoint_url).netloc, timeout=30)
         try:
             connection.request("PUT", f"/{name}")
@@ -121,18 +121,17 @@ class S3Server:
 
 @contextmanager
 def moto_server(*, log_path: Path | None = None) -> Iterator[S3Server]:
-    """Run moto's S3 server while the block runs. What it stores is lost with it.
+    """Run moto's S3 server during the block; its objects are lost at the end. Needs `moto[server,s3]`.
 
-    It is stopped by its own handle, and ends by itself when this process dies in any way. Needs `moto[server,s3]`.
+    The server also exits when this process dies in any way.
 
     Args:
-        log_path: Where its errors go, appended; by default they are discarded.
+        log_path: File to which the server's errors are appended; None discards them.
 
     Raises:
-        InvalidArgumentError: moto is not installed, or did not start; the message quotes what it said, if that was
-            kept in `log_path`.
+        InvalidArgumentError: moto is not installed, or did not start; the message quotes the end of `log_path`.
     """
-    # Nothing of the user's AWS configuration concerns a server of our own.
+    # The user's AWS configuration must not affect this server.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     log = log_path.open("ab") if log_path is not None else None
     try:
@@ -154,7 +153,7 @@ def moto_server(*, log_path: Path | None = None) -> Iterator[S3Server]:
 
 
 def _read_port(process: subprocess.Popen[bytes], *, log_path: Path | None) -> int:
-    """The one line that the child prints, once it listens: from then on connections wait until it answers."""
+    """Read the port, which the child prints once it listens; connections are accepted from then on."""
     assert process.stdout is not None
     deadline = time.monotonic() + START_SECONDS_MAX
     line = b""
@@ -162,11 +161,11 @@ def _read_port(process: subprocess.Popen[bytes], *, log_path: Path | None) -> in
         selector.register(process.stdout, selectors.EVENT_READ)
         while not line.endswith(b"\n"):
             ready = selector.select(timeout=max(0.0, deadline - time.monotonic()))
-            # Unbuffered: the selector sees only what the kernel still holds.
+            # Unbuffered, because the selector does not see data in a Python buffer.
             got = os.read(process.stdout.fileno(), 100) if ready else b""
             if not got:
                 raise InvalidArgumentError(
-                    "moto's server did not start: is `moto[server,s3]` installed?",
+                    "moto's server did not start. Install `moto[server,s3]`, or see the log.",
                     exit_status=process.poll(),
                     log=log_path.read_text(errors="replace")[-2000:] if log_path is not None else None,
                 )
@@ -188,7 +187,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """What a client sent; names of headers in lower case."""
+    """Request of a client; names of headers are in lower case."""
 
     method: str
     path: str
@@ -198,14 +197,14 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """What to answer.
+    """Answer to a request.
 
     Attributes:
-        status: 200, 404, ...
-        body: What Content-Length is of, unless `headers` give one. Not sent to a HEAD.
-        headers: Others.
-        cut_bytes: Send this much of the body, and then close the connection.
-        silent: Do not answer at all, while the server runs.
+        status: HTTP status, such as 200 or 404.
+        body: Body of the answer; not sent to a HEAD request.
+        headers: Further headers. Content-Length is that of `body` unless given here.
+        cut_bytes: Number of bytes of the body after which the connection is closed; None sends all.
+        silent: True to send no answer while the server runs.
     """
 
     status: int = 200
@@ -217,11 +216,11 @@ class HttpAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedServer:
-    """A server that runs.
+    """Running scripted server.
 
     Attributes:
-        endpoint_url: Where it listens, on the loopback interface only.
-        requests: What it was asked so far, in the order of arrival.
+        endpoint_url: URL at which the server listens, on the loopback interface only.
+        requests: Requests so far, in the order of arrival.
     """
 
     endpoint_url: str
@@ -229,37 +228,37 @@ class ScriptedServer:
 
 
 class _Server(ThreadingHTTPServer):
-    # Joined at the end, so that no thread outlives its test.
+    # Not daemons, so that `server_close` joins them and no thread outlives its test.
     daemon_threads = False
 
     def __init__(self, answer: Callable[[HttpRequest], HttpAnswer]) -> None:
         self.answer = answer
         self.requests: list[HttpRequest] = []
-        self.ending = threading.Event()
+        self.closing = threading.Event()
         self._connections: list[socket.socket] = []
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection, and remember it."""
+        """Accept a connection and record it for `server_close`."""
         connection, address = super().get_request()
         self._connections.append(connection)
         return connection, address
 
     def server_close(self) -> None:
-        """Close what clients keep open, and wait for the threads."""
-        self.ending.set()
+        """Close all connections, and wait for the threads."""
+        self.closing.set()
         for connection in self._connections:
-            with suppress(OSError):  # closed already
+            with suppress(OSError):  # already closed
                 connection.shutdown(socket.SHUT_RDWR)
         super().server_close()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that went away is what many tests are about."""
+        """Print nothing: many tests let a client disconnect on purpose."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # The headers and the body are two writes, and the second would wait for the client's delayed acknowledgement.
+    # Headers and body are two writes: with Nagle's algorithm, the second would wait for the client's delayed ACK.
     disable_nagle_algorithm = True
     server: _Server
 
@@ -273,7 +272,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append(request)
         answer = self.server.answer(request)
         if answer.silent:
-            self.server.ending.wait()
+            self.server.closing.wait()
             self.close_connection = True
             return
         self.send_response(answer.status)
@@ -286,16 +285,16 @@ class _Handler(BaseHTTPRequestHandler):
         if answer.cut_bytes is not None:
             self.close_connection = True
 
-    # The names that the base class looks for.
+    # The base class looks up these names.
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer  # noqa: N815
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-        """Tests look into `requests`."""
+        """Print nothing: tests read `requests`."""
 
 
 @contextmanager
 def scripted_server(answer: Callable[[HttpRequest], HttpAnswer]) -> Iterator[ScriptedServer]:
-    """Run an HTTP server in a thread while the block runs; `answer` says what it answers. It remembers all requests."""
+    """Run an HTTP server in a thread during the block; `answer` returns the answer to each request."""
     server = _Server(answer)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, name="scripted-server")
     thread.start()

@@ -1,4 +1,4 @@
-"""What every store must do: subclass it, say how to open a store and how to look past it, and run pytest.
+"""Tests that every store must pass. Subclass `StoreSuite`, provide a store and raw access to its bytes, and run pytest.
 
     class TestMyStore(StoreSuite):
         @pytest.fixture
@@ -8,7 +8,7 @@
         def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None: ...
         def raw_read(self, store: ObjectStore, key: str) -> bytes: ...
 
-`raw_write` and `raw_read` reach the bytes by other means than the store, so that it is not checked by itself.
+`raw_write` and `raw_read` access the bytes by other means than the store, so that the store is not tested by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import ClassVar, TypeVar
 
 import pytest
 
+from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import (
     ConditionFailedError,
     CorruptCheckpointError,
@@ -30,13 +31,13 @@ from dcp_remote.errors import (
     ObjectNotFoundError,
     TransientStorageError,
 )
-from dcp_remote.storage.base import Buffer, ObjectStore, Version, may_follow
+from dcp_remote.storage.base import ObjectStore, Version, may_follow
 
 _Result = TypeVar("_Result")
 
 _BAD_KEYS = ["", "/", "/a", "a/", "a//b", ".", "..", "../a", "a/..", "a/./b", "a\\b", "a\0b", "a\nb"]
 
-# Everything that an encoder of URLs, a shell or a file system could trip over, and still one plain key each.
+# Valid keys that URL encoding, a shell or a file system may mishandle.
 _STRANGE_KEYS = [
     "with space",
     " leading",
@@ -57,31 +58,35 @@ _STRANGE_KEYS = [
     "x" * 200,
 ]
 
-# One above the largest number of buffers that Linux takes in one call would not do: twice.
+# Nearly twice the number of buffers that Linux takes in one call (1,024), so that a store must make several calls.
 _MANY_BUFFERS = 2_000
 
 
 class StoreSuite:
-    """The contract of `dcp_remote.storage.base`, as tests. Each gets a store with nothing in it."""
+    """Tests of the contract of `dcp_remote.storage.base`. Each test gets an empty store.
 
-    # A version that is a digest of the content (S3's ETag) returns with the content; whoever swaps writes a nonce.
+    Attributes:
+        version_is_digest: True if equal contents have equal versions, as S3's ETag; the package writes a nonce into all
+            objects that it replaces by compare-and-swap.
+    """
+
     version_is_digest: ClassVar[bool] = False
 
     @pytest.fixture
     def store(self) -> Iterator[ObjectStore]:
-        """An empty store of its own; the subclass gives it."""
+        """Return an empty store; each subclass defines this fixture."""
         raise NotImplementedError
 
     def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None:
-        """Write an object without the store."""
+        """Write an object by other means than the store."""
         raise NotImplementedError
 
     def raw_read(self, store: ObjectStore, key: str) -> bytes:
-        """Read an object without the store."""
+        """Read an object by other means than the store."""
         raise NotImplementedError
 
     def test_what_is_put_is_there(self, store: ObjectStore) -> None:
-        """One put, seen by every verb that reads and by raw_read, under one version."""
+        """Put an object; every verb that reads, and raw_read, sees it, all with the same version."""
         version = store.put("a/b", [b"hello ", b"world"])
         assert self.raw_read(store, "a/b") == b"hello world"
         content = store.get("a/b", limit_bytes=100)
@@ -92,7 +97,7 @@ class StoreSuite:
         assert [(found.key, found.size_bytes, found.version) for found in store.list()] == [("a/b", 11, version)]
 
     def test_reads_what_others_wrote(self, store: ObjectStore) -> None:
-        """Raw bytes, then every verb that reads."""
+        """Write raw bytes; every verb that reads sees them."""
         self.raw_write(store, "foreign/key", b"0123456789")
         buffer = bytearray(4)
         store.get_into("foreign/key", 3, memoryview(buffer))
@@ -102,16 +107,16 @@ class StoreSuite:
         assert [info.key for info in store.list()] == ["foreign/key"]
 
     def test_modification_times_do_not_go_back(self, store: ObjectStore) -> None:
-        """Two objects, one after the other, and the listing of both."""
+        """Put two objects in turn; their times are ascending, in head and in list."""
         store.put("first", [b"1"])
         store.put("second", [b"2"])
         first, second = store.head("first").modified_seconds, store.head("second").modified_seconds
-        assert 0 < first <= second + 0.01  # a local store spreads its stamps over 10 ms
-        # Listings may have coarser clocks.
+        assert 0 < first <= second + 0.01  # a local store spreads its timestamps over 10 ms
+        # Listings may have coarser timestamps.
         assert [info.modified_seconds for info in store.list()] == pytest.approx([first, second], abs=1.0)
 
     def test_missing(self, store: ObjectStore) -> None:
-        """Every verb on what is not there, and below what is not there."""
+        """Use every verb on an absent key, and on a key below it."""
         for key in ("missing", "missing/below"):
             with pytest.raises(ObjectNotFoundError):
                 store.head(key)
@@ -123,7 +128,7 @@ class StoreSuite:
         assert list(store.list("missing/")) == []
 
     def test_a_prefix_is_no_object(self, store: ObjectStore) -> None:
-        """Reading and deleting what only begins other keys."""
+        """Read and delete a key that is only a prefix of another."""
         store.put("folder/object", [b"x"])
         with pytest.raises(ObjectNotFoundError):
             store.head("folder")
@@ -135,7 +140,7 @@ class StoreSuite:
         assert self.raw_read(store, "folder/object") == b"x"
 
     def test_absent(self, store: ObjectStore) -> None:
-        """A second create is refused and changes nothing; after a delete it is a first one again."""
+        """Create twice: the second is refused and changes nothing; after a delete, a create succeeds again."""
         store.put("key", [b"first"], condition="absent")
         with pytest.raises(ConditionFailedError):
             store.put("key", [b"second"], condition="absent")
@@ -145,7 +150,7 @@ class StoreSuite:
         assert self.raw_read(store, "key") == b"third"
 
     def test_one_of_many_creates(self, store: ObjectStore) -> None:
-        """Sixteen threads at a barrier, four times: one is told that it won, and its bytes are there."""
+        """Let sixteen threads create one key at once, four times: one is told that it succeeded, and has its bytes."""
         for attempt in range(4):
             key = f"race-{attempt}"
 
@@ -156,12 +161,12 @@ class StoreSuite:
                     return False
                 return True
 
-            won = _at_once(16, create)
+            won = _run_at_once(16, create)
             assert sum(won) == 1
             assert self.raw_read(store, key) == f"writer {won.index(True)}".encode()
 
     def test_any_replaces(self, store: ObjectStore) -> None:
-        """Shorter content over longer, under a new version."""
+        """Replace longer content by shorter; the version is new."""
         first = store.put("key", [b"the longer one"])
         second = store.put("key", [b"short"])
         assert first != second
@@ -169,7 +174,7 @@ class StoreSuite:
         assert store.head("key").version == second
 
     def test_readers_see_whole_objects(self, store: ObjectStore) -> None:
-        """Two threads overwrite one key with runs of one letter; two read and never see a mixture or a part."""
+        """Let two threads overwrite one key with runs of one letter; two readers never see a mixture or a part."""
         size_bytes = 300_000
         store.put("key", [b"-" * size_bytes])
 
@@ -183,10 +188,10 @@ class StoreSuite:
                         return False
             return True
 
-        assert all(_at_once(4, work))
+        assert all(_run_at_once(4, work))
 
     def test_swap(self, store: ObjectStore) -> None:
-        """Replace the version that is there; refuse the one that was, and one where there is nothing."""
+        """Replace the current version; refuse an older version, and any version of an absent object."""
         first = store.put("key", [b"1"], condition="absent")
         if not store.capabilities.compare_and_swap:
             assert store.capabilities.swap_refusal
@@ -207,9 +212,9 @@ class StoreSuite:
             store.head("key")
 
     def test_versions_do_not_repeat(self, store: ObjectStore) -> None:
-        """Equal content by every kind of put, also after deletes: no version twice, and the first is stale at the end.
+        """Put equal content in every way, also after deletes: no version occurs twice, and all older ones are stale.
 
-        Where versions are digests the content carries a nonce, as all that is swapped does.
+        If versions are digests, the content carries a nonce, as all objects do that the package swaps.
         """
 
         def content() -> list[Buffer]:
@@ -229,9 +234,9 @@ class StoreSuite:
                     store.put("key", content(), condition=version)
 
     def test_no_update_is_lost(self, store: ObjectStore) -> None:
-        """Eight threads write ten lines each into one object by compare-and-swap; at the end all eighty are there.
+        """Let eight threads add ten lines each to one object by compare-and-swap; at the end all eighty are there.
 
-        Whoever loses may be told that the outcome is not known: then a look tells.
+        A swap may end without a clear outcome: then the thread reads the object to find out.
         """
         if not store.capabilities.compare_and_swap:
             with pytest.raises(InvalidArgumentError):
@@ -242,7 +247,7 @@ class StoreSuite:
         def write(_: int) -> list[bytes]:
             lines = [b"%032x" % random.getrandbits(128) for _ in range(10)]
             for line in lines:
-                unclear = False  # a put that was not answered may be carried out later, and refuse the next one
+                unclear = False  # a put without an answer may be carried out later, so that the next one is refused
                 while line not in (found := store.get("lines", limit_bytes=10_000)).data.split():
                     try:
                         store.put("lines", [found.data, line, b"\n"], condition=found.version)
@@ -253,11 +258,11 @@ class StoreSuite:
                             assert line not in store.get("lines", limit_bytes=10_000).data.split()
             return lines
 
-        written = [line for lines in _at_once(8, write) for line in lines]
+        written = [line for lines in _run_at_once(8, write) for line in lines]
         assert sorted(self.raw_read(store, "lines").split()) == sorted([b"first", *written])
 
     def test_delete(self, store: ObjectStore) -> None:
-        """Many, some of which are not there; none; the same again."""
+        """Delete many keys, some of them absent; no keys; the same keys again."""
         keys = [f"folder-{number % 3}/object-{number}" for number in range(20)]
         for key in keys:
             store.put(key, [b"x"])
@@ -269,9 +274,9 @@ class StoreSuite:
         assert list(store.list()) == []
 
     def test_list(self, store: ObjectStore) -> None:
-        """Order, `after` and prefixes, each against the same question asked of a sorted list.
+        """List with every prefix and `after`, and compare with a sorted list of the keys.
 
-        Of the keys that are not ASCII, no two are compared: some stores order them by UTF-16.
+        The order of keys that are not ASCII is not checked: some stores order them by UTF-16.
         """
         keys = sorted(["a-b", "a.b", "a/b", "a/c/d", "a/c.d", "a0", "b/x", "b/y", "ä", "\uffee", "\U0001f600", "B"])
         for key in keys:
@@ -286,14 +291,14 @@ class StoreSuite:
         assert {info.key: info.size_bytes for info in store.list()} == {key: len(key.encode()) for key in keys}
 
     def test_get_has_a_limit(self, store: ObjectStore) -> None:
-        """The object's size is allowed, one less is not."""
+        """Get an object with its size as limit; one byte less is refused."""
         store.put("key", [b"12345"])
         assert store.get("key", limit_bytes=5).data == b"12345"
         with pytest.raises(CorruptCheckpointError, match="limit_bytes=4"):
             store.get("key", limit_bytes=4)
 
     def test_get_into(self, store: ObjectStore) -> None:
-        """Every range of a short object, into the middle of a buffer whose ends stay as they were."""
+        """Read every range of a short object into the middle of a buffer, whose ends stay unchanged."""
         data = bytes(range(10))
         store.put("key", [data])
         for start in range(10):
@@ -303,7 +308,7 @@ class StoreSuite:
                 assert buffer == (b"\xff" + data[start:stop]).ljust(12, b"\xff")
 
     def test_short_objects_are_noticed(self, store: ObjectStore) -> None:
-        """Ranges that end, or begin, behind the end."""
+        """Read ranges that end, or begin, after the end of the object."""
         store.put("key", [b"0123456789"])
         store.put("empty", [])
         for key, start, size_bytes in (("key", 0, 11), ("key", 9, 2), ("key", 10, 1), ("key", 99, 1), ("empty", 0, 1)):
@@ -311,7 +316,7 @@ class StoreSuite:
                 store.get_into(key, start, memoryview(bytearray(size_bytes)))
 
     def test_empty_objects(self, store: ObjectStore) -> None:
-        """No buffers, and empty ones."""
+        """Put no buffers, and empty buffers."""
         for key, buffers in (("none", []), ("empty", [b"", b""])):
             store.put(key, buffers, condition="absent")
             assert self.raw_read(store, key) == b""
@@ -319,14 +324,14 @@ class StoreSuite:
             assert store.head(key).size_bytes == 0
 
     def test_many_buffers(self, store: ObjectStore) -> None:
-        """Two thousand of odd sizes, empty ones among them, arrive in order."""
+        """Put two thousand buffers of odd sizes, some of them empty; they arrive in order."""
         rng = random.Random(7)
         buffers: list[Buffer] = [rng.randbytes(rng.choice((0, 1, 3, 7, 1021, 4099))) for _ in range(_MANY_BUFFERS)]
         store.put("key", buffers)
         assert self.raw_read(store, "key") == b"".join(buffers)
 
     def test_large_objects(self, store: ObjectStore) -> None:
-        """Nine megabytes in two buffers, read back by eight threads, each its range."""
+        """Put nine megabytes in two buffers; eight threads read a range each."""
         data = random.Random(11).randbytes(9_000_001)
         store.put("key", [memoryview(data)[:5_000_003], memoryview(data)[5_000_003:]])
         found = bytearray(len(data))
@@ -335,11 +340,11 @@ class StoreSuite:
             start, stop = (len(data) * number // 8, len(data) * (number + 1) // 8)
             store.get_into("key", start, memoryview(found)[start:stop])
 
-        _at_once(8, read)
+        _run_at_once(8, read)
         assert found == data
 
     def test_kinds_of_buffers(self, store: ObjectStore) -> None:
-        """Read-only and writable, whole and sliced; none of them is changed."""
+        """Put buffers that are read-only or writable, whole or sliced; none is changed."""
         writable = bytearray(b"0123456789")
         buffers: list[Buffer] = [
             b"bytes",
@@ -355,7 +360,7 @@ class StoreSuite:
         assert writable == b"0123456789"
 
     def test_children(self, store: ObjectStore) -> None:
-        """A child is the same store further down, and knows nothing beside itself."""
+        """Use a child: it is the same store below a prefix, and sees no object outside."""
         child = store.child("a/b")
         grandchild = child.child("c")
         version = grandchild.put("d/e", [b"x"])
@@ -374,7 +379,7 @@ class StoreSuite:
 
     @pytest.mark.parametrize("key", _STRANGE_KEYS)
     def test_strange_keys(self, store: ObjectStore, key: str) -> None:
-        """Each through all verbs, alone and below a child."""
+        """Use each key with all verbs, at the top and in a child."""
         for place, name in ((store, key), (store.child("below"), f"below/{key}")):
             place.put(key, [name.encode()], condition="absent")
             assert self.raw_read(store, name) == name.encode()
@@ -387,7 +392,7 @@ class StoreSuite:
 
     @pytest.mark.parametrize("key", _BAD_KEYS)
     def test_bad_keys(self, store: ObjectStore, key: str) -> None:
-        """Refused by every verb, before anything is sent."""
+        """Use each invalid key with all verbs: refused before a request is sent."""
         calls: list[Callable[[], object]] = [
             lambda: store.head(key),
             lambda: store.get(key, limit_bytes=1),
@@ -403,7 +408,7 @@ class StoreSuite:
         assert [info.key for info in store.list()] == ["good"]
 
     def test_pickling(self, store: ObjectStore) -> None:
-        """A copy, and a copy of a child, see the same objects; what a store gives is copied whole."""
+        """Pickle the store, a child, and results: the copies see the same objects and are equal."""
         version = store.put("a/b", [b"x"])
         copy, child = pickle.loads(pickle.dumps(store)), pickle.loads(pickle.dumps(store.child("a")))
         assert (copy.url, copy.capabilities) == (store.url, store.capabilities)
@@ -411,7 +416,7 @@ class StoreSuite:
         assert pickle.loads(pickle.dumps(store.head("a/b"))) == store.head("a/b")
 
     def test_errors_cross_processes(self, store: ObjectStore) -> None:
-        """Each kind of error comes out of a pickle as it went in, and names its key."""
+        """Pickle each kind of error: the copy has the same type and text, and names the key."""
         store.put("key", [b"x"])
         calls: list[Callable[[], object]] = [
             lambda: store.put("key", [b"y"], condition="absent"),
@@ -428,8 +433,8 @@ class StoreSuite:
             assert "key" in str(copy)
 
 
-def _at_once(threads: int, work: Callable[[int], _Result]) -> list[_Result]:
-    """Run `work` in so many threads, which begin together."""
+def _run_at_once(threads: int, work: Callable[[int], _Result]) -> list[_Result]:
+    """Run `work` in a number of threads, which start together."""
     barrier = threading.Barrier(threads)
 
     def run(number: int) -> _Result:

@@ -1,7 +1,7 @@
-"""Stores that watch another store, or make it fail.
+"""Wrapper stores for tests: one records requests, one injects faults.
 
-Both wrap any store and are wrapped by any: outside a `RetryingStore` a `RecordingStore` counts what its caller asks,
-inside what is sent, and inside a `FaultyStore` what arrives.
+Wrappers can be nested in any order: a `RecordingStore` around a `RetryingStore` records the caller's requests, inside
+it every attempt, and inside a `FaultyStore` the requests that reach the store.
 """
 
 from __future__ import annotations
@@ -13,63 +13,64 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
+from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import DcpRemoteError, TransientStorageError
-from dcp_remote.storage.base import Buffer, Condition, Content, ObjectStore, Version
+from dcp_remote.storage.base import Condition, Content, ObjectStore, Version
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 
 _Answer = TypeVar("_Answer")
 
-# What is lost: the request, which then is never carried out; the response, after it was; or, of a put or a delete, the
-# response of a request that is still on its way, and is carried out later. What is read late is read for nobody.
+# What a fault loses. "request": the request is never carried out. "response": the request is carried out and its answer
+# lost. "late": the answer is lost and the request, if a put or delete, is carried out later; a read is not.
 Lost: TypeAlias = Literal["request", "response", "late"]
 
-# Whether a request is hit, by verb, key and its number among all requests of the store (from 1).
+# Function of verb, key and number (among all requests of the store, from 1) that is true for requests to hit.
 Predicate: TypeAlias = Callable[[Verb, str, int], bool]
 
 
-class _Log:
-    """What a `RecordingStore` and its children share."""
+class _RecordLog:
+    """State that a `RecordingStore` shares with its children."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.requests: list[Request] = []
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _Log, ()
+        return _RecordLog, ()
 
 
 class RecordingStore(WrappedStore):
-    """Keeps a record of every request, its children's too, in the order in which they were sent.
+    """Records every request to this store and its children, in the order in which they are sent.
 
-    Pickled without its records.
+    The records are not pickled.
     """
 
     def __init__(self, store: ObjectStore) -> None:
         """Wrap a store."""
         super().__init__(store)
-        self._log = _Log()
+        self._log = _RecordLog()
 
     @property
     def requests(self) -> list[Request]:
-        """A copy of the record: sizes are those of what was sent or, once it was answered, received."""
+        """Copy of the records; sizes are bytes sent or, once a read was answered, bytes received."""
         with self._log.lock:
             return list(self._log.requests)
 
     @property
     def calls(self) -> list[tuple[Verb, str]]:
-        """The record as pairs of verb and key."""
+        """Verb and key of each record."""
         return [(request.verb, request.key) for request in self.requests]
 
     def count(self, verb: Verb | None = None) -> int:
-        """How many requests there were, of this verb or of all."""
+        """Return the number of requests of this verb, or of all."""
         return sum(verb in (None, request.verb) for request in self.requests)
 
     def size_bytes(self, verb: Verb | None = None) -> int:
-        """How many bytes they carried, both ways."""
+        """Return the bytes that requests of this verb, or all requests, carried in both directions."""
         return sum(request.size_bytes for request in self.requests if verb in (None, request.verb))
 
     def clear(self) -> None:
-        """Forget. For use between requests, not during them."""
+        """Delete all records. No request may be pending."""
         with self._log.lock:
             self._log.requests.clear()
 
@@ -86,14 +87,14 @@ class RecordingStore(WrappedStore):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong.
+    """Fault to inject.
 
     Attributes:
-        lost: See `Lost`.
-        when: Which requests are hit. Of a `delete` the request is hit if one of its keys is.
-        persistent: Hit every such request, not only the first.
-        error: Makes what is raised instead of a `TransientStorageError`.
-        later_by: How many requests come before one that is "late"; None if it waits for `FaultyStore.settle`.
+        lost: What is lost: "request", "response", or "late".
+        when: Predicate of the requests to hit. A `delete` is hit if the predicate is true for any of its keys.
+        persistent: True to hit every such request, False to hit only the first.
+        error: Function that returns the exception to raise; None for a `TransientStorageError`.
+        later_by: Number of requests that overtake one that is "late"; None to hold it until `FaultyStore.settle`.
     """
 
     lost: Lost
@@ -104,7 +105,7 @@ class Fault:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Nth:
+class _IsNth:
     number: int
     onwards: bool
 
@@ -120,12 +121,12 @@ def nth(
     error: Callable[[], BaseException] | None = None,
     later_by: int | None = None,
 ) -> Fault:
-    """The `number`-th request of a store is hit (from 1); if `persistent`, every later one as well.
+    """Return a fault that hits the `number`-th request of a store (from 1) and, if `persistent`, all later ones.
 
-    For a fault loop: fail the first request, then the second, until a run is through before its fault is reached
+    For a fault loop: fail the first request, then the second, and so on until the test ends before its fault is reached
     (`FaultyStore.hits` is empty).
     """
-    when = _Nth(number, onwards=persistent)
+    when = _IsNth(number, onwards=persistent)
     return Fault(lost=lost, when=when, persistent=persistent, error=error, later_by=later_by)
 
 
@@ -137,12 +138,12 @@ def matching(
     error: Callable[[], BaseException] | None = None,
     later_by: int | None = None,
 ) -> Fault:
-    """The first request for which `when(verb, key, number)` is true is hit; if `persistent`, every one."""
+    """Return a fault that hits the first request for which `when(verb, key, number)` is true; if `persistent`, all."""
     return Fault(lost=lost, when=when, persistent=persistent, error=error, later_by=later_by)
 
 
-class _Faults:
-    """What a `FaultyStore` and its children share."""
+class _FaultState:
+    """State that a `FaultyStore` shares with its children."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -152,39 +153,40 @@ class _Faults:
         self.late: list[tuple[float, Callable[[], object]]] = []
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _Faults, ()
+        return _FaultState, ()
 
 
 class FaultyStore(WrappedStore):
-    """Fails as it is told.
+    """Injects faults into the requests to a store.
 
-    Pickled with its faults (whose predicates must be picklable then), its counter anew.
+    To pickle the store, the faults' predicates must be picklable; the copy counts requests from 1 again.
 
     Args:
-        store: What answers when nothing goes wrong.
-        faults: The first that hits a request is what happens to it.
+        store: Store that carries out the requests.
+        faults: Faults to inject; if several match a request, the first one hits.
     """
 
     def __init__(self, store: ObjectStore, faults: Sequence[Fault]) -> None:
-        """See the class."""
+        """Store the faults; nothing is sent."""
         super().__init__(store)
-        self._plan = tuple(faults)
-        self._faults = _Faults()
+        self._planned_faults = tuple(faults)
+        self._state = _FaultState()
 
     @property
     def hits(self) -> list[Request]:
-        """The requests that were hit so far."""
-        with self._faults.lock:
-            return list(self._faults.hits)
+        """Copy of the requests that were hit so far."""
+        with self._state.lock:
+            return list(self._state.hits)
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        """See `ObjectStore.put`. What may be carried out late has left its buffers behind."""
-        if any(fault.lost == "late" for fault in self._plan):
+        """Put an object, as `ObjectStore.put` does."""
+        if any(fault.lost == "late" for fault in self._planned_faults):
+            # Copied, because the caller may reuse its buffers before a late request is carried out.
             buffers = [bytes(buffer) for buffer in buffers]
         return super().put(key, buffers, condition=condition)
 
     def settle(self) -> None:
-        """Carry out what is late: nothing is on its way any more."""
+        """Carry out all requests that are still late."""
         self._carry_out(upto=math.inf)
 
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
@@ -196,31 +198,31 @@ class FaultyStore(WrappedStore):
             send()
         if fault.lost == "late" and request.verb in ("put", "delete"):
             due = math.inf if fault.later_by is None else number + fault.later_by + 1
-            with self._faults.lock:
-                self._faults.late.append((due, send))
+            with self._state.lock:
+                self._state.late.append((due, send))
         if fault.error is not None:
             raise fault.error()
         lost = "request" if fault.lost == "request" else "response"
         raise TransientStorageError(f"An injected fault: the {lost} was lost.", verb=request.verb, key=request.key)
 
     def _carry_out(self, *, upto: float) -> None:
-        with self._faults.lock:
-            due = [send for number, send in self._faults.late if number <= upto]
-            self._faults.late = [(number, send) for number, send in self._faults.late if number > upto]
+        with self._state.lock:
+            due = [send for number, send in self._state.late if number <= upto]
+            self._state.late = [(number, send) for number, send in self._state.late if number > upto]
         for send in due:
-            with contextlib.suppress(DcpRemoteError):  # whatever it is answered, nobody hears it
+            with contextlib.suppress(DcpRemoteError):  # the answer of a late request is lost, even if an error
                 send()
 
     def _next_fault(self, request: Request) -> tuple[int, Fault | None]:
-        with self._faults.lock:
-            self._faults.number += 1
-            number = self._faults.number
-            for index, fault in enumerate(self._plan):
-                if index in self._faults.spent:
+        with self._state.lock:
+            self._state.number += 1
+            number = self._state.number
+            for index, fault in enumerate(self._planned_faults):
+                if index in self._state.spent:
                     continue
                 if any(fault.when(request.verb, key, number) for key in request.keys):
                     if not fault.persistent:
-                        self._faults.spent.add(index)
-                    self._faults.hits.append(request)
+                        self._state.spent.add(index)
+                    self._state.hits.append(request)
                     return number, fault
             return number, None

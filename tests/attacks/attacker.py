@@ -21,16 +21,16 @@ import torch
 
 from dcp_remote import RemoteReader, RemoteWriter, load
 from dcp_remote.cli import show
-from dcp_remote.columns import decode_column, encode_bytes
-from dcp_remote.envelope import seal, unseal
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError
-from dcp_remote.manifest import MANIFEST_KEY
-from dcp_remote.object_streams import save
+from dcp_remote.format.columns import decode_column, encode_bytes
+from dcp_remote.format.document import seal, unseal
+from dcp_remote.format.manifest import MANIFEST_KEY
+from dcp_remote.serialization.torch_streams import save
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.memory import MemoryObject
-from dcp_remote.testing.ranks import LocalShards, State, load_as_ranks, save_as_ranks
 from dcp_remote.testing.wrappers import RecordingStore
-from tests.figures import count
+from tests.support.figures import count
+from tests.support.simulated_ranks import LocalShards, State, load_as_ranks, save_as_ranks
 
 # Of two blocks and more, so that parts of it are read by the block table.
 SHAPE = (400, 230)

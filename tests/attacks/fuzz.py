@@ -16,17 +16,19 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
+_TEXT = [f"dcp_remote.format.{name}" for name in ("json_tree", "json_text", "raw_buffers")]
+
 # Of each target, what guides the fuzzer. torch and numpy are known by what they raise.
 MODULES = {
-    "manifest": ["dcp_remote.envelope", "dcp_remote.manifest_json"],
-    "sealed": [f"dcp_remote.{name}" for name in ("columns", "manifest_json", "manifest_check", "tiling")],
-    "columns": ["dcp_remote.columns"],
-    "envelope": ["dcp_remote.envelope"],
-    "json": [f"dcp_remote.object_{name}" for name in ("tree", "text", "raw", "tags", "classes", "numpy", "torch")],
-    "raw": [f"dcp_remote.object_{name}" for name in ("tree", "text", "raw", "tags", "numpy", "torch")],
-    "program": ["dcp_remote.object_program", "dcp_remote.object_streams", "pickletools"],
-    "zip": ["dcp_remote.object_streams", "zipfile"],
-    "url": ["dcp_remote.url"],
+    "manifest": ["dcp_remote.format.document", "dcp_remote.format.manifest_json"],
+    "sealed": [f"dcp_remote.format.{name}" for name in ("columns", "manifest_json", "manifest_validation", "tiling")],
+    "columns": ["dcp_remote.format.columns"],
+    "envelope": ["dcp_remote.format.document"],
+    "json": [*_TEXT, *(f"dcp_remote.serialization.{name}_tags" for name in ("python", "class", "numpy", "torch"))],
+    "raw": [*_TEXT, *(f"dcp_remote.serialization.{name}_tags" for name in ("python", "numpy", "torch"))],
+    "program": ["dcp_remote.serialization.pickle_validator", "dcp_remote.serialization.torch_streams", "pickletools"],
+    "zip": ["dcp_remote.serialization.torch_streams", "zipfile"],
+    "url": ["dcp_remote.storage.url"],
 }
 
 # What the programs of the fuzzer find as `data/0`.
@@ -35,8 +37,8 @@ STORAGE_BYTES = 64
 
 def manifest(data: bytes) -> None:
     """Bytes of `manifest.json`: few get past the digest."""
-    from dcp_remote import manifest_json
     from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
+    from dcp_remote.format import manifest_json
 
     for read in (manifest_json.decode_head, manifest_json.decode):
         try:
@@ -47,9 +49,9 @@ def manifest(data: bytes) -> None:
 
 def sealed(data: bytes) -> None:
     """The JSON behind the digest, without its first two bytes; what is taken is written and read again."""
-    from dcp_remote import manifest_json
-    from dcp_remote.envelope import seal
     from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
+    from dcp_remote.format import manifest_json
+    from dcp_remote.format.document import seal
 
     try:
         found = manifest_json.decode(seal(b'{"' + data))
@@ -64,8 +66,8 @@ def sealed(data: bytes) -> None:
 
 def columns(data: bytes) -> None:
     """The text of a column; what is taken is written and read again."""
-    from dcp_remote.columns import decode_column, encode_column
     from dcp_remote.errors import CorruptCheckpointError
+    from dcp_remote.format.columns import decode_column, encode_column
 
     try:
         values = decode_column(data.decode("utf-8", "replace"), name="fuzz")
@@ -76,8 +78,8 @@ def columns(data: bytes) -> None:
 
 def envelope(data: bytes) -> None:
     """A zstd frame without its magic number."""
-    from dcp_remote.envelope import unseal
     from dcp_remote.errors import CorruptCheckpointError
+    from dcp_remote.format.document import unseal
 
     try:
         unseal(b"\x28\xb5\x2f\xfd" + data)
@@ -87,7 +89,7 @@ def envelope(data: bytes) -> None:
 
 def _decode(encoding: str, data: bytes) -> object:
     from dcp_remote.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedFormatError
-    from dcp_remote.objects import EncodedObject, decode_object
+    from dcp_remote.serialization.objects import EncodedObject, decode_object
 
     try:
         return decode_object("k", EncodedObject(encoding, data))  # type: ignore[arg-type]  # one of the four
@@ -97,7 +99,7 @@ def _decode(encoding: str, data: bytes) -> object:
 
 def json(data: bytes) -> None:
     """The text of an object; what is taken can be given to torch's planner, as a reader does."""
-    from dcp_remote.object_streams import save
+    from dcp_remote.serialization.torch_streams import save
 
     save(_decode("json", data))
 
@@ -111,7 +113,7 @@ def raw(data: bytes) -> None:
 
 def program(data: bytes) -> None:
     """The pickle of a stream, between protocol and stop; what is taken can be given to torch's planner."""
-    from dcp_remote.object_streams import save
+    from dcp_remote.serialization.torch_streams import save
 
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
@@ -129,7 +131,7 @@ def zip_(data: bytes) -> None:
 def url(data: bytes) -> None:
     """What a user types; what is taken has one spelling."""
     from dcp_remote.errors import InvalidArgumentError
-    from dcp_remote.url import check_key, parse_url
+    from dcp_remote.storage.url import check_key, parse_url
 
     text = data.decode("utf-8", "surrogateescape")
     try:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from dcp_remote.columns import decode_bytes, encode_bytes
-from dcp_remote.digests import digest, table_entries
+from dcp_remote.common.digests import digest, table_entries
 from dcp_remote.errors import CorruptCheckpointError
+from dcp_remote.format.columns import decode_bytes, encode_bytes
 from tests.attacks.attacker import LOADS, SHAPE, Bucket, assert_refused, bucket, numbers, outcomes, with_number
 
 pytestmark = pytest.mark.torture

@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from dcp_remote import load
-from dcp_remote.columns import decode_bytes, encode_bytes
-from dcp_remote.digests import digest
+from dcp_remote.common.digests import digest
 from dcp_remote.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedFormatError
-from dcp_remote.objects import EncodedObject, decode_object
+from dcp_remote.format.columns import decode_bytes, encode_bytes
+from dcp_remote.serialization.objects import EncodedObject, decode_object
 from tests.attacks.attacker import (
     LOADS,
     assert_harmless,
@@ -27,7 +27,7 @@ from tests.attacks.attacker import (
     with_number,
     word,
 )
-from tests.figures import count
+from tests.support.figures import count
 
 pytestmark = pytest.mark.torture
 
@@ -138,7 +138,7 @@ def test_a_checkpoint_with_a_pickle(entry: str, encoding: str, tmp_path: pathlib
     assert not folder.exists()
 
 
-MODULES = ["antigravity", "this", "dcp_remote.testing.ceph", "xmlrpc.server", "torch.onnx"]
+MODULES = ["antigravity", "this", "tests.support.ceph", "xmlrpc.server", "torch.onnx"]
 
 
 def test_a_tag_imports_nothing() -> None:
@@ -148,7 +148,7 @@ def test_a_tag_imports_nothing() -> None:
     code = """
 import json, sys
 from dcp_remote.errors import UnsafeObjectError
-from dcp_remote.objects import EncodedObject, decode_object
+from dcp_remote.serialization.objects import EncodedObject, decode_object
 before = set(sys.modules)
 for tree in json.loads(sys.argv[1]):
     try:

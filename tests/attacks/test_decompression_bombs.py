@@ -16,13 +16,13 @@ import zipfile
 import pytest
 import zstandard
 
-from dcp_remote import envelope, manifest_json
-from dcp_remote.envelope import seal
+from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError
-from dcp_remote.objects import EncodedObject, decode_object
-from dcp_remote.ranges import MiB
+from dcp_remote.format import document, manifest_json
+from dcp_remote.format.document import seal
+from dcp_remote.serialization.objects import EncodedObject, decode_object
 from tests.attacks.attacker import LOADS, bucket, call, column, outcomes, stream, word
-from tests.figures import count
+from tests.support.figures import count
 
 pytestmark = pytest.mark.torture
 
@@ -50,7 +50,7 @@ def lying(frame_of: bytes, size_bytes: int) -> bytes:
 @pytest.mark.parametrize("says", ["the truth", "nothing", "less", "more", "more than any"])
 def test_a_manifest_as_a_frame(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the limit at 16 MiB, a frame of 64 MiB; what is refused took no more memory than the limit."""
-    monkeypatch.setattr(envelope, "DOCUMENT_BYTES_MAX", 16 * MiB)
+    monkeypatch.setattr(document, "DOCUMENT_BYTES_MAX", 16 * MiB)
     honest = frame(64 * MiB)
     bombs = {
         "the truth": honest,
@@ -98,7 +98,7 @@ def test_columns_of_zeros() -> None:
     data = json.dumps({**document, "shards": {**document["shards"], "sizes": zeros}}).encode()
     tracemalloc.start()
     try:
-        with pytest.raises(CorruptCheckpointError, match="another length"):
+        with pytest.raises(CorruptCheckpointError, match="wrong length"):
             manifest_json.decode(seal(data))
         assert tracemalloc.get_traced_memory()[1] < 6 * len(data)
     finally:
@@ -165,7 +165,7 @@ def test_in_a_process_without_memory(tmp_path: pathlib.Path) -> None:
     code = """
 import pathlib, re, resource, sys
 from dcp_remote.errors import CorruptCheckpointError, UnsafeObjectError
-from dcp_remote.objects import EncodedObject, decode_object
+from dcp_remote.serialization.objects import EncodedObject, decode_object
 size = int(re.search(r"VmSize:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (size + 2**29,) * 2)
 for path in sorted(pathlib.Path(sys.argv[1]).iterdir(), key=lambda path: int(path.name)):

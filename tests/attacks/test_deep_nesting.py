@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from dcp_remote import load
-from dcp_remote.envelope import seal
 from dcp_remote.errors import CorruptCheckpointError
-from dcp_remote.manifest_check import PATH_PARTS_MAX
-from dcp_remote.objects import EncodedObject, decode_object
+from dcp_remote.format.document import seal
+from dcp_remote.format.manifest_validation import PATH_PARTS_MAX
+from dcp_remote.serialization.objects import EncodedObject, decode_object
 from tests.attacks.attacker import assert_refused, bucket, call, stream, tensor, word
-from tests.figures import count
+from tests.support.figures import count
 
 pytestmark = pytest.mark.torture
 
@@ -81,7 +81,7 @@ def test_a_value_in_a_manifest() -> None:
         assert document.count('"step":3') == 1
         text = document.replace('"step":3', '"step":' + "[" * depth + "]" * depth)
         attacked.put("manifest.json", seal(text.encode()))
-        with pytest.raises(CorruptCheckpointError, match=r"no JSON|too deep|damaged"):
+        with pytest.raises(CorruptCheckpointError, match=r"not valid JSON|too deep|damaged"):
             load(attacked.store)
 
 

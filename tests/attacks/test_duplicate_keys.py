@@ -7,13 +7,13 @@ import json
 import pytest
 
 from dcp_remote import load
-from dcp_remote.envelope import seal, unseal
 from dcp_remote.errors import CorruptCheckpointError
-from dcp_remote.manifest_json import decode_head
-from dcp_remote.objects import EncodedObject, decode_object
+from dcp_remote.format.document import seal, unseal
+from dcp_remote.format.manifest_json import decode_head
+from dcp_remote.serialization.objects import EncodedObject, decode_object
 from tests.attacks.attacker import assert_harmless, assert_refused, bucket, call, integer, stream, word
-from tests.figures import count
-from tests.manifests import decode
+from tests.support.figures import count
+from tests.support.manifests import decode
 
 pytestmark = pytest.mark.torture
 

@@ -24,12 +24,12 @@ import pytest
 import torch
 import zstandard
 
-from dcp_remote.envelope import unseal
-from dcp_remote.manifest import MANIFEST_KEY
-from dcp_remote.object_streams import save
-from dcp_remote.objects import encode_object
+from dcp_remote.format.document import unseal
+from dcp_remote.format.manifest import MANIFEST_KEY
+from dcp_remote.serialization.objects import encode_object
+from dcp_remote.serialization.torch_streams import save
 from tests.attacks.attacker import bucket
-from tests.figures import LONG_SECONDS, count
+from tests.support.figures import LONG_SECONDS, count
 
 pytestmark = [
     pytest.mark.torture,

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from dcp_remote import load
-from dcp_remote.downloads import RANGE_BYTES_MAX
-from dcp_remote.envelope import seal
+from dcp_remote.common.geometry import Box
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsafeObjectError
-from dcp_remote.manifest import JSON, RAW, TORCH, Manifest, TensorKind
-from dcp_remote.manifest_json import encode
-from dcp_remote.objects import EncodedObject, decode_object
-from dcp_remote.ranges import Box
-from dcp_remote.read_plan import RANGES_MAX, Want, plan_reads
+from dcp_remote.format.document import seal
+from dcp_remote.format.manifest import JSON, RAW, TORCH, Manifest, TensorKind
+from dcp_remote.format.manifest_json import encode
+from dcp_remote.loading.downloads import RANGE_BYTES_MAX
+from dcp_remote.loading.read_plan import RANGES_MAX, Want, plan_reads
+from dcp_remote.serialization.objects import EncodedObject, decode_object
 from dcp_remote.storage import MemoryStore
 from tests.attacks.attacker import (
     assert_refused,
@@ -29,8 +29,8 @@ from tests.attacks.attacker import (
     tensor,
     word,
 )
-from tests.figures import count
-from tests.manifests import Layout, ObjectLayout, build
+from tests.support.figures import count
+from tests.support.manifests import Layout, ObjectLayout, build
 
 pytestmark = pytest.mark.torture
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_remote import RemoteWriter, load
-from dcp_remote.envelope import seal, unseal
 from dcp_remote.errors import CorruptCheckpointError
+from dcp_remote.format.document import seal, unseal
 from tests.attacks.attacker import assert_refused, bucket
-from tests.figures import count
+from tests.support.figures import count
 
 pytestmark = pytest.mark.torture
 

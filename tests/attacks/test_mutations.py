@@ -22,20 +22,21 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from dcp_remote import load, manifest_json
-from dcp_remote.envelope import seal, unseal
+from dcp_remote import load
 from dcp_remote.errors import (
     CorruptCheckpointError,
     DcpRemoteError,
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from dcp_remote.manifest import MANIFEST_KEY
-from dcp_remote.object_streams import save
-from dcp_remote.objects import EncodedObject, decode_object, encode_object
+from dcp_remote.format import manifest_json
+from dcp_remote.format.document import seal, unseal
+from dcp_remote.format.manifest import MANIFEST_KEY
+from dcp_remote.serialization.objects import EncodedObject, decode_object, encode_object
+from dcp_remote.serialization.torch_streams import save
 from tests.attacks.attacker import Bucket, bucket, column, innocent_stream, numbers, show_text, stream
-from tests.figures import count
-from tests.manifests import assert_sound, manifests, plain
+from tests.support.figures import count
+from tests.support.manifests import assert_sound, manifests, plain
 
 # As long as the campaign is told to, which may be hours.
 pytestmark = [pytest.mark.torture, pytest.mark.timeout(0)]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from dcp_remote import cli, load
-from dcp_remote.envelope import seal
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError
+from dcp_remote.format.document import seal
 from tests.attacks.attacker import LOOKS, Bucket, assert_refused, bucket, column, outcomes, show_text, with_number
-from tests.figures import count
+from tests.support.figures import count
 
 pytestmark = pytest.mark.torture
 

@@ -8,11 +8,11 @@ import math
 import pytest
 
 from dcp_remote import load
-from dcp_remote.envelope import seal
 from dcp_remote.errors import CorruptCheckpointError
-from dcp_remote.objects import EncodedObject, decode_object
+from dcp_remote.format.document import seal
+from dcp_remote.serialization.objects import EncodedObject, decode_object
 from tests.attacks.attacker import LOOKS, assert_refused, bucket, outcomes, show_text, stream
-from tests.figures import count
+from tests.support.figures import count
 
 pytestmark = pytest.mark.torture
 

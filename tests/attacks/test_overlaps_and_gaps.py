@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from dcp_remote.envelope import seal, unseal
+from dcp_remote.common.geometry import Box
+from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError
-from dcp_remote.manifest import TensorKind
-from dcp_remote.manifest_json import encode
-from dcp_remote.ranges import Box, MiB
+from dcp_remote.format.document import seal, unseal
+from dcp_remote.format.manifest import TensorKind
+from dcp_remote.format.manifest_json import encode
 from tests.attacks.attacker import assert_refused, bucket, column, numbers
-from tests.figures import count
-from tests.manifests import Layout, build, decode
+from tests.support.figures import count
+from tests.support.manifests import Layout, build, decode
 
 pytestmark = pytest.mark.torture
 

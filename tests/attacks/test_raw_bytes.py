@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedFormatError
-from dcp_remote.objects import EncodedObject, decode_object, encode_object
-from dcp_remote.ranges import MiB
+from dcp_remote.serialization.objects import EncodedObject, decode_object, encode_object
 from tests.attacks.attacker import LOADS, assert_refused, bucket, outcomes
 
 

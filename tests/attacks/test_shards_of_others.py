@@ -8,8 +8,8 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_remote import RemoteWriter, load
 from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError
-from dcp_remote.manifest import MANIFEST_KEY
-from dcp_remote.manifest_json import tombstone
+from dcp_remote.format.manifest import MANIFEST_KEY
+from dcp_remote.format.manifest_json import tombstone
 from dcp_remote.storage import MemoryStore
 from tests.attacks.attacker import LOADS, LOOKS, NOTES, SHAPE, Bucket, bucket, outcomes
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from dcp_remote.errors import CorruptCheckpointError, UnsafeObjectError
-from dcp_remote.object_streams import save
-from dcp_remote.objects import EncodedObject, decode_object
+from dcp_remote.serialization.objects import EncodedObject, decode_object
+from dcp_remote.serialization.torch_streams import save
 from tests.attacks.attacker import innocent_stream, integer, named, stream, tensor, word
-from tests.figures import count
+from tests.support.figures import count
 
 pytestmark = pytest.mark.torture
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from dcp_remote.envelope import seal
 from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
-from dcp_remote.objects import EncodedObject, decode_object
+from dcp_remote.format.document import seal
+from dcp_remote.serialization.objects import EncodedObject, decode_object
 from tests.attacks.attacker import assert_harmless, assert_refused, bucket
-from tests.figures import count
+from tests.support.figures import count
 
 pytestmark = pytest.mark.torture
 

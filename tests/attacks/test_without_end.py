@@ -8,12 +8,12 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, UnsafeObjectError
-from dcp_remote.object_tree import COLLISIONS_MAX
-from dcp_remote.objects import EncodedObject, decode_object, encode_object
-from dcp_remote.ranges import MiB
+from dcp_remote.format.json_tree import COLLISIONS_MAX
+from dcp_remote.serialization.objects import EncodedObject, decode_object, encode_object
 from tests.attacks.attacker import call, doubled, integer, named, stream, tensor, word
-from tests.figures import count
+from tests.support.figures import count
 
 pytestmark = pytest.mark.torture
 

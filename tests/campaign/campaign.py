@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from dcp_remote import load
-from dcp_remote.catalog import CATALOG_KEY, Catalog, Entry
-from dcp_remote.catalog_store import read_catalog
-from dcp_remote.checkpoint import read_entry
 from dcp_remote.errors import CheckpointNotFoundError
-from dcp_remote.run_gc import find_run_orphans, remove_run_orphans
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry
+from dcp_remote.run.catalog_store import read_catalog
+from dcp_remote.run.lookup import read_entry
+from dcp_remote.run.run_gc import find_run_orphans, remove_run_orphans
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.testing.servers import S3Server, moto_server
 from tests.campaign.job import Event, Job
 from tests.campaign.relay import Asked, Relay
 from tests.campaign.trainee import KEEP_EVERY, KEEP_LAST, whole_digest
-from tests.figures import figures
+from tests.support.figures import figures
 
 BUCKET, PREFIX = "campaign", "runs/one"
 URL = f"s3://{BUCKET}/{PREFIX}"

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeAlias
 
-from dcp_remote import catalog_json
-from dcp_remote.catalog import CATALOG_KEY
-from dcp_remote.run_gc import find_run_orphans
+from dcp_remote.format import catalog_json
+from dcp_remote.format.catalog import CATALOG_KEY
+from dcp_remote.run.run_gc import find_run_orphans
 from tests.campaign.campaign import SAVE_EVERY, URL, Campaign
 from tests.campaign.job import PATIENCE_SECONDS, ROOT, Job
 from tests.campaign.relay import CONFLICT, DENIED, SLOW_DOWN, Asked, Fate, Moment

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tests.campaign.trainee import Orders
-from tests.figures import count
+from tests.support.figures import count
 
 Event: TypeAlias = dict[str, Any]
 

@@ -18,8 +18,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
-from dcp_remote import catalog_json
-from dcp_remote.catalog import CATALOG_KEY, Catalog
+from dcp_remote.format import catalog_json
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog
 from dcp_remote.testing.servers import HttpAnswer, S3Server
 
 # "half": half of the body has arrived; of what has none, as "sent". "sent": all of it, and the server knows nothing.

@@ -10,7 +10,7 @@ import pytest
 
 from tests.campaign.campaign import Campaign
 from tests.campaign.faults import FAULTS, killed_in_a_save
-from tests.figures import LONG_SECONDS
+from tests.support.figures import LONG_SECONDS
 
 # What `make test` tries: each kind of consequence once, with as few restarts as that takes.
 SHORT = [

@@ -1,4 +1,4 @@
-"""`dcp-remote bench`, as a user types it."""
+"""Tests of `dcp-remote bench` through its command line."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from dcp_remote.bench.server import BenchServer, bench_server
-from dcp_remote.bench.shape import Shape
-from dcp_remote.bench.space import MiB
 from dcp_remote.cli import main
+from dcp_remote.common.units import MiB
 from dcp_remote.storage import Buffer, LocalStore, Version, open_store
 from dcp_remote.storage.base import Condition
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
+from tests.benchmark.server.server import BenchServer, bench_server
+from tests.benchmark.server.shape import Shape
 
 BYTES = ["--bytes", "4MiB"]
 
@@ -36,7 +36,7 @@ def arguments(server: S3Server) -> list[str]:
 
 
 def test_measures_reports_and_cleans_up(s3_server: S3Server, report: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The report names neither the bucket nor the endpoint, and holds no credential."""
+    """Measure a moto bucket: the report holds neither bucket, endpoint nor credentials, and no object is left."""
     bucket = "a-bucket-to-measure"
     s3_server.create_bucket(bucket)
     url = f"s3://{bucket}/some/run"
@@ -58,7 +58,7 @@ def test_measures_reports_and_cleans_up(s3_server: S3Server, report: Path, capsy
 
 
 def test_ranges_that_are_not_read_directly(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A store that refuses signed URLs: the line says so, and by which way the ranges came."""
+    """Refuse signed URLs: the output counts the ranges that obstore had to read."""
     objects: dict[str, bytes] = {}
 
     def answer(request: HttpRequest) -> HttpAnswer:
@@ -84,25 +84,25 @@ def test_ranges_that_are_not_read_directly(report: Path, capsys: pytest.CaptureF
         options = ["--endpoint-url", server.endpoint_url, "--option", "key=k1", "--option", "secret=s1"]
         main(["bench", "s3://bucket/run", *options, "--option", "region=us-east-1", *BYTES, "--output", str(report)])
     said = capsys.readouterr().out
-    assert "ranges read directly 0 of 135; obstore read the others, at more CPU (" in said
+    assert "ranges read directly 0 of 135; the others were read by obstore, which needs more CPU (" in said
 
 
-def test_local_folder_and_a_name(tmp_path: Path, report: Path) -> None:
-    """Whatever stores checkpoints can be asked; the name is what the user calls it."""
+def test_local_folder_with_a_name(tmp_path: Path, report: Path) -> None:
+    """Measure a local folder; the report has the name that the user gave."""
     assert main(["bench", str(tmp_path / "run"), *BYTES, "--name", "laptop", "--output", str(report)]) == 0
     assert json.loads(report.read_text())["name"] == "laptop"
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
 
 
-def test_bucket_that_is_not_there(s3_server: S3Server, report: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A typo: one line, and no report."""
+def test_absent_bucket(s3_server: S3Server, report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Name a bucket that does not exist: one line of error, and no report."""
     assert main(["bench", "s3://no-such-bucket-here/run", *arguments(s3_server), "--output", str(report)]) == 1
     assert "bucket does not exist" in capsys.readouterr().err
     assert not report.exists()
 
 
-def test_bucket_that_may_only_be_read(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first put is denied: that is said, and there is nothing to delete."""
+def test_read_only_bucket(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Deny the first put: the error says so, and nothing is deleted."""
 
     def answer(request: HttpRequest) -> HttpAnswer:
         if request.method == "HEAD":
@@ -118,10 +118,10 @@ def test_bucket_that_may_only_be_read(report: Path, capsys: pytest.CaptureFixtur
 
 
 @contextmanager
-def begun(server: BenchServer, report: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process of it, since it is signals and pipes that are tried."""
+def running_bench(server: BenchServer, report: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start the command in its own process, for tests of signals and pipes."""
     options = ["--endpoint-url", server.endpoint_url, "--option", "key=k1", "--option", "secret=s1", *BYTES]
-    # A shell may have started this in the background, or under nohup, where signals are ignored.
+    # Signals are reset, because a shell that runs the tests in the background or under nohup ignores them.
     code = (
         "import signal, sys; from dcp_remote.cli import main; "
         "signal.signal(signal.SIGINT, signal.default_int_handler); signal.signal(signal.SIGHUP, signal.SIG_DFL); "
@@ -137,17 +137,17 @@ def begun(server: BenchServer, report: Path) -> Iterator[subprocess.Popen[str]]:
     ("number", "at"),
     [
         (signal.SIGINT, ("4 connections",)),
-        (signal.SIGINT, ("4 connections", "deleting what was put")),
-        (signal.SIGINT, ("deleting what was put",)),
+        (signal.SIGINT, ("4 connections", "deleting the objects")),
+        (signal.SIGINT, ("deleting the objects",)),
         (signal.SIGTERM, ("4 connections",)),
         (signal.SIGHUP, ("4 connections",)),
     ],
     ids=str,
 )
-def test_ended_by_signals_it_leaves_nothing(report: Path, number: int, at: Sequence[str]) -> None:
-    """Ctrl-C, once and over and over, also while it deletes; a scheduler; a closed terminal."""
+def test_signals_leave_no_objects(report: Path, number: int, at: Sequence[str]) -> None:
+    """Send SIGINT once or repeatedly, also during the deletion; SIGTERM as a scheduler does; SIGHUP."""
     with bench_server(size_bytes=64 * MiB, shape=Shape(latency_ms=10)) as server:
-        with begun(server, report) as process:
+        with running_bench(server, report) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             place = process.stdout.readline().partition(": ")[0]
@@ -161,17 +161,17 @@ def test_ended_by_signals_it_leaves_nothing(report: Path, number: int, at: Seque
             assert place.startswith("s3://bench/run/bench-")
             said = process.stderr.read().splitlines()
             assert len(said) == len(at)
-            assert all(line.endswith(f"what lies below {place}") for line in said)
+            assert all(line.endswith(f"the objects below {place}") for line in said)
         assert server.counts().operations["PutObject"] > 6
         assert list(open_store("s3://bench", server.storage_options).list()) == []
     assert not report.exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the benchmark's server needs Linux")
-def test_whoever_closes_the_pipe_leaves_nothing(report: Path) -> None:
-    """As `| head` does."""
+def test_closed_pipe_leaves_no_objects(report: Path) -> None:
+    """Close standard output while it measures, as `| head` does."""
     with bench_server(size_bytes=64 * MiB) as server:
-        with begun(server, report) as process:
+        with running_bench(server, report) as process:
             assert process.stdout is not None
             assert any(line == "… small reads\n" for line in process.stdout)
             process.stdout.close()
@@ -181,12 +181,12 @@ def test_whoever_closes_the_pipe_leaves_nothing(report: Path) -> None:
     assert not report.exists()
 
 
-def test_report_that_is_there_is_not_replaced(tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said before anything is put."""
+def test_existing_report_is_not_replaced(tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Start with an existing report: refused before anything is put."""
     report.write_text("dear")
     assert main(["bench", str(tmp_path / "run"), *BYTES, "--output", str(report)]) == 1
     said = capsys.readouterr()
-    assert "there already" in said.err
+    assert "exists already" in said.err
     assert said.out == ""
     assert report.read_text() == "dear"
     assert list(tmp_path.iterdir()) == [report]
@@ -195,7 +195,7 @@ def test_report_that_is_there_is_not_replaced(tmp_path: Path, report: Path, caps
 def test_store_without_conditional_writes_is_a_failure(
     tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scripts look at the exit code; the report is there all the same. Of files there are no connections."""
+    """Ignore conditions in a local store: exit code 1, and the report is written all the same."""
 
     def put(self: LocalStore, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         return kept(self, key, buffers)
@@ -206,12 +206,12 @@ def test_store_without_conditional_writes_is_a_failure(
     said = capsys.readouterr()
     assert "does NOT work" in said.out
     assert "connection" not in said.out
-    assert "does not keep conditional writes" in said.err
+    assert "ignores the conditions" in said.err
     assert json.loads(report.read_text())["measured"]["creates_if_absent"] is False
 
 
 def test_wrong_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Refused before anything is sent."""
+    """Pass wrong values: refused before anything is sent."""
     with pytest.raises(SystemExit) as refused:
         main(["bench", str(tmp_path), "--bytes", "much"])
     assert refused.value.code == 2

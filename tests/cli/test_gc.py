@@ -1,4 +1,4 @@
-"""`dcp-remote gc`, as a user types it."""
+"""Tests of `dcp-remote gc` through its command line."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from dcp_remote import RemoteWriter, load
-from dcp_remote.catalog import CATALOG_KEY
 from dcp_remote.cli import main
-from dcp_remote.manifest import MANIFEST_KEY
+from dcp_remote.format.catalog import CATALOG_KEY
+from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.storage import LocalStore
-from dcp_remote.testing.ranks import save_as_ranks
-from tests.runs import begin, fence, save
+from tests.support.runs import begin, fence, save
+from tests.support.simulated_ranks import save_as_ranks
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """One that has replaced another of two shards, just now."""
+    """Save a checkpoint over another of two shards, which are now orphans."""
     for value in (1.0, 2.0):
         states = [{"w": torch.full((3,), value)}, {"v": torch.full((3,), value)}]
         save_as_ranks(states, lambda: RemoteWriter(tmp_path / "ck", overwrite=True))
@@ -29,12 +29,12 @@ def shards(checkpoint: Path) -> int:
     return len(list(checkpoint.glob("shards/*/*.safetensors")))
 
 
-def test_says_what_it_would_remove(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --delete, and without a grace: nothing is changed."""
+def test_prints_what_it_would_remove(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run without --delete and without a grace: nothing is changed."""
     before = (checkpoint / MANIFEST_KEY).read_bytes()
     assert main(["gc", str(checkpoint), "--grace-hours", "0"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"file://{checkpoint}: orphans, which no manifest names"
+    assert lines[0] == f"file://{checkpoint}: orphans (shards that the manifest does not name)"
     assert lines[1].startswith("2 shards, ")
     assert lines[1].endswith(": at least 0 h old")
     assert lines[2] == "0 shards, 0 B: younger, perhaps of a save under way"
@@ -43,8 +43,8 @@ def test_says_what_it_would_remove(checkpoint: Path, capsys: pytest.CaptureFixtu
     assert (checkpoint / MANIFEST_KEY).read_bytes() == before
 
 
-def test_removes_them(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Then nothing is left to remove, and the checkpoint is as it was."""
+def test_removes_orphans(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Delete without a grace: no orphan is left, and the checkpoint loads."""
     before = {str(path.relative_to(checkpoint)): path.stat().st_size for path in checkpoint.glob("shards/*/*")}
     assert main(["gc", str(checkpoint), "--grace-hours", "0", "--delete", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -62,24 +62,24 @@ def test_removes_them(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> N
     ]
 
 
-def test_leaves_what_is_young(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By default what is a day old is removed, and no younger."""
+def test_keeps_young_orphans(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Delete with the default grace of a day: all orphans are kept."""
     assert main(["gc", str(checkpoint), "--delete"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "0 shards, 0 B: removed"
-    assert lines[2].endswith(": kept: younger than 24 h")
+    assert lines[2].endswith(": kept, younger than 24 h")
     assert shards(checkpoint) == 4
 
 
 @pytest.mark.parametrize("hours", ["-1", "nan", "inf"])
-def test_a_grace_that_is_none(checkpoint: Path, hours: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Refused as a wrong command line."""
+def test_an_invalid_grace(checkpoint: Path, hours: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pass a grace that is negative or not finite: refused as a wrong command line."""
     assert main(["gc", str(checkpoint), f"--grace-hours={hours}"]) == 2
     assert "at least 0" in capsys.readouterr().err
 
 
-def test_a_place_where_nothing_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An empty folder, a file, a folder of checkpoints: no wrong URL looks like a clean one, and nothing is written."""
+def test_a_url_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Name an empty folder, a file, a folder of checkpoints: an error for each, and nothing is written."""
     (tmp_path / "file").touch()
     (tmp_path / "run" / "step-1" / "shards").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
@@ -91,8 +91,8 @@ def test_a_place_where_nothing_is(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_place_where_only_orphans_were(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tombstone is left in their place: `gc` finds nothing more, `show` says what it is, and a save replaces it."""
+def test_orphans_without_a_manifest(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Delete orphans of an absent manifest: a tombstone takes its place, which `show` explains and a save replaces."""
     (checkpoint / MANIFEST_KEY).unlink()
     assert main(["gc", str(checkpoint), "--grace-hours", "0", "--delete"]) == 0
     assert shards(checkpoint) == 0
@@ -103,8 +103,8 @@ def test_a_place_where_only_orphans_were(checkpoint: Path, capsys: pytest.Captur
     assert bool((load(checkpoint)["w"] == 1).all())
 
 
-def test_half_a_word_deletes_nothing(checkpoint: Path) -> None:
-    """`--del` is no option."""
+def test_an_abbreviated_option_deletes_nothing(checkpoint: Path) -> None:
+    """Pass `--del`, which is not an option."""
     with pytest.raises(SystemExit) as caught:
         main(["gc", str(checkpoint), "--grace-hours", "0", "--del"])
     assert caught.value.code == 2
@@ -112,7 +112,7 @@ def test_half_a_word_deletes_nothing(checkpoint: Path) -> None:
 
 
 def test_a_damaged_manifest(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its shards are not known, and so nothing is removed."""
+    """Damage the manifest: its shards are unknown, so nothing is removed."""
     (checkpoint / MANIFEST_KEY).write_bytes(b"{}")
     assert main(["gc", str(checkpoint), "--grace-hours", "0", "--delete"]) == 1
     assert "dcp-remote: " in capsys.readouterr().err
@@ -124,7 +124,7 @@ def test_a_damaged_manifest(checkpoint: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Of two steps, and what a save that was cut off has left: a manifest and three shards."""
+    """Save two steps, and leave a manifest and three shards of an interrupted save."""
     store = LocalStore(tmp_path / "run")
     save(store, 1)
     save(store, 2, base=1)
@@ -137,17 +137,17 @@ def objects(run: Path) -> int:
 
 
 def test_orphans_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Shown, then removed; the checkpoints are as they were, and the catalog is a new one. No tombstone is put."""
+    """Print, then remove: the checkpoints stay, the catalog is replaced, and no tombstone is put."""
     before = (run / CATALOG_KEY).read_bytes()
     assert main(["gc", str(run), "--grace-hours", "0"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"file://{run}: orphans, which no live checkpoint of the run names"
+    assert lines[0] == f"file://{run}: orphans (objects that no live checkpoint of the run uses)"
     assert lines[1].startswith("4 objects, ")
     assert lines[2] == "0 objects, 0 B: younger, perhaps of a save under way"
     assert "--delete" in lines[3]
     assert (run / CATALOG_KEY).read_bytes() == before
     assert main(["gc", str(run), "--delete"]) == 0
-    assert capsys.readouterr().out.splitlines()[2].endswith(": kept: younger than 24 h")
+    assert capsys.readouterr().out.splitlines()[2].endswith(": kept, younger than 24 h")
     assert objects(run) == 4 + 3 + 4
     assert main(["gc", str(run), "--grace-hours", "0", "--delete", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -160,13 +160,13 @@ def test_orphans_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_abandoned_checkpoints_are_listed_apart(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are live; who would have them go is told how."""
+    """Roll back: the abandoned checkpoint is live, and the output names the command that deletes it."""
     store = LocalStore(run)
     fence(store)
     save(store, 3, base=1, abandons=1, letter="b")
     assert main(["gc", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[3] == "abandoned, and so live: 1 checkpoint, 682 B; `dcp-remote rm` retires them"
+    assert lines[3] == "not orphans: 1 checkpoint abandoned by a rollback, 682 B; delete with `dcp-remote rm`"
     assert main(["rm", str(run), "--step", "2", "--yes"]) == 0
     capsys.readouterr()
     assert main(["gc", str(run)]) == 0
@@ -175,7 +175,7 @@ def test_abandoned_checkpoints_are_listed_apart(run: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize("more", [[], ["--delete"]])
 def test_a_run_whose_catalog_is_lost_or_damaged(run: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Told to recover; nothing is removed, and no tombstone put."""
+    """Lose or damage the catalog: the error names `recover`, nothing is removed, and no tombstone is put."""
     for prepare in (lambda: (run / CATALOG_KEY).write_bytes(b"{}"), (run / CATALOG_KEY).unlink):
         prepare()
         assert main(["gc", str(run), "--grace-hours", "0", *more]) == 1
@@ -187,8 +187,8 @@ def test_a_run_whose_catalog_is_lost_or_damaged(run: Path, more: list[str], caps
     assert not (run / MANIFEST_KEY).exists()
 
 
-def test_a_run_of_which_a_manifest_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is removed; the step is named."""
+def test_a_run_with_a_damaged_manifest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Damage one manifest: nothing is removed, and the error names the step."""
     for path in run.glob("manifests/*step-000000000001*"):
         path.write_bytes(b"{}")
     assert main(["gc", str(run), "--grace-hours", "0", "--delete"]) == 1

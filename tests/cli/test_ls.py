@@ -1,4 +1,4 @@
-"""`dcp-remote ls`, as a user types it."""
+"""Tests of `dcp-remote ls` through its command line."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from pathlib import Path
 
 import pytest
 
-from dcp_remote.catalog import CATALOG_KEY, Catalog, pinned
-from dcp_remote.catalog_json import encode
-from dcp_remote.catalog_store import read_catalog, swap
 from dcp_remote.cli import main
-from dcp_remote.manifest import MANIFEST_KEY
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pinned
+from dcp_remote.format.catalog_json import encode
+from dcp_remote.format.manifest import MANIFEST_KEY
+from dcp_remote.run.catalog_store import read_catalog, swap
+from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.storage import LocalStore
-from dcp_remote.storage.retrying import Deadline
 from dcp_remote.testing import RecordingStore
-from dcp_remote.upkeep import Upkeep
-from tests.runs import fence, save
+from tests.support.runs import fence, save, thin
 
 HOSTILE = "a\x1b]0;owned\x07\x1b[2J\r\nfake  1\x9b31m\u202eb\x7f\u2028"
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Of steps 100 to 300: one pinned, one thinned, one abandoned by a job that went back to 200 and saved 250."""
+    """Save steps 100 to 300: one pinned, one thinned, one abandoned by a job that restored 200 and saved 250."""
     store = LocalStore(tmp_path / "run")
     save(store, 100)
     save(store, 200, base=100, names=("best",), metrics=(("loss", 0.25),))
     save(store, 300, base=200)
     swap(store, partial(pinned, step=200, pin=True), deadline=Deadline(30))
-    Upkeep(store).thin([100], deadline=Deadline(30))
+    thin(Maintenance(store), [100], deadline=Deadline(30))
     fence(store)
     save(store, 250, base=200, abandons=200)
     return tmp_path / "run"
 
 
 def test_lists_the_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Aligned: step, when, size, and what there is to know."""
+    """List a run: aligned columns of step, time, size and notes."""
     assert main(["ls", str(run)]) == 0
     title, header, *lines = capsys.readouterr().out.splitlines()
-    assert title == f"file://{run}: 4 checkpoints, 2.5 KiB named"
+    assert title == f"file://{run}: 4 checkpoints, 2.5 KiB in total, shared shards counted in each"
     assert header == "step  saved                       size  notes"
     assert lines == [
         " 100  2026-01-02T03:04:05+00:00  498 B  without optim",
@@ -54,7 +54,7 @@ def test_lists_the_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_json_is_a_document(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For scripts."""
+    """List as JSON."""
     assert main(["ls", str(run), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["url"] == f"file://{run}"
@@ -62,18 +62,18 @@ def test_json_is_a_document(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     first, second, *_ = document["checkpoints"]
     assert (first["step"], first["thinned"], first["bytes"]) == (100, ["optim"], 498)
     assert (second["names"], second["metrics"], second["pinned"]) == (["best"], {"loss": 0.25}, True)
-    assert [one["abandoned"] for one in document["checkpoints"]] == [False, False, False, True]
+    assert [entry["abandoned"] for entry in document["checkpoints"]] == [False, False, False, True]
 
 
 def test_an_empty_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One that was begun and has saved nothing."""
+    """List a run that was started and has saved nothing."""
     fence(LocalStore(tmp_path))
     assert main(["ls", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"file://{tmp_path}: 0 checkpoints, 0 B named\n"
+    assert capsys.readouterr().out == f"file://{tmp_path}: 0 checkpoints, 0 B in total, shared shards counted in each\n"
 
 
 def test_one_get(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many checkpoints there are."""
+    """Count the requests of a listing."""
     recording = RecordingStore(LocalStore(run))
     monkeypatch.setattr("dcp_remote.cli.ls.open_store", lambda url, options: recording)
     assert main(["ls", str(run)]) == 0
@@ -88,8 +88,8 @@ def lose(run: Path) -> None:
     (run / CATALOG_KEY).unlink()
 
 
-def test_where_to_look(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder of runs, a checkpoint by itself, a run whose catalog is damaged or lost: each is told what it is."""
+def test_wrong_urls_are_explained(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Name a folder of runs, a single checkpoint, a run with a damaged or lost catalog: each error says what to do."""
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / MANIFEST_KEY).write_bytes(b"{}")
     for url, prepare, code, says in (
@@ -112,8 +112,8 @@ def test_where_to_look(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
             assert says in captured.err
 
 
-def test_names_do_not_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """ANSI and C1 sequences, line breaks, direction marks: in a name, a metric, a time, what was thinned."""
+def test_names_do_not_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Put ANSI and C1 sequences, line breaks and direction marks into names, metrics, times and keys."""
     store = LocalStore(tmp_path)
     save(store, 1)
     seen = read_catalog(store)
@@ -132,7 +132,7 @@ def test_names_do_not_command_the_terminal(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_starts_without_torch(run: Path) -> None:
-    """In a process of its own, as every command on a run does."""
+    """Run each command in its own process."""
     script = (
         "import sys; from dcp_remote.cli import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"

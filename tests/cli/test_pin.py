@@ -1,4 +1,4 @@
-"""`dcp-remote pin`, as a user types it."""
+"""Tests of `dcp-remote pin` through its command line."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from dcp_remote.catalog import Catalog
-from dcp_remote.catalog_store import read_catalog
 from dcp_remote.cli import main
+from dcp_remote.format.catalog import Catalog
+from dcp_remote.run.catalog_store import read_catalog
 from dcp_remote.storage import LocalStore
-from tests.runs import save
+from tests.support.runs import save
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Of two steps."""
+    """Save two steps."""
     store = LocalStore(tmp_path / "run")
     save(store, 1)
     save(store, 2)
@@ -28,14 +28,14 @@ def catalog(run: Path) -> Catalog:
     return seen.catalog
 
 
-def test_pins_and_undoes_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each twice, which changes nothing more."""
+def test_pins_and_unpins(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pin and unpin, each twice: the second time changes nothing."""
     for arguments, pins, says in (
-        (["1"], [True, False], "step 1 is pinned: retention keeps it"),
-        (["1"], [True, False], "step 1 is pinned: retention keeps it"),
-        (["2"], [True, True], "step 2 is pinned: retention keeps it"),
-        (["1", "--undo"], [False, True], "step 1 is not pinned"),
-        (["1", "--undo"], [False, True], "step 1 is not pinned"),
+        (["1"], [True, False], "step 1 is pinned; retention keeps it"),
+        (["1"], [True, False], "step 1 is pinned; retention keeps it"),
+        (["2"], [True, True], "step 2 is pinned; retention keeps it"),
+        (["1", "--undo"], [False, True], "step 1 is not pinned; retention may delete it"),
+        (["1", "--undo"], [False, True], "step 1 is not pinned; retention may delete it"),
     ):
         before = catalog(run)
         assert main(["pin", str(run), *arguments]) == 0
@@ -46,7 +46,7 @@ def test_pins_and_undoes_it(run: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_step_that_is_not_live(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, and nothing is changed."""
+    """Pin an absent step: one line of error, and nothing is changed."""
     before = catalog(run)
     assert main(["pin", str(run), "7"]) == 1
     captured = capsys.readouterr()
@@ -56,8 +56,8 @@ def test_a_step_that_is_not_live(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("arguments", [["1", "--und"], ["one"], []])
-def test_a_command_line_that_is_wrong(run: Path, arguments: list[str]) -> None:
-    """Half a word, a step that is none, no step."""
+def test_wrong_command_lines(run: Path, arguments: list[str]) -> None:
+    """Pass an abbreviated option, a step that is not a number, no step."""
     with pytest.raises(SystemExit) as caught:
         main(["pin", str(run), *arguments])
     assert caught.value.code == 2

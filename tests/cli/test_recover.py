@@ -1,4 +1,4 @@
-"""`dcp-remote recover`, as a user types it."""
+"""Tests of `dcp-remote recover` through its command line."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from dcp_remote.catalog import CATALOG_KEY
 from dcp_remote.cli import main
+from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.storage import LocalStore
-from tests.runs import save
+from tests.support.runs import save
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Of three steps, one of which lacks a shard; without a catalog."""
+    """Save three steps, delete a shard of the second, and delete the catalog."""
     store = LocalStore(tmp_path / "run")
     for step in (1, 2, 3):
         save(store, step, names=(f"number {step}",))
@@ -23,12 +23,12 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_says_what_it_would_write(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And what it leaves out, and what nobody can know; nothing is changed."""
+def test_prints_what_it_would_write(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run without --write: prints the table, what is left out, and what cannot be known; nothing is changed."""
     before = sorted(run.rglob("*"))
     assert main(["recover", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"file://{run}: the catalog is lost; 2 checkpoints can be found"
+    assert lines[0] == f"file://{run}: the catalog is lost; manifests of 2 checkpoints found"
     assert [line.split()[0] for line in lines[1:4]] == ["step", "1", "3"]
     assert '"number 3"' in lines[3]
     assert lines[4].startswith("left out: manifests/step-000000000002-")
@@ -38,8 +38,8 @@ def test_says_what_it_would_write(run: Path, capsys: pytest.CaptureFixture[str])
     assert sorted(run.rglob("*")) == before
 
 
-def test_writes_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Then it is a run again, and there is nothing to recover."""
+def test_writes_the_catalog(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run with --write: the run can be listed, and there is nothing more to recover."""
     assert main(["recover", str(run), "--write"]) == 0
     captured = capsys.readouterr()
     assert "the catalog was lost" in captured.out
@@ -51,8 +51,8 @@ def test_writes_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "nothing to recover" in capsys.readouterr().err
 
 
-def test_a_damaged_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is replaced."""
+def test_a_damaged_catalog(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Damage the catalog: it is replaced."""
     (run / CATALOG_KEY).write_bytes(b"{}")
     assert main(["recover", str(run)]) == 0
     assert "the catalog is damaged" in capsys.readouterr().out
@@ -61,8 +61,8 @@ def test_a_damaged_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(run)]) == 0
 
 
-def test_a_damaged_manifest_does_not_command_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Why it was left out is one line, whatever it says."""
+def test_a_damaged_manifest_does_not_control_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Put escape sequences into a manifest: the reason is one printable line."""
     for path in run.glob("manifests/*step-000000000003*"):
         path.write_bytes(b"\x1b[2J\r\nfake")
     assert main(["recover", str(run)]) == 0
@@ -71,8 +71,8 @@ def test_a_damaged_manifest_does_not_command_the_terminal(run: Path, capsys: pyt
     assert not any(line.startswith("fake") for line in out.splitlines())
 
 
-def test_a_place_where_nothing_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is written."""
+def test_a_url_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Name an empty folder: an error, and nothing is written."""
     (tmp_path / "empty").mkdir()
     for more in ([], ["--write"]):
         assert main(["recover", str(tmp_path / "empty"), *more]) == 1
@@ -80,8 +80,8 @@ def test_a_place_where_nothing_is(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-def test_half_a_word_writes_nothing(run: Path) -> None:
-    """`--wri` is no option."""
+def test_an_abbreviated_option_writes_nothing(run: Path) -> None:
+    """Pass `--wri`, which is not an option."""
     with pytest.raises(SystemExit) as caught:
         main(["recover", str(run), "--wri"])
     assert caught.value.code == 2

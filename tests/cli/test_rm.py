@@ -1,4 +1,4 @@
-"""`dcp-remote rm`, as a user types it."""
+"""Tests of `dcp-remote rm` through its command line."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from dcp_remote.catalog import CATALOG_KEY, pinned
-from dcp_remote.catalog_store import read_catalog, swap
 from dcp_remote.cli import main
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import PermissionDeniedError, StorageError
+from dcp_remote.format.catalog import CATALOG_KEY, pinned
+from dcp_remote.run.catalog_store import read_catalog, swap
 from dcp_remote.storage import LocalStore
-from dcp_remote.storage.retrying import Deadline
-from tests.runs import begin, save
+from tests.support.runs import begin, save
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Of three steps, which share a shard; the second is pinned."""
+    """Save three steps that share a shard, and pin the second."""
     store = LocalStore(tmp_path / "run")
     for before, step in ((None, 1), (1, 2), (2, 3)):
         save(store, step, base=before)
@@ -39,8 +39,8 @@ def live(run: Path) -> list[int]:
     return [entry.step for entry in seen.catalog.entries]
 
 
-def test_says_what_would_go(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --yes: nothing is changed."""
+def test_prints_what_it_would_delete(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run without --yes: nothing is changed."""
     before = files(run)
     assert main(["rm", str(run), "--step", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -50,12 +50,12 @@ def test_says_what_would_go(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert files(run) == before
 
 
-def test_removes_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two of three, one twice; what the third shares with them stays."""
+def test_deletes_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Delete two of three, naming one twice: objects that the third shares with them stay."""
     assert main(["rm", str(run), "--step", "1", "--step", "3", "--step", "1", "--yes", "--force"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"file://{run}: 2 checkpoints of 3"
-    assert lines[-2:] == ["retired: 1, 3", "6 objects deleted"]
+    assert lines[-1] == "deleted step 1, step 3 (6 objects)"
     assert live(run) == [2]
     assert len(files(run)) == 1 + 1 + 3
     assert main(["gc", str(run), "--grace-hours", "0"]) == 0
@@ -75,7 +75,7 @@ def test_removes_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_refusal_is_one_line_and_a_code(
     run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str, *, yes: bool
 ) -> None:
-    """With --yes or without, nothing is changed."""
+    """Name steps that are pinned, newest or absent, with and without --yes: nothing is changed."""
     before = files(run)
     assert main(["rm", str(run), *arguments, *(["--yes"] if yes else [])]) == code
     captured = capsys.readouterr()
@@ -86,7 +86,7 @@ def test_refusal_is_one_line_and_a_code(
 
 
 def test_force(run: Path) -> None:
-    """The pinned one and the newest; then all, and the run is empty."""
+    """Delete the pinned and the newest checkpoint, then the last."""
     assert main(["rm", str(run), "--step", "2", "--step", "3", "--yes", "--force"]) == 0
     assert live(run) == [1]
     assert main(["rm", str(run), "--step", "1", "--yes", "--force"]) == 0
@@ -95,8 +95,8 @@ def test_force(run: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--step", "1", "--ye"], ["--ste", "1", "--yes"], ["--yes"], ["--step", "x"]])
-def test_half_a_word_removes_nothing(run: Path, arguments: list[str]) -> None:
-    """Nor does no step."""
+def test_wrong_command_lines(run: Path, arguments: list[str]) -> None:
+    """Pass abbreviated options, no step, or a step that is not a number."""
     before = files(run)
     with pytest.raises(SystemExit) as caught:
         main(["rm", str(run), *arguments])
@@ -104,32 +104,34 @@ def test_half_a_word_removes_nothing(run: Path, arguments: list[str]) -> None:
     assert files(run) == before
 
 
-def test_a_damaged_checkpoint_can_be_given_up(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its manifest says no more what it named: that is said, and gc finds it."""
+def test_a_damaged_checkpoint_can_be_deleted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Damage a manifest: the output says that some objects are left, and gc finds them."""
     (manifest,) = (path for path in run.glob("manifests/*.json") if "step-000000000001" in path.name)
     manifest.write_bytes(b"{}")
     assert main(["rm", str(run), "--step", "1", "--yes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-3:-1] == ["retired: 1", "1 object deleted"]
-    assert lines[-1].startswith("not everything was deleted: the manifest of step 1 cannot be read")
+    assert lines[-2] == "deleted step 1 (1 object)"
+    assert lines[-1].startswith("some objects are left for `dcp-remote gc`: the manifest of step 1 cannot be read")
     assert main(["gc", str(run), "--grace-hours", "0", "--delete"]) == 0
     assert "2 objects, " in capsys.readouterr().out
 
 
 class KeepingStore(LocalStore):
-    """Where nothing may be deleted."""
+    """Denies all deletions."""
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         return {key: PermissionDeniedError("An injected\n403.", key=key) for key in keys}
 
 
-def test_what_cannot_be_deleted(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint is retired, the reasons are told, and gc is named."""
+def test_objects_that_cannot_be_deleted(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deny deletions: the checkpoint is gone, the reasons are printed, and the error names gc."""
     begin(LocalStore(run), 9)
     monkeypatch.setattr("dcp_remote.cli.rm.open_store", lambda url, options: KeepingStore(url))
     assert main(["rm", str(run), "--step", "1", "--yes"]) == 1
     captured = capsys.readouterr()
     assert live(run) == [2, 3]
-    assert "retired: 1" in captured.out
+    assert "deleted step 1 (0 objects)" in captured.out
     assert captured.out.count(r"An injected\n403.") == 3
     assert "dcp-remote gc" in captured.err.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""`dcp-remote show`, as a user types it."""
+"""Tests of `dcp-remote show` through its command line."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ import torch
 
 from dcp_remote import RemoteWriter
 from dcp_remote.cli import main
-from dcp_remote.manifest import MANIFEST_KEY, TensorKind
-from dcp_remote.manifest_json import encode
-from dcp_remote.ranges import Box
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.geometry import Box
+from dcp_remote.common.text import human_bytes, printable
+from dcp_remote.format.manifest import MANIFEST_KEY, TensorKind
+from dcp_remote.format.manifest_json import encode
+from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.storage import LocalStore
-from dcp_remote.storage.retrying import Deadline
-from dcp_remote.terminal import human_bytes, printable
-from dcp_remote.testing.ranks import save_as_ranks
-from dcp_remote.upkeep import Upkeep
-from tests.manifests import Layout, build
-from tests.runs import save as run_save
+from tests.support.manifests import Layout, build
+from tests.support.runs import save as run_save
+from tests.support.runs import thin
+from tests.support.simulated_ranks import save_as_ranks
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> str:
-    """A small one, saved by two ranks."""
+    """Save a small checkpoint from two ranks."""
     state = {"model": {"w": torch.zeros(3, 4), "s": torch.tensor(1.0)}, "optim": {"lr": 0.5, "betas": (0.9, 0.99)}}
     save_as_ranks([state, state], lambda: RemoteWriter(tmp_path / "ck"))
     return str(tmp_path / "ck")
 
 
 def test_shows_facts_and_top_level_keys(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What somebody wants to know first."""
+    """Show a checkpoint without options."""
     assert main(["show", checkpoint]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "world size  2" in lines
@@ -43,7 +44,7 @@ def test_shows_facts_and_top_level_keys(checkpoint: str, capsys: pytest.CaptureF
 
 
 def test_lists_entries_by_pattern(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tensors with dtype, shape, size; objects with their value."""
+    """Show entries: tensors with dtype, shape and size, objects with their value."""
     assert main(["show", checkpoint, "--key", "model.*", "--key", "optim.lr"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "model.w  float32 3×4, 48 B in 1 chunk" in lines
@@ -53,7 +54,7 @@ def test_lists_entries_by_pattern(checkpoint: str, capsys: pytest.CaptureFixture
 
 
 def test_json_is_a_document(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """For scripts."""
+    """Show as JSON."""
     assert main(["show", checkpoint, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["world_size"] == 2
@@ -62,7 +63,7 @@ def test_json_is_a_document(checkpoint: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_entries_at_the_top_are_one_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A flat state dict, as FSDP gives it, a step, and a key that is called like the group."""
+    """Show a flat state dict, as FSDP returns it, with a step and a key named like the group."""
     state = {
         "layers.0.w": torch.zeros(2),
         "layers.1.w": torch.zeros(2),
@@ -77,7 +78,7 @@ def test_entries_at_the_top_are_one_group(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_name_in_brackets_is_no_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`a[0].w` beside `a0.w`: the name wins, as in `load`."""
+    """Show `a[0].w` beside `a0.w`: an exact name is preferred to a pattern, as in `load`."""
     save_as_ranks([{"a[0]": {"w": 1}, "a0": {"w": 2}}], lambda: RemoteWriter(tmp_path / "ck"))
     assert main(["show", str(tmp_path / "ck"), "--key", "a[0].w"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -98,7 +99,7 @@ def test_a_name_in_brackets_is_no_pattern(tmp_path: Path, capsys: pytest.Capture
 def test_failure_is_one_line_and_a_code(
     checkpoint: str, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str
 ) -> None:
-    """No traceback, nothing on standard output; 1 if it failed, 2 if the command line is wrong."""
+    """Fail in several ways: no traceback, no output; code 1 for failures, 2 for wrong command lines."""
     assert main(["show", *(argument.format(checkpoint=checkpoint) for argument in arguments)]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -106,8 +107,8 @@ def test_failure_is_one_line_and_a_code(
     assert says in captured.err
 
 
-def test_damaged_manifest_is_told(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Truncated."""
+def test_a_damaged_manifest(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Truncate the manifest."""
     path = Path(checkpoint, "manifest.json")
     path.write_bytes(path.read_bytes()[:-10])
     assert main(["show", checkpoint]) == 1
@@ -115,7 +116,7 @@ def test_damaged_manifest_is_told(checkpoint: str, capsys: pytest.CaptureFixture
 
 
 def put_manifest(folder: Path, *, name: str = "w", inline: dict[str, bytes]) -> str:
-    """A manifest that no writer of ours would make: an empty tensor, and values that are taken as they are."""
+    """Put a manifest that no writer of ours writes: an empty tensor, and inline values as given."""
     manifest = build([Layout(name, TensorKind("float32"), (0,), (Box((0,), (0,)),), ((),))], inline=inline)
     (folder / MANIFEST_KEY).write_bytes(encode(manifest))
     return str(folder)
@@ -127,10 +128,8 @@ def put_manifest(folder: Path, *, name: str = "w", inline: dict[str, bytes]) -> 
     [b'"\xff"', b'{"a":1,"a":2}', b"1e999", b"123456789012345678901", b"[" * 500 + b"]" * 500],
     ids=["not UTF-8", "a name twice", "no float", "no 64 bits", "too deep"],
 )
-def test_damaged_value_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: bytes, *, as_json: bool
-) -> None:
-    """The manifest is sound but for a value, which is read only when it is listed: named, and nothing is printed."""
+def test_a_damaged_value(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: bytes, *, as_json: bool) -> None:
+    """Damage one inline value: only listing it fails, with its key and without output."""
     url = put_manifest(tmp_path, inline={"good": b"1", "bad": value})
     assert main(["show", url]) == 0
     assert main(["show", url, "--key", "good"]) == 0
@@ -144,16 +143,16 @@ def test_damaged_value_is_told(
 
 @pytest.fixture
 def run(tmp_path: Path) -> str:
-    """Of two steps; the first has a name, which the second was given later, and lost its optimizer."""
+    """Save two steps; one name moves from the first to the second, and the first loses its optimizer."""
     store = LocalStore(tmp_path / "run")
     run_save(store, 100, names=("best", "first"), metrics=(("loss", 0.25),))
     run_save(store, 200, base=100, names=("best",))
-    Upkeep(store).thin([100], deadline=Deadline(30))
+    thin(Maintenance(store), [100], deadline=Deadline(30))
     return str(tmp_path / "run")
 
 
 def test_a_run_is_its_newest_checkpoint(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Or that of a step, or of a name; with its step, metrics, and what it lost."""
+    """Show a run by default, step and name; with step, metrics and removed keys."""
     for arguments, step in (
         ([], "200"),
         (["--step", "100"], "100"),
@@ -164,7 +163,7 @@ def test_a_run_is_its_newest_checkpoint(run: str, capsys: pytest.CaptureFixture[
         lines = capsys.readouterr().out.splitlines()
         assert f"step        {step}" in lines
         assert ("metrics     loss 0.25" in lines) == (step == "100")
-        assert ("thinned     optim" in lines) == (step == "100")
+        assert ("without     optim" in lines) == (step == "100")
         assert any(line.startswith("optim ") for line in lines) == (step == "200")
         assert main(["show", run, *arguments, "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
@@ -172,8 +171,8 @@ def test_a_run_is_its_newest_checkpoint(run: str, capsys: pytest.CaptureFixture[
         assert document.get("thinned") == (["optim"] if step == "100" else None)
 
 
-def test_a_step_that_is_not_there(run: str, checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Told which are; a checkpoint by itself has none."""
+def test_an_absent_step(run: str, checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Show an absent step: the error lists the steps; a single checkpoint has none."""
     for step in ("300", "worst"):
         assert main(["show", run, "--step", step]) == 1
         assert "steps='100, 200'" in capsys.readouterr().err
@@ -185,12 +184,12 @@ HOSTILE = "a\x1b]0;owned\x07\x1b[2J\r\nfake  1\x9b31m\u202eb\x7f\u2028"
 
 
 def is_harmless(output: str) -> bool:
-    """Nothing but what is seen, and line ends."""
+    """Return True if the output has only printable characters and line ends."""
     return all(line.isprintable() for line in output.split("\n"))
 
 
-def test_names_and_values_do_not_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """ANSI and C1 sequences, line breaks, direction marks: in a tensor's name, a key at the top, a value, an error."""
+def test_names_and_values_do_not_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Put ANSI and C1 sequences, line breaks and direction marks into names, keys, values and errors."""
     value = json.dumps(HOSTILE, ensure_ascii=False).encode() + b"\n"
     value = value.replace(b"\x7f", b"\x7f\xc2\x9b2J")
     url = put_manifest(tmp_path, name=HOSTILE, inline={"value": value, "step": b"3"})
@@ -209,7 +208,7 @@ def test_names_and_values_do_not_command_the_terminal(tmp_path: Path, capsys: py
 
 
 def test_printable_text() -> None:
-    """What is seen stays as it is, what is not is escaped as Python writes it; tried on every character there is."""
+    """Print every character that exists: printable ones stay, others are escaped as Python does."""
     assert printable("Größe 3×4, 日本語 🙂 \\n") == "Größe 3×4, 日本語 🙂 \\n"
     assert printable("\x1b[0m\n\ud800\u202e") == r"\x1b[0m\n\ud800\u202e"
     everything = printable("".join(map(chr, range(sys.maxunicode + 1))))
@@ -218,7 +217,7 @@ def test_printable_text() -> None:
 
 
 def test_a_terminal_that_knows_only_ascii(checkpoint: str) -> None:
-    """In a process of its own: what its encoding has no bytes for is escaped, and no traceback."""
+    """Run in its own process with ASCII output: other characters are escaped."""
     command = [sys.executable, "-c", "import sys; from dcp_remote.cli import main; sys.exit(main(sys.argv[1:]))"]
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     shown = subprocess.run(
@@ -228,7 +227,7 @@ def test_a_terminal_that_knows_only_ascii(checkpoint: str) -> None:
 
 
 def test_starts_without_torch_and_survives_a_closed_pipe(checkpoint: str) -> None:
-    """In a process of its own, with the output cut off after a line, as `| head -1` does."""
+    """Run in its own process, and close its output after a line, as `| head -1` does."""
     script = (
         "import sys; from dcp_remote.cli import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
@@ -249,5 +248,5 @@ def test_starts_without_torch_and_survives_a_closed_pipe(checkpoint: str) -> Non
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 * 2**40, "5.0 TiB"), (2**60, "1024.0 PiB")],
 )
 def test_sizes_for_people(size_bytes: int, text: str) -> None:
-    """Powers of 1024, one decimal."""
+    """Format sizes in powers of 1024 with one decimal."""
     assert human_bytes(size_bytes) == text

@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dcp_remote import PerRank, load_rank, peers
-from dcp_remote.exchange import Exchange
-from dcp_remote.peers import Giver
+from dcp_remote import PerRank
+from dcp_remote.loading import peers
+from dcp_remote.loading.peer_exchange import PeerExchange
+from dcp_remote.loading.peers import PeerServer
+from dcp_remote.manager import rank_restore
 from dcp_remote.storage import LocalStore
 from dcp_remote.testing import RecordingStore
 from tests.distributed.managed import Ended, State, ended, managing, warnings_kept
@@ -134,7 +136,7 @@ def restore(path: Path, kind: str, trouble: str, victim: int, budget_bytes: int)
     ):
         ending = ended(partial(manager.restore, state))
         left = {thread.name for thread in set(threading.enumerate()) - threads}
-        assert left <= {"dcp_remote pulse", "dcp_remote-store"}, left
+        assert left <= {"dcp_remote-heartbeat", "dcp_remote-store"}, left
         report = manager.last_load
     if ending is None:
         assert_equal(state, state_of(kind, filled=True))
@@ -174,23 +176,23 @@ def _replaced(of: object, name: str, function: Any) -> Iterator[None]:
 @contextmanager
 def _deaf(_store: _Noting) -> Iterator[None]:
     """It gives nothing, and says so to nobody."""
-    with _replaced(Giver, "offer", lambda *_args, **_options: None):
+    with _replaced(PeerServer, "offer", lambda *_args, **_options: None):
         yield
 
 
 @contextmanager
 def _gone(_store: _Noting) -> Iterator[None]:
     """Nobody listens where it said."""
-    usual = Exchange.tell
+    usual = PeerExchange.tell
 
-    def tell(exchange: Exchange, *args: Any) -> Any:
+    def tell(exchange: PeerExchange, *args: Any) -> Any:
         told = usual(exchange, *args)
-        assert exchange._giver is not None
-        exchange._giver.close()
-        exchange._giver = None
+        assert exchange._server is not None
+        exchange._server.close()
+        exchange._server = None
         return told
 
-    with _replaced(Exchange, "tell", tell):
+    with _replaced(PeerExchange, "tell", tell):
         yield
 
 
@@ -201,21 +203,21 @@ def _unable(_store: _Noting) -> Iterator[None]:
     def refuse(*_args: Any, **_options: Any) -> None:
         raise OSError("An injected refusal.")
 
-    with _replaced(Giver, "__init__", refuse):
+    with _replaced(PeerServer, "__init__", refuse):
         yield
 
 
 @contextmanager
 def _lying(_store: _Noting) -> Iterator[None]:
     """The last bit of all that it gives is another."""
-    usual = Giver.offer
+    usual = PeerServer.offer
 
-    def offer(giver: Giver, number: int, data: memoryview, **options: Any) -> None:
+    def offer(giver: PeerServer, number: int, data: memoryview, **options: Any) -> None:
         wrong = bytearray(data)
         wrong[-1] ^= 1
         usual(giver, number, memoryview(wrong), **options)
 
-    with _replaced(Giver, "offer", offer):
+    with _replaced(PeerServer, "offer", offer):
         yield
 
 
@@ -240,23 +242,23 @@ def _refused(store: _Noting) -> Iterator[None]:
 @contextmanager
 def _large(_store: _Noting) -> Iterator[None]:
     """The manifest is too large for the store of the group; the coordinator says so."""
-    with _replaced(load_rank, "_MANIFESTS_BYTES_MAX", 0):
+    with _replaced(rank_restore, "_MANIFESTS_BYTES_MAX", 0):
         yield
 
 
 @contextmanager
 def _killed(_store: _Noting) -> Iterator[None]:
     """At its first gift."""
-    with _replaced(Giver, "offer", lambda *_args, **_options: os.kill(os.getpid(), signal.SIGKILL)):
+    with _replaced(PeerServer, "offer", lambda *_args, **_options: os.kill(os.getpid(), signal.SIGKILL)):
         yield
 
 
 @contextmanager
 def _stopped(_store: _Noting) -> Iterator[None]:
     """At its first gift, for two seconds: a process of its own wakes it up."""
-    usual = Giver.offer
+    usual = PeerServer.offer
 
-    def offer(giver: Giver, number: int, data: memoryview, **options: Any) -> None:
+    def offer(giver: PeerServer, number: int, data: memoryview, **options: Any) -> None:
         if number >= 0 and not stopped:
             stopped.append(number)
             me = os.getpid()
@@ -269,7 +271,7 @@ def _stopped(_store: _Noting) -> Iterator[None]:
         usual(giver, number, data, **options)
 
     stopped: list[int] = []
-    with _replaced(Giver, "offer", offer):
+    with _replaced(PeerServer, "offer", offer):
         yield
 
 

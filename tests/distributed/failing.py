@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dcp_remote import CheckpointManager
-from dcp_remote.catalog import CATALOG_KEY
 from dcp_remote.errors import DcpRemoteError
+from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from tests.distributed.parties import HOST
-from tests.distributed.strikes import exchanged, process_state, strike
+from tests.support.parties import HOST
+from tests.support.strikes import exchanged, process_state, strike
 
 _Answer = TypeVar("_Answer")
 

@@ -21,18 +21,20 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _world
+from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.tensor import DTensor, Shard
 
-from dcp_remote import CheckpointManager, PerRank, RandomStates, load, pulse
-from dcp_remote.desk import Desk
+from dcp_remote import CheckpointManager, PerRank, RandomStates, load
+from dcp_remote.coordination import heartbeat
+from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import DcpRemoteError, PermissionDeniedError
-from dcp_remote.joint import Joint
-from dcp_remote.report import RankReport
+from dcp_remote.manager.coordinator import Coordinator
+from dcp_remote.saving.rank_report import RankReport
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
-from tests.distributed.training import LENGTH, VOCABULARY, Leaves, Training, full, trained
+from tests.support.parties import wait_until
+from tests.support.training import LENGTH, VOCABULARY, Leaves, Training, full, trained
 
 State: TypeAlias = dict[str, Any]
 _Answer = TypeVar("_Answer")
@@ -46,11 +48,11 @@ def managing(
     url: str | Path | ObjectStore, *, group: dist.ProcessGroup | None = None, **options: Any
 ) -> Iterator[CheckpointManager]:
     """A manager whose ranks hear of each other ten times a second: failures are known sooner, and tests are shorter."""
-    usual_seconds, pulse.BEAT_SECONDS = pulse.BEAT_SECONDS, 0.1
+    usual_seconds, heartbeat.BEAT_SECONDS = heartbeat.BEAT_SECONDS, 0.1
     try:
         manager = CheckpointManager(url, process_group=group, **{"timeout_seconds": TIMEOUT_SECONDS} | options)
     finally:
-        pulse.BEAT_SECONDS = usual_seconds
+        heartbeat.BEAT_SECONDS = usual_seconds
     with manager:
         yield manager
 
@@ -515,9 +517,9 @@ def leave_without_a_verdict(path: Path, victim: int) -> list[Ended | None]:
         manager.save(1, state_of(1), wait=True)
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == victim:
-                patch.setattr(Joint, "_answer", given_up_after_the_report(Joint._answer))
+                patch.setattr(Collective, "_contribute", given_up_after_the_report(Collective._contribute))
             elif dist.get_rank() == 0:
-                patch.setattr(Desk, "commit", when_it_is_over(Desk.commit))
+                patch.setattr(Coordinator, "commit", when_it_is_over(Coordinator.commit))
             ending = ended(lambda: manager.save(2, state_of(2), wait=True))
         unclear = len(manager._saver._unclear)
         assert unclear == (dist.get_rank() == victim)
@@ -527,24 +529,24 @@ def leave_without_a_verdict(path: Path, victim: int) -> list[Ended | None]:
 
 
 def given_up_after_the_report(answer: Callable[..., Any]) -> Callable[..., Any]:
-    def answered(self: Joint, value: object, *, shared: bool) -> Any:
+    def answered(self: Collective, value: object, *, shared: bool) -> Any:
         if not (isinstance(value, tuple) and isinstance(value[0], RankReport)):
             return answer(self, value, shared=shared)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Joint, "_taken", interrupted)
+            patch.setattr(Collective, "_receive", interrupted)
             return answer(self, value, shared=shared)
 
     return answered
 
 
-def interrupted(_: Joint, *_arguments: object, **_others: object) -> bytes:
+def interrupted(_: Collective, *_arguments: object, **_others: object) -> bytes:
     raise ZeroDivisionError("in the last round")
 
 
 def when_it_is_over(commit: Callable[..., Any]) -> Callable[..., Any]:
-    def committed(self: Desk, joint: Joint, *arguments: Any) -> Any:
+    def committed(self: Coordinator, joint: Collective, *arguments: Any) -> Any:
         while joint.cancelled is None:
-            joint._ending.wait(1.0)
+            joint._outcome.wait(1.0)
         return commit(self, joint, *arguments)
 
     return committed
@@ -617,7 +619,7 @@ def leave_by_an_error(path: Path, raising: Sequence[int], *, before: bool) -> En
     """A block that saves; some ranks raise in it, before they save or after."""
 
     def block() -> None:
-        with managing(path) as manager:
+        with managing(path, silence_seconds=8.0) as manager:
             if before and dist.get_rank() in raising:
                 raise KeyError("mine")
             manager.save(1, state_of(1))
@@ -625,6 +627,87 @@ def leave_by_an_error(path: Path, raising: Sequence[int], *, before: bool) -> En
                 raise KeyError("mine")
 
     return ended(block)
+
+
+def wait_for_all(where: str) -> None:
+    """Wait for all ranks in the store of the group, for longer than its collectives would.
+
+    By looking again and again: `wait` would keep the store's connection, of which other threads make theirs.
+    """
+    store = _get_default_store()
+    store.set(f"{where} {dist.get_rank()}", "")
+    wait_until(lambda: store.check([f"{where} {rank}" for rank in range(dist.get_world_size())]))
+
+
+def miss_a_use(path: Path, raising: Sequence[int], using: Sequence[int], how: str) -> list[Ended | None]:
+    """One manager: some ranks raise before they save, some save, the others do neither. Then three saves.
+
+    Args:
+        path: Of the run.
+        raising: These ranks raise,
+        using: these save.
+        how: "in its block"; "and close it", in a `finally`; "before it is made"; or "without threads" in its block.
+
+    Returns:
+        How that ended, and each of the saves, by a manager of its own; all ranks leave one before the next.
+    """
+    rank = dist.get_rank()
+    # The server of torch's store may stand still for five seconds, while it asks for the name of a new client's host.
+    seconds = 6.0 if how in {"and close it", "before it is made"} else 60.0
+
+    def block() -> None:
+        if how == "before it is made" and rank in raising:
+            raise KeyError("mine")
+        with managing(path, silence_seconds=8.0, timeout_seconds=seconds) as manager:
+            try:
+                if rank in raising and how == "without threads":
+                    with pytest.MonkeyPatch.context() as patch:
+                        patch.setattr(threading.Thread, "start", refuse_to_start)
+                        manager.save(1, state_of(1))
+                if rank in raising:
+                    raise KeyError("mine")
+                if rank in using:
+                    manager.save(1, state_of(1))
+            finally:
+                if how == "and close it":
+                    manager.close()
+
+    def save(step: int) -> None:
+        with managing(path, start_over=True, timeout_seconds=20.0) as manager:
+            manager.save(step, state_of(step), wait=True)
+
+    endings = [ended(block)]
+    for step in (2, 3, 4):
+        wait_for_all(f"before step {step} of {path}")
+        endings.append(ended(partial(save, step)))
+    return endings
+
+
+def refuse_to_start(_thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def evaluate_beside(path: Path, raising: int) -> list[Ended | None]:
+    """One manager saves all along, and others restore; one rank raises before the second of those.
+
+    Returns:
+        How each call ended: a save, a restore, and so on.
+    """
+    endings = []
+
+    def evaluate(number: int) -> None:
+        with managing(path, silence_seconds=8.0) as manager:
+            if number == 2 and dist.get_rank() == raising:
+                raise KeyError("mine")
+            manager.restore(state_of(0))
+
+    with managing(path) as main:
+        for number in (1, 2, 3):
+            wait_for_all(f"save {number} of {path}")
+            endings.append(ended(partial(main.save, number, state_of(number), wait=True)))
+            wait_for_all(f"restore {number} of {path}")
+            endings.append(ended(partial(evaluate, number)))
+    return endings
 
 
 # ---- in the background
@@ -666,8 +749,8 @@ def train_during_a_save(strategy: str, path: Path, held: str) -> tuple[Leaves, L
         world_size = dist.get_world_size()
         assert torch.equal(sums, torch.arange(30.0) * world_size + sum(range(world_size)))
         dist.barrier()
-        assert manager._flights._under_way is not None
-        assert not manager._flights._under_way.is_settled
+        assert manager._background_saves._under_way is not None
+        assert not manager._background_saves._under_way.is_settled
         store.let_go.set()
         manager.wait()
     return saved, full(training.state()), full(alone.state())

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dcp_remote import plans
+from dcp_remote.common.units import MiB
+from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import PermissionDeniedError
-from dcp_remote.joint import Joint
-from dcp_remote.ranges import MiB
+from dcp_remote.saving import plan_cache
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Verb
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
@@ -80,13 +80,13 @@ def _denied() -> PermissionDeniedError:
 def scatters_counted() -> Iterator[list[int]]:
     """How often plans are exchanged: a list of one number."""
     count = [0]
-    scatter = Joint.scatter
+    scatter = Collective.scatter
 
-    def counted(joint: Joint, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    def counted(joint: Collective, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> Any:
         count[0] += 1
         return scatter(joint, value, decide)
 
-    with mock.patch.object(Joint, "scatter", counted):
+    with mock.patch.object(Collective, "scatter", counted):
         yield count
 
 
@@ -106,7 +106,7 @@ def plans_of_saves(path: Path, changes: Sequence[str], dedup: bool, overwrite: b
 def plans_that_tables_cannot_say(path: Path) -> list[int]:
     """Save twice while one rank plans what a table cannot say; how often plans were exchanged."""
     exchanged = []
-    irregular = mock.patch.object(plans, "_is_regular", return_value=dist.get_rank() != 1)
+    irregular = mock.patch.object(plan_cache, "_is_regular", return_value=dist.get_rank() != 1)
     with managing(path) as manager, scatters_counted() as count, irregular:
         for step in (1, 2):
             count[0] = 0
@@ -183,8 +183,8 @@ def unlike_replicas(path: Path, unlike: Sequence[bool]) -> list[tuple[int, int, 
     """
     store = RecordingStore(LocalStore(str(path)))
     seen = []
-    gather = Joint.gather
-    gathered = mock.patch.object(Joint, "gather", autospec=True, side_effect=gather)
+    gather = Collective.gather
+    gathered = mock.patch.object(Collective, "gather", autospec=True, side_effect=gather)
     with managing(store, memory_budget_bytes=MiB) as manager, scatters_counted() as count, gathered as gathers:
         for step, differs in enumerate(unlike, start=1):
             store.clear()

@@ -29,9 +29,9 @@ _PROGRAM = """
                 else:
                     while not ended.exists():
                         time.sleep(0.01)
-                    pulse = checkpoints._ranks.pulse
-                    count = pulse._count
-                    while pulse._count < count + 3:
+                    heartbeat = checkpoints._ranks.heartbeat
+                    count = heartbeat._count
+                    while heartbeat._count < count + 3:
                         time.sleep(0.01)
             return send()
 

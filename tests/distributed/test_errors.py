@@ -34,8 +34,8 @@ from dcp_remote.errors import (
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, matching
-from dcp_remote.testing.rank_pool import RankPool, RanksFailedError
-from tests.distributed.training import assert_same, full
+from tests.support.rank_pool import RankPool, RanksFailedError
+from tests.support.training import assert_same, full
 
 State = dict[str, Any]
 _Answer = TypeVar("_Answer")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dcp_remote.testing.rank_pool import RankPool, RanksFailedError
 from tests.distributed.exchanging import COLUMNS, REPLICATED, ROWS, Got, healthy, restore, save
+from tests.support.rank_pool import RankPool, RanksFailedError
 
 THREE, PAIR = range(3), range(2)
 
@@ -109,7 +109,7 @@ def test_a_rank_that_gives_nothing_good(trouble: str, victim: int, rank_pool: Ra
     once = 8 * REPLICATED + 4 * ROWS * COLUMNS
     assert total > once
     for rank in (rank for number, rank in enumerate(got) if number != victim):
-        assert any("it is read from the store" in one or "are read once more" in one for one in rank.warnings)
+        assert any("read from the store instead" in one or "are read once more" in one for one in rank.warnings)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -36,11 +36,11 @@ from dcp_remote.errors import (
 )
 from dcp_remote.storage import LocalStore, MemoryStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from dcp_remote.testing.rank_pool import RankPool
 from dcp_remote.testing.servers import S3Server
-from tests.distributed.training import assert_same, full
-from tests.figures import count
-from tests.histories import first_seed
+from tests.support.figures import count
+from tests.support.histories import first_seed
+from tests.support.rank_pool import RankPool
+from tests.support.training import assert_same, full
 
 pytestmark = pytest.mark.torture
 
@@ -248,7 +248,7 @@ def save_to_memory(port: int, folder: str) -> None:
         moved = failures(in_child({"x": torch.ones(3)}, RemoteWriter(f"{name}/a"), checkpoint_id=f"{name}/b"))
         for causes in (refused, moved):
             assert isinstance(causes[0], InvalidArgumentError)
-            assert "seen by one process alone" in str(causes[0])
+            assert "visible only to the process that opened it" in str(causes[0])
         anonymous = in_child({"x": torch.ones(3)}, RemoteWriter(MemoryStore()))
         assert "without a name cannot be pickled" in raised(anonymous)
         assert failures(in_child({"x": torch.ones(3)}, RemoteWriter(folder))) == {}

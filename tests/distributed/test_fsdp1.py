@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
 from dcp_remote import RemoteReader, RemoteWriter, load
-from dcp_remote.testing.rank_pool import RankPool
-from tests.distributed.training import Leaves, assert_same, full
+from tests.support.rank_pool import RankPool
+from tests.support.training import Leaves, assert_same, full
 
 pytestmark = pytest.mark.torture
 

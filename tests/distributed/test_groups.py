@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_remote import RemoteReader, RemoteWriter, load
-from dcp_remote.checkpoint import read_manifest
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.run.lookup import read_manifest
 from dcp_remote.storage import open_store
-from dcp_remote.testing.rank_pool import RankPool
-from tests.distributed.training import assert_same, full
+from tests.support.rank_pool import RankPool
+from tests.support.training import assert_same, full
 
 State = dict[str, Any]
 
@@ -203,7 +203,7 @@ def test_a_store_of_one_process_is_refused_by_all_ranks(rank_pool: RankPool) -> 
         for by_rank in failures:
             assert sorted(by_rank) == [0, 1, 2, 3]
             for message in by_rank.values():
-                assert "seen by one process alone" in message
+                assert "visible to one process only" in message
 
 
 def refused_without_collectives(url: str) -> tuple[str, str]:

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 from dcp_remote import RemoteReader, RemoteWriter
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError
+from dcp_remote.saving.uploads import Uploads
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.testing import FaultyStore, nth
-from dcp_remote.testing.rank_pool import RankPool
-from dcp_remote.uploads import Uploads
-from tests.distributed.points import (
+from tests.support.figures import count
+from tests.support.points import (
     NEW,
     OLD,
     THIRD,
@@ -37,7 +37,7 @@ from tests.distributed.points import (
     state,
     wait_until,
 )
-from tests.figures import count
+from tests.support.rank_pool import RankPool
 
 pytestmark = pytest.mark.torture
 

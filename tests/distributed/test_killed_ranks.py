@@ -19,9 +19,10 @@ import pytest
 import torch.distributed as dist
 
 from dcp_remote.storage import LocalStore
-from dcp_remote.testing.rank_pool import RankPool, RanksFailedError
-from tests.distributed.points import NEW, OLD, found, wait_until
-from tests.distributed.strikes import (
+from tests.support.figures import count
+from tests.support.points import NEW, OLD, found, wait_until
+from tests.support.rank_pool import RankPool, RanksFailedError
+from tests.support.strikes import (
     COMMITS,
     LAST_OF_A_SAVE,
     LOAD,
@@ -40,7 +41,6 @@ from tests.distributed.strikes import (
     strike,
     struck,
 )
-from tests.figures import count
 
 pytestmark = [
     pytest.mark.torture,

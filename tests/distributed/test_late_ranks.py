@@ -19,11 +19,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dcp_remote import RemoteWriter
-from dcp_remote.manifest import MANIFEST_KEY
+from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.storage import LocalStore, ObjectStore
-from dcp_remote.testing.rank_pool import RankPool
-from tests.distributed.points import NEW, OLD, THIRD, found, state, wait_until
-from tests.distributed.strikes import (
+from tests.support.figures import count
+from tests.support.points import NEW, OLD, THIRD, found, state, wait_until
+from tests.support.rank_pool import RankPool
+from tests.support.strikes import (
     LOAD,
     PAIR,
     SAVE,
@@ -41,7 +42,6 @@ from tests.distributed.strikes import (
     strike,
     struck,
 )
-from tests.figures import count
 
 pytestmark = [
     pytest.mark.torture,

@@ -14,9 +14,8 @@ import torch.distributed as dist
 import dcp_remote
 from dcp_remote import load
 from dcp_remote.errors import CheckpointNotFoundError
-from dcp_remote.run_gc import find_run_orphans
+from dcp_remote.run.run_gc import find_run_orphans
 from dcp_remote.storage import LocalStore
-from dcp_remote.testing.rank_pool import RankPool
 from dcp_remote.testing.servers import S3Server
 from tests.distributed.managed import (
     RESTORE_FAILURES,
@@ -25,11 +24,13 @@ from tests.distributed.managed import (
     ask_for_different_steps,
     assert_saved,
     count_collectives,
+    evaluate_beside,
     fail_to_restore,
     fail_to_save,
     leave_by_an_error,
     leave_without_a_verdict,
     look_and_save,
+    miss_a_use,
     own_values,
     restore_own,
     resume_each,
@@ -42,10 +43,12 @@ from tests.distributed.managed import (
     train_during_a_save,
     train_through,
 )
-from tests.distributed.training import STRATEGIES, Leaves, assert_same, full
-from tests.states import equal
+from tests.support.rank_pool import RankPool
+from tests.support.states import equal
+from tests.support.training import STRATEGIES, Leaves, assert_same, full
 
 THREE, PAIR = range(3), range(2)
+MINE = Ended("KeyError", "'mine'")
 
 
 # ---- training, saved and resumed
@@ -322,6 +325,60 @@ def leave_before_one_saves(path: Path, victim: int) -> Ended | None:
 
 def leave_after_one_saved(path: Path, victim: int) -> Ended | None:
     return leave_by_an_error(path, [victim], before=False)
+
+
+IN_ITS_BLOCK, CLOSED, BEFORE, NO_THREADS = "in its block", "and close it", "before it is made", "without threads"
+
+
+@pytest.mark.parametrize(
+    ("raising", "using", "how"),
+    [
+        ([0], [], IN_ITS_BLOCK),
+        ([2], [], IN_ITS_BLOCK),
+        ([0], [1, 2], IN_ITS_BLOCK),
+        ([2], [0, 1], IN_ITS_BLOCK),
+        ([0, 1], [2], IN_ITS_BLOCK),
+        ([1, 2], [0], IN_ITS_BLOCK),
+        ([2], [0, 1], NO_THREADS),
+        ([0], [1, 2], CLOSED),
+        ([2], [0, 1], CLOSED),
+        ([0], [1, 2], BEFORE),
+        ([2], [0, 1], BEFORE),
+    ],
+)
+def test_a_use_that_ranks_missed(
+    raising: list[int], using: list[int], how: str, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    """Whether others began it or not, all ranks find each other in the next; in the one after it if nobody could know.
+
+    Others are told at once that somebody has left, where a `with` was left by an error; or wait until the deadline.
+    """
+    for rank, (block, *saves) in enumerate(rank_pool.run(miss_a_use, tmp_path, raising, using, how, ranks=THREE)):
+        if how == BEFORE:
+            assert saves[0] is not None
+            saves[0] = None
+        assert saves == [None, None, None]
+        if rank in raising:
+            assert block == (Ended("RuntimeError", "can't start new thread") if how == NO_THREADS else MINE)
+        elif rank not in using:
+            assert block is None
+        elif how == IN_ITS_BLOCK:
+            assert block is not None
+            assert block.kind == "SaveFailedError", block
+            assert "left by an error before its first call" in block.text
+        else:
+            assert block is not None
+            assert block.kind == "SaveTimeoutError" or how == NO_THREADS, block
+    assert_saved(tmp_path, 4, 4, world_size=3)
+
+
+def test_a_use_that_one_rank_missed_beside_another_manager(rank_pool: RankPool, tmp_path: Path) -> None:
+    """The other manager goes on, and what its ranks have met in says nothing of those that come after the miss."""
+    for rank, endings in enumerate(rank_pool.run(evaluate_beside, tmp_path, 1, ranks=PAIR)):
+        missed = endings.pop(3)
+        assert missed is not None
+        assert missed == MINE if rank == 1 else "left by an error before its first call" in missed.text
+        assert endings == [None] * 5
 
 
 # ---- beside training

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from dcp_remote import CheckpointManager
+from dcp_remote.coordination.group import RankGroup
+from dcp_remote.coordination.key_value import Client
 from dcp_remote.errors import DcpRemoteError
-from dcp_remote.key_value import Client
-from dcp_remote.ranks import Ranks
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from tests.distributed.parties import managers_of, party, wait_until
-from tests.distributed.test_pulse import Host
+from tests.coordination.test_heartbeat import Host
+from tests.support.parties import managers_of, party, wait_until
 
 _Answer = TypeVar("_Answer")
 
@@ -45,7 +45,7 @@ def test_a_restore_while_the_host_of_the_ranks_is_stopped(
     with party(2, host.client(f"{seconds} {connected}")) as them:
         managers = managers_of(them, store, monkeypatch, **seconds)
 
-        def restore(ranks: Ranks) -> int | None:
+        def restore(ranks: RankGroup) -> int | None:
             return managers[ranks.rank].restore(state_of(0))
 
         if connected:
@@ -58,7 +58,7 @@ def test_a_restore_while_the_host_of_the_ranks_is_stopped(
             told = "key-value store" if "silence_seconds" in seconds else "by the deadline"
             assert told in str(ended[0].error)
         # Each has seen what the host said before it was stopped.
-        wait_until(lambda: all(ranks.pulse and ranks.pulse.contact_seconds() < 0.5 for ranks in them.ranks))
+        wait_until(lambda: all(ranks.heartbeat and ranks.heartbeat.contact_seconds() < 0.5 for ranks in them.ranks))
         for manager in managers:
             manager._timeout_seconds = 60.0
         assert [one.value for one in them.run(restore)] == 2 * [1 if connected else None]
@@ -103,7 +103,7 @@ def test_a_notice_ends_what_waits_already(what: str, monkeypatch: pytest.MonkeyP
 
         given_up = threading.Event()
 
-        def act(ranks: Ranks) -> None:
+        def act(ranks: RankGroup) -> None:
             if ranks.rank == 0:
                 assert given_up.wait(60)
             else:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from dcp_remote import CheckpointManager, load
-from dcp_remote.ranges import KiB, MiB
-from dcp_remote.testing.rank_pool import RankPool
+from dcp_remote.common.units import KiB, MiB
 from tests.distributed.planning import (
     ROWS,
     plans_around_failures,
@@ -19,6 +18,7 @@ from tests.distributed.planning import (
     share_replicas,
     unlike_replicas,
 )
+from tests.support.rank_pool import RankPool
 
 # Structures of saves in turn, and how often plans are exchanged for each.
 SEQUENCE = [

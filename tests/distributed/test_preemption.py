@@ -21,12 +21,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dcp_remote.coordination.group import RankGroup
+from dcp_remote.coordination.key_value import Client
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.key_value import Client
-from dcp_remote.preemption import Agreement, Moment, Preemption
-from dcp_remote.ranks import Ranks
-from dcp_remote.testing.rank_pool import RankPool
-from tests.distributed.parties import Party, held, join, party, wait_until
+from dcp_remote.manager.preemption import Agreement, Moment, Preemption
+from tests.support.parties import Party, held, join, party, wait_until
+from tests.support.rank_pool import RankPool
 
 # ---- every interleaving
 
@@ -202,7 +202,7 @@ def train(
     """Each rank's step at which it stopped; each step waits for all ranks, as training does."""
     barrier = threading.Barrier(them.world_size)
 
-    def part(ranks: Ranks) -> int | None:
+    def part(ranks: RankGroup) -> int | None:
         for step in range(1, steps + 1):
             if asked.get(ranks.rank) == step:
                 preemptions[ranks.rank].request()
@@ -234,7 +234,7 @@ def test_ranks_that_train_in_step(world_size: int, stride: int) -> None:
             assert not any(one.reached(stopped[0] + stride) for one in preemptions)
             assert all((one.remaining_seconds() or 0) > 0 for one in preemptions)
 
-            def save(ranks: Ranks) -> int:
+            def save(ranks: RankGroup) -> int:
                 with join(ranks) as joint:
                     return joint.gather(1, sum)
 
@@ -330,7 +330,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up_for_ever(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This rank's own pulse is stuck, after it has said where this rank is: training goes on, and may stop later on."""
-    monkeypatch.setattr("dcp_remote.preemption._LAST_WORD_SECONDS", 0.1)
+    monkeypatch.setattr("dcp_remote.manager.preemption._LAST_WORD_SECONDS", 0.1)
     with party(2, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
         one, other = (Preemption(ranks, 0.3) for ranks in them.ranks)
         with held(them.ranks[0]):
@@ -368,7 +368,7 @@ class LostStore:
 def test_a_training_that_nobody_stops_asks_the_store_nothing() -> None:
     """Each call is answered by what this rank knows: only the pulse has to do with the store."""
     store = LostStore()
-    ranks = Ranks(0, 2, store, beat_seconds=0.01)  # type: ignore[arg-type]
+    ranks = RankGroup(0, 2, store, beat_seconds=0.01)  # type: ignore[arg-type]
     preemption = Preemption(ranks, 20.0)
     store.threads.clear()
     assert not any(preemption.reached(step) for step in range(1000))
@@ -380,10 +380,10 @@ def test_a_training_that_nobody_stops_asks_the_store_nothing() -> None:
 def test_a_store_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:
     """Before anybody was asked: training goes on, and that SIGTERM has no effect is said once."""
     store = LostStore()
-    ranks = Ranks(0, 2, store, beat_seconds=0.01)  # type: ignore[arg-type]
+    ranks = RankGroup(0, 2, store, beat_seconds=0.01)  # type: ignore[arg-type]
     preemption = Preemption(ranks, 20.0)
     store.lost = True
-    wait_until(lambda: ranks.pulse.gone)  # type: ignore[union-attr]
+    wait_until(lambda: ranks.heartbeat.gone)  # type: ignore[union-attr]
     with caplog.at_level(logging.WARNING):
         assert not preemption.reached(1)
         assert not caplog.records
@@ -407,7 +407,7 @@ class Clock:
 @pytest.fixture
 def alone() -> Iterator[tuple[Preemption, Clock]]:
     clock = Clock()
-    preemption = Preemption(Ranks(0, 1, None), 30.0, clock=clock)
+    preemption = Preemption(RankGroup(0, 1, None), 30.0, clock=clock)
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield preemption, clock
@@ -442,7 +442,7 @@ def test_a_signal(alone: tuple[Preemption, Clock]) -> None:
 )
 def test_a_rank_that_is_alone(before: list[int], after: list[int]) -> None:
     """It stops at the next call, whatever its step, and in all calls of that."""
-    preemption = Preemption(Ranks(0, 1, None))
+    preemption = Preemption(RankGroup(0, 1, None))
     assert not any(preemption.reached(step) for step in before)
     preemption.request()
     assert [preemption.reached(step) for step in after] == [step == after[0] for step in after]
@@ -450,7 +450,7 @@ def test_a_rank_that_is_alone(before: list[int], after: list[int]) -> None:
 
 def test_without_a_notice_nothing_counts_down() -> None:
     """It is not known how long there is."""
-    preemption = Preemption(Ranks(0, 1, None))
+    preemption = Preemption(RankGroup(0, 1, None))
     preemption.request()
     assert preemption.remaining_seconds() is None
     assert preemption.reached(1)
@@ -473,7 +473,7 @@ def heard() -> Iterator[list[int]]:
 
 
 def alone_too() -> Preemption:
-    return Preemption(Ranks(0, 1, None))
+    return Preemption(RankGroup(0, 1, None))
 
 
 @pytest.mark.parametrize("closed_first", [0, 1])
@@ -599,10 +599,10 @@ def in_a_thread(action: object) -> None:
 
 BEGINNING = """
 import multiprocessing, os, signal, sys, threading
-from dcp_remote.ranks import Ranks
-from dcp_remote.preemption import Preemption
+from dcp_remote.coordination.group import RankGroup
+from dcp_remote.manager.preemption import Preemption
 
-preemption = Preemption(Ranks(0, 1, None))
+preemption = Preemption(RankGroup(0, 1, None))
 preemption.install()
 
 def in_a_thread(action):
@@ -693,7 +693,7 @@ def test_once_closed_a_signal_ends_the_process(close: str) -> None:
     """As if nobody had ever listened; in whatever thread it was closed, and with others closed before."""
     code, said = run_script(
         f"""
-other = Preemption(Ranks(0, 1, None))
+other = Preemption(RankGroup(0, 1, None))
 other.install()
 other.close()
 signal.raise_signal(signal.SIGTERM)
@@ -715,7 +715,7 @@ def test_one_process_of_three_gets_a_signal(rank_pool: RankPool) -> None:
 
 
 def _train() -> tuple[int, int]:
-    ranks = Ranks.of(None, "checkpoints", beat_seconds=0.1)
+    ranks = RankGroup.of(None, "checkpoints", beat_seconds=0.1)
     preemption = Preemption(ranks, 60.0)
     try:
         preemption.install()

@@ -36,11 +36,11 @@ from dcp_remote.errors import (
     PermissionDeniedError,
     TransientStorageError,
 )
-from dcp_remote.shard import TABLE_NAME
+from dcp_remote.format.shard import TABLE_NAME
 from dcp_remote.storage import open_store
-from dcp_remote.testing.rank_pool import RankPool
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
-from tests.distributed.training import STRATEGIES, assert_same, full, load_each, save_trained
+from tests.support.rank_pool import RankPool
+from tests.support.training import STRATEGIES, assert_same, full, load_each, save_trained
 
 Options = dict[str, str]
 

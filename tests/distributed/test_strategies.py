@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_remote import RemoteReader, RemoteWriter, load
-from dcp_remote.testing.rank_pool import RankPool
-from tests.distributed.training import STRATEGIES, Leaves, assert_same, full, load_each, save_trained, trained
+from tests.support.rank_pool import RankPool
+from tests.support.training import STRATEGIES, Leaves, assert_same, full, load_each, save_trained, trained
 
 
 @pytest.fixture(scope="module")

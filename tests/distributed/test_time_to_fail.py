@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from dcp_remote.errors import CommitUnknownError, DcpRemoteError, SaveFailedError, SaveTimeoutError
-from dcp_remote.testing.rank_pool import RankPool, RanksFailedError
 from tests.distributed.failing import (
     CALM_SECONDS,
     DEADLINE_SECONDS,
@@ -27,7 +26,8 @@ from tests.distributed.failing import (
     attempt,
     hosted,
 )
-from tests.figures import LONG_SECONDS, count, figures
+from tests.support.figures import LONG_SECONDS, count, figures
+from tests.support.rank_pool import RankPool, RanksFailedError
 
 pytestmark = [
     pytest.mark.torture,
@@ -146,5 +146,5 @@ def check_what_was_told(case: Case, told: Told) -> None:
     else:
         assert isinstance(error, SaveTimeoutError), told
     if case.way in ("idle", "absent"):
-        last = "not here yet" if case.way == "idle" else "never heard of"
+        last = "has not joined" if case.way == "idle" else "no heartbeat yet"
         assert last in str(error.details["last"]), told

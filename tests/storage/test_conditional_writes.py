@@ -1,6 +1,6 @@
-"""Servers that ignore the condition of a write: each is refused before anything rests on it, and a right one is not.
+"""The probe of conditional writes: servers that ignore a condition are refused, and correct ones are not.
 
-The servers are a `MemoryStore` whose conditions are dropped, and an S3 server in a few lines, which drops headers.
+The servers are a `MemoryStore` whose conditions are dropped, and a small S3 server that drops headers.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ import torch.distributed.checkpoint as dcp
 from s3fs import S3FileSystem
 
 from dcp_remote import RemoteWriter, load
-from dcp_remote.catalog_store import swap
+from dcp_remote.common.arrays import Buffer
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
     StorageError,
     TransientStorageError,
 )
-from dcp_remote.gc import remove_orphans
-from dcp_remote.recover import recover
-from dcp_remote.run_gc import find_run_orphans
-from dcp_remote.run_save import Job, Note
+from dcp_remote.run.catalog_store import swap
+from dcp_remote.run.gc import remove_orphans
+from dcp_remote.run.job import CheckpointLabels, JobSession
+from dcp_remote.run.recovery import recover
+from dcp_remote.run.run_gc import find_run_orphans
 from dcp_remote.storage import MemoryStore, ObjectStore, open_fsspec_store, open_store
-from dcp_remote.storage.base import Buffer, Condition, Version
+from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.conditional_writes import PROBES_PREFIX, require_conditional_writes
-from dcp_remote.storage.retrying import Deadline
 from dcp_remote.storage.wrapper import Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching, nth
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
 from dcp_remote.testing.wrappers import Lost
-from tests.runs import a_run, steps
+from tests.support.runs import a_run, steps
 
 BOTH = frozenset({"If-None-Match", "If-Match"})
 
 
 class LaxStore(WrappedStore):
-    """A store behind a server of which nothing is known, and which ignores some conditions."""
+    """Store behind an unknown server, which ignores some conditions."""
 
     def __init__(self, store: ObjectStore, *ignored: str) -> None:
         super().__init__(store)
@@ -70,22 +71,22 @@ def probe(store: ObjectStore, *, swaps: bool = True, seconds: float = 60) -> Non
 
 @pytest.mark.parametrize("swaps", [True, False])
 @pytest.mark.parametrize("ignored", [(), ("If-None-Match",), ("If-Match",), ("If-None-Match", "If-Match")])
-def test_what_is_ignored_is_found(ignored: tuple[str, ...], swaps: bool) -> None:
-    """Each set of ignored conditions; whatever the verdict, nothing stays."""
+def test_ignored_conditions_are_found(ignored: tuple[str, ...], swaps: bool) -> None:
+    """Probe servers that ignore each set of conditions; no object stays, whatever the result."""
     memory = MemoryStore()
     store = LaxStore(memory, *ignored)
     wrong = [header for header in ignored if header == "If-None-Match" or swaps]
     if not wrong:
         probe(store, swaps=swaps)
-    for _ in range(2 if wrong else 0):  # it is asked anew: the server may have been mended
+    for _ in range(2 if wrong else 0):  # probed again, since the server may have been updated
         with pytest.raises(StorageError, match=rf"ignores the condition of a write \({wrong[0]}\)") as caught:
             probe(store, swaps=swaps)
         assert caught.value.details["server"] == store.server
     assert keys(memory) == set()
 
 
-def test_it_is_asked_once_in_a_process() -> None:
-    """Requests are counted: two PUTs and a DELETE, one PUT more for swaps; none for another prefix, nor ever again."""
+def test_a_server_is_probed_once_per_process() -> None:
+    """Count the requests: two PUTs and a DELETE, one more PUT for swaps; none for another prefix, and none later."""
     store = RecordingStore(LaxStore(MemoryStore()))
     probe(store.child("a"), swaps=False)
     assert [call[0] for call in store.calls] == ["put", "put", "delete"]
@@ -101,8 +102,8 @@ def test_it_is_asked_once_in_a_process() -> None:
 @pytest.mark.parametrize("lost", ["request", "response"])
 @pytest.mark.parametrize("number", range(1, 6))
 @pytest.mark.parametrize("ignored", [(), ("If-Match",), ("If-None-Match",)])
-def test_answers_that_are_lost(ignored: tuple[str, ...], number: int, lost: Lost) -> None:
-    """One request after the other, before it is carried out or after: the verdict is the same."""
+def test_lost_answers_do_not_change_the_result(ignored: tuple[str, ...], number: int, lost: Lost) -> None:
+    """Lose each request in turn, before it is carried out or after: the result is the same."""
     memory = MemoryStore()
     store = FaultyStore(LaxStore(memory, *ignored), [nth(number, lost)])
     if ignored:
@@ -115,7 +116,7 @@ def test_answers_that_are_lost(ignored: tuple[str, ...], number: int, lost: Lost
 
 
 def test_a_store_that_does_not_answer() -> None:
-    """By the deadline it is told, as what may pass; and the next call asks again."""
+    """Probe a silent store: a transient error at the deadline, and the next call probes again."""
     fails = [True]
 
     def is_put(verb: Verb, key: str, number: int) -> bool:
@@ -129,7 +130,7 @@ def test_a_store_that_does_not_answer() -> None:
 
 
 def test_without_a_grant_to_delete(caplog: pytest.LogCaptureFixture) -> None:
-    """The object stays, and its name is logged; the store is good."""
+    """Deny the delete: the probe passes, and the name of the object that stays is logged."""
     memory = MemoryStore()
 
     def deletes(verb: Verb, key: str, number: int) -> bool:
@@ -145,8 +146,8 @@ def test_without_a_grant_to_delete(caplog: pytest.LogCaptureFixture) -> None:
     assert left in caplog.text
 
 
-def test_what_is_left_is_no_checkpoint() -> None:
-    """Objects of killed probes, in a run and beside a checkpoint: nothing counts them, and gc and a load pass them."""
+def test_leftover_probes_are_ignored() -> None:
+    """Leave objects of killed probes in a run and beside a checkpoint: gc, listings and loads ignore them."""
     run = a_run(1, 2)
     checkpoint = MemoryStore()
     save(checkpoint)
@@ -159,7 +160,7 @@ def test_what_is_left_is_no_checkpoint() -> None:
 
 
 def test_many_jobs_at_a_time() -> None:
-    """Sixteen processes, simulated by stores that share nothing but the objects: all find the server right."""
+    """Simulate sixteen processes by stores that share nothing but the objects: all find the server correct."""
     memory = MemoryStore()
     barrier = threading.Barrier(16)
 
@@ -177,17 +178,17 @@ def test_many_jobs_at_a_time() -> None:
 
 
 def begin(store: ObjectStore) -> None:
-    Job(store).begin(Note.of(1), borrow=False, deadline=Deadline(60))
+    JobSession(store).begin(CheckpointLabels.of(1), borrow=False, deadline=Deadline(60))
 
 
 def save(store: ObjectStore) -> None:
     dcp.save({"weight": torch.ones(3)}, storage_writer=RemoteWriter(store))
 
 
-@pytest.mark.parametrize("ignored", BOTH)
+@pytest.mark.parametrize("ignored", sorted(BOTH))
 @pytest.mark.parametrize("act", [begin, save])
 def test_nothing_is_written(act: Callable[[ObjectStore], None], ignored: str) -> None:
-    """A job that takes the fence, and a checkpoint by itself, which rests on creation alone."""
+    """Begin a job, and save a single checkpoint: refused. A checkpoint needs no comparison of versions."""
     memory = MemoryStore()
     store = LaxStore(memory, ignored)
     if act is save and ignored == "If-Match":
@@ -200,7 +201,7 @@ def test_nothing_is_written(act: Callable[[ObjectStore], None], ignored: str) ->
 
 
 def test_an_overwrite_compares_versions() -> None:
-    """A checkpoint is here, and the server ignores `If-Match`: it stays as it is."""
+    """Overwrite a checkpoint on a server that ignores `If-Match`: refused, and the checkpoint is unchanged."""
     memory = MemoryStore()
     save(memory)
     before = {key: found.data for key, found in memory.space.objects.items()}
@@ -209,8 +210,8 @@ def test_an_overwrite_compares_versions() -> None:
     assert {key: found.data for key, found in memory.space.objects.items()} == before
 
 
-def test_what_keeps_a_run_tidy_asks_as_well() -> None:
-    """A change of the catalog, its recovery, and gc of a checkpoint by itself; of what is to be done, nothing is."""
+def test_maintenance_probes_too() -> None:
+    """Swap a catalog, recover a run, and collect garbage of a checkpoint: each refused before a change."""
     run = a_run(1, 2)
     checkpoint = MemoryStore()
     save(checkpoint)
@@ -231,7 +232,7 @@ def test_what_keeps_a_run_tidy_asks_as_well() -> None:
 
 
 def s3(ignored: frozenset[str]) -> Callable[[HttpRequest], HttpAnswer]:
-    """A server of what a probe needs of S3, one request at a time."""
+    """Return a server with those parts of S3 that a probe needs, one request at a time."""
     objects: dict[str, bytes] = {}
     lock = threading.Lock()
 
@@ -250,7 +251,7 @@ def s3(ignored: frozenset[str]) -> Callable[[HttpRequest], HttpAnswer]:
                     return HttpAnswer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
                 objects[path] = request.body
                 return HttpAnswer(headers={"ETag": etag(request.body)})
-            if request.method == "POST":  # of many keys
+            if request.method == "POST":  # DeleteObjects
                 for key in re.findall(rb"<Key>(.*?)</Key>", request.body):
                     objects.pop(f"/bucket/{key.decode()}", None)
                 return HttpAnswer(200, b"<DeleteResult></DeleteResult>")
@@ -265,7 +266,7 @@ KEYS = {"key": "testing", "secret": "testing"}
 @pytest.mark.parametrize("ignored", [frozenset[str](), frozenset({"If-Match"}), frozenset({"If-None-Match"}), BOTH])
 @pytest.mark.parametrize("client", ["s3", "s3fs"])
 def test_servers(client: str, ignored: frozenset[str]) -> None:
-    """Over the wire, by both clients of S3; the right one lets a job begin."""
+    """Probe over HTTP, by both clients of S3."""
     with scripted_server(s3(ignored)) as server:
         if client == "s3":
             store = open_store("s3://bucket/run", {**KEYS, "endpoint_url": server.endpoint_url, "region": "us-east-1"})
@@ -283,8 +284,8 @@ def test_servers(client: str, ignored: frozenset[str]) -> None:
         assert {request.path.rpartition("/")[0] for request in server.requests} >= {"/bucket/run/dcp-remote-probes"}
 
 
-def test_moto_is_right(s3_server: S3Server) -> None:
-    """A server of which nothing is known: found right, and nothing is left behind."""
+def test_moto_is_correct(s3_server: S3Server) -> None:
+    """Probe moto, an unknown server: correct, and no object is left behind."""
     s3_server.create_bucket("conditional-writes")
     store = open_store("s3://conditional-writes/run", s3_server.storage_options)
     store.put("other", [b""])
@@ -312,8 +313,8 @@ def test_moto_is_right(s3_server: S3Server) -> None:
         ("az://bucket", {"account_name": "a", "endpoint_url": "http://127.0.0.1:9000/a"}, False),
     ],
 )
-def test_who_is_known(url: str, options: dict[str, object], known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clouds' own servers, by their names, and nobody else's; nothing is sent to find out."""
+def test_known_servers(url: str, options: dict[str, object], known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare server names with those of the clouds; nothing is sent."""
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_CONNECTION_STRING"):
         monkeypatch.delenv(name, raising=False)
     store = open_store(url, {**options, "anon": True})
@@ -322,27 +323,27 @@ def test_who_is_known(url: str, options: dict[str, object], known: bool, monkeyp
 
 
 def test_an_endpoint_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where botocore finds another server, that one counts."""
+    """Set an endpoint that only botocore reads: that server counts."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9000")
     store = open_store("s3://bucket/run", {**KEYS, "region": "us-east-1"})
     assert store.unproven_server() == "http://127.0.0.1:9000 bucket"  # type: ignore[attr-defined]  # see above
 
 
 def test_files_and_memory_are_known(tmp_path: Path) -> None:
-    """What has no server is not asked: the requests of a job that begins are as they were."""
+    """Probe stores without a server: no request is sent."""
     for store in (RecordingStore(MemoryStore()), RecordingStore(open_store(tmp_path))):
         probe(store)
         assert store.calls == []
 
 
-def test_a_bad_profile_is_told_as_by_any_verb(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The endpoint is looked for where credentials are, which can fail."""
+def test_a_missing_profile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probe with a missing profile, where the endpoint is looked up: the error names the profile."""
     with pytest.raises(InvalidArgumentError, match="nobody"):
         probe(open_store("s3://bucket/run", {"profile_name": "nobody"}))
 
 
-def test_a_refusal_that_is_no_answer_to_the_condition() -> None:
-    """Denied: told as that, whatever the condition."""
+def test_a_denied_probe() -> None:
+    """Deny every request: `PermissionDeniedError`, whatever the condition."""
     answer = HttpAnswer(403, b"<Error><Code>AccessDenied</Code></Error>")
     with scripted_server(lambda _: answer) as server:
         store = open_store("s3://bucket/run", {**KEYS, "endpoint_url": server.endpoint_url, "region": "us-east-1"})
@@ -358,8 +359,8 @@ def test_a_refusal_that_is_no_answer_to_the_condition() -> None:
         ("az://bucket/run", "AZURE_STORAGE_ENDPOINT"),
     ],
 )
-def test_servers_that_the_environment_names(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What obstore reads there is known here, too: such a server is asked, and its secrets are refused."""
+def test_endpoints_of_obstore_in_the_environment(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set endpoints that obstore reads from the environment: they are probed, and secrets in them are refused."""
     given = {"account_name": "account"} if url.startswith("az") else {}
 
     def unproven() -> str | None:

@@ -1,4 +1,4 @@
-"""CountingStore: what was asked of a store, for reports."""
+"""CountingStore: numbers of requests and bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dcp_remote.testing import FaultyStore, nth
 
 
 def test_counts() -> None:
-    """Requests, bytes both ways, and what failed; a child's count as well."""
+    """Count requests, bytes in both directions, failures, and the requests of a child."""
     store = CountingStore(FaultyStore(MemoryStore(), [nth(3, "request")]))
     store.put("a", [b"12", b"345"])
     child = store.child("below")
@@ -32,13 +32,13 @@ def test_counts() -> None:
     assert child.counts == store.counts
 
 
-def test_pickled_without_its_counts(tmp_path: Path) -> None:
+def test_pickling_resets_the_counts(tmp_path: Path) -> None:
     store = CountingStore(LocalStore(tmp_path))
     store.put("a", [b"1"])
     assert pickle.loads(pickle.dumps(store)).counts == Counts()
 
 
-def test_it_explains_as_the_wrapped_store_does() -> None:
+def test_explain_missing_is_forwarded() -> None:
     class Knowing(MemoryStore):
         def explain_missing(self) -> str:
             return "no such bucket"

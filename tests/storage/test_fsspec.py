@@ -1,4 +1,4 @@
-"""s3fs's file systems as stores, by the shipped suite and against servers that say what they were sent; refusals."""
+"""Stores on s3fs: the shipped suite, servers that record their requests, and refused file systems."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fsspec.implementations.zip import ZipFileSystem
 from s3fs import S3FileSystem
 
 from dcp_remote import RemoteReader, RemoteWriter
-from dcp_remote.checkpoint import read_manifest
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     ConditionFailedError,
@@ -46,14 +46,14 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
+from dcp_remote.run.lookup import read_manifest
 from dcp_remote.storage import LocalStore, open_fsspec_store, open_store
 from dcp_remote.storage.base import Condition, ObjectStore, Version
 from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.fsspec_client import Body
-from dcp_remote.storage.retrying import Deadline
+from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
 from dcp_remote.testing.store_suite import StoreSuite
-from dcp_remote.url import parse_url
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 MODIFIED = "Mon, 01 Jan 2024 00:00:00 GMT"
@@ -61,7 +61,7 @@ OBJECT_HEADERS = {"ETag": '"abc"', "Last-Modified": MODIFIED}
 
 
 def file_system(server: S3Server | ScriptedServer, **options: object) -> S3FileSystem:
-    """As a user makes one, and not one that an earlier test made."""
+    """Make a file system as a user does, not reused from an earlier test."""
     given = {"key": "testing", "secret": SECRET, "endpoint_url": server.endpoint_url, **options}
     return S3FileSystem(**given, skip_instance_cache=True)
 
@@ -76,19 +76,19 @@ def error_answer(status: int, code: str) -> HttpAnswer:
 
 @pytest.fixture(scope="module")
 def raw_s3(s3_server: S3Server) -> Any:
-    """boto3's client of the same server."""
+    """Make boto3's client of the same server."""
     return boto3.client("s3", **s3_server.storage_options)  # type: ignore[call-overload]  # its arguments by name
 
 
 @pytest.fixture(scope="module")
 def bucket(s3_server: S3Server) -> ObjectStore:
-    """One client for the whole suite: botocore makes one in a fifth of a second."""
+    """Make one client for the whole suite, since botocore needs a fifth of a second for one."""
     s3_server.create_bucket("suite-s3fs")
     return open_fsspec_store(file_system(s3_server), "suite-s3fs")
 
 
 class TestS3fsOnMoto(StoreSuite):
-    """The contract, below a prefix of its own for each test, and boto3 to look past the store."""
+    """The contract, below a new prefix for each test, with boto3 to read and write past the store."""
 
     version_is_digest = True
 
@@ -110,7 +110,7 @@ class TestS3fsOnMoto(StoreSuite):
 
 
 def test_one_of_eight_file_systems_creates(s3_server: S3Server) -> None:
-    """Eight threads, each with a file system and a client of its own: one wins, and its bytes are there."""
+    """Create one key in eight threads, each with a client of its own: one wins, and its bytes are there."""
     s3_server.create_bucket("eight-creators")
     stores = [
         open_fsspec_store(file_system(s3_server, max_concurrency=number + 1), "eight-creators") for number in range(8)
@@ -129,8 +129,8 @@ def test_one_of_eight_file_systems_creates(s3_server: S3Server) -> None:
     assert stores[0].get("key", limit_bytes=1).data == b"%d" % won.index(True)
 
 
-def test_nothing_is_believed_of_the_caches(s3_server: S3Server, raw_s3: Any) -> None:
-    """The file system has listed the folder and looked for a file; then boto3 puts it, and the store sees it."""
+def test_caches_of_s3fs_are_not_used(s3_server: S3Server, raw_s3: Any) -> None:
+    """Fill s3fs's caches, then put an object by boto3: the store sees it."""
     s3_server.create_bucket("cached-listing")
     filesystem = file_system(s3_server)
     store = open_fsspec_store(filesystem, "cached-listing/run")
@@ -146,7 +146,7 @@ def test_nothing_is_believed_of_the_caches(s3_server: S3Server, raw_s3: Any) -> 
 
 
 def test_a_put_is_one_request() -> None:
-    """Record every request of puts under all conditions, of all kinds of bodies: one PUT each, with its checksum."""
+    """Record the requests of puts with all conditions and kinds of bodies: one PUT each, with its checksum."""
     big = bytes(range(256)) * 10_000
     with scripted_server(lambda _: HttpAnswer(headers=OBJECT_HEADERS)) as server:
         store = open_on(server, s3_additional_kwargs={"ServerSideEncryption": "AES256", "IfMatch": '"theirs"'})
@@ -170,7 +170,7 @@ def test_a_put_is_one_request() -> None:
 
 
 def test_reads_are_one_request() -> None:
-    """Record head, get and get_into: one each; get_into asks for exactly its range."""
+    """Record the requests of head, get and get_into: one each; get_into requests exactly its range."""
 
     def answer(request: HttpRequest) -> HttpAnswer:
         if "range" in request.headers:
@@ -209,10 +209,10 @@ REFUSED = [
 ]
 
 
-def test_what_s3_refuses() -> None:
-    """A put of two megabytes for each: one request, whatever s3fs and botocore would repeat; an error of our own class.
+def test_errors_of_s3() -> None:
+    """Refuse a put of two megabytes in each way: one request, without any retry, and an error of the right class.
 
-    The store quotes a secret, which is neither in the error nor in what it is raised from.
+    The store quotes a secret, which is neither in the error nor in its chain of causes.
     """
     conditions: dict[str, Condition] = {"any": "any", "absent": "absent", "swap": Version(etag='"old"')}
     answers = [error_answer(status, code) for status, code, *_ in REFUSED]
@@ -229,8 +229,8 @@ def test_what_s3_refuses() -> None:
             assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_pages_that_are_no_answer() -> None:
-    """A proxy's page instead of XML, and an answer without what S3 always says."""
+def test_answers_that_are_not_s3() -> None:
+    """Answer with a proxy's page instead of XML, and without the headers that S3 always sends."""
     page = HttpAnswer(200, b"<html><p>busy", OBJECT_HEADERS)
     with scripted_server(lambda _: page) as server, pytest.raises(TransientStorageError):
         next(open_on(server).list())
@@ -249,9 +249,9 @@ def listing(keys: list[str], **more: str) -> bytes:
 
 
 def test_listing_by_pages() -> None:
-    """Two pages, the second with the marker of a folder, which is none.
+    """List two pages, the second with the marker of a folder, which is left out.
 
-    The first request names where to begin, the second the token.
+    The first request has the key to begin after, the second the token.
     """
 
     def answer(request: HttpRequest) -> HttpAnswer:
@@ -267,8 +267,8 @@ def test_listing_by_pages() -> None:
     assert "start-after" not in second.path
 
 
-def test_listings_that_cannot_be_trusted() -> None:
-    """Each is refused: what a listing leaves out could be deleted by mistake, or kept for ever."""
+def test_wrong_listings_are_refused() -> None:
+    """Refuse each wrong listing, since objects missing in it could be deleted by mistake, or kept for ever."""
     pages = [
         (listing(["prefix/b", "prefix/a"]), "in order"),
         (listing(["prefix/a", "prefix/a"]), "in order"),
@@ -287,7 +287,7 @@ def test_listings_that_cannot_be_trusted() -> None:
 
 
 def test_each_failed_delete_is_reported() -> None:
-    """Four keys in one request: one deleted, one denied, one failed for now, one that was not there."""
+    """Delete four keys in one request: deleted, denied, failed for now, and missing."""
     codes = {"denied": "AccessDenied", "later": "InternalError", "gone": "NoSuchKey"}
     errors = "".join(f"<Error><Key>prefix/{key}</Key><Code>{code}</Code></Error>" for key, code in codes.items())
     body = f"<DeleteResult>{errors}</DeleteResult>".encode()
@@ -301,7 +301,7 @@ def test_each_failed_delete_is_reported() -> None:
 
 
 def test_a_delete_that_fails_whole_is_reported_for_every_key() -> None:
-    """1,001 keys are two requests; the first is refused, and the second is sent all the same."""
+    """Delete 1,001 keys in two requests, of which the first fails: the second is still sent."""
     keys = [f"{number:04}" for number in range(1001)]
 
     def answer(request: HttpRequest) -> HttpAnswer:
@@ -315,7 +315,7 @@ def test_a_delete_that_fails_whole_is_reported_for_every_key() -> None:
 
 
 def test_a_large_object_is_refused_before_its_body() -> None:
-    """A body that never comes: its length alone is refused."""
+    """Announce a long body that never comes: refused by its length."""
     headers = {**OBJECT_HEADERS, "Content-Length": "1000000000"}
     with scripted_server(lambda _: HttpAnswer(200, b"", headers, cut_bytes=0)) as server:
         with pytest.raises(CorruptCheckpointError, match="size_bytes=1000000000"):
@@ -323,8 +323,8 @@ def test_a_large_object_is_refused_before_its_body() -> None:
         assert len(server.requests) == 1
 
 
-def test_answers_that_are_not_the_range() -> None:
-    """Four bytes are asked for; what comes is shorter, longer, from elsewhere, the whole object, or breaks off."""
+def test_wrong_answers_to_a_range() -> None:
+    """Answer a read of four bytes with a shorter, longer, shifted, unranged or broken answer."""
 
     def part(body: bytes, content_range: str, cut_bytes: int | None = None) -> HttpAnswer:
         return HttpAnswer(206, body, {**OBJECT_HEADERS, "Content-Range": content_range}, cut_bytes=cut_bytes)
@@ -346,7 +346,7 @@ def test_answers_that_are_not_the_range() -> None:
 
 
 def test_stalled_requests_end() -> None:
-    """A server that accepts and never answers, and the file system's own limit of a tenth of a second: each verb."""
+    """Send each verb to a silent server, with s3fs's own limit set to a tenth of a second."""
     calls: list[Callable[[ObjectStore], object]] = [
         lambda store: store.get("key", limit_bytes=10),
         lambda store: store.get_into("key", 0, memoryview(bytearray(4))),
@@ -363,7 +363,7 @@ def test_stalled_requests_end() -> None:
 
 
 def test_a_dead_endpoint_is_transient() -> None:
-    """A port that nobody listens on: a refused connection may be a server that restarts."""
+    """Connect to a closed port: transient, since a server may be restarting."""
     with scripted_server(lambda _: HttpAnswer()) as server:
         store = open_on(server)
     with pytest.raises(TransientStorageError) as caught:
@@ -372,7 +372,7 @@ def test_a_dead_endpoint_is_transient() -> None:
 
 
 def test_a_missing_bucket_is_named(s3_server: S3Server) -> None:
-    """No bucket is created, and each verb says what is missing; a load as well, which first finds no manifest."""
+    """Use a bucket that does not exist, by each verb and by a load: each error says so."""
     store = open_fsspec_store(file_system(s3_server), "no-such-bucket/run")
     for call in (lambda: store.put("key", [b"x"]), lambda: store.get("key", limit_bytes=1), lambda: next(store.list())):
         with pytest.raises(ObjectNotFoundError, match="The bucket does not exist"):
@@ -385,7 +385,7 @@ def test_a_missing_bucket_is_named(s3_server: S3Server) -> None:
 
 
 def test_missing_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An environment without any: refused before anything is sent; `anon` needs none."""
+    """Clear the environment: refused before a request is sent; `anon` needs no credentials."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -399,8 +399,8 @@ def test_missing_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         assert "authorization" not in server.requests[0].headers
 
 
-def test_credentials_that_were_found_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A secret and a token from the environment, and a store that quotes both in its refusal."""
+def test_found_credentials_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take credentials from the environment, and quote them in a refusal: the error does not show them."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "a-session-token")
@@ -414,7 +414,7 @@ def test_credentials_that_were_found_are_not_shown(monkeypatch: pytest.MonkeyPat
 
 
 def test_secrets_are_in_no_repr(s3_server: S3Server) -> None:
-    """The store's, and what stands behind it."""
+    """Check the repr of the store and of its configuration."""
     store: Any = open_fsspec_store(file_system(s3_server), "bucket/p")
     assert repr(store) == "FsspecStore('s3://bucket/p')"
     assert SECRET not in repr(store._connection.configuration())
@@ -423,7 +423,7 @@ def test_secrets_are_in_no_repr(s3_server: S3Server) -> None:
 @pytest.mark.parametrize("endpoint_url", ["http://alice:a-password@127.0.0.1:9", "http://127.0.0.1:9/?sig=a-password"])
 @pytest.mark.parametrize("where", ["endpoint_url", "client_kwargs"])
 def test_no_secret_in_an_endpoint(where: str, endpoint_url: str) -> None:
-    """Refused when the store is opened, without a word of it."""
+    """Pass an endpoint with a secret: refused when the store is opened, and not shown."""
     given: dict[str, Any] = {"endpoint_url": endpoint_url}
     arguments = given if where == "endpoint_url" else {"client_kwargs": given}
     with pytest.raises(InvalidArgumentError, match="file system") as info:
@@ -431,8 +431,8 @@ def test_no_secret_in_an_endpoint(where: str, endpoint_url: str) -> None:
     assert "a-password" not in str(info.value)
 
 
-def test_no_secret_in_an_endpoint_that_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the environment, where botocore finds it: refused before a job begins, without a word of it."""
+def test_no_secret_in_an_endpoint_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set an endpoint with a secret in the environment: refused before a job begins, and not shown."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://alice:a-password@127.0.0.1:9")
     store = open_fsspec_store(S3FileSystem(key="testing", secret="testing", skip_instance_cache=True), "bucket/run")
     with pytest.raises(InvalidArgumentError, match="AWS_ENDPOINT_URL") as info:
@@ -441,7 +441,7 @@ def test_no_secret_in_an_endpoint_that_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_secret_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy whose URL no client can read: the errors that led to ours quote it, and are not shown."""
+    """Set a proxy URL that no client can parse: the chain of errors does not show its password."""
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://alice:a-password@127.0.0.1:99999")
     monkeypatch.delenv("no_proxy", raising=False)
@@ -456,12 +456,12 @@ def test_no_secret_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", ["bucket/a/b", "s3://bucket/a/b", "s3a://bucket/a/b/", "/bucket/a/b"])
 def test_paths_of_s3(path: str, s3_server: S3Server) -> None:
-    """With and without protocol and slashes, alone and below a DirFileSystem."""
+    """Open paths with and without protocol and slashes."""
     assert open_fsspec_store(file_system(s3_server), path).url == "s3://bucket/a/b"
 
 
 def test_paths_below_a_folder(s3_server: S3Server, tmp_path: Path) -> None:
-    """DirFileSystem is unwrapped, once and twice; nothing leads out of it."""
+    """Open paths of a DirFileSystem, also of a nested one; no path leads out of it."""
     inner = DirFileSystem(path="bucket/a", fs=file_system(s3_server))
     assert open_fsspec_store(DirFileSystem(path="b", fs=inner), "c").url == "s3://bucket/a/b/c"
     assert open_fsspec_store(inner, "").url == "s3://bucket/a"
@@ -475,13 +475,13 @@ def test_paths_below_a_folder(s3_server: S3Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "bucket?versionId=1", "bucket/a//b", "bucket/../b", "user@bucket"])
-def test_paths_that_are_none(path: str, s3_server: S3Server) -> None:
+def test_invalid_paths(path: str, s3_server: S3Server) -> None:
     with pytest.raises(InvalidArgumentError):
         open_fsspec_store(file_system(s3_server), path)
 
 
-def test_local_file_systems_are_served_by_our_own_store(tmp_path: Path) -> None:
-    """A plain path, a URL and a Path; and a round trip, seen as a file."""
+def test_local_file_systems_are_local_stores(tmp_path: Path) -> None:
+    """Open a path, a URL and a Path on fsspec's LocalFileSystem, and put an object: a LocalStore."""
     for path in (str(tmp_path / "run"), f"file://{tmp_path}/run", tmp_path / "run"):
         store = open_fsspec_store(LocalFileSystem(auto_mkdir=True), path)
         assert isinstance(store, LocalStore)
@@ -493,7 +493,7 @@ def test_local_file_systems_are_served_by_our_own_store(tmp_path: Path) -> None:
 
 
 def derived(base: Any, **attributes: object) -> Callable[[Path], AbstractFileSystem]:
-    """A file system of a class of its own: of a library that is not installed here, or that overrides anything."""
+    """Return a maker of a file system of a new class: of a library that is not installed, or a subclass."""
     return lambda _: type("Derived", (base,), attributes)()
 
 
@@ -512,11 +512,11 @@ def cached(kind: type[AbstractFileSystem]) -> Callable[[Path], AbstractFileSyste
     [
         pytest.param(derived(AbstractFileSystem, protocol=("gs", "gcs")), "gs://bucket/prefix", id="gcsfs"),
         pytest.param(derived(AbstractFileSystem, protocol=("abfs", "az")), "az://container/prefix", id="adlfs"),
-        pytest.param(derived(AbstractFileSystem, protocol="own"), "a look and then a write", id="unheard-of"),
+        pytest.param(derived(AbstractFileSystem, protocol="own"), "checks and then writes", id="unheard-of"),
         pytest.param(derived(S3FileSystem), "pass an S3FileSystem itself", id="derived from s3fs"),
         pytest.param(derived(LocalFileSystem), "pass the path itself", id="derived from local"),
         pytest.param(lambda _: MemoryFileSystem(), "memory://name/prefix", id="memory"),
-        pytest.param(lambda _: HTTPFileSystem(), "on the condition that nobody else has", id="http"),
+        pytest.param(lambda _: HTTPFileSystem(), "supports no conditional writes", id="http"),
         pytest.param(lambda _: DirFileSystem(path="a", fs=MemoryFileSystem()), "memory://name", id="dir of memory"),
         pytest.param(zip_file_system, "one file", id="zip"),
         pytest.param(cached(SimpleCacheFileSystem), "from a cache", id="simplecache"),
@@ -526,14 +526,14 @@ def cached(kind: type[AbstractFileSystem]) -> Callable[[Path], AbstractFileSyste
     ],
 )
 def test_refusals(make: Callable[[Path], AbstractFileSystem], reason: str, tmp_path: Path) -> None:
-    """Each file system that cannot keep a checkpoint, or is not known to; the message says why, and what is taken."""
+    """Pass each file system that is not accepted; the message says why, and what is accepted."""
     with pytest.raises(InvalidArgumentError, match=reason) as caught:
         open_fsspec_store(make(tmp_path), "bucket/prefix")
     assert "s3fs.S3FileSystem" in str(caught.value)
 
 
 def test_pickles_carry_no_client(s3_server: S3Server) -> None:
-    """Pickled before the first request and after, and opened by a process that was spawned."""
+    """Pickle a store before and after its first request, and use it in a spawned process."""
     s3_server.create_bucket("pickled-s3fs")
     store = open_fsspec_store(file_system(s3_server), "pickled-s3fs/p")
     before = pickle.dumps(store)
@@ -545,7 +545,7 @@ def test_pickles_carry_no_client(s3_server: S3Server) -> None:
 
 
 def test_file_systems_of_other_event_loops(s3_server: S3Server) -> None:
-    """One for asynchronous use is taken; one with a session works here, and is not sent elsewhere."""
+    """Open an asynchronous file system, and one with a session, which cannot be pickled."""
     s3_server.create_bucket("other-loops")
     open_fsspec_store(file_system(s3_server, asynchronous=True), "other-loops").put("a", [b"x"], condition="absent")
     store = open_fsspec_store(file_system(s3_server, session=AioSession()), "other-loops")
@@ -591,7 +591,7 @@ def test_forks_after_the_first_request_are_refused(s3_server: S3Server) -> None:
 
 @contextmanager
 def recording_proxy(server: S3Server) -> Iterator[ScriptedServer]:
-    """A server that hands every request on, and remembers it: what a client sends, and not what a store is asked."""
+    """Run a proxy of a server that records every request as the client sent it."""
     about_the_connection = {"connection", "expect", "transfer-encoding", "date", "server"}
 
     def forward(request: HttpRequest) -> HttpAnswer:
@@ -611,9 +611,9 @@ def recording_proxy(server: S3Server) -> Iterator[ScriptedServer]:
 
 
 def test_a_save_and_a_load(s3_server: S3Server) -> None:
-    """`dcp.save` through s3fs is three requests; `dcp.load` gives the state back through it and through our own URL.
+    """Save through s3fs in three requests, and load through it and through an `s3://` URL.
 
-    Every object is the same by both stores. The first save asks the server three times whether it keeps to conditions.
+    Every object is equal in both stores. The first save also sends the three requests of a probe.
     """
     s3_server.create_bucket("saved-by-s3fs")
     state = {"model": {"weight": torch.arange(50_000.0).reshape(250, 200), "bias": torch.ones(7)}}
@@ -640,7 +640,7 @@ def test_a_save_and_a_load(s3_server: S3Server) -> None:
 
 
 def test_a_body_reads_like_one_file() -> None:
-    """Buffers of random sizes against a BytesIO of the same bytes: reads and seeks, always the same ones."""
+    """Compare reads and seeks with those of a BytesIO of the same bytes; derandomized."""
     rng = random.Random(13)
     for _ in range(50):
         buffers = [rng.randbytes(rng.choice((0, 1, 2, 10, 300))) for _ in range(rng.randrange(8))]
@@ -658,7 +658,7 @@ def test_a_body_reads_like_one_file() -> None:
 
 
 def test_a_file_system_is_no_url(s3_server: S3Server) -> None:
-    """Passed where a URL or a store goes: an error of ours, which names the way."""
+    """Pass a file system as a URL: the error names `open_fsspec_store`."""
     for use in (RemoteWriter, RemoteReader, open_store):
         with pytest.raises(InvalidArgumentError, match="open_fsspec_store"):
             use(file_system(s3_server))
@@ -666,7 +666,7 @@ def test_a_file_system_is_no_url(s3_server: S3Server) -> None:
 
 @pytest.mark.parametrize("url", ["simplecache::s3://bucket/run", "dir::file:///run", "zip://a::s3://user:pw@bucket/b"])
 def test_chains_of_fsspec_are_no_paths(url: str) -> None:
-    """What fsspec chains would be strange names of local folders: refused, and nothing of them is echoed."""
+    """Pass chained URLs of fsspec: refused, and no secret in them is shown."""
     with pytest.raises(InvalidArgumentError, match="open_fsspec_store") as caught:
         open_store(url)
     assert "pw" not in str(caught.value)

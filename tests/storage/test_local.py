@@ -1,4 +1,4 @@
-"""The store in a folder, by the shipped suite and for what is its own: processes, kills, full disks, mounts."""
+"""The local store: the shipped suite, and processes, kills, full disks and mounts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage import Content, LocalStore, ObjectStore, open_store
-from dcp_remote.storage.files import storage_error, sweep_temporaries
 from dcp_remote.storage.local import HIDDEN_FOLDER
+from dcp_remote.storage.local_files import storage_error, sweep_temporaries
 from dcp_remote.storage.mounts import LOCAL_FILE_SYSTEMS, file_system_type, swap_refusal
 from dcp_remote.testing.store_suite import StoreSuite
 
@@ -39,7 +39,7 @@ from dcp_remote.testing.store_suite import StoreSuite
 class TestLocalStore(StoreSuite):
     @pytest.fixture
     def store(self, tmp_path: Path) -> ObjectStore:
-        # Trusted by hand, or the suite would depend on where the temporary folder of this machine lies.
+        # Trusted explicitly, or the suite would depend on the file system of the temporary folder.
         return LocalStore(tmp_path / "root", allow_network_replace=True)
 
     def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None:
@@ -67,7 +67,7 @@ def _temporaries(store: LocalStore) -> list[Path]:
 
 
 def _python(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """A process of its own, with this package; it prints `ready`, and goes on when a line is written to it."""
+    """Start a process with this package; it prints `ready`, and goes on when a line is written to it."""
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
         stdin=subprocess.PIPE,
@@ -78,7 +78,7 @@ def _python(code: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def _run_together(code: str, *, processes: int, arguments: list[object]) -> list[str]:
-    """Start processes that go on all at once, and give what each printed after that."""
+    """Start processes that go on at the same time, and return the output of each after that."""
     started = [_python(code, *arguments, number) for number in range(processes)]
     try:
         for process in started:
@@ -101,7 +101,7 @@ def _run_together(code: str, *, processes: int, arguments: list[object]) -> list
 
 
 def test_one_of_many_processes_creates(store: LocalStore) -> None:
-    """Six processes create the same ten keys; each key has one winner, and its bytes."""
+    """Create ten keys in six processes; each key has one winner, and its bytes."""
     code = """
         import sys
         from dcp_remote.errors import ConditionFailedError
@@ -127,7 +127,7 @@ def test_one_of_many_processes_creates(store: LocalStore) -> None:
 
 
 def test_no_update_of_many_processes_is_lost(store: LocalStore) -> None:
-    """Four processes of two threads each count in one object, half of them having opened a folder further up."""
+    """Count in one object from four processes of two threads, half of them with a store opened at the parent."""
     code = """
         import pathlib, sys, threading
         from dcp_remote.errors import ConditionFailedError
@@ -158,9 +158,9 @@ def test_no_update_of_many_processes_is_lost(store: LocalStore) -> None:
 
 
 def test_a_killed_put_leaves_nothing_visible(store: LocalStore) -> None:
-    """The kernel kills a process at the first byte over its file size limit: in the middle of a write.
+    """Let the kernel kill a process in the middle of a write, at its file size limit.
 
-    Its temporary is left, hidden, and removed by the first put of the next process; one that is being written is not.
+    Its temporary stays hidden until the first put of the next process removes it; one that is being written stays.
     """
     store.put("object", [b"before"])
     code = """
@@ -178,7 +178,7 @@ def test_a_killed_put_leaves_nothing_visible(store: LocalStore) -> None:
     assert [info.key for info in store.list()] == ["object"]
     assert store.get("object", limit_bytes=10).data == b"before"
     left = _temporaries(store)
-    assert [path.stat().st_size for path in left] == [1 << 20]  # the second one removed that of the first
+    assert [path.stat().st_size for path in left] == [1 << 20]  # the second process removed the temporary of the first
     with left[0].open("rb") as alive:
         fcntl.flock(alive, fcntl.LOCK_EX)
         LocalStore(_path(store, "")).put("other", [b"x"])
@@ -187,12 +187,12 @@ def test_a_killed_put_leaves_nothing_visible(store: LocalStore) -> None:
     assert _temporaries(store) == []
 
 
-def test_a_process_killed_with_the_lock_in_hand_lets_go(store: LocalStore) -> None:
-    """It holds the object's lock and is killed; a swap that waits for it then goes through."""
+def test_a_killed_process_releases_its_lock(store: LocalStore) -> None:
+    """Kill a process that holds the lock of an object: a swap that waits for the lock succeeds."""
     version = store.put("key", [b"1"])
     code = """
         import sys, time
-        from dcp_remote.storage.files import locked
+        from dcp_remote.storage.local_files import locked
         with locked(sys.argv[1], writable=False):
             print("ready", flush=True)
             sys.stdin.readline()
@@ -209,8 +209,8 @@ def test_a_process_killed_with_the_lock_in_hand_lets_go(store: LocalStore) -> No
 
 
 def test_a_lock_that_is_never_released_is_an_error(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The waiting time is set to nothing, and another descriptor keeps the lock from all that would remove the file."""
-    monkeypatch.setattr("dcp_remote.storage.files._LOCK_WAIT_SECONDS_MAX", 0.0)
+    """Hold the lock of an object without end, with a waiting time of zero: puts and deletes fail."""
+    monkeypatch.setattr("dcp_remote.storage.local_files._LOCK_WAIT_SECONDS_MAX", 0.0)
     version = store.put("key", [b"1"])
     with _path(store, "key").open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -223,7 +223,7 @@ def test_a_lock_that_is_never_released_is_an_error(store: LocalStore, monkeypatc
 
 
 def test_a_file_too_large_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    """The kernel takes a part of a write and then refuses (RLIMIT_FSIZE with its signal ignored, as Python has it)."""
+    """Write more than RLIMIT_FSIZE allows, with its signal ignored: the kernel writes a part and then refuses."""
     code = """
         import resource, sys
         from dcp_remote.errors import StorageError
@@ -235,13 +235,13 @@ def test_a_file_too_large_is_an_error_and_leaves_nothing(tmp_path: Path) -> None
             print(type(error).__name__, error)
     """
     out, err = _python(code, tmp_path).communicate(timeout=60)
-    assert out.startswith("StorageError The file is larger than this file system"), err
+    assert out.startswith("StorageError The file is larger than the file system"), err
     assert "key='key'" in out
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    """A file system of one megabyte, mounted in a namespace of the child's own."""
+    """Fill a file system of one megabyte, mounted in a user namespace."""
     mount = "mount -t tmpfs -o size=1m none"
     unshare = shutil.which("unshare")
     inside = [unshare or "", "--user", "--map-root-user", "--mount", "sh", "-c"]
@@ -268,8 +268,8 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     assert done.stdout.endswith("True\n")
 
 
-def test_a_folder_of_others_is_an_error(tmp_path: Path) -> None:
-    """A folder without the right to write; root, whom no mode stops, becomes nobody first, in a child."""
+def test_a_folder_without_permission_is_an_error(tmp_path: Path) -> None:
+    """Write into a folder without permission; in a child process that gives up root, if it is root."""
     root = tmp_path / "root"
     LocalStore(root).put("key", [b"x"])
     (root / HIDDEN_FOLDER).chmod(0o500)
@@ -314,7 +314,7 @@ def test_a_folder_of_others_is_an_error(tmp_path: Path) -> None:
     ids=lambda value: errno.errorcode[value] if isinstance(value, int) else None,
 )
 def test_errors_by_errno(number: int, verb: str, kind: type[DcpRemoteError]) -> None:
-    """What the kernel says, and the class that it becomes: exactly that, with key, URL and cause."""
+    """Check the exact class for each errno, with key, URL and cause."""
     error = storage_error(OSError(number, os.strerror(number)), verb=verb, key="a/b", url="file:///x")
     assert type(error) is kind
     assert "key='a/b' url='file:///x'" in str(error)
@@ -322,7 +322,7 @@ def test_errors_by_errno(number: int, verb: str, kind: type[DcpRemoteError]) -> 
 
 
 def test_reading_creates_nothing(tmp_path: Path) -> None:
-    """Every verb but put, on a root that does not exist."""
+    """Call every verb but put on a root that does not exist."""
     store = LocalStore(tmp_path / "a" / "b")
     with pytest.raises(ObjectNotFoundError):
         store.get("key", limit_bytes=1)
@@ -336,7 +336,7 @@ def test_reading_creates_nothing(tmp_path: Path) -> None:
 
 
 def test_the_hidden_folder_stays_hidden(store: LocalStore) -> None:
-    """Not listed from here, nor from above or by its prefix; not a key; shared by children; empty at rest."""
+    """Check that it is neither listed nor a valid key, that children share it, and that it is empty at rest."""
     store.child("child").put("key", [b"x"])
     above = LocalStore(_path(store, "").parent)
     _path(store, f"{HIDDEN_FOLDER}/left").write_bytes(b"left by someone")
@@ -349,7 +349,7 @@ def test_the_hidden_folder_stays_hidden(store: LocalStore) -> None:
             store.put(key, [b"x"])
 
 
-def test_the_hidden_folder_may_go_at_any_time(store: LocalStore) -> None:
+def test_the_hidden_folder_may_be_removed(store: LocalStore) -> None:
     """Remove it between two puts."""
     store.put("a", [b"x"])
     _path(store, HIDDEN_FOLDER).rmdir()
@@ -358,7 +358,7 @@ def test_the_hidden_folder_may_go_at_any_time(store: LocalStore) -> None:
 
 
 def test_sweeping_without_locks_goes_by_age(tmp_path: Path) -> None:
-    """One file of now, one of two days ago, a folder, and no trust in locks."""
+    """Sweep a new file, one of two days ago and a folder, without trust in locks."""
     (tmp_path / "new").touch()
     (tmp_path / "old").touch()
     (tmp_path / "folder").mkdir()
@@ -371,8 +371,8 @@ def test_sweeping_without_locks_goes_by_age(tmp_path: Path) -> None:
     sweep_temporaries(str(tmp_path / "missing"), trust_locks=True)
 
 
-def test_what_is_swept_is_locked_until_its_name_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the moment of removal a writer that made the file tries to lock it: it must learn that it lost it."""
+def test_swept_files_are_locked_until_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try to lock a file at the moment when it is swept: refused, so its writer notices the loss."""
     path = tmp_path / "made, not locked yet"
     path.touch()
     unpatched = os.unlink
@@ -384,14 +384,14 @@ def test_what_is_swept_is_locked_until_its_name_is_gone(tmp_path: Path, monkeypa
         removed.append(name)
         unpatched(name)
 
-    monkeypatch.setattr("dcp_remote.storage.files.os.unlink", unlink)
+    monkeypatch.setattr("dcp_remote.storage.local_files.os.unlink", unlink)
     sweep_temporaries(str(tmp_path), trust_locks=True)
     assert removed == [str(path)]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_folders_and_objects_exclude_each_other(store: LocalStore) -> None:
-    """A key that is a folder, and a key below an object: refused with the reason, and nothing is left."""
+    """Put a key that is a folder, and a key below an object: refused with the reason, and nothing is left."""
     store.put("a/b", [b"x"])
     version = store.head("a/b").version
     for condition in ("absent", "any", version):
@@ -406,7 +406,7 @@ def test_folders_and_objects_exclude_each_other(store: LocalStore) -> None:
 
 
 def test_a_root_that_is_a_file(tmp_path: Path) -> None:
-    """Refused by put, absent to the others."""
+    """Put into it: refused. Read: no such object."""
     (tmp_path / "root").write_bytes(b"x")
     store = LocalStore(tmp_path / "root")
     with pytest.raises(StorageError, match="A file has the name of a folder"):
@@ -416,8 +416,8 @@ def test_a_root_that_is_a_file(tmp_path: Path) -> None:
     assert list(store.list()) == []
 
 
-def test_empty_folders_go_with_their_last_object(store: LocalStore) -> None:
-    """The root and folders with something in them stay."""
+def test_empty_folders_are_removed(store: LocalStore) -> None:
+    """Delete the last object of a folder; the root and other folders stay."""
     store.child("a").put("b/c/one", [b"x"])
     store.put("a/two", [b"x"])
     store.child("a").delete(["b/c/one"])
@@ -428,7 +428,7 @@ def test_empty_folders_go_with_their_last_object(store: LocalStore) -> None:
 
 @pytest.mark.parametrize("condition", ["absent", "any"])
 def test_removing_folders_breaks_no_writer(store: LocalStore, condition: str) -> None:
-    """Four threads put and delete their own keys in one folder, which so comes and goes all the time."""
+    """Put and delete keys in one folder from four threads, so that the folder comes and goes."""
     barrier = threading.Barrier(4)
 
     def work(number: int) -> None:
@@ -443,8 +443,8 @@ def test_removing_folders_breaks_no_writer(store: LocalStore, condition: str) ->
     assert list(store.list()) == []
 
 
-def test_a_swap_to_equal_bytes_in_one_tick_has_a_new_version(store: LocalStore) -> None:
-    """Three hundred at once, with the clock's help taken away: each file is given the time of the first."""
+def test_a_swap_to_equal_bytes_has_a_new_version(store: LocalStore) -> None:
+    """Swap 300 times after the clock was set back by an hour: each version is new."""
     versions = [store.put("key", [b"same"])]
     begin_ns = _path(store, "key").stat().st_mtime_ns + 3600 * 10**9  # the clock went back by an hour
     os.utime(_path(store, "key"), ns=(begin_ns, begin_ns))
@@ -455,35 +455,33 @@ def test_a_swap_to_equal_bytes_in_one_tick_has_a_new_version(store: LocalStore) 
     assert begin_ns < _path(store, "key").stat().st_mtime_ns
 
 
-def test_a_created_object_is_told_apart_by_more_than_the_clock(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fix the random part of the time stamp at an hour: it is in the file's time, and so in the version.
+def test_a_created_object_has_a_random_time(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fix the random part of the time stamp at an hour: it is in the file's time and in the version.
 
-    (Whether two files can get one time from the kernel depends on the kernel: since 6.13 hardly.)
+    Whether two files can get equal times depends on the kernel; since 6.13 they hardly can.
     """
-    monkeypatch.setattr("dcp_remote.storage.files.secrets.randbelow", lambda _: 3600 * 10**9)
+    monkeypatch.setattr("dcp_remote.storage.local_files.secrets.randbelow", lambda _: 3600 * 10**9)
     version = store.put("key", [b"x"], condition="absent")
     status = _path(store, "key").stat()
     assert status.st_mtime > time.time() + 3500
     assert f"{status.st_mtime_ns:x}" in str(version.etag)
 
 
-def test_writes_that_the_kernel_takes_in_parts(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writev(2) that takes 1, 2, 3, … bytes at a time, whatever it is given; in truth it does so from 2 GiB on."""
+def test_partial_writes(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let writev(2) write 1, 2, 3, … bytes per call; the kernel itself writes a part from 2 GiB on."""
     takes = itertools.count(1)
 
     def writev(descriptor: int, views: list[memoryview]) -> int:
         return os.write(descriptor, b"".join(views)[: next(takes)])
 
-    monkeypatch.setattr("dcp_remote.storage.files.os.writev", writev)
+    monkeypatch.setattr("dcp_remote.storage.local_files.os.writev", writev)
     buffers = [bytes([number]) * (number % 7) for number in range(200)]
     store.put("key", buffers)
     assert _path(store, "key").read_bytes() == b"".join(buffers)
 
 
 def test_an_object_that_shrinks_is_corrupt(store: LocalStore) -> None:
-    """Truncate it behind the store's back."""
+    """Truncate a file past the store."""
     store.put("key", [b"0123456789"])
     os.truncate(_path(store, "key"), 4)
     buffer = bytearray(10)
@@ -491,8 +489,8 @@ def test_an_object_that_shrinks_is_corrupt(store: LocalStore) -> None:
         store.get_into("key", 0, memoryview(buffer))
 
 
-def test_what_is_no_plain_file_is_no_object(store: LocalStore) -> None:
-    """A pipe, which would hang a reader; links to a folder and to itself; a name that is not Unicode."""
+def test_other_files_are_no_objects(store: LocalStore) -> None:
+    """Read a pipe, which would block; list links to a folder and to itself, and a name that is not Unicode."""
     store.put("real/key", [b"x"])
     os.mkfifo(_path(store, "pipe"))
     _path(store, "loop").symlink_to(_path(store, "loop"))
@@ -505,8 +503,8 @@ def test_what_is_no_plain_file_is_no_object(store: LocalStore) -> None:
         store.head("pipe")
 
 
-def test_pickling_keeps_the_trust(tmp_path: Path) -> None:
-    """With and without, with a prefix."""
+def test_pickling_keeps_allow_network_replace(tmp_path: Path) -> None:
+    """Pickle stores with and without `allow_network_replace`, with a prefix."""
     for trusted in (False, True):
         store = LocalStore(tmp_path, allow_network_replace=trusted).child("a/b")
         copy = pickle.loads(pickle.dumps(store))
@@ -514,7 +512,7 @@ def test_pickling_keeps_the_trust(tmp_path: Path) -> None:
 
 
 def test_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths, relative ones, URLs; known and unknown options."""
+    """Open paths, relative paths and URLs, with known and unknown options."""
     monkeypatch.chdir(tmp_path)
     for url in ("x y/z", tmp_path / "x y/z", f"file://{tmp_path}/x%20y/z"):
         assert open_store(url).url == f"file://{tmp_path}/x%20y/z"
@@ -528,7 +526,7 @@ def test_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_local_use_imports_no_client() -> None:
-    """In a process of its own: no torch, obstore or boto3 for a path."""
+    """Open a path in a new process: no torch, obstore or boto3 is imported."""
     code = """
         import sys
         from dcp_remote.storage import open_store
@@ -568,23 +566,23 @@ a line that is none
     ],
 )
 def test_file_system_types(path: str, expected: str) -> None:
-    """The longest mount point that covers the path, and of two on one folder the later."""
+    """Find the longest mount point that covers the path; of two on one folder the later."""
     assert file_system_type(_MOUNTINFO, path) == expected
 
 
 def test_no_mount_no_type() -> None:
-    """Text that covers nothing."""
+    """Parse a text that covers no path."""
     assert file_system_type("", "/x") is None
 
 
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "fuse.s3fs", "lustre", "virtiofs"])
 def test_network_file_systems_are_not_trusted(kind: str) -> None:
-    """By name: none of them is among the local ones."""
+    """Check that no network file system is in the list of local ones."""
     assert kind not in LOCAL_FILE_SYSTEMS
 
 
 def test_an_untrusted_file_system_refuses_swaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file system is taken for local, as on a network mount: create, any and delete work, a swap says why not."""
+    """Trust no file system, as on a network mount: create, put and delete work, a swap says why it does not."""
     monkeypatch.setattr("dcp_remote.storage.mounts.LOCAL_FILE_SYSTEMS", frozenset())
     assert "allow_network_replace" in swap_refusal(str(tmp_path))
     store = LocalStore(tmp_path)
@@ -605,7 +603,7 @@ def test_an_untrusted_file_system_refuses_swaps(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no file system here that makes no folders")
 def test_a_file_system_without_folders() -> None:
-    """/proc says of a folder that it cannot make that there is none above it: an error, and no search without end."""
+    """Put into /proc, which refuses folders as if the parent were missing: an error, and no endless loop."""
     with pytest.raises(StorageError, match="no folder can be made here") as caught:
         LocalStore("/proc/nope/nor/this").put("key", [b"1"])
     assert not isinstance(caught.value, TransientStorageError)

@@ -1,4 +1,4 @@
-"""The store in memory, by the shipped suite and for what is its own."""
+"""The store in memory: the shipped suite, names, clocks and pickles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TestMemoryStore(StoreSuite):
 
 
 def test_names_are_shared() -> None:
-    """Open one name three ways, and another."""
+    """Open one name in three ways, and another name."""
     name = f"test-{uuid.uuid4().hex}"
     open_store(f"memory://{name}/prefix").put("key", [b"x"])
     assert MemoryStore(name).get("prefix/key", limit_bytes=1).data == b"x"
@@ -39,7 +39,7 @@ def test_names_are_shared() -> None:
 
 
 def test_anonymous_stores_are_alone() -> None:
-    """Two of them share nothing; neither has a URL that opens, nor can it cross to another process."""
+    """Create two anonymous stores: they share nothing, their URLs do not open, and they cannot be pickled."""
     first, second = MemoryStore(), MemoryStore()
     first.child("a").put("b", [b"x"])
     assert [info.key for info in first.list()] == ["a/b"]
@@ -51,8 +51,8 @@ def test_anonymous_stores_are_alone() -> None:
             pickle.dumps(store)
 
 
-def test_the_clock_is_the_stores() -> None:
-    """A clock that counts gives the modification times, of children too."""
+def test_the_clock_gives_modification_times() -> None:
+    """Pass a counting clock: modification times come from it, in children too."""
     clock = itertools.count(1000.0)
     store = MemoryStore(clock=lambda: next(clock))
     store.put("a", [b"x"])
@@ -62,21 +62,21 @@ def test_the_clock_is_the_stores() -> None:
 
 
 def test_a_put_keeps_no_reference_to_the_callers_buffer() -> None:
-    """Change the buffer afterwards."""
+    """Change the buffer after the put."""
     store, buffer = MemoryStore(), bytearray(b"before")
     store.put("key", [buffer])
     buffer[:] = b"after!"
     assert store.get("key", limit_bytes=6).data == b"before"
 
 
-def test_it_is_of_one_process() -> None:
-    """What the writer looks at to refuse more than one process."""
+def test_capabilities() -> None:
+    """Check the abilities by which a writer refuses several processes."""
     assert not MemoryStore().capabilities.shared
     assert MemoryStore().capabilities.compare_and_swap
 
 
 def test_options_are_refused() -> None:
-    """By name, and without the value."""
+    """Pass an unknown option: the error shows its name, not its value."""
     with pytest.raises(InvalidArgumentError, match="secret") as caught:
         open_store("memory://name", {"secret": "hunter2"})
     assert "hunter2" not in str(caught.value)

@@ -1,8 +1,7 @@
-"""Retries: what is repeated, for how long, and what is said in the end. Time is a counter, randomness a constant."""
+"""Retries: which requests are repeated, for how long, and the final error. The clock is fake, the jitter a constant."""
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Literal
 
 import pytest
 
+from dcp_remote.common.deadline import Deadline, RetryPolicy
 from dcp_remote.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -19,36 +19,23 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage import Condition, MemoryStore, ObjectInfo, ObjectStore
-from dcp_remote.storage.retrying import Deadline, RetryingStore, RetryPolicy
+from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
 from dcp_remote.testing.store_suite import StoreSuite
+from tests.support.clocks import SleepClock
+
+# After one failure and a pause of half a second, less than the first delay is left.
+TWO_ATTEMPTS_SECONDS = 1.2
 
 
-@dataclasses.dataclass
-class Clock:
-    """Time that passes only by sleeping."""
-
-    now: float = 100.0
-    sleeps: list[float] = dataclasses.field(default_factory=list)
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.sleeps.append(seconds)
-        self.now += seconds
-
-
-def _retrying(
-    store: ObjectStore, clock: Clock, *, seconds: float = 60.0, random: float = 0.5, attempts_max: int | None = None
-) -> RetryingStore:
-    policy = RetryPolicy(first_delay_seconds=1.0, delay_seconds_max=8.0, attempts_max=attempts_max)
+def _retrying(store: ObjectStore, clock: SleepClock, *, seconds: float = 60.0, random: float = 0.5) -> RetryingStore:
+    policy = RetryPolicy(first_delay_seconds=1.0, delay_seconds_max=8.0)
     return RetryingStore(store, Deadline(seconds, clock), policy, sleep=clock.sleep, random=lambda: random)
 
 
 class TestRetryingStore(StoreSuite):
-    """The suite through a wrapper whose store loses every third answer to what may be repeated."""
+    """The suite through a wrapper whose store loses every third answer to requests that may be repeated."""
 
     @pytest.fixture
     def store(self) -> ObjectStore:
@@ -58,7 +45,7 @@ class TestRetryingStore(StoreSuite):
                 lambda verb, key, number: verb in ("head", "list") and number % 5 == 0, "request", persistent=True
             ),
         ]
-        clock = Clock()
+        clock = SleepClock()
         memory = MemoryStore(uuid.uuid4().hex)
         return RetryingStore(FaultyStore(memory, faults), Deadline(1e9, clock), sleep=clock.sleep)
 
@@ -69,7 +56,7 @@ class TestRetryingStore(StoreSuite):
         return _innermost(store).get(key, limit_bytes=1 << 30).data
 
     def test_pickling(self, store: ObjectStore) -> None:
-        """A deadline is of one clock, and so is what it bounds."""
+        """Pickle a store with a deadline, which is of one clock."""
         with pytest.raises(InvalidArgumentError, match="Deadline cannot be pickled"):
             pickle.dumps(RetryingStore(MemoryStore("name"), Deadline(1.0)))
 
@@ -96,9 +83,9 @@ _CALLS: dict[str, Callable[[ObjectStore], object]] = {
 
 @pytest.mark.parametrize("lost", ["request", "response"])
 @pytest.mark.parametrize("verb", _CALLS)
-def test_what_fails_for_now_is_repeated(verb: str, lost: Literal["request", "response"]) -> None:
-    """The first two requests of each verb fail in either direction; the third is the answer."""
-    memory, clock = MemoryStore(), Clock()
+def test_transient_failures_are_repeated(verb: str, lost: Literal["request", "response"]) -> None:
+    """Fail the first two requests of each verb in either direction; the third is answered."""
+    memory, clock = MemoryStore(), SleepClock()
     memory.put("key", [b"old"])
     recording = RecordingStore(memory)
     _CALLS[verb](_retrying(FaultyStore(recording, [nth(1, lost), nth(2, lost)]), clock))
@@ -107,14 +94,14 @@ def test_what_fails_for_now_is_repeated(verb: str, lost: Literal["request", "res
 
 
 @pytest.mark.parametrize("verb", ["head", "get", "get_into", "put", "list"])
-def test_in_the_end_it_says_what_was_tried(verb: str) -> None:
-    """Every request is lost until the deadline: the error counts, and keeps the last one as its cause."""
-    clock = Clock()
+def test_the_final_error_counts_the_attempts(verb: str) -> None:
+    """Lose every request until the deadline: the error has the number of attempts, and the last error as its cause."""
+    clock = SleepClock()
     faulty = FaultyStore(MemoryStore(), [nth(1, "request", persistent=True)])
     with pytest.raises(TransientStorageError) as caught:
         _CALLS[verb](_retrying(faulty, clock, seconds=10.0))
     error = caught.value
-    # 0.5, 1, 2, then half of the 6.5 and of the 3.25 that are left, then less than the first delay would fit soon.
+    # 0.5, 1, 2, then half of what is left: of 6.5, of 3.25, of 1.625. Then less than the first delay is left.
     assert clock.sleeps == [0.5, 1.0, 2.0, 3.25, 1.625, 0.8125]
     assert error.details["attempts"] == len(faulty.hits) == 7
     assert error.details["seconds"] == pytest.approx(sum(clock.sleeps), abs=0.001)
@@ -126,8 +113,8 @@ def test_in_the_end_it_says_what_was_tried(verb: str) -> None:
 
 @pytest.mark.parametrize("random", [0.0, 0.3, 0.999999])
 def test_no_sleep_reaches_the_deadline(random: float) -> None:
-    """With little and with much jitter, nothing is slept past it, and nothing tried after it."""
-    clock = Clock()
+    """Retry with little and with much jitter: no pause ends and no request begins after the deadline."""
+    clock = SleepClock()
     sent: list[float] = []
 
     def failing() -> StorageError:
@@ -142,17 +129,9 @@ def test_no_sleep_reaches_the_deadline(random: float) -> None:
     assert clock.now < 130.25
 
 
-def test_attempts_are_limited() -> None:
-    """Three of them, however far the deadline is."""
-    faulty = FaultyStore(MemoryStore(), [nth(1, "request", persistent=True)])
-    with pytest.raises(TransientStorageError, match="attempts=3"):
-        _retrying(faulty, Clock(), seconds=1e6, attempts_max=3).head("key")
-    assert len(faulty.hits) == 3
-
-
 def test_a_passed_deadline_still_allows_the_first_attempt() -> None:
-    """Nothing left, an object that is there and one request that is lost."""
-    memory, clock = MemoryStore(), Clock()
+    """Send a request after the deadline, and one that is lost."""
+    memory, clock = MemoryStore(), SleepClock()
     memory.put("key", [b"x"])
     assert _retrying(memory, clock, seconds=0.0).head("key").size_bytes == 1
     with pytest.raises(TransientStorageError, match="attempts=1"):
@@ -161,8 +140,8 @@ def test_a_passed_deadline_still_allows_the_first_attempt() -> None:
 
 
 def test_conditional_puts_are_sent_once() -> None:
-    """Lost in either direction, with both conditions: the caller is told at once, and settles it."""
-    memory, clock = MemoryStore(), Clock()
+    """Lose conditional puts in either direction: the caller gets the error at once."""
+    memory, clock = MemoryStore(), SleepClock()
     version = memory.put("there", [b"x"])
     cases: list[tuple[str, Condition]] = [("new", "absent"), ("there", version)]
     for key, condition in cases:
@@ -177,17 +156,17 @@ def test_conditional_puts_are_sent_once() -> None:
 
 @pytest.mark.parametrize("error", [ObjectNotFoundError, PermissionDeniedError, StorageError, CorruptCheckpointError])
 def test_other_errors_are_final(error: type[StorageError]) -> None:
-    """Raised as they are, after one request."""
+    """Raise other errors: they are raised unchanged, after one request."""
     raised = error("final")
     faulty = FaultyStore(MemoryStore(), [nth(1, "request", persistent=True, error=lambda: raised)])
     with pytest.raises(error) as caught:
-        _retrying(faulty, Clock()).head("key")
+        _retrying(faulty, SleepClock()).head("key")
     assert caught.value is raised
     assert len(faulty.hits) == 1
 
 
 class _Deleting(WrappedStore):
-    """Answers each delete with the next of the given failures, and deletes the rest."""
+    """Store that answers each delete with the next of the given failures, and deletes the rest."""
 
     def __init__(self, store: ObjectStore, answers: list[dict[str, StorageError]]) -> None:
         super().__init__(store)
@@ -201,33 +180,33 @@ class _Deleting(WrappedStore):
 
 
 def test_deletes_repeat_only_what_failed_for_now() -> None:
-    """Four keys: one denied, two busy, of which one is busy again."""
+    """Delete four keys: one is denied, two are busy, and one of these twice."""
     busy, denied = TransientStorageError("busy"), PermissionDeniedError("denied")
     store = _Deleting(MemoryStore(), [{"b": busy, "c": denied, "d": busy}, {"d": busy}])
-    assert _retrying(store, Clock()).delete(["a", "b", "c", "d"]) == {"c": denied}
+    assert _retrying(store, SleepClock()).delete(["a", "b", "c", "d"]) == {"c": denied}
     assert store.asked == [["a", "b", "c", "d"], ["b", "d"], ["d"]]
 
 
-def test_deletes_that_never_pass_are_reported() -> None:
-    """Each key with its own error: the final one as it was, those for now with what was tried."""
+def test_deletes_that_fail_until_the_deadline() -> None:
+    """Fail deletes until the deadline: a final error is returned unchanged, a transient one with its attempts."""
     busy, denied = TransientStorageError("busy", region="x"), PermissionDeniedError("denied")
     store = _Deleting(MemoryStore(), [{"a": busy, "b": denied}, {"a": busy}])
-    failed = _retrying(store, Clock(), attempts_max=2).delete(["a", "b", "c"])
+    failed = _retrying(store, SleepClock(), seconds=TWO_ATTEMPTS_SECONDS).delete(["a", "b", "c"])
     assert failed["b"] is denied
     assert str(failed["a"]) == "busy verb='delete' key='a' region='x' attempts=2 seconds=0.5"
     assert sorted(failed) == ["a", "b"]
 
 
 def test_a_delete_that_fails_whole_is_reported_for_every_key() -> None:
-    """No answer at all, ever."""
+    """Lose every delete request."""
     faulty = FaultyStore(MemoryStore(), [nth(1, "request", persistent=True)])
-    failed = _retrying(faulty, Clock(), attempts_max=2).delete(["a", "b"])
+    failed = _retrying(faulty, SleepClock(), seconds=TWO_ATTEMPTS_SECONDS).delete(["a", "b"])
     assert {key: error.details["key"] for key, error in failed.items()} == {"a": "a", "b": "b"}
     assert all(error.details["attempts"] == 2 for error in failed.values())
 
 
 class _Breaking(WrappedStore):
-    """Breaks off each listing after two keys, until it has done so the given number of times."""
+    """Store that breaks off each listing after two keys, for the given number of times."""
 
     def __init__(self, store: ObjectStore, times: int) -> None:
         super().__init__(store)
@@ -244,20 +223,20 @@ class _Breaking(WrappedStore):
 
 
 def test_a_listing_goes_on_where_it_broke_off() -> None:
-    """Ten keys, broken off three times: each is given once, in order, and progress begins the backoff again."""
-    memory, clock = MemoryStore(), Clock()
+    """Break off a listing of ten keys three times: each key comes once, in order, and the backoff restarts."""
+    memory, clock = MemoryStore(), SleepClock()
     keys = [f"key-{number}" for number in range(10)]
     for key in keys:
         memory.put(key, [b"x"])
     breaking = _Breaking(memory, times=3)
-    assert [info.key for info in _retrying(breaking, clock, attempts_max=2).list("key-")] == keys
+    assert [info.key for info in _retrying(breaking, clock).list("key-")] == keys
     assert breaking.asked == ["", "key-1", "key-3", "key-5"]
     assert clock.sleeps == [0.5, 0.5, 0.5]
 
 
 def test_retries_are_reported_with_the_whole_key() -> None:
-    """A child's request, with the key as the wrapper's user knows it."""
-    memory, clock = MemoryStore(), Clock()
+    """Retry a child's request: the key is reported relative to the topmost wrapper."""
+    memory, clock = MemoryStore(), SleepClock()
     memory.put("a/b/key", [b"x"])
     seen: list[tuple[str, str, str]] = []
     store = RetryingStore(
@@ -271,7 +250,7 @@ def test_retries_are_reported_with_the_whole_key() -> None:
 
 
 def test_backoff() -> None:
-    """The ceiling doubles up to the maximum, also after a thousand failures; jitter is a fraction of all of it."""
+    """Check that the longest pause doubles to its maximum, also after 10**9 failures; jitter scales all of it."""
     policy = RetryPolicy(first_delay_seconds=0.5, delay_seconds_max=10.0)
 
     def delays(random: float) -> list[float | None]:
@@ -288,17 +267,15 @@ def test_backoff() -> None:
 @pytest.mark.parametrize(
     "arguments", [{"first_delay_seconds": 0.0}, {"first_delay_seconds": 3.0, "delay_seconds_max": 2.0}]
 )
-def test_policies_that_make_no_sense(arguments: dict[str, float]) -> None:
-    """No pause at all, and a first one above the last."""
+def test_invalid_policies(arguments: dict[str, float]) -> None:
+    """Pass a first delay of zero, and one above the longest."""
     with pytest.raises(InvalidArgumentError):
-        RetryPolicy(**arguments)  # type: ignore[arg-type]  # mypy reads the mapping as holding every argument
-    with pytest.raises(InvalidArgumentError):
-        RetryPolicy(attempts_max=0)
+        RetryPolicy(**arguments)
 
 
 def test_deadlines() -> None:
-    """Before, at and after."""
-    clock = Clock()
+    """Look before, at and after the deadline."""
+    clock = SleepClock()
     deadline = Deadline(10.0, clock)
     assert (deadline.remaining_seconds(), deadline.expired()) == (10.0, False)
     clock.now += 9.0

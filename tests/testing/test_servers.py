@@ -1,4 +1,4 @@
-"""The servers of the tests: that they end, and that what is cut off leaves nothing."""
+"""Tests of the servers of the test kit: that they end, and that an interrupted put leaves nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ with moto_server() as server:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="waits for a process that is not a child by pidfd_open(2)")
 def test_moto_ends_with_its_parent() -> None:
-    """A parent that kills itself inside the block; the kernel tells when the server has ended."""
+    """Kill the parent inside the block, and wait by pidfd until the server has ended."""
     parent = subprocess.Popen([sys.executable, "-c", DIE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     server = os.pidfd_open(int(parent.stdout.readline()))
@@ -43,7 +43,7 @@ def test_moto_ends_with_its_parent() -> None:
 
 
 def test_moto_ends_with_its_block() -> None:
-    """Also where the block raises: the port is closed afterwards."""
+    """Raise inside the block: the port is closed afterwards."""
     with pytest.raises(KeyError), moto_server() as server:
         raise KeyError
     with pytest.raises(ConnectionRefusedError):
@@ -51,14 +51,14 @@ def test_moto_ends_with_its_block() -> None:
 
 
 def test_moto_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child that fails at once: what it said is quoted."""
+    """Let the child fail at once: the error quotes its output."""
     monkeypatch.setattr(servers, "_CHILD", "raise SystemExit('no moto here')")
     with pytest.raises(InvalidArgumentError, match="no moto here"), moto_server(log_path=tmp_path / "log"):
         raise AssertionError
 
 
-def test_a_put_that_is_cut_off_leaves_nothing(s3_server: S3Server) -> None:
-    """Half a body, then the end of the connection; when the server has hung up, there is no object."""
+def test_an_interrupted_put_leaves_nothing(s3_server: S3Server) -> None:
+    """Send half a body and close: after the server has hung up, there is no object."""
     s3_server.create_bucket("cut-off")
     address = urlsplit(s3_server.endpoint_url)
     with socket.create_connection((address.hostname or "", address.port or 0), timeout=30) as connection:
@@ -73,6 +73,6 @@ def test_a_put_that_is_cut_off_leaves_nothing(s3_server: S3Server) -> None:
 
 
 def test_bad_bucket_names_are_refused(s3_server: S3Server) -> None:
-    """By the server, whose answer is quoted."""
+    """Create a bucket with an invalid name: the error quotes the server."""
     with pytest.raises(StorageError, match="InvalidBucketName"):
         s3_server.create_bucket("x")

@@ -1,4 +1,4 @@
-"""The wrappers of the test kit: what they record, what they break, and that they are stores otherwise."""
+"""Tests of the wrappers of the test kit: what they record and inject, and that they are stores otherwise."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TestFaultyStore(_WrapperSuite):
 
 
 def _use_every_verb(store: ObjectStore) -> None:
-    """Eight requests."""
+    """Send eight requests."""
     store.put("a", [b"12", b"345"])
     store.head("a")
     store.get("a", limit_bytes=100)
@@ -51,7 +51,7 @@ def _use_every_verb(store: ObjectStore) -> None:
 
 
 def test_every_request_is_recorded() -> None:
-    """All verbs, once through a child: the keys are the outermost wrapper's, the sizes those of the bytes moved."""
+    """Use all verbs, also through a child: keys are relative to the outermost wrapper, sizes are bytes moved."""
     recording = RecordingStore(MemoryStore())
     _use_every_verb(recording)
     assert recording.requests == [
@@ -76,7 +76,7 @@ def test_every_request_is_recorded() -> None:
 
 
 def test_requests_that_fail_are_recorded() -> None:
-    """Of an object that is not there."""
+    """Get an absent object."""
     recording = RecordingStore(MemoryStore())
     with pytest.raises(ObjectNotFoundError):
         recording.get("key", limit_bytes=10)
@@ -84,7 +84,7 @@ def test_requests_that_fail_are_recorded() -> None:
 
 
 def test_records_of_many_threads_are_whole() -> None:
-    """Eight threads, fifty puts and gets each."""
+    """Put and get fifty objects from each of eight threads."""
     recording = RecordingStore(MemoryStore())
 
     def work(number: int) -> None:
@@ -98,8 +98,8 @@ def test_records_of_many_threads_are_whole() -> None:
     assert recording.size_bytes() == 2 * 50 * sum(range(8))
 
 
-def _puts_until_it_fails(store: ObjectStore) -> list[str]:
-    """Put five keys and give those whose put was answered."""
+def _put_five_keys(store: ObjectStore) -> list[str]:
+    """Put five keys and return those whose put was answered."""
     answered = []
     for key in "abcde":
         try:
@@ -122,18 +122,18 @@ def _puts_until_it_fails(store: ObjectStore) -> list[str]:
 def test_faults_have_a_direction(
     lost: Literal["request", "response"], persistent: bool, answered: str, there: str
 ) -> None:
-    """The second of five puts, once or from there on: who hears of it, and what was carried out."""
+    """Hit the second of five puts, once or from then on: check the answers, and what was carried out."""
     memory = MemoryStore()
     faulty = FaultyStore(memory, [nth(2, lost, persistent=persistent)])
-    assert "".join(_puts_until_it_fails(faulty)) == answered
+    assert "".join(_put_five_keys(faulty)) == answered
     assert "".join(info.key for info in memory.list()) == there
     assert [request.key for request in faulty.hits] == [key for key in "abcde" if key not in answered]
 
 
-def test_what_is_late_is_carried_out_later() -> None:
-    """Two puts and a delete: one comes before the next request but one, the others when all is settled.
+def test_late_requests() -> None:
+    """Delay two puts and a delete: one until two requests later, the others until `settle`.
 
-    A put that comes late sends what its buffer held then; one that is refused by then is nobody's error.
+    A late put sends what its buffer held when it was called, and its failure is ignored.
     """
     memory = MemoryStore()
     faulty = FaultyStore(memory, [nth(1, "late", later_by=1), nth(2, "late"), nth(4, "late"), nth(5, "late")])
@@ -155,7 +155,7 @@ def test_what_is_late_is_carried_out_later() -> None:
 
 
 def test_faults_by_predicate() -> None:
-    """The first put below a prefix, through a child, and every delete that has one of many keys."""
+    """Hit the first put below a prefix, through a child, and every delete with a certain key."""
     memory = MemoryStore()
     faulty = FaultyStore(
         memory,
@@ -177,7 +177,7 @@ def test_faults_by_predicate() -> None:
 
 
 def test_faults_with_an_error_of_choice() -> None:
-    """A denial, and what is no error of a store at all."""
+    """Raise a denial, and an exception that is not an error of a store."""
     faulty = FaultyStore(
         MemoryStore(),
         [
@@ -195,7 +195,7 @@ def test_faults_with_an_error_of_choice() -> None:
 
 @pytest.mark.parametrize("lost", ["request", "response"])
 def test_a_fault_loop_reaches_every_request(lost: Literal["request", "response"]) -> None:
-    """Fail the first request, then the second, until a run is through: eight verbs, eight failures."""
+    """Fail the first request, then the second, until a run succeeds: eight requests, eight failures."""
     failures = 0
     while True:
         faulty = FaultyStore(MemoryStore(), [nth(failures + 1, lost)])
@@ -210,8 +210,8 @@ def test_a_fault_loop_reaches_every_request(lost: Literal["request", "response"]
     assert faulty.hits == []
 
 
-def test_a_listing_is_carried_out_when_it_is_asked_for() -> None:
-    """Nothing is sent by making the iterator; the fault is raised by the first key, with or without one to give."""
+def test_a_listing_is_sent_when_it_is_iterated() -> None:
+    """Create an iterator: nothing is sent until the first key is asked for, which raises the fault."""
     recording = RecordingStore(MemoryStore())
     infos = FaultyStore(recording, [nth(1, "response")]).list()
     assert recording.requests == []
@@ -220,8 +220,8 @@ def test_a_listing_is_carried_out_when_it_is_asked_for() -> None:
     assert recording.calls == [("list", "")]
 
 
-def test_copies_begin_anew() -> None:
-    """Records are not copied, nor that a fault is spent; the store below, its children and their prefix are."""
+def test_copies_do_not_share_state() -> None:
+    """Pickle wrappers: records and spent faults are not copied; the store, children and prefixes are."""
     memory = MemoryStore(uuid.uuid4().hex)
     recording = RecordingStore(memory)
     recording.put("a/b", [b"x"])
@@ -236,8 +236,8 @@ def test_copies_begin_anew() -> None:
         assert store.head("a/b").size_bytes == 1
 
 
-def test_wrappers_say_what_they_wrap() -> None:
-    """URL, capabilities and repr."""
+def test_wrappers_name_what_they_wrap() -> None:
+    """Check URL, capabilities and repr."""
     memory = MemoryStore("name")
     wrapper = FaultyStore(RecordingStore(memory), [])
     assert (wrapper.url, wrapper.capabilities) == (memory.url, memory.capabilities)

@@ -1,1 +1,0 @@
-"""The benchmark: what our client and its peers cost on one and the same server."""

@@ -1,0 +1,24 @@
+"""Helpers that know nothing of checkpoints: arithmetic, text, digests, deadlines and threads.
+
+Every package may import these modules; they import `dcp_remote.errors` alone. geometry, arrays and units hold boxes,
+byte ranges, arrays of int64 and sizes in bytes; digests, XXH3 digests of blocks and pieces; text, text for a terminal;
+deadline, deadlines and backoff; threads, helper_thread, gil and hedging, threads that move bytes; picklable_errors,
+errors that cross from one rank to another; overrides, whether a subclass overrides methods.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "arrays",
+    "deadline",
+    "digests",
+    "geometry",
+    "gil",
+    "hedging",
+    "helper_thread",
+    "overrides",
+    "picklable_errors",
+    "text",
+    "threads",
+    "units",
+]

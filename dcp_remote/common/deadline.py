@@ -1,0 +1,113 @@
+"""Deadlines, and the pauses between attempts: exponential backoff with full jitter."""
+
+from __future__ import annotations
+
+import random as random_module
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from dcp_remote.errors import InvalidArgumentError
+
+# Never the process's own generator: the training seeds it alike on all ranks, which would then pause equally long, and
+# saves its state in checkpoints.
+_generator: random_module.Random = random_module.SystemRandom()
+
+
+def jitter(low: float, high: float) -> float:
+    """Return a random number between `low` and `high`, independent of the training's random state."""
+    return _generator.uniform(low, high)
+
+
+class Deadline:
+    """Point in time by which an operation must end, on a monotonic clock.
+
+    Args:
+        seconds: Time until the deadline, from now on.
+        clock: Monotonic clock, in seconds.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start the clock."""
+        self._clock = clock
+        self._begin = clock()
+        self._seconds = seconds
+
+    def __repr__(self) -> str:
+        """Return the whole time and the time left, in seconds."""
+        return f"Deadline(seconds={self._seconds:g}, remaining_seconds={self.remaining_seconds():.1f})"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse pickling: the clock of another host has another origin.
+
+        Raises:
+            InvalidArgumentError: Always.
+        """
+        raise InvalidArgumentError(
+            "A Deadline cannot be pickled: send its remaining seconds, and make a new one there."
+        )
+
+    def elapsed_seconds(self) -> float:
+        """Return the seconds since this deadline was set."""
+        return self._clock() - self._begin
+
+    def remaining_seconds(self) -> float:
+        """Return the seconds left; 0 once the deadline has passed."""
+        return max(0.0, self._seconds - self.elapsed_seconds())
+
+    def expired(self) -> bool:
+        """Return whether the deadline has passed."""
+        return self.remaining_seconds() == 0
+
+    def earlier(self, seconds: float) -> Deadline:
+        """Return a deadline `seconds` before this one, on the same clock: it leaves time to report a failure."""
+        return Deadline(max(0.0, self.remaining_seconds() - seconds), self._clock)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Exponential backoff with full jitter: how long to wait before the next attempt.
+
+    Full jitter best spreads clients that failed together (a throttled prefix, a server that restarts): M. Brooker,
+    "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
+
+    Attributes:
+        first_delay_seconds: Longest delay after the first failure, in seconds; doubled after each further one.
+        delay_seconds_max: Longest delay after any failure, in seconds.
+    """
+
+    first_delay_seconds: float = 0.2
+    delay_seconds_max: float = 20.0
+
+    def __post_init__(self) -> None:
+        """Check the delays.
+
+        Raises:
+            InvalidArgumentError: The first delay is not above 0, or above the longest.
+        """
+        if not 0 < self.first_delay_seconds <= self.delay_seconds_max:
+            raise InvalidArgumentError(
+                "first_delay_seconds must be above 0 and at most delay_seconds_max.",
+                first_delay_seconds=self.first_delay_seconds,
+                delay_seconds_max=self.delay_seconds_max,
+            )
+
+    def delay_seconds(self, attempt: int, *, remaining_seconds: float, random: float) -> float | None:
+        """Return the pause after the `attempt`-th failure in seconds, or None to give up.
+
+        The pause is shorter than `remaining_seconds`. None is returned if less than the first delay remains.
+
+        Args:
+            attempt: Number of failed attempts, at least 1.
+            remaining_seconds: Time left until the deadline.
+            random: Random number from [0, 1).
+        """
+        if remaining_seconds < self.first_delay_seconds:
+            return None
+        return random * min(self.delay_seconds_limit(attempt), remaining_seconds)
+
+    def delay_seconds_limit(self, attempt: int) -> float:
+        """Return the longest pause after the `attempt`-th failure (from 1), in seconds."""
+        # The exponent is bounded, or a long outage would overflow a float.
+        return min(self.delay_seconds_max, self.first_delay_seconds * 2.0 ** min(attempt - 1, 64))

@@ -1,0 +1,33 @@
+"""Text that is safe and readable on a terminal."""
+
+from __future__ import annotations
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_STEP = 1024
+
+
+def printable(text: str) -> str:
+    """Return a text as one line, with all characters escaped but graphic ones and the plain space.
+
+    Names and values in a checkpoint are untrusted: line breaks would forge lines, ANSI sequences (also those that begin
+    with U+009B) could recolor, retitle or type, Unicode direction marks reorder text, and lone surrogates cannot be
+    written at all.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def human_bytes(size_bytes: int) -> str:
+    """Return a size with a binary unit: `1.5 GiB` for 1610612736."""
+    size = float(size_bytes)
+    for unit in _UNITS:
+        if size < _STEP or unit == _UNITS[-1]:
+            return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= _STEP
+    raise AssertionError("the last unit has no upper limit")
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 tensor`, `2 tensors`."""
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,158 @@
+"""Worker threads of uploads and downloads, and retries that can be cancelled."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+# A thread that waits for a transfer checks its deadline this often, since another thread may let the deadline expire.
+WAKE_SECONDS = 1.0
+
+# Threads get this time to end their requests when the process exits: a hedged put that lost deletes its object. A
+# request may take four minutes, too long to wait for.
+_EXIT_SECONDS = 5.0
+
+
+class Workers:
+    """Daemon threads that make calls in the order of submission, and hardly delay the exit of the process.
+
+    The standard library's pool is joined at exit even if its threads are stuck in requests for minutes, and takes no
+    more calls from then on, when the last save of a script may still be under way.
+
+    Args:
+        count: Maximum number of threads; each is started when a call finds no idle thread.
+        name: Prefix of the threads' names.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        """Store the settings; no thread is started."""
+        self._count = count
+        self._name = name
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, call: Callable[[], object]) -> None:
+        """Queue a call, which must not raise.
+
+        Raises:
+            RuntimeError: No thread can be started. A running thread may still take the call from the queue.
+        """
+        self._calls.put(call)
+        if self._idle.acquire(blocking=False):
+            return
+        with self._lock:
+            if len(self._threads) < self._count:
+                name = f"{self._name}_{len(self._threads)}"
+                thread = threading.Thread(target=self._work, name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+                _threads.add(thread)
+
+    def shutdown(self, *, wait: bool) -> None:
+        """Drop the calls that have not begun, and end the threads.
+
+        Args:
+            wait: Wait until the calls that have begun are done.
+        """
+        while True:
+            try:
+                self._calls.get_nowait()
+            except queue.Empty:
+                break
+        with self._lock:
+            threads = list(self._threads)
+        for _ in threads:
+            self._calls.put(None)
+        if wait:
+            for thread in threads:
+                thread.join()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # Else the memory that the call refers to would be held until the next call.
+            self._idle.release()
+
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_exit_seconds = _EXIT_SECONDS
+
+
+def end_within(seconds: float) -> None:
+    """Limit the wait for threads at exit to `seconds`; for a process that is about to be killed."""
+    global _exit_seconds  # noqa: PLW0603  # a process has one exit
+    _exit_seconds = min(_exit_seconds, seconds)
+
+
+def _join_threads() -> None:
+    end_seconds = time.monotonic() + _exit_seconds
+    for thread in list(_threads):
+        thread.join(max(0.0, end_seconds - time.monotonic()))
+
+
+atexit.register(_join_threads)
+
+
+class _Once(Generic[T]):
+    """Call that is made once, by the first thread that reaches it, and the future of its result."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call: Callable[[], T] | None = call
+        self._lock = threading.Lock()
+        self.future: Future[T] = Future()
+
+    def __call__(self) -> None:
+        with self._lock:
+            call, self._call = self._call, None
+        if call is None or not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  # raised by the future, as a pool does
+            self.future.set_exception(error)
+
+
+def submitted(pool: Workers, call: Callable[[], T]) -> Future[T]:
+    """Make a call in a worker thread, or in this thread if no more threads can be started; return its future.
+
+    No thread can be started where the process has reached its limit of threads, or is about to exit; a slow save is
+    better than a lost one. The pool queues the call before it fails, so a running worker may take the call as well:
+    whichever thread comes first makes it.
+    """
+    once = _Once(call)
+    try:
+        pool.submit(once)
+    except RuntimeError:
+        once()
+    return once.future
+
+
+class Cancellation:
+    """Clock and sleep for the retries of one transfer: `give_up` expires its deadline and ends its pauses."""
+
+    def __init__(self) -> None:
+        """Begin uncancelled."""
+        self._is_cancelled = threading.Event()
+
+    def give_up(self) -> None:
+        """Cancel all retries that use this clock."""
+        self._is_cancelled.set()
+
+    def clock(self) -> float:
+        """Return monotonic seconds for a `Deadline`; infinite once cancelled."""
+        return math.inf if self._is_cancelled.is_set() else time.monotonic()
+
+    def pause(self, seconds: float) -> None:
+        """Sleep between two attempts, until cancelled at the latest."""
+        self._is_cancelled.wait(seconds)

@@ -1,0 +1,492 @@
+"""Collective operations: each rank contributes, the coordinator decides, and all ranks get the answer, or an error.
+
+All messages go over the key-value store of the process group, never through a torch collective, which nothing could
+interrupt. An operation ends on every living rank: with its answers; with the error of the rank that failed, a heartbeat
+or two later; with the names of ranks that fell silent; or at its deadline, with the names of ranks that did not report.
+A rank in the middle of a long upload is reached through the `Deadline` of the operation, which passes at once.
+
+The coordinator is rank 0 of the group.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch.distributed as dist
+
+from dcp_remote.common.helper_thread import HelperThread
+from dcp_remote.coordination.failure_detector import FailureDetector
+from dcp_remote.coordination.key_value import Client, HelperClient
+from dcp_remote.coordination.member import GroupMember
+from dcp_remote.coordination.messages import CollectiveKeys
+from dcp_remote.coordination.outcome import Outcome
+from dcp_remote.errors import DcpRemoteError
+
+logger = logging.getLogger(__name__)
+
+V = TypeVar("V")
+R = TypeVar("R")
+T = TypeVar("T")
+
+# Pauses between two looks for a key: short at first, for ranks that arrive together; then as many looks as the store
+# bears. It does 6,800 a second for one client (loopback), so 2,000 for all of them leave it time for torch.
+_FIRST_PAUSE_SECONDS = 0.005
+_PAUSE_SECONDS_MAX = 0.25
+_LOOKS_PER_SECOND = 2000
+
+# Contributions that are waited for and read at a time: the rest stays in the store.
+_RANKS_PER_READ = 256
+
+# Exceptions that end a process in any case: they are raised unchanged, never replaced by the error that cancelled.
+_PROCESS_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+class Collective:
+    """One operation that all ranks do together; a context manager, used in one thread. `RankGroup.prepare` makes it.
+
+    An exception that leaves the block on one rank is told to all the others, which raise it: a `DcpRemoteError` as one
+    of the same class, with `rank=`; any other as `failed`. The rank itself raises its own unchanged. An exception that
+    a block raises after the operation was cancelled is a consequence: the error that cancelled leaves the block then.
+    A block that ends without an exception has succeeded, whatever happened to other ranks after its last round.
+
+    Args:
+        member: This rank as a member of the group.
+        keys: Keys of the operation, by the number that this rank has counted.
+        seconds: Seconds until the deadline, from now on.
+        silence_seconds: Seconds of silence that end the operation: of another rank, the store, or this process.
+        left_seconds: Returns the seconds left for work before this process is killed.
+        failed: Class of the error that is raised for a cause that is no `DcpRemoteError`.
+        timed_out: Class of the error that is raised at the deadline.
+        on_renumber: Called with the new number if the operation goes by another one.
+        on_leave: Called when this rank has left the operation.
+        clock: Monotonic clock, in seconds.
+
+    Attributes:
+        what: Name of the operation.
+        failed: Class of the error that is raised for a cause that is no `DcpRemoteError`.
+        deadline: Deadline of the operation; passes at once when the operation is cancelled.
+    """
+
+    def __init__(
+        self,
+        member: GroupMember,
+        keys: CollectiveKeys,
+        *,
+        seconds: float,
+        silence_seconds: float,
+        left_seconds: Callable[[], float],
+        failed: type[DcpRemoteError],
+        timed_out: type[DcpRemoteError],
+        on_renumber: Callable[[Collective, int], None],
+        on_leave: Callable[[Collective], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Start the deadline; other ranks hear of the operation by `RankGroup.begin`."""
+        self._member = member
+        self._heartbeat = member.heartbeat
+        self._outcome = Outcome(
+            member,
+            keys,
+            seconds=seconds,
+            silence_seconds=silence_seconds,
+            left_seconds=left_seconds,
+            failed=failed,
+            timed_out=timed_out,
+            on_renumber=partial(on_renumber, self),
+            clock=clock,
+        )
+        self._failure_detector = FailureDetector(member, self._outcome, silence_seconds=silence_seconds)
+        self.what = keys.what
+        self.failed = failed
+        self.deadline = self._outcome.deadline
+        self._on_leave = on_leave
+        self._pause_seconds_max = max(_PAUSE_SECONDS_MAX, member.world_size / _LOOKS_PER_SECOND)
+        self._client: HelperClient | None = None
+        self._round = 0
+        # On the coordinator: keys of the answers that are in the store.
+        self._answer_keys: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"Collective({self.what!r}, number={self.number}, rank={self._member.rank})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leave the operation. Never blocks: the heartbeat's thread tells the other ranks."""
+        outcome = self._outcome
+        cancelled, keys = outcome.leave(), outcome.keys
+        if self._member.is_coordinator:
+            unread = self._failure_detector.unread_keys(keys) if error is not None else []
+            self._member.leave_keys(keys.number, [keys.failed, keys.verdict, *self._answer_keys, *unread])
+            if error is not None and self._heartbeat is not None:
+                # An operation that fails before its first round deletes nothing by itself.
+                self._heartbeat.tell(lambda client: self._member.delete_left_keys(client, keys.number - 1))
+        if error is not None and cancelled is None:
+            is_unknown = outcome.is_committing and not isinstance(error, DcpRemoteError)
+            outcome.tell(outcome.error_for_others(error), coordinator_lost=is_unknown)
+        if self._client is not None:
+            self._member.return_client(self._client)
+        self._on_leave(self)
+        # An error of the coordinator's commit says more than that the time is over.
+        is_unchanged = isinstance(error, _PROCESS_ENDS) or outcome.is_committing
+        if error is not None and cancelled is not None and error is not cancelled and not is_unchanged:
+            raise _copy_error(cancelled) from error
+
+    # ---- for those who take part
+
+    @property
+    def number(self) -> int:
+        """Number of the operation, as this rank has counted."""
+        return self._outcome.keys.number
+
+    @property
+    def has_met(self) -> bool:
+        """True once all ranks have met in a round, as far as this rank knows."""
+        return self._outcome.has_met
+
+    @property
+    def cancelled(self) -> DcpRemoteError | None:
+        """Error that cancelled the operation; None while it goes on."""
+        return self._outcome.error
+
+    @property
+    def coordinator_lost(self) -> bool:
+        """True if the operation was cancelled and this rank cannot know what the coordinator did last.
+
+        The coordinator fell silent, or the store is gone; or the coordinator was committing, and never said how that
+        ended. Always False on the coordinator.
+        """
+        return self._outcome.coordinator_lost
+
+    @property
+    def is_committing(self) -> bool:
+        """True on a coordinator in the commit phase, whose outcome is not known before the commit has ended."""
+        return self._outcome.is_committing
+
+    @property
+    def ended_before_commit(self) -> bool:
+        """True if the operation failed, and it is certain that the coordinator has not committed and never will."""
+        if self._member.is_coordinator:
+            return not self._outcome.is_committing
+        return self._outcome.ended_before_commit
+
+    def note(self, text: str) -> None:
+        """Set the activity of this rank, which other ranks show if this one is late or falls silent."""
+        if self._heartbeat is not None and not self._outcome.has_left:
+            self._heartbeat.note(text)
+
+    def gather(self, value: V, decide: Callable[[list[V]], R]) -> R:
+        """Send every rank's value to the coordinator, and return its decision on every rank.
+
+        Values are pickled, but for the coordinator's own. Each rank sets one key, and polls another; the coordinator
+        reads 256 values at a time, and deletes them.
+
+        Args:
+            value: Value of this rank.
+            decide: Called on the coordinator, in this thread, with the values of all ranks, by rank. What it raises,
+                all ranks raise.
+
+        Raises:
+            DcpRemoteError: The operation was cancelled; see the class for the error.
+        """
+        self._begin_round()
+        if self._heartbeat is None:
+            return decide([value])
+        if not self._member.is_coordinator:
+            return self._contribute(value, shared=True)  # type: ignore[no-any-return]  # what `decide` returned there
+        answer = decide(self._collect(value))
+        self._publish({self._outcome.keys.answer(self._round): answer})
+        return answer
+
+    def scatter(self, value: V, decide: Callable[[list[V]], Sequence[R]]) -> R:
+        """Send every rank's value to the coordinator, and return on each rank its own of the answers.
+
+        Args:
+            value: Value of this rank.
+            decide: As for `gather`; returns one answer for each rank.
+
+        Raises:
+            DcpRemoteError: The operation was cancelled; see the class for the error.
+        """
+        self._begin_round()
+        if self._heartbeat is None:
+            return decide([value])[0]
+        if not self._member.is_coordinator:
+            return self._contribute(value, shared=False)  # type: ignore[no-any-return]  # as above
+        answers = decide(self._collect(value))
+        assert len(answers) == self._member.world_size, "one answer for each rank"
+        self._publish({self._outcome.keys.answer(self._round, rank): answers[rank] for rank in range(1, len(answers))})
+        return answers[0]
+
+    def scatter_grouped(self, value: V, decide: Callable[[list[V]], tuple[Sequence[R], Sequence[int]]]) -> R:
+        """Send every rank's value to the coordinator, and return on each rank an answer that many ranks may share.
+
+        An answer is put once, however many ranks it is for.
+
+        Args:
+            value: Value of this rank.
+            decide: As for `gather`; returns the answers, and for each rank the number of its own.
+
+        Raises:
+            DcpRemoteError: The operation was cancelled; see the class for the error.
+        """
+        self._begin_round()
+        if self._heartbeat is None:
+            answers, numbers = decide([value])
+            return answers[numbers[0]]
+        if self._member.is_coordinator:
+            answers, numbers = decide(self._collect(value))
+            keys = self._outcome.keys
+            messages: dict[str, object] = {
+                keys.answer(self._round, f"of-{number}"): answer for number, answer in enumerate(answers)
+            }
+            # Put after the answers, so that a rank that has been told its number finds the answer of that number.
+            messages |= {keys.answer(self._round, rank): numbers[rank] for rank in range(1, len(numbers))}
+            self._publish(messages)
+            return answers[numbers[0]]
+        number = self._contribute(value, shared=False)
+        keys = self._outcome.keys
+        data = self._receive(keys.answer(self._round, f"of-{number}"), keys, shared=True)
+        if data is None:
+            raise self.failed(f"This rank is behind: {self.what} is over for the others.")
+        return pickle.loads(data)  # type: ignore[no-any-return]  # noqa: S301  # of a rank of this job
+
+    def apart(self, call: Callable[[], R]) -> R:
+        """Make a call that may block forever, in a thread of its own, and return its result if the operation goes on.
+
+        Raises:
+            DcpRemoteError: The operation was cancelled; the thread is left behind.
+        """
+        helper = HelperThread("dcp_remote-request")
+        try:
+            return helper.run(call, self._outcome.require_going_on)
+        finally:
+            helper.close()
+
+    def begin_commit(self) -> None:
+        """Enter the commit phase: only the deadline cancels from here on, not the others' silence or failure.
+
+        The phase ends when another round begins. Called by the coordinator, just before its commit; costs one operation
+        on the store, which reads whether a rank has failed or given up before: a coordinator that was stopped, and for
+        which the others do not wait any more, goes no further.
+
+        Raises:
+            DcpRemoteError: The operation was cancelled already, or its deadline has passed.
+        """
+        assert self._member.is_coordinator, "the others commit nothing"
+        outcome = self._outcome
+        outcome.require_going_on()
+        if self._heartbeat is not None:
+            self._ask(outcome.read_verdict)
+        if outcome.time_limit.expired():
+            message = f"The deadline passed before {self.what} was committed; it was given up."
+            outcome.end(outcome.timed_out(message, rank=0))
+        outcome.enter_commit()
+
+    def give_up(self, why: str) -> bool:
+        """Cancel the operation from another thread, and tell the other ranks.
+
+        Args:
+            why: What happened to this rank, in the past tense: "was interrupted".
+
+        Returns:
+            Whether the operation is cancelled; False in the commit phase, or if this rank has left.
+        """
+        rank = self._member.rank
+        self._outcome.end(self.failed(f"Rank {rank} {why}; {self.what} was given up.", rank=rank))
+        return self._outcome.error is not None
+
+    def look(self) -> None:
+        """Cancel the operation if its deadline and the grace have passed, no time is left, or the store is silent.
+
+        From any thread, at any time; never touches the store. A thread that waits for another, which may be stuck in
+        the store, calls this twice a second.
+        """
+        self._outcome.look()
+
+    def require_going_on(self) -> None:
+        """Raise the error that cancelled the operation, or cancels it now; never touches the store.
+
+        For long work between two rounds.
+        """
+        self._outcome.require_going_on()
+
+    # ---- for the group
+
+    def check_ranks(self, client: Client) -> None:
+        """Look at the other ranks, and end the operation if it cannot go on; in the thread of the heartbeat."""
+        self._failure_detector.check(client)
+
+    def cancel(self, error: DcpRemoteError) -> None:
+        """Cancel the operation here, without telling the others; not in the commit phase."""
+        self._outcome.cancel(error)
+
+    # ---- rounds, in the thread of the block
+
+    def _begin_round(self) -> None:
+        self._outcome.require_going_on()
+        self._round += 1
+        self._outcome.is_committing = False  # the others are needed again
+
+    def _contribute(self, value: object, *, shared: bool) -> Any:
+        """Send this rank's value and return the answer; send again under each new number of the operation.
+
+        Args:
+            value: Value of this rank.
+            shared: Wait for the answer to all ranks, not for this rank's own.
+        """
+        data, rank = pickle.dumps(value), self._member.rank
+        while True:
+            self._ask(self._read_verdicts)
+            self._outcome.require_going_on()
+            keys = self._outcome.keys
+            key = keys.contribution(self._round, rank)
+            self._ask(lambda client, key=key: client.put(key, data))  # type: ignore[misc]
+            answer = self._receive(keys.answer(self._round, None if shared else rank), keys, shared=shared)
+            if answer is not None:
+                self._outcome.has_met = True
+                return pickle.loads(answer)  # noqa: S301  # of a rank of this job
+
+    def _receive(self, key: str, keys: CollectiveKeys, *, shared: bool) -> bytes | None:
+        """Wait for a value and return it; None once the operation has other keys. Deletes the value unless shared."""
+        while self._wait_for([key], keys):
+            answer = self._ask(lambda client: client.get(key) if shared else client.take_many([key])[0])
+            if answer:
+                return answer
+            # Deleted since it was seen: the coordinator is two operations on, which the next look finds out.
+        return None
+
+    def _collect(self, value: V) -> list[V]:
+        """Return the values of all ranks, by rank; wait again under each new number of the operation."""
+        self._ask(self._delete_left_keys_and_read_verdicts)
+        self._failure_detector.is_waiting = True
+        values: list[V] | None = None
+        while values is None:
+            values = self._collect_under(self._outcome.keys, value)
+        self._failure_detector.is_waiting = False
+        self._outcome.has_met = True
+        return values
+
+    def _collect_under(self, keys: CollectiveKeys, value: V) -> list[V] | None:
+        """Return the values of all ranks; None once the operation has other keys."""
+        values, others = [value], range(1, self._member.world_size)
+        self._failure_detector.expect(self._round, others)
+        for first in range(0, len(others), _RANKS_PER_READ):
+            ranks = others[first : first + _RANKS_PER_READ]
+            contributions = keys.contributions(self._round, ranks)
+            if not self._wait_for(contributions, keys):
+                return None
+            # Before the contributions are deleted: the failure detector must not find them missing.
+            self._failure_detector.expect(self._round, others[first + _RANKS_PER_READ :])
+            read = self._ask(lambda client, some=contributions: client.take_many(some))  # type: ignore[misc]
+            values += map(self._unpickle, ranks, read)
+        return values
+
+    def _unpickle(self, rank: int, data: bytes) -> Any:
+        try:
+            return pickle.loads(data)  # noqa: S301  # of a rank of this job
+        except Exception as error:
+            message = f"The coordinator cannot unpickle what rank {rank} sent; {self.what} was given up."
+            raise self.failed(message, rank=rank, cause=error) from error
+
+    def _publish(self, answers: Mapping[str, object]) -> None:
+        """Put the answers, and delete those of the round before: ranks that contributed to this round have read them.
+
+        In the commit phase an error is only logged, since it changes nothing of what was decided.
+        """
+        data = {key: pickle.dumps(answer) for key, answer in answers.items()}
+        if not self._outcome.is_committing:
+            self._outcome.require_going_on()
+        old_keys, self._answer_keys = self._answer_keys, list(data)
+        self._failure_detector.expect(self._round + 1, range(1, self._member.world_size))
+        try:
+            self._ask(partial(self._put_answers, data, old_keys))
+        except DcpRemoteError as error:
+            if not self._outcome.is_committing:
+                raise
+            logger.warning("%s: the other ranks could not be told that it has ended: %s", self.what, error)
+
+    def _put_answers(self, data: Mapping[str, bytes], old_keys: Iterable[str], client: Client) -> None:
+        for key, answer in data.items():
+            client.put(key, answer)
+        # Also makes sure that the answers have arrived before this rank's next heartbeat says that it has gone on.
+        client.has([next(iter(data))])
+        client.delete(old_keys)
+        self._member.delete_left_keys(client, self._outcome.keys.number)
+
+    def _delete_left_keys_and_read_verdicts(self, client: Client) -> None:
+        # Deletes before it reads, because a verdict ends the operation at once; again under the number that it finds.
+        self._member.delete_left_keys(client, self._outcome.keys.number - 1)
+        self._read_verdicts(client)
+        self._member.delete_left_keys(client, self._outcome.keys.number - 1)
+
+    def _read_verdicts(self, client: Client) -> None:
+        """Go on to the next number for as long as there is a verdict on another operation under this one."""
+        while self._outcome.read_verdict(client):
+            self._outcome.require_going_on()
+
+    def _wait_for(self, wanted: Sequence[str], keys: CollectiveKeys) -> bool:
+        """Wait until all wanted keys exist; return False once the operation has other keys than `keys`.
+
+        Raises:
+            DcpRemoteError: The operation was cancelled.
+        """
+        outcome, pause_seconds = self._outcome, _FIRST_PAUSE_SECONDS
+        while outcome.keys is keys:
+            status = outcome.coordinator_status()
+            if self._ask(lambda client: client.has(wanted)):
+                return True
+            # The coordinator posts its verdict before it publishes that it has left. The verdict is read first: a rank
+            # that followed without it would take part in the next operation of the same name.
+            if (
+                status is not None
+                and outcome.has_rank_left(status)
+                and not self._ask(outcome.read_verdict)
+                and not outcome.follow(status)
+            ):
+                outcome.end_without_verdict(status)
+            outcome.require_going_on()
+            outcome.wait(pause_seconds)
+            pause_seconds = min(1.5 * pause_seconds, self._pause_seconds_max)
+        return False
+
+    def _ask(self, request: Callable[[Client], T]) -> T:
+        """Make a request to the store and return its answer, for as long as the operation goes on.
+
+        A store whose host was stopped never answers, so the request is made in a helper thread.
+
+        Raises:
+            DcpRemoteError: The operation was cancelled, or the store is gone.
+        """
+        assert self._heartbeat is not None, "a single rank needs no store"
+        outcome = self._outcome
+        if self._heartbeat.gone is not None:  # to connect anew would take minutes
+            outcome.end_without_store(self._heartbeat.gone)
+            outcome.require_going_on()
+        client, self._client = self._client or self._member.take_client(), None
+        try:
+            answer = client.ask(request, outcome.require_going_on)
+        except dist.DistError as error:
+            client.close()
+            outcome.end_without_store(error)
+            if outcome.error is None:  # in the commit phase
+                raise self.failed("The key-value store of the process group is gone.", cause=error) from error
+            raise outcome.error from error
+        except BaseException:
+            client.close()
+            raise
+        self._client = client
+        return answer
+
+
+def _copy_error(error: DcpRemoteError) -> DcpRemoteError:
+    """Return another error of the same class and text, which takes a cause of its own."""
+    return type(error)(error.what, **error.details)

@@ -1,0 +1,304 @@
+"""Ranks of a process group, and the collective operations that they do one after another.
+
+Ranks meet in the key-value store of the process group, never in a torch collective; see `collective`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from dcp_remote.coordination.collective import Collective
+from dcp_remote.coordination.heartbeat import Heartbeat, LivenessMonitor, heartbeat_interval_seconds, one_line
+from dcp_remote.coordination.key_value import Client
+from dcp_remote.coordination.member import GroupMember
+from dcp_remote.coordination.messages import CollectiveKeys
+from dcp_remote.coordination.use_counter import UseCounter
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
+
+
+class RankGroup:
+    """Ranks of a group, for one user that does one collective operation after another; made by all ranks alike.
+
+    Args:
+        rank: Rank of this process, within the group.
+        world_size: Ranks of the group; with 1 there is no thread and no store, and all else is as with more.
+        store: Store of the group, below a prefix that nothing else uses. Or the counter that opens the store for the
+            first operation. None for a single rank.
+        beat_seconds: Seconds between two heartbeats; by default what suits the number of ranks.
+        store_host: Host of a store that a counter will open, if the host is known.
+        clock: Monotonic clock, in seconds; for tests.
+
+    Attributes:
+        rank: Rank of this process, within the group.
+        world_size: Ranks of the group.
+        is_coordinator: True on rank 0.
+        store_host: Host of the store, which all ranks can reach; None if it is not known.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: dist.Store | UseCounter | None,
+        *,
+        beat_seconds: float | None = None,
+        store_host: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the heartbeat if there is a store already."""
+        self.rank = rank
+        self.world_size = world_size
+        self.is_coordinator = rank == 0
+        self.store_host = store_host if isinstance(store, UseCounter) else _host_of(store)
+        self._member = GroupMember(rank, world_size)
+        self._clock = clock
+        self._number = 0
+        self._collective: Collective | None = None
+        self._is_closed = False
+        self._has_met = False
+        self._lock = threading.Lock()
+        self._farewell_monitor: LivenessMonitor | None = None
+        self._hooks: list[Callable[[Client], None]] = [self._check_collective]
+        self._store = store
+        self._beat_seconds = heartbeat_interval_seconds(world_size) if beat_seconds is None else beat_seconds
+        if not isinstance(store, UseCounter):
+            self.meet()
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None, name: str, *, beat_seconds: float | None = None) -> RankGroup:
+        """Return the ranks of a process group; asks the store nothing.
+
+        All ranks use their groups of one name in the same order; see `use_counter`.
+
+        Args:
+            process_group: None for the default group; this process alone if torch.distributed is not initialized.
+            name: Name that ranks find each other by; several groups may have the same.
+            beat_seconds: Seconds between two heartbeats; by default what suits the number of ranks.
+
+        Raises:
+            InvalidArgumentError: This process does not belong to the group.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            if process_group is not None:
+                raise InvalidArgumentError("A process group was given, but torch.distributed is not initialized.")
+            return cls(0, 1, None)
+        group = dist.group.WORLD if process_group is None else process_group
+        rank = dist.get_rank(group)
+        if group is None or rank < 0:
+            raise InvalidArgumentError("This process does not belong to the process group.", rank=dist.get_rank())
+        world_size = dist.get_world_size(group)
+        if world_size == 1:
+            return cls(rank, world_size, None)
+        store = _get_default_store()
+        uses = UseCounter(store, f"dcp_remote/{group.group_name}/{name}", rank, world_size)
+        return cls(rank, world_size, uses, beat_seconds=beat_seconds, store_host=_host_of(store))
+
+    @property
+    def heartbeat(self) -> Heartbeat | None:
+        """Heartbeat of this rank; None if it is the only one, or before the first operation."""
+        return self._member.heartbeat
+
+    def meet(self) -> None:
+        """Start the heartbeat, as the first operation does; never blocks.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        if self.world_size == 1:
+            return
+        if self._member.heartbeat is None:
+            assert self._store is not None, "several ranks need a store to meet in"
+            store = self._store.begin() if isinstance(self._store, UseCounter) else self._store
+            self._member.heartbeat = self._new_heartbeat(store)
+            for hook in self._hooks:
+                self._member.heartbeat.add_hook(hook)
+        self._member.heartbeat.start()
+
+    def add_hook(self, hook: Callable[[Client], None]) -> None:
+        """Call a function in the heartbeat's thread after each heartbeat, from the first operation on."""
+        self._hooks.append(hook)
+        if self.heartbeat is not None:
+            self.heartbeat.add_hook(hook)
+
+    def remove_hook(self, hook: Callable[[Client], None]) -> None:
+        """Stop calling a function that `add_hook` added."""
+        self._hooks = [kept for kept in self._hooks if kept != hook]
+        if self.heartbeat is not None:
+            self.heartbeat.remove_hook(hook)
+
+    def prepare(
+        self,
+        what: str,
+        *,
+        seconds: float,
+        silence_seconds: float = 60.0,
+        left_seconds: Callable[[], float] = lambda: math.inf,
+        failed: type[DcpRemoteError],
+        timed_out: type[DcpRemoteError],
+    ) -> Collective:
+        """Return a collective operation that all ranks begin, in the same order; no rank hears of it before `begin`.
+
+        Args:
+            what: Name of the operation in errors, such as "the save of step 100".
+            seconds: Seconds until its deadline, from now on.
+            silence_seconds: Seconds of silence after which a rank that was heard before fails the operation, and so
+                does a store that does not answer.
+            left_seconds: Returns the seconds left for work before this process is killed.
+            failed: Class of the error that is raised for a cause that is no `DcpRemoteError`.
+            timed_out: Class of the error that is raised at the deadline.
+
+        Raises:
+            InvalidArgumentError: This group is closed, or its last operation has not ended.
+        """
+        if self._is_closed:
+            raise InvalidArgumentError("This rank group is closed and can begin no operation.", what=what)
+        if self._collective is not None and self._collective.cancelled is None:
+            raise InvalidArgumentError(
+                "Another operation is under way; wait for its end.", what=what, under_way=self._collective.what
+            )
+        self.meet()
+        return Collective(
+            self._member,
+            CollectiveKeys(self._number + 1, one_line(what)),
+            seconds=seconds,
+            silence_seconds=silence_seconds,
+            left_seconds=left_seconds,
+            failed=failed,
+            timed_out=timed_out,
+            on_renumber=self._renumber,
+            on_leave=self._leave,
+            clock=self._clock,
+        )
+
+    def begin(self, collective: Collective) -> None:
+        """Begin the operation that was prepared last; never touches the store, and so never blocks.
+
+        Whatever happens afterwards, the caller must leave the operation: by its `with` block, or by `abandon`.
+        """
+        with self._lock:
+            self._collective = collective
+            self._number = collective.number
+            if self.heartbeat is not None:
+                watched = range(1, self.world_size) if self.is_coordinator else [0]
+                self.heartbeat.enter(collective.number, collective.what, watched)
+
+    def abandon(self, collective: Collective, error: BaseException) -> None:
+        """Leave an operation as if its block had raised this error; nothing if it was left, or never began.
+
+        Args:
+            collective: Operation whose block no thread is running any more.
+            error: Error that the other ranks are told.
+        """
+        if self._collective is collective:
+            self._number = collective.number
+            with suppress(DcpRemoteError):
+                collective.__exit__(type(error), error, error.__traceback__)
+
+    def close(self, seconds: float = math.inf, *, is_missed: bool = False) -> None:
+        """Cancel the operation under way, and stop the heartbeat.
+
+        The coordinator first gives the others some seconds to read its last answer, since its process may host the
+        store.
+
+        Args:
+            seconds: Longest time to wait.
+            is_missed: Other ranks may begin an operation that this rank never will. If this rank never began one, one
+                heartbeat makes them take it for a silent rank, so that they do not wait for it until their deadline.
+        """
+        if not self._is_closed and isinstance(self._store, UseCounter):
+            self._note_missed_use(self._store, seconds, is_told=is_missed)
+        self._is_closed = True
+        collective = self._collective
+        if collective is not None:
+            collective.cancel(collective.failed(f"The rank group was closed during {collective.what}."))
+        if self.heartbeat is not None:
+            self.heartbeat.close(seconds)
+        self._member.close()
+
+    def _new_heartbeat(self, store: dist.Store | Callable[[], dist.Store]) -> Heartbeat:
+        return Heartbeat(store, self.rank, beat_seconds=self._beat_seconds, farewell=self._may_stop, clock=self._clock)
+
+    def _note_missed_use(self, uses: UseCounter, seconds: float, *, is_told: bool) -> None:
+        """Mark the count of uses if the ranks did not meet in this one.
+
+        Args:
+            uses: Counter of this use.
+            seconds: Longest time to wait.
+            is_told: If this use never began here, tell the other ranks, which may wait in it.
+        """
+        has_begun = self.heartbeat is not None and self.heartbeat.has_started
+        if self.heartbeat is not None and not has_begun:
+            uses.release_turn()
+        if not self._has_met:
+            uses.mark_doubtful()
+        if is_told and not has_begun:
+            heartbeat = self._new_heartbeat(uses.begin(is_missed=True))
+            heartbeat.note("left by an error before its first call")
+            try:
+                heartbeat.start().close(seconds, says_goodbye=False)
+            except RuntimeError:  # no thread can be started
+                uses.release_turn()
+
+    # ---- called by the operation
+
+    def _leave(self, collective: Collective) -> None:
+        with self._lock:
+            if self._collective is not collective:
+                return
+            self._collective = None
+            self._has_met = self._has_met or collective.has_met
+            if collective.has_met and isinstance(self._store, UseCounter):
+                self._store.confirm()
+            if self.heartbeat is not None:
+                self.heartbeat.leave(f"done with {collective.what}")
+
+    def _renumber(self, collective: Collective, number: int) -> None:
+        with self._lock:
+            if self._collective is collective:
+                self._number = number
+                if self.heartbeat is not None:
+                    self.heartbeat.renumber(number)
+
+    # ---- in the heartbeat's thread
+
+    def _check_collective(self, client: Client) -> None:
+        collective = self._collective
+        if collective is not None:
+            collective.check_ranks(client)
+
+    def _may_stop(self, client: Client) -> bool:
+        """Return whether no living rank needs this process any more: all have left the last operation."""
+        if not self.is_coordinator or self._number == 0 or self._collective is not None:
+            return True
+        assert self.heartbeat is not None, "called by the heartbeat"
+        now = self._clock()
+        if self._farewell_monitor is None:
+            self._farewell_monitor = LivenessMonitor(range(1, self.world_size), now)
+        monitor = self._farewell_monitor
+        inside: list[int] = []
+        for rank, status in self.heartbeat.read(client, monitor.ranks).items():
+            monitor.record(rank, status, now)
+            if status.is_inside and status.operation == self._number:
+                inside.append(rank)
+        if any(monitor.silent_seconds(rank, now) < self.heartbeat.delay_seconds_max for rank in inside):
+            return False
+        self._member.delete_left_keys(client, self._number + 1)
+        return True
+
+
+def default_world_size() -> int:
+    """Return the world size of the default process group; 1 where torch.distributed is not initialized."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _host_of(store: dist.Store | None) -> str | None:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return str(store.host) if isinstance(store, dist.TCPStore) else None

@@ -1,0 +1,424 @@
+"""Heartbeat of a rank in the key-value store of torch's process group, and the ranks whose heartbeat has stopped.
+
+One thread of each rank publishes the heartbeat and reads those of other ranks, over a connection of its own. Other
+threads can see how long the store has been silent without touching the store. Clocks of two hosts are never compared:
+silence is measured by the reader's own monotonic clock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import math
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch.distributed as dist
+
+from dcp_remote.coordination.key_value import Client
+
+logger = logging.getLogger(__name__)
+
+# Often enough that all ranks know of a rank's failure within two or three seconds.
+BEAT_SECONDS = 1.0
+
+# A heartbeat costs some three operations on one server, which does some 6,800 a second (one client, loopback) and has
+# torch's own work to do: at 10,000 ranks one heartbeat every ten seconds is 3,000 operations a second.
+_RANKS_PER_BEAT_SECOND = 1000
+
+# Ranks without a heartbeat so far are looked for one by one: so many with each of this rank's heartbeats, in turn.
+_UNHEARD_PER_BEAT = 512
+
+# One line of an error: 10,000 of them fit into one answer.
+_LINE_CHARACTERS_MAX = 160
+
+# Time for the last heartbeat when a rank closes, since nobody can know whether the thread is stuck in the store.
+_CLOSE_SECONDS = 5.0
+
+
+def heartbeat_interval_seconds(world_size: int) -> float:
+    """Return the seconds between two heartbeats of each rank, by the number of ranks."""
+    return max(BEAT_SECONDS, world_size / _RANKS_PER_BEAT_SECOND)
+
+
+class SuspendAwareClock:
+    """Monotonic clock that ignores time in which nobody read it, because the process was suspended.
+
+    After SIGSTOP, or minutes in which one C call held the interpreter, all other ranks would seem to have been silent.
+
+    Args:
+        gap_seconds_max: Largest time counted between two readings.
+        clock: Monotonic clock, in seconds.
+    """
+
+    def __init__(self, gap_seconds_max: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start at zero."""
+        self._gap_seconds_max = gap_seconds_max
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last = clock()
+        self._seconds = 0.0
+
+    def __call__(self) -> float:
+        """Return the seconds counted so far; from any thread."""
+        with self._lock:
+            now = self._clock()
+            self._seconds += min(now - self._last, self._gap_seconds_max)
+            self._last = now
+            return self._seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """State that a rank publishes with each heartbeat.
+
+    Attributes:
+        count: Heartbeats sent so far, so that the published value changes with each.
+        operation: Number of the collective operation that the rank is in, or was in last.
+        what: Name of that operation.
+        is_inside: True until the rank leaves that operation.
+        is_closed: True if this is the rank's last heartbeat.
+        note: Activity of the rank, for error messages.
+    """
+
+    count: int
+    operation: int = 0
+    what: str = ""
+    is_inside: bool = False
+    is_closed: bool = False
+    note: str = ""
+
+    def encode(self) -> bytes:
+        """Return the value that is put into the store."""
+        return json.dumps([self.count, self.operation, self.what, self.is_inside, self.is_closed, self.note]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> RankStatus:
+        """Return the status that `encode` encoded."""
+        count, operation, what, is_inside, is_closed, note = json.loads(data)
+        return cls(int(count), int(operation), str(what), bool(is_inside), bool(is_closed), str(note))
+
+
+class LivenessMonitor:
+    """Time of silence of each watched rank, by the reader's clock. Pure.
+
+    Args:
+        ranks: Ranks to watch.
+        now: Time at which the watching begins; earlier heartbeats do not count.
+    """
+
+    def __init__(self, ranks: Iterable[int], now: float = 0.0) -> None:
+        """Count every rank as heard at `now`."""
+        self._changed_at = dict.fromkeys(ranks, now)
+        self._last: dict[int, RankStatus] = {}
+
+    @property
+    def ranks(self) -> list[int]:
+        """Watched ranks."""
+        return list(self._changed_at)
+
+    def record(self, rank: int, status: RankStatus, now: float) -> None:
+        """Record the status that the store has now; the rank was heard if its status has changed."""
+        if self._last.get(rank) != status:
+            self._last[rank] = status
+            self._changed_at[rank] = now
+
+    def last(self, rank: int) -> RankStatus | None:
+        """Return the last status of a rank; None if there was no heartbeat."""
+        return self._last.get(rank)
+
+    def silent_seconds(self, rank: int, now: float) -> float:
+        """Return the seconds since the rank's status changed; since the watching began if there was no heartbeat."""
+        return now - self._changed_at[rank]
+
+
+class Heartbeat:
+    """Thread that publishes this rank's status from `start` until `close`, and watches others during an operation.
+
+    The thread is a daemon: it keeps no process alive, and ends quietly when the store is gone. A heartbeat costs a
+    `set` and a `check`; while ranks are watched, also a `check` or `multi_get` per thousand ranks. After `close` the
+    last status stays in the store.
+
+    Args:
+        store: Store that no other thread uses; all keys in it belong to this heartbeat and its hooks. Or a function
+            that returns the store: called once, in the thread, where it may block.
+        rank: Rank whose heartbeat this is.
+        beat_seconds: Seconds between two heartbeats.
+        farewell: Called repeatedly in the thread at `close`, until it returns True, for five seconds at most.
+        clock: Monotonic clock, in seconds; for tests.
+
+    Attributes:
+        delay_seconds_max: Delay of a heartbeat, in seconds, beyond which its rank is not just a little late.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store | Callable[[], dist.Store],
+        rank: int,
+        *,
+        beat_seconds: float = BEAT_SECONDS,
+        farewell: Callable[[Client], bool] = lambda _client: True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Store the arguments; `start` starts the thread."""
+        self._open_store: Callable[[], dist.Store] = store if callable(store) else lambda: store
+        self._store: dist.Store | None = None
+        self._is_store_open = threading.Event()
+        self._rank = rank
+        self._beat_seconds = beat_seconds
+        self._farewell = farewell
+        self._clock = clock
+        self.delay_seconds_max = max(3 * beat_seconds, 1.0)
+        self._process_clock = SuspendAwareClock(self.delay_seconds_max, clock)
+        self._answered_at = 0.0
+        # Read in the thread alone: while the thread is stuck in the store it sees no rank, and must blame none.
+        self._watch_clock = SuspendAwareClock(self.delay_seconds_max, clock)
+        self._watched_at = 0.0
+        self._count = 0
+        self._status = RankStatus(0)
+        self._status_lock = threading.Lock()
+        self._monitor: LivenessMonitor | None = None
+        self._heard: set[int] = set()
+        self._unheard_from = 0
+        self._hooks: list[Callable[[Client], None]] = []
+        self._outbox: deque[Callable[[Client], None]] = deque()
+        self._wake = threading.Event()
+        self._logged: str | None = None
+        self._is_closing = False
+        self._says_goodbye = True
+        self._gone: Exception | None = None
+        self._run_lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Self:
+        """Start the thread unless it was started, and return self; may be called again after a failure or Ctrl-C.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="dcp_remote-heartbeat", daemon=True)
+            thread.start()
+            self._thread = thread
+            _running.add(self)
+        return self
+
+    @property
+    def has_started(self) -> bool:
+        """True once the thread was started."""
+        return self._thread is not None
+
+    @property
+    def gone(self) -> Exception | None:
+        """Error that ended the thread: the host of the store is gone. None while the thread runs."""
+        return self._gone
+
+    @property
+    def last_note(self) -> str:
+        """Activity of this rank, as last noted."""
+        return self._status.note
+
+    def client(self) -> Client:
+        """Return a client for another thread, whose answers count as contact; blocks if the store does.
+
+        Raises:
+            DistNetworkError: The store could not be opened.
+        """
+        self._is_store_open.wait()
+        if self._store is None:
+            raise dist.DistNetworkError(f"The key-value store of the process group could not be opened: {self._gone}")
+        return Client(self._store, self._record_answer)
+
+    def contact_seconds(self) -> float:
+        """Return the seconds since the store last answered this process, without time in which it was suspended.
+
+        From any thread; never touches the store.
+        """
+        return self._process_clock() - self._answered_at
+
+    def note(self, text: str) -> None:
+        """Set the activity of this rank, which is published with the next heartbeat."""
+        with self._status_lock:
+            self._status = replace(self._status, note=one_line(text))
+
+    def enter(self, operation: int, what: str, watched: Iterable[int]) -> None:
+        """Publish at once that this rank is in an operation, and watch these ranks from now on."""
+        self._monitor = LivenessMonitor(watched, self._watched_at)
+        with self._status_lock:
+            self._status = RankStatus(0, operation, one_line(what), is_inside=True, note=one_line(what))
+        self._wake.set()
+
+    def renumber(self, operation: int) -> None:
+        """Publish at once that the operation has another number than this rank had counted."""
+        with self._status_lock:
+            self._status = replace(self._status, operation=operation)
+        self._wake.set()
+
+    def leave(self, note: str) -> None:
+        """Publish at once that this rank has left the operation, and watch no rank."""
+        self._monitor = None
+        with self._status_lock:
+            self._status = replace(self._status, is_inside=False, note=one_line(note))
+        self._wake.set()
+
+    def last(self, rank: int) -> RankStatus | None:
+        """Return the last status of a watched rank; None if there was no heartbeat."""
+        monitor = self._monitor
+        return None if monitor is None else monitor.last(rank)
+
+    def silent_ranks(self, seconds: float) -> dict[int, float]:
+        """Return the watched ranks that were heard before, but not for so long: by rank, the seconds of silence.
+
+        In the thread only.
+        """
+        monitor = self._monitor
+        if monitor is None:
+            return {}
+        silences = {
+            rank: monitor.silent_seconds(rank, self._watched_at) for rank in monitor.ranks if rank in self._heard
+        }
+        return {rank: silence for rank, silence in silences.items() if silence >= seconds}
+
+    def tell(self, action: Callable[[Client], None]) -> None:
+        """Queue an action for the thread, which wakes up at once and does queued actions first, in order.
+
+        Never blocks, never raises.
+        """
+        self._outbox.append(action)
+        self._wake.set()
+
+    def add_hook(self, hook: Callable[[Client], None]) -> None:
+        """Call a function in the thread after each heartbeat, once the watched ranks have been read."""
+        self._hooks = [*self._hooks, hook]
+
+    def remove_hook(self, hook: Callable[[Client], None]) -> None:
+        """Stop calling a function that `add_hook` added."""
+        self._hooks = [kept for kept in self._hooks if kept != hook]
+
+    def read(self, client: Client, ranks: Sequence[int]) -> dict[int, RankStatus]:
+        """Return the status of those ranks that ever had a heartbeat; in the thread only."""
+        unheard = [rank for rank in ranks if rank not in self._heard]
+        if len(unheard) > _UNHEARD_PER_BEAT:
+            self._unheard_from %= len(unheard)
+            unheard = (unheard[self._unheard_from :] + unheard)[:_UNHEARD_PER_BEAT]
+            self._unheard_from += _UNHEARD_PER_BEAT
+        present = client.present([_status_key(rank) for rank in unheard])
+        self._heard.update(rank for rank in unheard if _status_key(rank) in present)
+        heard = [rank for rank in ranks if rank in self._heard]
+        values = client.get_many([_status_key(rank) for rank in heard])
+        return {rank: RankStatus.decode(value) for rank, value in zip(heard, values, strict=True)}
+
+    def close(self, seconds: float = math.inf, *, says_goodbye: bool = True) -> None:
+        """Publish the last heartbeat and stop the thread; returns in time even if the store is stuck.
+
+        Args:
+            seconds: Longest time to wait for the thread; never more than ten seconds.
+            says_goodbye: Publish that there will be no more heartbeats. Otherwise ranks that watch this one take it for
+                a silent rank, unless another heartbeat of this rank begins later.
+        """
+        _running.discard(self)
+        self._says_goodbye = says_goodbye
+        self._is_closing = True
+        self._wake.set()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            patience_seconds = 2 * _CLOSE_SECONDS if self.contact_seconds() < _CLOSE_SECONDS else 0.5
+            self._thread.join(min(patience_seconds, seconds))
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        if not self._run_lock.acquire(blocking=False):
+            return  # Ctrl-C interrupted an earlier `start` after its thread had begun
+        try:
+            self._store = self._open_store()
+            self._is_store_open.set()
+            client = self.client()
+            while not self._is_closing:
+                self._beat(client)
+                self._wake.wait(self._beat_seconds)
+                self._wake.clear()
+            self._say_goodbye(client)
+        except Exception as error:  # noqa: BLE001  # the store is gone; callers see that in `gone`
+            self._gone = error
+            self._is_store_open.set()
+            logger.debug("rank %d: heartbeat ended, the key-value store is gone: %s", self._rank, error)
+
+    def _beat(self, client: Client) -> None:
+        # Read before the outbox is emptied: a rank that reads that this one has left finds what it told before leaving.
+        status = self._status
+        self._empty_outbox(client)
+        self._count += 1
+        client.put(_status_key(self._rank), replace(status, count=self._count).encode())
+        client.has([_status_key(self._rank)])  # a stopped host takes what is put, but does not answer
+        monitor = self._monitor
+        self._watched_at = self._watch_clock()
+        if monitor is not None:
+            for rank, rank_status in self.read(client, monitor.ranks).items():
+                monitor.record(rank, rank_status, self._watched_at)
+        for hook in self._hooks:
+            self._call(hook, client)
+
+    def _empty_outbox(self, client: Client) -> None:
+        while self._outbox:
+            self._call(self._outbox.popleft(), client)
+
+    def _call(self, hook: Callable[[Client], None], client: Client) -> None:
+        try:
+            hook(client)
+        except dist.DistNetworkError:
+            raise
+        except Exception as error:
+            logged, self._logged = self._logged, repr(error)
+            if logged != self._logged:  # once, not with every heartbeat
+                logger.exception("rank %d: a function called with the heartbeat failed", self._rank)
+
+    def _say_goodbye(self, client: Client) -> None:
+        self._empty_outbox(client)
+        end = self._clock() + _CLOSE_SECONDS
+        while not self._farewell(client) and self._clock() < end:
+            time.sleep(0.02)
+        note = "closed" if self._says_goodbye else self._status.note
+        goodbye = replace(self._status, count=self._count + 1, is_inside=False, is_closed=self._says_goodbye, note=note)
+        client.put(_status_key(self._rank), goodbye.encode())
+        client.has([_status_key(self._rank)])  # its answer says that the status has arrived
+
+    def _record_answer(self) -> None:
+        self._answered_at = self._process_clock()
+
+
+_running: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Stop all threads: one that returns from C++ while the interpreter shuts down takes the process with it."""
+    for heartbeat in list(_running):
+        heartbeat.close()
+
+
+# Registered on import and not by the first heartbeat: functions registered later, as by a manager, run before this one
+# and still need the heartbeat for the last save.
+atexit.register(_close_all)
+
+
+def read_statuses(client: Client, ranks: Iterable[int]) -> dict[int, RankStatus]:
+    """Return the last status of those ranks that ever had a heartbeat."""
+    keys = {_status_key(rank): rank for rank in ranks}
+    present = list(client.present(list(keys)))
+    values = client.get_many(present)
+    return {keys[key]: RankStatus.decode(value) for key, value in zip(present, values, strict=True) if value}
+
+
+def _status_key(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def one_line(text: str) -> str:
+    """Return the text on one line, cut to the length that errors and heartbeats take."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LINE_CHARACTERS_MAX else f"{line[:_LINE_CHARACTERS_MAX]}…"

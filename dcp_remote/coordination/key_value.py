@@ -1,0 +1,190 @@
+"""Client of the key-value store of torch's process group, in which no operation waits for a key.
+
+Nothing unblocks a torch collective that waits for a rank that is dead or stopped. This client polls the store instead,
+so that every wait is the caller's own, and ends when the caller wants.
+
+A store whose host process is stopped answers nobody: `check` and `get` then block forever (torch 2.13). `HelperClient`
+makes them in a helper thread, which its caller can leave behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from dcp_remote.common.helper_thread import HelperThread
+
+T = TypeVar("T")
+
+# TCPStore's server drops a connection that sends more than 8 MiB at once (TCPStoreLibUvBackend.cpp of torch 2.13).
+_PART_BYTES_MAX = 4 * 2**20
+
+# Keys of one operation: a message of some 100 kB; its answer is as long as the values are.
+_KEYS_PER_OPERATION = 1024
+
+# Keys that `present` looks for at a time.
+_KEYS_PER_LOOK = 16
+
+# Timeout of `get` for a key that was deleted after it was seen: the only wait that is the store's. It prints two lines.
+_GET_TIMEOUT = timedelta(seconds=5)
+# Attempts to get keys that exist, from a store that is only slow.
+_GET_ATTEMPTS = 3
+
+
+class Client:
+    """One thread's own connection to a store; no operation waits for a key.
+
+    Values have any size: a large value is cut into parts, the first of which is written last.
+
+    Args:
+        store: Store to connect to. TCPStore and FileStore have one connection per clone, since a blocked operation
+            holds up all others of its connection. HashStore, and a store without `clone`, is used as it is.
+        on_answer: Called after each operation that the store answered.
+    """
+
+    def __init__(self, store: dist.Store, on_answer: Callable[[], None] = lambda: None) -> None:
+        """Connect to the store."""
+        self._store = open_connection(store)
+        self._on_answer = on_answer
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys exist."""
+        found = all(self._store.check(list(some_keys)) for some_keys in _slices(keys))
+        self._on_answer()
+        return found
+
+    def present(self, keys: Sequence[str]) -> set[str]:
+        """Return those keys that exist; one operation for 16 keys that exist, 17 where one of the 16 is missing."""
+        found: set[str] = set()
+        for first in range(0, len(keys), _KEYS_PER_LOOK):
+            some_keys = keys[first : first + _KEYS_PER_LOOK]
+            found.update(some_keys if self.has(some_keys) else [key for key in some_keys if self.has([key])])
+        return found
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key that exists; b"" if the key is deleted meanwhile."""
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that exist.
+
+        If one of the keys is deleted meanwhile, all values are b"", after `_GET_TIMEOUT`.
+        """
+        return self._read_all(keys) or [b"" for _ in keys]
+
+    def take_many(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that exist, as `get_many`, and delete the keys; none if one of them is missing."""
+        values = self._read_all(keys)
+        if values is None:
+            return [b"" for _ in keys]
+        for key, value in zip(keys, values, strict=True):
+            for number in range(max(1, -(-len(value) // _PART_BYTES_MAX))):
+                self._store.delete_key(_part_key(key, number))
+        self._on_answer()
+        return values
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set the value of a key; a value of several parts must not replace another.
+
+        A TCPStore does not answer, so nothing says that the value has arrived; the next request of this client is
+        carried out after it.
+        """
+        parts = [value[first : first + _PART_BYTES_MAX] for first in range(0, len(value), _PART_BYTES_MAX)] or [b""]
+        for number, part in enumerate(parts[1:], start=1):
+            self._store.set(_part_key(key, number), part)  # type: ignore[arg-type]  # bytes are taken
+        self._store.set(key, len(parts).to_bytes(4, "little") + parts[0])  # type: ignore[arg-type]
+
+    def put_first(self, key: str, value: bytes) -> None:
+        """Set the value of a key unless the key exists; at most 4 MiB."""
+        assert len(value) <= _PART_BYTES_MAX, "a value of several parts cannot be set at once"
+        head = (1).to_bytes(4, "little") + value
+        self._store.compare_set(key, b"", head)  # type: ignore[arg-type]
+        self._on_answer()
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete those keys that exist, with all parts of their values."""
+        for key in keys:
+            self._store.delete_key(key)
+            number = 1
+            while self._store.check([_part_key(key, number)]):
+                self._store.delete_key(_part_key(key, number))
+                number += 1
+        self._on_answer()
+
+    def _read_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Return the values of all keys; None if a key does not exist any more."""
+        for attempt in range(1, _GET_ATTEMPTS + 1):
+            try:
+                heads = [head for some_keys in _slices(keys) for head in self._store.multi_get(list(some_keys))]
+                values = [self._read_whole(key, head) for key, head in zip(keys, heads, strict=True)]
+            except dist.DistStoreError:  # a TCPStore waited for a key until its timeout
+                if not self.has(keys):
+                    return None
+                if attempt == _GET_ATTEMPTS:
+                    raise
+            else:
+                self._on_answer()
+                return values
+        raise AssertionError("the last attempt returns or raises")
+
+    def _read_whole(self, key: str, head: bytes) -> bytes:
+        count = int.from_bytes(head[:4], "little")
+        rest = [self._store.get(_part_key(key, number)) for number in range(1, count)]
+        return b"".join([head[4:], *rest])
+
+
+class HelperClient:
+    """Client in a helper thread, for a thread that must not block on a store that does not answer.
+
+    Args:
+        connect: Makes the client; called in the helper thread, by the first request.
+    """
+
+    def __init__(self, connect: Callable[[], Client]) -> None:
+        """Store `connect`; no thread is started."""
+        self._connect = connect
+        self._client: Client | None = None
+        self._helper = HelperThread("dcp_remote-store")
+
+    def ask(self, request: Callable[[Client], T], look: Callable[[], None]) -> T:
+        """Make a request in the helper thread and return its answer; see `HelperThread.run`.
+
+        After `look` has raised, the helper thread may still use the client: close this object and make another.
+        """
+
+        def make_request() -> T:
+            if self._client is None:
+                self._client = self._connect()
+            return request(self._client)
+
+        return self._helper.run(make_request, look)
+
+    def close(self) -> None:
+        """End the helper thread."""
+        self._helper.close()
+
+
+def open_connection(store: dist.Store) -> dist.Store:
+    """Return another connection to a store, for another thread; the store itself if it cannot be cloned."""
+    try:
+        clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
+    except (AttributeError, NotImplementedError):
+        return store  # a user's own class, or an older torch
+    innermost = clone
+    while isinstance(innermost, dist.PrefixStore):
+        innermost = innermost.underlying_store
+    if isinstance(innermost, dist.TCPStore):  # the clone of another class may be the original
+        clone.set_timeout(_GET_TIMEOUT)
+    return clone
+
+
+def _part_key(key: str, number: int) -> str:
+    return f"{key}+{number}" if number else key
+
+
+def _slices(keys: Sequence[str]) -> Iterator[Sequence[str]]:
+    for first in range(0, len(keys), _KEYS_PER_OPERATION):
+        yield keys[first : first + _KEYS_PER_OPERATION]

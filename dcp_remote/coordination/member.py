@@ -1,0 +1,71 @@
+"""One rank's membership in a group: all that a collective operation needs to know and to use of its group."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from dcp_remote.coordination.heartbeat import Heartbeat
+from dcp_remote.coordination.key_value import Client, HelperClient
+
+
+class GroupMember:
+    """This rank as a member of its group: its heartbeat, an idle client of the store, and the keys to delete later.
+
+    Args:
+        rank: Rank of this process, within the group.
+        world_size: Ranks of the group.
+
+    Attributes:
+        rank: Rank of this process, within the group.
+        world_size: Ranks of the group.
+        is_coordinator: True on rank 0.
+        heartbeat: Heartbeat of this rank; None if it is the only one, or before the first operation.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        """Ask the store nothing."""
+        self.rank = rank
+        self.world_size = world_size
+        self.is_coordinator = rank == 0
+        self.heartbeat: Heartbeat | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._idle_client: HelperClient | None = None
+        self._leftovers: dict[int, list[str]] = {}
+
+    def take_client(self) -> HelperClient:
+        """Return a client for the thread of an operation: the idle one, or another."""
+        with self._lock:
+            client, self._idle_client = self._idle_client, None
+        assert self.heartbeat is not None, "a single rank needs no store"
+        return HelperClient(self.heartbeat.client) if client is None else client
+
+    def return_client(self, client: HelperClient) -> None:
+        """Keep a client for the next operation, or close it; no thread may be stuck in it."""
+        with self._lock:
+            is_kept = self._idle_client is None and not self._is_closed
+            if is_kept:
+                self._idle_client = client
+        if not is_kept:
+            client.close()
+
+    def leave_keys(self, operation: int, keys: Iterable[str]) -> None:
+        """Note keys that an operation may have left in the store; coordinator only. A single rank has no store."""
+        with self._lock:
+            if self.world_size > 1:
+                self._leftovers.setdefault(operation, []).extend(keys)
+
+    def delete_left_keys(self, client: Client, before: int) -> None:
+        """Delete the keys that operations before number `before` left in the store."""
+        with self._lock:
+            old = [self._leftovers.pop(operation) for operation in list(self._leftovers) if operation < before]
+        client.delete(key for keys in old for key in keys)
+
+    def close(self) -> None:
+        """Close the idle client, and keep none from now on."""
+        with self._lock:
+            self._is_closed = True
+            client, self._idle_client = self._idle_client, None
+        if client is not None:
+            client.close()

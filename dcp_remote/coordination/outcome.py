@@ -1,0 +1,334 @@
+"""Outcome of a collective operation, as seen by one rank: its error if it was cancelled, and the number it goes by.
+
+Only the coordinator ends an operation for all ranks: its heartbeat's thread posts the verdict. If the coordinator is
+silent, or the store is gone with its host, each rank finds that out alone.
+
+Each rank counts operations itself, so their numbers agree as long as all ranks begin equally many. But a rank may raise
+before it begins an operation that the others begin, and that then fails without it; its count would stay one behind. So
+a rank that finds the verdict on another operation under its number goes on to the next number, since no other rank will
+do this rank's operation under the first one.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.picklable_errors import survives_pickling
+from dcp_remote.coordination.heartbeat import RankStatus
+from dcp_remote.coordination.key_value import Client
+from dcp_remote.coordination.member import GroupMember
+from dcp_remote.coordination.messages import CollectiveKeys, Verdict
+from dcp_remote.errors import DcpRemoteError
+
+# Time after the deadline in which the coordinator says who is missing, before the others give up by themselves.
+GRACE_SECONDS = 2.0
+
+# Ranks named in an error; the rest is counted.
+_RANKS_NAMED_MAX = 16
+
+# Largest pickled error: a verdict is put in one piece.
+_ERROR_BYTES_MAX = 2**20
+
+
+class Outcome:
+    """Outcome of a collective operation, as seen by one rank; from any thread.
+
+    Args:
+        member: This rank as a member of the group.
+        keys: Keys of the operation, by the number that this rank has counted.
+        seconds: Seconds until the deadline, from now on.
+        silence_seconds: Seconds without an answer of the store, or of sleep of this process, that end the operation.
+        left_seconds: Returns the seconds left for work before this process is killed; the operation ends when there are
+            none, even while it commits.
+        failed: Class of the error that is raised for a cause that is no `DcpRemoteError`.
+        timed_out: Class of the error that is raised at the deadline.
+        on_renumber: Called with the new number if the operation goes by another one.
+        clock: Monotonic clock, in seconds.
+
+    Attributes:
+        what: Name of the operation.
+        failed: Class of the error that is raised for a cause that is no `DcpRemoteError`.
+        timed_out: Class of the error that is raised at the deadline.
+        keys: Keys of the operation, by the number known so far.
+        error: Error that cancelled the operation; None while it goes on.
+        coordinator_lost: True if the operation was cancelled and this rank cannot know what the coordinator did last.
+        is_committing: True on a coordinator in the commit phase: only the deadline cancels.
+        ended_before_commit: True if the coordinator's verdict says that it was not committing yet. Not set on the
+            coordinator.
+        has_left: True once this rank takes no part any more.
+        has_met: True once all ranks have met in a round: the number is right.
+        time_limit: Deadline that passes with time only.
+        deadline: Deadline that also passes when the operation is cancelled, or no time is left for work.
+    """
+
+    def __init__(
+        self,
+        member: GroupMember,
+        keys: CollectiveKeys,
+        *,
+        seconds: float,
+        silence_seconds: float,
+        left_seconds: Callable[[], float],
+        failed: type[DcpRemoteError],
+        timed_out: type[DcpRemoteError],
+        on_renumber: Callable[[int], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Start the deadline."""
+        self.what = keys.what
+        self.failed = failed
+        self.timed_out = timed_out
+        self.keys = keys
+        self._member = member
+        self._heartbeat = member.heartbeat
+        self._on_renumber = on_renumber
+        self._clock = clock
+        self._seconds = seconds
+        self._silence_seconds = silence_seconds
+        self._left_seconds = left_seconds
+        self._lock = threading.Lock()
+        self._cancelled = threading.Event()
+        self.error: DcpRemoteError | None = None
+        self.coordinator_lost = False
+        self.is_committing = False
+        self.ended_before_commit = False
+        self.has_left = False
+        self.has_met = False
+        self._looked_at = clock()
+        self.time_limit = Deadline(seconds, clock)
+        self.deadline = Deadline(
+            seconds, lambda: math.inf if self._cancelled.is_set() or left_seconds() <= 0 else clock()
+        )
+
+    def enter_commit(self) -> None:
+        """Enter the commit phase: only the deadline cancels from here on. Coordinator only.
+
+        Raises:
+            DcpRemoteError: The operation was cancelled already.
+        """
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            self.is_committing = True
+
+    def leave(self) -> DcpRemoteError | None:
+        """Take no part any more; return the error that cancelled the operation before, if any. None can follow."""
+        with self._lock:
+            self.has_left = True
+            return self.error
+
+    def wait(self, seconds: float) -> None:
+        """Wait for some seconds, or until the operation is cancelled."""
+        self._cancelled.wait(seconds)
+
+    def look(self) -> None:
+        """Cancel the operation if its deadline and the grace have passed, no time is left, or the store is silent.
+
+        From any thread, at any time; never touches the store. A thread that waits for another, which may be stuck in
+        the store, calls this twice a second.
+        """
+        now = self._clock()
+        asleep_seconds, self._looked_at = now - self._looked_at, now
+        if self.has_left or self.error is not None:
+            return
+        heartbeat, rank, silence_seconds = self._heartbeat, self._member.rank, self._silence_seconds
+        if self.time_limit.elapsed_seconds() >= self._seconds + GRACE_SECONDS:
+            self._time_out_alone()
+        elif self._left_seconds() <= 0:
+            message = f"There is no time left for {self.what} before rank {rank} is killed; it was given up."
+            self.end(self.timed_out(message, rank=rank), even_in_commit=True)
+        elif heartbeat is None or self.is_committing:
+            return
+        elif asleep_seconds > silence_seconds:
+            message = f"Rank {rank} was stopped or stuck for {asleep_seconds:.0f} s; {self.what} was given up."
+            self.end(self.failed(message, rank=rank), coordinator_lost=True)
+        elif heartbeat.gone is not None or heartbeat.contact_seconds() > silence_seconds:
+            self.end_without_store(heartbeat.gone)
+
+    def require_going_on(self) -> None:
+        """Raise the error that cancelled the operation, or that cancels it now; see `look`."""
+        self.look()
+        if self.error is not None:
+            raise self.error
+
+    # ---- where the others are
+
+    def coordinator_status(self) -> RankStatus | None:
+        """Return the coordinator's last status; None on the coordinator itself, or if it had no heartbeat."""
+        return None if self._member.is_coordinator or self._heartbeat is None else self._heartbeat.last(0)
+
+    def has_rank_left(self, status: RankStatus) -> bool:
+        """Return whether a rank of this status takes no part in this operation any more."""
+        number = self.keys.number
+        is_out = status.operation == number and status.what == self.what and not status.is_inside
+        return status.is_closed or status.operation > number or is_out
+
+    def follow(self, status: RankStatus) -> bool:
+        """Take the coordinator's number if it is in this operation under a later one; return whether that changed."""
+        keys = self.keys
+        if self.has_met or status.operation <= keys.number or status.what != self.what or not status.is_inside:
+            return False
+        self._renumber(keys, status.operation)
+        return True
+
+    def read_verdict(self, client: Client) -> bool:
+        """Read the verdict under this number, if there is one: cancel, or go on to the next number.
+
+        Returns:
+            Whether there was a verdict. The coordinator reads that of a failed rank, any other rank the coordinator's.
+        """
+        keys, is_coordinator = self.keys, self._member.is_coordinator
+        key = keys.failed if is_coordinator else keys.verdict
+        data = client.get(key) if client.has([key]) else b""
+        if not data:
+            return False  # also if the verdict was deleted just now: this rank is behind, and will find that out
+        verdict = pickle.loads(data)  # noqa: S301  # of a rank of this job
+        assert isinstance(verdict, Verdict), "nothing else is put there"
+        if self.has_met or verdict.what in {self.what, ""}:
+            if is_coordinator:
+                self.end(verdict.error(self.failed))
+            else:
+                self.ended_before_commit = not verdict.coordinator_lost and not verdict.is_committing
+                self.cancel(verdict.error(self.failed), coordinator_lost=verdict.coordinator_lost)
+        elif self._renumber(keys, keys.number + 1) and is_coordinator:
+            others = range(1, self._member.world_size)
+            own, theirs = (some.contributions(1, others) for some in (keys, keys.with_name(verdict.what)))
+            self._member.leave_keys(keys.number, [keys.failed, keys.verdict, *own, *theirs])
+        return True
+
+    def _renumber(self, keys: CollectiveKeys, number: int) -> bool:
+        """Change the number unless another thread has changed it since `keys` were read; return whether it did."""
+        with self._lock:
+            if self.keys is not keys:
+                return False
+            self.keys = CollectiveKeys(number, self.what)
+            self._on_renumber(number)
+            return True
+
+    # ---- ends
+
+    def _time_out_alone(self) -> None:
+        """End the operation: the deadline and the grace have passed without a verdict."""
+        has_begun = True
+        if self._member.is_coordinator:
+            message = f"The coordinator did not end {self.what} by the deadline."
+        else:
+            status = self.coordinator_status()
+            has_begun = status is None or status.operation >= self.keys.number
+            message = f"The coordinator did not end {self.what} by the deadline; it was given up."
+        error = self.timed_out(message, **self.rank_details([0]))
+        self.end(error, coordinator_lost=has_begun, even_in_commit=True)
+
+    def end_without_store(self, cause: Exception | None) -> None:
+        """End the operation: the store is gone, or does not answer. The coordinator may live all the same."""
+        seconds = 0.0 if self._heartbeat is None else self._heartbeat.contact_seconds()
+        trouble = f"has not answered for {seconds:.0f} s" if cause is None else "is gone"
+        message = f"The key-value store of the process group {trouble}; {self.what} was given up. Check its host."
+        self.end(self.failed(message, **self.rank_details([0]), cause=cause), coordinator_lost=True)
+
+    def end_without_verdict(self, status: RankStatus) -> None:
+        """End the operation: the coordinator has gone on, and this rank did not see how the operation ended."""
+        if status.is_closed:
+            message = f"The coordinator has closed without a verdict on {self.what}."
+        elif status.operation == self.keys.number:
+            message = f"The coordinator has left {self.what} without an answer for this rank."
+        else:
+            message = f"This rank is behind: {self.what} is over for the others, and its outcome is not known any more."
+        self.end(self.failed(message, **self.rank_details([0])), coordinator_lost=True)
+
+    def end(
+        self,
+        error: DcpRemoteError,
+        *,
+        coordinator_lost: bool = False,
+        even_in_commit: bool = False,
+        any_operation: bool = False,
+    ) -> None:
+        """Cancel the operation here, and tell the others.
+
+        Args:
+            error: Error that every rank raises.
+            coordinator_lost: This rank cannot know what the coordinator does; ignored on the coordinator.
+            even_in_commit: Cancel also in the coordinator's commit phase.
+            any_operation: End every operation under this number, also one of another name.
+        """
+        is_coordinator = self._member.is_coordinator
+        if self.cancel(error, coordinator_lost=coordinator_lost and not is_coordinator, even_in_commit=even_in_commit):
+            if is_coordinator:
+                self.tell(error, coordinator_lost=self.is_committing, any_operation=any_operation)
+            else:
+                told = self.error_for_others(error)
+                self.tell(told, coordinator_lost=coordinator_lost, any_operation=any_operation)
+
+    def cancel(self, error: DcpRemoteError, *, coordinator_lost: bool = False, even_in_commit: bool = False) -> bool:
+        """Cancel the operation here, without telling the others; return whether that changed anything.
+
+        Nothing changes if the operation was cancelled or left before, or is in the coordinator's commit phase.
+
+        Args:
+            error: Error that this rank raises.
+            coordinator_lost: This rank cannot know what the coordinator did last.
+            even_in_commit: Cancel also in the coordinator's commit phase.
+        """
+        with self._lock:
+            if self.has_left or self.error is not None or (self.is_committing and not even_in_commit):
+                return False
+            self.error, self.coordinator_lost = error, coordinator_lost
+            self._cancelled.set()
+            return True
+
+    def tell(self, error: DcpRemoteError, *, coordinator_lost: bool, any_operation: bool = False) -> None:
+        """Post a verdict with the next heartbeat, unless one was posted: the coordinator to all, others to it.
+
+        Args:
+            error: Error that the readers raise.
+            coordinator_lost: No other rank can know what the coordinator did last.
+            any_operation: End every operation under this number, also one of another name.
+        """
+        if self._heartbeat is not None:
+            key = self.keys.verdict if self._member.is_coordinator else self.keys.failed
+            what = "" if any_operation else self.what
+            verdict = Verdict(what, str(error), pickle.dumps(error), coordinator_lost, self.is_committing)
+            data = pickle.dumps(verdict)
+            self._heartbeat.tell(lambda client: client.put_first(key, data))
+
+    def error_for_others(self, error: BaseException) -> DcpRemoteError:
+        """Return the error that the other ranks raise for an error of this rank: the same, or `failed` if it is odd."""
+        rank = self._member.rank
+        failed = self.failed(f"Rank {rank} failed; {self.what} was given up.", rank=rank, cause=error)
+        if not isinstance(error, DcpRemoteError):
+            return failed
+        try:
+            same = type(error)(error.what, **error.details | {"rank": rank})
+            fits = survives_pickling(same) and len(pickle.dumps(same)) <= _ERROR_BYTES_MAX
+        except Exception:  # noqa: BLE001  # a user's own class may raise anything
+            return failed
+        return same if fits else failed
+
+    def rank_details(self, ranks: Sequence[int]) -> dict[str, str]:
+        """Return details for an error: the ranks, and the last known activity of each."""
+        shown = ranks[:_RANKS_NAMED_MAX]
+        more = [f"{len(ranks) - len(shown)} more"] if len(ranks) > len(shown) else []
+        last = [f"{rank}: {self._last_activity(rank)}" for rank in shown]
+        return {"ranks": ", ".join([*map(str, shown), *more]), "last": "; ".join(last)}
+
+    def _last_activity(self, rank: int) -> str:
+        if self._heartbeat is None or rank == self._member.rank:
+            return self.what if self._heartbeat is None else self._heartbeat.last_note
+        status = self._heartbeat.last(rank)
+        if status is None:
+            return "no heartbeat yet"
+        if status.operation < self.keys.number:
+            return f"has not joined, {status.note or 'no activity yet'}"
+        return status.note if status.what in {self.what, status.note} else f"{status.what}, {status.note}"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return the first ranks and the number of the rest, as in "Ranks 3, 5 and 2 more"."""
+    shown = [str(rank) for rank in ranks[:_RANKS_NAMED_MAX]]
+    more = f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else ""
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{more}"

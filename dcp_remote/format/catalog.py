@@ -1,0 +1,271 @@
+"""Catalog of a run: the live checkpoints, and the rules for changing them. Pure.
+
+The catalog is the only object of a run that is ever replaced, and only by compare-and-swap. Each rule of the run
+protocol is a function here that returns the next catalog or raises. After a lost swap the caller reads it again
+and applies the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from dcp_remote.errors import CheckpointNotFoundError, CommitConflictError, FencedError, InvalidArgumentError
+
+CATALOG_KEY = "catalog.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Live checkpoint.
+
+    Attributes:
+        step: Training step that was finished; at most one live checkpoint per step.
+        save_id: Id of the save that wrote the checkpoint; 32 lower-case hex digits.
+        manifest: Key of the manifest, relative to the run. Thinning replaces the manifest and its key.
+        size_bytes: Bytes of all shards that the manifest names, reused ones included.
+        created: Time in UTC, ISO 8601, by the coordinator's clock; information only.
+        token: Fencing token of the job that wrote the checkpoint.
+        began: Revision of the catalog when the save began; part of the names of its shards.
+        names: Names by which the checkpoint can be loaded.
+        metrics: Metrics that the user gave: name and value.
+        pinned: True if retention keeps the checkpoint, and only a save with `overwrite=True` may replace it.
+        thinned: Top-level keys of the state dict that were dropped after the save.
+        abandoned: True if a later job went on from an older checkpoint; `latest` and retention skip the checkpoint.
+    """
+
+    step: int
+    save_id: str
+    manifest: str
+    size_bytes: int
+    created: str
+    token: int
+    began: int
+    names: tuple[str, ...] = ()
+    metrics: tuple[tuple[str, float], ...] = ()
+    pinned: bool = False
+    thinned: tuple[str, ...] = ()
+    abandoned: bool = False
+
+    def is_replaceable_by(self, names: Iterable[str]) -> bool:
+        """Return whether a save with these names may replace the checkpoint, once abandoned, without `overwrite`."""
+        return not self.pinned and set(self.names).issubset(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """One revision of a run.
+
+    Attributes:
+        run_id: Id of the run, 32 lower-case hex digits; never changes.
+        revision: Number of times that the catalog was replaced.
+        token: Fencing token of the job that may commit.
+        floor: Lowest revision at which a save that may still commit began; the shards of older saves may be gone.
+        entries: Live checkpoints by ascending step.
+    """
+
+    run_id: str
+    revision: int = 0
+    token: int = 0
+    floor: int = 0
+    entries: tuple[Entry, ...] = ()
+
+    def at(self, step: int) -> Entry | None:
+        """Return the live checkpoint of a step, abandoned or not."""
+        return next((entry for entry in self.entries if entry.step == step), None)
+
+    def latest(self) -> Entry | None:
+        """Return the newest checkpoint that is not abandoned."""
+        return max((entry for entry in self.entries if not entry.abandoned), key=lambda entry: entry.step, default=None)
+
+    def named(self, name: str) -> Entry | None:
+        """Return the checkpoint that has this name; a name belongs to at most one checkpoint."""
+        return next((entry for entry in self.entries if name in entry.names), None)
+
+    def holds(self, save_id: str) -> bool:
+        """Return whether the checkpoint of a save is live."""
+        return any(entry.save_id == save_id for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Commit that a save asks for, with the state of the run on which the save relies.
+
+    Attributes:
+        entry: Checkpoint to add.
+        run_id: Id of the run when the save began.
+        before: save_id of the checkpoint of this step to overwrite, as seen when the save began; None if there is
+            nothing to overwrite. A checkpoint that is abandoned, or that this commit abandons, is replaced in any case,
+            unless it is pinned or has a name that `entry` does not have.
+        borrowed: save_id and manifest key of the checkpoint whose shards are reused; None if no shard is.
+        abandons: Step that the job restored (-1: no step): newer checkpoints of earlier jobs become abandoned. None to
+            abandon nothing. Needed in the first commit of a job, harmless in later ones. A job that restores an older
+            step again must first take a new fencing token.
+    """
+
+    entry: Entry
+    run_id: str
+    before: str | None = None
+    borrowed: tuple[str, str] | None = None
+    abandons: int | None = None
+
+
+class BeginAgainError(CommitConflictError):
+    """Objects that a save or a thinning wrote or reuses may have been removed; begin it again."""
+
+
+def fenced(catalog: Catalog) -> Catalog:
+    """Hand the run to a new job: earlier jobs cannot commit any more. Live checkpoints stay as they are."""
+    return replace(catalog, revision=catalog.revision + 1, token=catalog.token + 1)
+
+
+def refreshed(catalog: Catalog) -> Catalog:
+    """Raise the revision and nothing else.
+
+    Called between two attempts of a save: gc can then raise the floor above the shards of the failed attempt without
+    failing the next one.
+    """
+    return replace(catalog, revision=catalog.revision + 1)
+
+
+def committed(catalog: Catalog, attempt: Attempt) -> Catalog | None:
+    """Add a checkpoint. Return None if it is live already, as after a swap whose answer was lost.
+
+    Raises:
+        FencedError: A newer job owns the run, or another run was created in its place.
+        BeginAgainError: The save began below the floor, or the checkpoint whose shards it reuses has been removed,
+            replaced or thinned.
+        CommitConflictError: Another save of this step was committed meanwhile, or the abandoned checkpoint of this step
+            is pinned or named.
+    """
+    entry = attempt.entry
+    if catalog.holds(entry.save_id):
+        return None
+    # Compared before the tokens, which count from zero in every run and mean nothing in another one.
+    if catalog.run_id != attempt.run_id:
+        raise FencedError("Another run was created here; stop this job.", run=attempt.run_id, newest=catalog.run_id)
+    if catalog.token != entry.token:
+        raise FencedError("A newer job owns this run; stop this one.", token=entry.token, newest=catalog.token)
+    _require_above_floor(catalog, entry.began)
+    there = catalog.at(entry.step)
+    if (there.save_id if there is not None else None) != attempt.before:
+        if there is None or not (there.abandoned or _abandons(attempt, there)):
+            raise CommitConflictError(
+                "Another save of this step was committed meanwhile; this save was not committed.",
+                step=entry.step,
+                committed=there.save_id if there is not None else None,
+            )
+        if not there.is_replaceable_by(entry.names):
+            raise CommitConflictError(
+                "The abandoned checkpoint of this step is pinned or named, so this save was not committed. Save "
+                "another step, unpin that checkpoint, or pass overwrite=True.",
+                step=entry.step,
+                pinned=there.pinned,
+                names=", ".join(there.names) or None,
+            )
+    if attempt.borrowed is not None and attempt.borrowed not in {
+        (live.save_id, live.manifest) for live in catalog.entries
+    }:
+        raise BeginAgainError(
+            "The checkpoint whose shards this save reuses was removed, replaced or thinned meanwhile.",
+            borrowed=attempt.borrowed[0],
+        )
+    rest = (_without_names(live, entry.names) for live in catalog.entries if live.step != entry.step)
+    rest = (replace(live, abandoned=True) if _abandons(attempt, live) else live for live in rest)
+    return _with(catalog, [*rest, entry])
+
+
+def retired(catalog: Catalog, save_ids: Iterable[str]) -> Catalog | None:
+    """Remove checkpoints. Return None if none of them is live. Shards that only they named may go after the swap.
+
+    The floor rises above the revisions at which their saves began. Otherwise a save whose commit had no answer would
+    find its step free, and commit again the checkpoint that is being deleted.
+    """
+    ids = frozenset(save_ids)
+    gone = [entry for entry in catalog.entries if entry.save_id in ids]
+    if not gone:
+        return None
+    floor = max(catalog.floor, *(entry.began + 1 for entry in gone))
+    return _with(replace(catalog, floor=floor), [entry for entry in catalog.entries if entry.save_id not in ids])
+
+
+def thinned(
+    catalog: Catalog, save_id: str, *, began: int, seen: str, manifest: str, keys: Iterable[str], size_bytes: int
+) -> Catalog | None:
+    """Replace the manifest of a checkpoint by one without some top-level keys.
+
+    Args:
+        catalog: Current catalog.
+        save_id: Id of the save that wrote the checkpoint.
+        began: Revision of the catalog when the new manifest was put; part of its name.
+        seen: Key of the manifest that is replaced.
+        manifest: Key of the new manifest.
+        keys: Top-level keys of the state dict that the new manifest leaves out.
+        size_bytes: Bytes of the shards that the new manifest names.
+
+    Returns:
+        The next catalog; None if the checkpoint is not live with the manifest `seen`.
+
+    Raises:
+        BeginAgainError: Orphans were removed since the new manifest was put, perhaps this manifest among them.
+    """
+    entry = next((live for live in catalog.entries if (live.save_id, live.manifest) == (save_id, seen)), None)
+    if entry is None:
+        return None
+    _require_above_floor(catalog, began)
+    kept = tuple(sorted({*entry.thinned, *keys}))
+    return _changed(catalog, replace(entry, manifest=manifest, thinned=kept, size_bytes=size_bytes))
+
+
+def pinned(catalog: Catalog, step: int, *, pin: bool) -> Catalog | None:
+    """Pin or unpin the checkpoint of a step. Return None if nothing changes.
+
+    Raises:
+        CheckpointNotFoundError: No checkpoint of this step is live.
+    """
+    entry = catalog.at(step)
+    if entry is None:
+        raise CheckpointNotFoundError("No checkpoint of this step is live.", step=step)
+    return None if entry.pinned == pin else _changed(catalog, replace(entry, pinned=pin))
+
+
+def raised(catalog: Catalog, floor: int) -> Catalog | None:
+    """Raise the floor to `floor`. Return None if it is that high already.
+
+    Raises:
+        InvalidArgumentError: The floor would be above the revision of the next catalog, so that no save could commit.
+    """
+    if catalog.floor >= floor:
+        return None
+    if floor > catalog.revision + 1:
+        raise InvalidArgumentError(
+            "The floor cannot be above the next revision of the catalog.", floor=floor, revision=catalog.revision
+        )
+    return replace(catalog, revision=catalog.revision + 1, floor=floor)
+
+
+def _require_above_floor(catalog: Catalog, began: int) -> None:
+    if began < catalog.floor:
+        raise BeginAgainError(
+            "Unreferenced objects were removed since this save or thinning began, perhaps its own among them.",
+            began=began,
+            floor=catalog.floor,
+        )
+
+
+def _abandons(attempt: Attempt, entry: Entry) -> bool:
+    return attempt.abandons is not None and entry.step > attempt.abandons and entry.token < attempt.entry.token
+
+
+def _without_names(entry: Entry, names: tuple[str, ...]) -> Entry:
+    left = tuple(name for name in entry.names if name not in names)
+    return entry if left == entry.names else replace(entry, names=left)
+
+
+def _changed(catalog: Catalog, entry: Entry) -> Catalog:
+    return _with(catalog, [entry if live.step == entry.step else live for live in catalog.entries])
+
+
+def _with(catalog: Catalog, entries: Iterable[Entry]) -> Catalog:
+    ordered = tuple(sorted(entries, key=lambda entry: entry.step))
+    return replace(catalog, revision=catalog.revision + 1, entries=ordered)

@@ -1,0 +1,91 @@
+"""Columns: arrays of integers as strings in a JSON document.
+
+JSON numbers are slow to parse, and a million of them become a million Python objects. A column is one string: the width
+of an entry in bytes, and the differences of neighboring values, packed little-endian in base64, as in `"2:AAABAAEA"`.
+Regular layouts have equal differences, which zstd compresses to almost nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+
+import numpy as np
+
+from dcp_remote.common.arrays import I64
+from dcp_remote.errors import CorruptCheckpointError
+
+_WIDTHS = {"1": "<i1", "2": "<i2", "4": "<i4", "8": "<i8"}
+
+# Every language reads JSON numbers up to here exactly; a byte offset in 8 PiB still fits.
+VALUE_MAX = 2**53
+
+# Three times the pieces for whose digests the largest manifest has room. A byte in the document becomes up to eight in
+# memory, so that without this bound a hostile document of 1 GiB would take many times its size.
+ENTRIES_MAX = 2**25
+
+
+def encode_column(values: I64) -> str:
+    """Encode an int64 array of values from 0 to 2**53 as a column."""
+    assert values.dtype == np.int64, "differences of other dtypes could wrap around or be fractions"
+    differences = np.diff(values, prepend=np.int64(0))
+    for width, kind in _WIDTHS.items():
+        bounds = np.iinfo(kind)
+        if differences.size == 0 or (differences.min() >= bounds.min and differences.max() <= bounds.max):
+            return f"{width}:{encode_bytes(differences.astype(kind).tobytes())}"
+    raise AssertionError("int64 holds every difference of int64 values below 2**53")
+
+
+def decode_column(text: str, *, name: str, count: int | None = None) -> I64:
+    """Decode a column.
+
+    Args:
+        text: Column as it stands in the document.
+        name: Field of the document, for errors.
+        count: Number of entries that the column must have; None for any number.
+
+    Returns:
+        int64 array of at most `ENTRIES_MAX` values, each from 0 to 2**53.
+
+    Raises:
+        CorruptCheckpointError: The text is not a column, has another number of entries, or a value out of bounds.
+    """
+    width, _, packed = text.partition(":")
+    kind = _WIDTHS.get(width)
+    if kind is None:
+        raise CorruptCheckpointError("The manifest is damaged: the width of a column is unknown.", column=name)
+    if len(packed) // 4 * 3 > (ENTRIES_MAX + 1) * int(width):
+        raise CorruptCheckpointError(
+            "The manifest is damaged: a column has too many entries.", column=name, entries_max=ENTRIES_MAX
+        )
+    data = decode_bytes(packed, name=name)
+    if len(data) % int(width) or (count is not None and len(data) != count * int(width)):
+        raise CorruptCheckpointError(
+            "The manifest is damaged: a column has the wrong length.", column=name, bytes=len(data), entries=count
+        )
+    # The first sum outside [0, 2**53] is below 2**63 + 2**53: if it wraps around, it is negative, and is refused.
+    values: I64 = np.cumsum(np.frombuffer(data, dtype=kind), dtype=np.int64)
+    if values.size and (values.min() < 0 or values.max() > VALUE_MAX):
+        raise CorruptCheckpointError("The manifest is damaged: a number in a column is out of bounds.", column=name)
+    return values
+
+
+def encode_bytes(data: bytes) -> str:
+    """Encode bytes in base64 (RFC 4648, with padding)."""
+    return base64.b64encode(data).decode("ascii")
+
+
+def decode_bytes(text: str, *, name: str) -> bytes:
+    """Decode base64.
+
+    Args:
+        text: Base64 with padding.
+        name: Field of the document, for errors.
+
+    Raises:
+        CorruptCheckpointError: The text is not base64.
+    """
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)  # unlike `base64.b64decode`, without a copy of the text
+    except (binascii.Error, ValueError) as error:
+        raise CorruptCheckpointError("The manifest is damaged: a field is not base64.", field=name) from error

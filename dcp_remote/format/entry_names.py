@@ -1,0 +1,75 @@
+"""Names of a checkpoint's entries: selection by pattern, and grouping by top-level key. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+from dcp_remote.errors import InvalidArgumentError
+
+# Bounds on the names shown in an error message.
+_NEAR_MAX = 3
+_TOP_LEVEL_MAX = 10
+_NAME_CHARACTERS_MAX = 128
+
+# Comparing takes 35 µs a name, and grows with the square of the length; a manifest may have a million names.
+_COMPARED_NAMES_MAX = 5_000
+
+
+def top_level_key(path: Sequence[str | int] | None) -> str:
+    """Return the top-level key of the state dict below which an entry is.
+
+    Args:
+        path: Path of the entry in the nested state dict; None if the state dict was not flattened.
+
+    Returns:
+        Top-level key; "" for an entry that is at the top itself, so that all such entries form one group.
+    """
+    return str(path[0]) if path is not None and len(path) > 1 else ""
+
+
+def chosen_names(
+    names: Sequence[str], patterns: Collection[str], *, paths: Mapping[str, Sequence[str | int]] | None
+) -> list[str]:
+    """Return the names that match a pattern, in the order of `names`.
+
+    A pattern that is itself a name matches only that name: `layers[0].weight` and `*` can be names. Any other pattern
+    is a glob as in `fnmatch.fnmatchcase`, in which `.` has no special meaning.
+
+    Args:
+        names: Names of all entries, without repetitions.
+        patterns: Names and globs; an empty collection matches nothing.
+        paths: Paths of entries in the nested state dict, for the error; None if it was not flattened.
+
+    Raises:
+        InvalidArgumentError: A pattern matches nothing; the error has similar names and the top-level keys.
+    """
+    known = set(names)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        if pattern in known:
+            chosen.add(pattern)
+            continue
+        fits = re.compile(fnmatch.translate(pattern)).match
+        found = [name for name in names if fits(name)]
+        if not found:
+            raise _nothing_fits(pattern, names, paths or {})
+        chosen.update(found)
+    return [name for name in names if name in chosen]
+
+
+def _nothing_fits(pattern: str, names: Sequence[str], paths: Mapping[str, Sequence[str | int]]) -> InvalidArgumentError:
+    compared = [name for name in names if len(name) <= _NAME_CHARACTERS_MAX][:_COMPARED_NAMES_MAX]
+    near = difflib.get_close_matches(pattern[:_NAME_CHARACTERS_MAX], compared, n=_NEAR_MAX)
+    # The name of an entry at the top itself is a key of the state dict.
+    tops = sorted({top_level_key(paths.get(name)) or name for name in names})
+    shown = [top[:_NAME_CHARACTERS_MAX] for top in tops[:_TOP_LEVEL_MAX]]
+    more = ["…"] if len(tops) > _TOP_LEVEL_MAX else []
+    return InvalidArgumentError(
+        "No entry of the checkpoint has this name or matches this pattern.",
+        key=pattern,
+        near=", ".join(near) or None,
+        top_level=", ".join(shown + more),
+    )

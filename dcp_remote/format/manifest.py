@@ -1,0 +1,313 @@
+"""Manifest of one checkpoint in memory: shards, tensors, chunks, pieces, objects. No I/O, no torch.
+
+`FORMAT.md` specifies the document. `manifest_json.py` writes and reads it, and calls `manifest_validation.py` both
+times: the numbers of a decoded `Manifest` need no further check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final, Self
+
+import numpy as np
+
+from dcp_remote.common.arrays import I64, group_offsets
+from dcp_remote.common.digests import DIGEST_BYTES
+
+MANIFEST_KEY = "manifest.json"
+
+# A commit without an answer is settled by looking for its save_id here: so many later saves may have replaced it.
+REPLACES_MAX = 64
+
+# The limit of torch.
+DIMENSIONS_MAX = 64
+
+# Encodings of a chunk: its elements, or a `torch.save` stream of the whole tensor; loading a PICKLE stream runs code.
+RAW: Final = "raw"
+TORCH: Final = "torch"
+PICKLE: Final = "pickle"
+# Further encodings of an object: tagged JSON (`json_tree.py`), and the same followed by large buffers as raw bytes.
+JSON: Final = "json"
+JSON_RAW: Final = "json+raw"
+
+_NO_NUMBERS = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKind:
+    """Properties that many tensors share: torch's `TensorProperties` by name, and the encoding of their chunks."""
+
+    dtype: str
+    encoding: str = RAW
+    layout: str = "strided"
+    requires_grad: bool = False
+    memory_format: str = "contiguous"
+    pin_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """Object stored in shards.
+
+    Attributes:
+        name: Name of the entry in the state dict.
+        encoding: `JSON`, `JSON_RAW`, `TORCH` or `PICKLE`.
+        piece_first: Index of its first piece among all pieces of the manifest.
+        pieces: Number of its pieces.
+    """
+
+    name: str
+    encoding: str
+    piece_first: int
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Shards, one entry each in every column.
+
+    Attributes:
+        keys: Object keys, relative to the checkpoint or run.
+        sizes: Bytes of the whole object.
+        data_starts: Byte in the shard at which the data begins, just after the block table.
+        table_lengths: Bytes of the block table, which ends at `data_starts`.
+        table_digests: Digests of the block tables, 16 bytes each, one after another.
+    """
+
+    keys: tuple[str, ...]
+    sizes: I64
+    data_starts: I64
+    table_lengths: I64
+    table_digests: bytes
+
+    @classmethod
+    def concat(cls, parts: Sequence[Shards]) -> Self:
+        """Return the shards of all parts, one part after another."""
+        return cls(
+            keys=tuple(key for part in parts for key in part.keys),
+            sizes=np.concatenate([_NO_NUMBERS, *(part.sizes for part in parts)]),
+            data_starts=np.concatenate([_NO_NUMBERS, *(part.data_starts for part in parts)]),
+            table_lengths=np.concatenate([_NO_NUMBERS, *(part.table_lengths for part in parts)]),
+            table_digests=b"".join(part.table_digests for part in parts),
+        )
+
+    def take(self, indices: I64) -> Shards:
+        """Return the shards at these indices, in their order."""
+        return Shards(
+            keys=tuple(self.keys[index] for index in indices.tolist()),
+            sizes=self.sizes[indices],
+            data_starts=self.data_starts[indices],
+            table_lengths=self.table_lengths[indices],
+            table_digests=_take_digests(self.table_digests, indices),
+        )
+
+    def table_digest(self, shard: int) -> bytes:
+        """Return the digest of the block table of a shard; 16 bytes."""
+        return self.table_digests[shard * DIGEST_BYTES : (shard + 1) * DIGEST_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Contiguous byte ranges in shards: those of all chunks in their order, then those of stored objects.
+
+    Attributes:
+        shard: Index of the shard that holds each piece.
+        start: First byte of each piece, counted from the start of the shard.
+        length: Bytes of each piece.
+        table: Index of the first digest of each piece in the block table of its shard; 0 for a piece of one block,
+            which has none there. Stored, because a table may hold digests of pieces that the manifest does not name.
+        digests: Digests of the pieces, 16 bytes each, one after another.
+    """
+
+    shard: I64
+    start: I64
+    length: I64
+    table: I64
+    digests: bytes
+
+    @classmethod
+    def concat(cls, parts: Sequence[Pieces]) -> Self:
+        """Return the pieces of all parts, one part after another.
+
+        Args:
+            parts: Pieces whose `shard` indices count the shards of all parts.
+        """
+        return cls(
+            shard=np.concatenate([_NO_NUMBERS, *(part.shard for part in parts)]),
+            start=np.concatenate([_NO_NUMBERS, *(part.start for part in parts)]),
+            length=np.concatenate([_NO_NUMBERS, *(part.length for part in parts)]),
+            table=np.concatenate([_NO_NUMBERS, *(part.table for part in parts)]),
+            digests=b"".join(part.digests for part in parts),
+        )
+
+    def take(self, indices: I64) -> Pieces:
+        """Return the pieces at these indices, in their order; `shard` is left as it is."""
+        return Pieces(
+            shard=self.shard[indices],
+            start=self.start[indices],
+            length=self.length[indices],
+            table=self.table[indices],
+            digests=_take_digests(self.digests, indices),
+        )
+
+    def digest(self, piece: int) -> bytes:
+        """Return the digest of a piece; 16 bytes."""
+        return self.digests[piece * DIGEST_BYTES : (piece + 1) * DIGEST_BYTES]
+
+
+def _take_digests(digests: bytes, indices: I64) -> bytes:
+    return np.frombuffer(digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)[indices].tobytes()
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Tensors and their chunks as flat columns.
+
+    Attributes:
+        names: Names, one per tensor.
+        kinds: Distinct kinds.
+        kind: Index into `kinds`, one per tensor.
+        dimensions: Number of dimensions, one per tensor.
+        shape: Sizes of all tensors, one tensor after another.
+        chunks: Number of chunks, one per tensor.
+        chunk_offsets: Offsets of all chunks, one chunk after another.
+        chunk_sizes: Sizes of all chunks, one chunk after another.
+        chunk_pieces: Number of pieces, one per chunk.
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[TensorKind, ...]
+    kind: I64
+    dimensions: I64
+    shape: I64
+    chunks: I64
+    chunk_offsets: I64
+    chunk_sizes: I64
+    chunk_pieces: I64
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """Index of each tensor by its name."""
+        return {name: number for number, name in enumerate(self.names)}
+
+    @cached_property
+    def shape_first(self) -> I64:
+        """Index in `shape` of the first size of each tensor; shape [tensors + 1]."""
+        return group_offsets(self.dimensions)
+
+    @cached_property
+    def chunk_first(self) -> I64:
+        """Index of the first chunk of each tensor, then the number of chunks; shape [tensors + 1]."""
+        return group_offsets(self.chunks)
+
+    @cached_property
+    def box_first(self) -> I64:
+        """Index in `chunk_offsets` and `chunk_sizes` of the first value of each chunk; shape [chunks + 1]."""
+        return group_offsets(np.repeat(self.dimensions, self.chunks))
+
+    @cached_property
+    def piece_first(self) -> I64:
+        """Index of the first piece of each chunk, then the number of pieces of tensors; shape [chunks + 1]."""
+        return group_offsets(self.chunk_pieces)
+
+    def kind_of(self, tensor: int) -> TensorKind:
+        """Return the kind of a tensor."""
+        return self.kinds[int(self.kind[tensor])]
+
+    def shape_of(self, tensor: int) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self.shape[self.shape_first[tensor] : self.shape_first[tensor + 1]].tolist())
+
+    def offsets_of(self, chunk: int) -> tuple[int, ...]:
+        """Return the offsets of a chunk in its tensor."""
+        return tuple(self.chunk_offsets[self.box_first[chunk] : self.box_first[chunk + 1]].tolist())
+
+    def sizes_of(self, chunk: int) -> tuple[int, ...]:
+        """Return the sizes of a chunk."""
+        return tuple(self.chunk_sizes[self.box_first[chunk] : self.box_first[chunk + 1]].tolist())
+
+    def boxes_of(self, tensor: int) -> tuple[I64, I64]:
+        """Return the offsets and the sizes of the chunks of a tensor, each of shape [chunks, dimensions]."""
+        first, stop = (int(self.box_first[self.chunk_first[tensor + i]]) for i in (0, 1))
+        shape = (int(self.chunks[tensor]), int(self.dimensions[tensor]))
+        return self.chunk_offsets[first:stop].reshape(shape), self.chunk_sizes[first:stop].reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """Place of a checkpoint in its run, from which a lost catalog can be rebuilt.
+
+    Attributes:
+        run_id: Id of the run; 32 lower-case hex digits.
+        step: Training step that was finished.
+        token: Fencing token of the job that wrote the checkpoint.
+        revision: Revision of the catalog when the save began; part of the names of its shards.
+        names: Names of the checkpoint when it was committed.
+        metrics: Metrics that the user gave: name and value.
+        thinned: Top-level keys of the state dict that were dropped after the save.
+    """
+
+    run_id: str
+    step: int
+    token: int
+    revision: int
+    names: tuple[str, ...] = ()
+    metrics: tuple[tuple[str, float], ...] = ()
+    thinned: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of one checkpoint.
+
+    Attributes:
+        save_id: Id of the save that wrote the checkpoint; 32 lower-case hex digits, fresh for each save.
+        replaces: save_ids of the manifests that this one and its predecessors replaced, newest first; at most
+            `REPLACES_MAX`.
+        created: Time in UTC, ISO 8601, by the coordinator's clock; information only.
+        writer: Names and versions of the software that wrote the checkpoint.
+        world_size: Number of ranks that saved.
+        shards: Shards that hold the pieces.
+        tensors: Tensors and their chunks.
+        pieces: Pieces of all chunks, then of `stored`.
+        inline: Small objects: name to JSON text.
+        stored: Objects in shards.
+        positions: Position among all entries of the state dict, one per object (`inline` in order, then `stored`).
+        flatten: torch's `planner_data`: the path of each name in the nested state dict; None if it was not flattened.
+        user: Metadata of the user's own.
+        run: Place of the checkpoint in a run; None for a checkpoint outside a run.
+    """
+
+    save_id: str
+    replaces: tuple[str, ...]
+    created: str
+    writer: Mapping[str, str]
+    world_size: int
+    shards: Shards
+    tensors: Tensors
+    pieces: Pieces
+    inline: Mapping[str, bytes] = field(default_factory=dict)
+    stored: tuple[StoredObject, ...] = ()
+    positions: tuple[int, ...] = ()
+    flatten: Mapping[str, tuple[str | int, ...]] | None = None
+    user: Mapping[str, object] = field(default_factory=dict)
+    run: RunInfo | None = None
+
+    @cached_property
+    def stored_index(self) -> Mapping[str, StoredObject]:
+        """Objects in shards by name."""
+        return {item.name: item for item in self.stored}
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of all entries in the order in which they were saved."""
+        objects = dict(zip(self.positions, [*self.inline, *(item.name for item in self.stored)], strict=True))
+        tensors = iter(self.tensors.names)
+        for position in range(len(objects) + len(self.tensors.names)):
+            yield objects[position] if position in objects else next(tensors)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all shards."""
+        return int(self.shards.sizes.sum())

@@ -1,0 +1,283 @@
+"""Validation of a manifest: counts, ranges, overlaps, keys and names, checked against each other. Pure.
+
+The same checks run before a manifest is written, which finds bugs, and after one is read, which finds damage and forged
+documents. Memory and time are bounded by the size of the document, whatever numbers it claims.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dcp_remote.common.arrays import group_offsets, sorted_unique
+from dcp_remote.common.digests import BLOCK_BYTES_MIN, DIGEST_BYTES, table_entries
+from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
+from dcp_remote.format.columns import VALUE_MAX
+from dcp_remote.format.dtypes import ITEM_BYTES
+from dcp_remote.format.manifest import (
+    JSON,
+    JSON_RAW,
+    PICKLE,
+    RAW,
+    REPLACES_MAX,
+    TORCH,
+    Manifest,
+    Pieces,
+    RunInfo,
+    Shards,
+    TensorKind,
+    Tensors,
+)
+from dcp_remote.format.tiling import Comparisons, why_not_tiled
+
+# Keys are relative to the checkpoint or run; no key that matches can lead out of it.
+_SHARD_KEY = re.compile(r"shards/[0-9a-f]{2}/[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors")
+
+_SAVE_ID = re.compile(r"[0-9a-f]{32}")
+
+# The 8 bytes of the header length, and "{}".
+_HEADER_BYTES_MIN = 10
+
+# An index in the flatten mapping makes a list of that length, of which every missing entry costs 8 bytes.
+LIST_ENTRIES_MAX = 10_000_000
+
+# torch walks a state dict recursively, and Python's recursion limit is 1,000.
+PATH_PARTS_MAX = 1_000
+
+# Objects and streams are read whole, and only the manifest states their length: 4 TiB at 8 MiB a request are half a
+# million requests.
+STREAM_BYTES_MAX = 4 * 1024**4
+
+
+def check(manifest: Manifest) -> Manifest:
+    """Check a manifest and return it. Called before a manifest is written, and after one is read.
+
+    Takes time linear in the number of chunks and pieces for every regular layout, and refuses irregular layouts that
+    would take much longer.
+
+    Raises:
+        CorruptCheckpointError: The manifest contradicts itself; the message says where.
+        UnsupportedFormatError: The manifest has a dtype or an encoding that this version does not know.
+    """
+    check_saves(manifest.save_id, manifest.replaces)
+    _check_shards(manifest.shards)
+    _check_kinds(manifest.tensors.kinds)
+    _check_tensors(manifest.tensors)
+    _check_pieces(manifest)
+    _check_objects(manifest)
+    _check_flatten(manifest)
+    if not 1 <= manifest.world_size <= VALUE_MAX:
+        raise _damaged("the number of ranks is out of bounds", world_size=manifest.world_size)
+    if manifest.run is not None:
+        _check_run(manifest.run)
+    return manifest
+
+
+def check_saves(save_id: str, replaces: Sequence[str]) -> None:
+    """Check the save_ids of a manifest or a tombstone.
+
+    Raises:
+        CorruptCheckpointError: A save_id is not 32 lower-case hex digits, or more than `REPLACES_MAX` are replaced.
+    """
+    if len(replaces) > REPLACES_MAX:
+        raise _damaged("it replaces more saves than allowed", replaces=len(replaces), replaces_max=REPLACES_MAX)
+    for identity in (save_id, *replaces):
+        if not _SAVE_ID.fullmatch(identity):
+            raise _damaged("a save_id is not 32 lower-case hex digits", save_id=identity[:100])
+
+
+def _check_run(run: RunInfo) -> None:
+    if not all(0 <= number <= VALUE_MAX for number in (run.step, run.token, run.revision)):
+        raise _damaged("a number of the run is out of bounds", step=run.step, token=run.token, revision=run.revision)
+    if not _SAVE_ID.fullmatch(run.run_id):
+        raise _damaged("a run_id is not 32 lower-case hex digits", run_id=run.run_id[:100])
+    if not all(math.isfinite(value) for _, value in run.metrics):
+        raise _damaged("a metric is not a finite number", step=run.step)
+
+
+def _damaged(what: str, **details: object) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"The manifest is damaged: {what}.", **details)
+
+
+def _check_shards(shards: Shards) -> None:
+    for key in shards.keys:
+        if not _SHARD_KEY.fullmatch(key) or ".." in key:
+            raise _damaged("a shard's key is not of the form shards/<hh>/<name>.safetensors", key=key[:300])
+    if len(set(shards.keys)) != len(shards.keys):
+        raise _damaged("two shards have the same key")
+    if bool((shards.table_lengths % DIGEST_BYTES != 0).any()):
+        raise _damaged("the length of a block table is not a multiple of that of a digest")
+    headers = shards.data_starts - shards.table_lengths
+    if bool((headers < _HEADER_BYTES_MIN).any() or (shards.data_starts > shards.sizes).any()):
+        raise _damaged("a block table lies outside its shard")
+    # A table is read whole, so its size needs a bound: a piece of n > 1 blocks is longer than n / 2 blocks.
+    entries_max = (shards.sizes - shards.data_starts) // (BLOCK_BYTES_MIN // 2)
+    if bool((shards.table_lengths // DIGEST_BYTES > entries_max).any()):
+        raise _damaged("a block table is too large for the data of its shard")
+    # Floats do not wrap around. Under this bound no sum of the lengths of pieces inside their shards does, either.
+    if float(shards.sizes.sum(dtype=np.float64)) > VALUE_MAX:
+        raise _damaged("the shards together are too large", limit_bytes=VALUE_MAX)
+
+
+def _check_kinds(kinds: tuple[TensorKind, ...]) -> None:
+    for kind in kinds:
+        if kind.dtype not in ITEM_BYTES:
+            raise UnsupportedFormatError(
+                "A tensor has a dtype that this version does not know. Upgrade dcp_remote.", dtype=kind.dtype
+            )
+        if kind.encoding not in (RAW, TORCH, PICKLE):
+            raise UnsupportedFormatError(
+                "A tensor has an encoding that this version does not know. Upgrade dcp_remote.", encoding=kind.encoding
+            )
+
+
+def _check_tensors(tensors: Tensors) -> None:
+    if len(tensors.index) != len(tensors.names):
+        raise _damaged("two tensors have the same name")
+    if tensors.names and int(tensors.kind.max()) >= len(tensors.kinds):
+        raise _damaged("a tensor has a kind that is not listed")
+    comparisons = Comparisons()
+    # Most tensors of a large state dict are one chunk, which needs no check of the tiling.
+    whole = tensors.chunks == 1
+    for number in np.flatnonzero(~whole).tolist():
+        shape = _checked_shape(tensors, number)
+        offsets, sizes = tensors.boxes_of(number)
+        if tensors.kind_of(number).encoding != RAW:
+            raise _damaged("a tensor stored as a stream does not have exactly one chunk", tensor=tensors.names[number])
+        reason = why_not_tiled(shape, offsets, sizes, comparisons)
+        if reason:
+            raise _damaged(reason, tensor=tensors.names[number], shape=shape, chunks=len(sizes))
+    for number in np.flatnonzero(whole).tolist():
+        shape = _checked_shape(tensors, number)
+        chunk = int(tensors.chunk_first[number])
+        if tensors.sizes_of(chunk) != shape or any(tensors.offsets_of(chunk)):
+            raise _damaged("a tensor's only chunk is not the whole of it", tensor=tensors.names[number], shape=shape)
+
+
+def _checked_shape(tensors: Tensors, number: int) -> tuple[int, ...]:
+    shape = tensors.shape_of(number)
+    # Sizes of 0 count as 1, so that no product of some of the sizes can wrap around.
+    if math.prod(max(size, 1) for size in shape) * ITEM_BYTES[tensors.kind_of(number).dtype] > VALUE_MAX:
+        raise _damaged("a tensor is too large", tensor=tensors.names[number], shape=shape, limit_bytes=VALUE_MAX)
+    return shape
+
+
+def _check_pieces(manifest: Manifest) -> None:
+    shards, pieces, tensors = manifest.shards, manifest.pieces, manifest.tensors
+    for item in manifest.stored:
+        # Checked before the sum below, in which a negative count could hide surplus pieces of chunks.
+        if item.pieces < 1:
+            raise _damaged("a stored object has no pieces", object=item.name)
+    count = len(pieces.shard)
+    if count != int(tensors.piece_first[-1]) + sum(item.pieces for item in manifest.stored):
+        raise _damaged("the number of pieces is not that of the chunks and objects", pieces=count)
+    if count and int(pieces.shard.max()) >= len(shards.keys):
+        raise _damaged("a piece is in a shard that is not listed")
+    stops = pieces.start + pieces.length
+    if bool((pieces.length < 1).any()):
+        raise _damaged("a piece is empty")
+    if bool((pieces.start < shards.data_starts[pieces.shard]).any() or (stops > shards.sizes[pieces.shard]).any()):
+        raise _damaged("a piece reaches outside the data of its shard")
+    # Offsets in all shards, laid end to end. The ranges are disjoint if and only if the (n + 1)th smallest start is not
+    # below the nth smallest stop, so that starts and stops are sorted independently.
+    shard_first = group_offsets(shards.sizes)[pieces.shard]
+    if bool((np.sort(shard_first + pieces.start)[1:] < np.sort(shard_first + stops)[:-1]).any()):
+        raise _damaged("two pieces overlap")
+    _check_tables(shards, pieces)
+    _check_chunk_lengths(tensors, pieces)
+
+
+def _check_tables(shards: Shards, pieces: Pieces) -> None:
+    lengths = sorted_unique(pieces.length)
+    of_lengths = np.array([table_entries(length) for length in lengths.tolist()], dtype=np.int64)
+    entries = of_lengths[np.searchsorted(lengths, pieces.length)]
+    # Only the bounds of each piece are checked: the table may hold digests of pieces that the manifest does not name.
+    outside = pieces.table + entries > shards.table_lengths[pieces.shard] // DIGEST_BYTES
+    if bool(np.where(entries > 0, outside, pieces.table != 0).any()):
+        raise _damaged("the block digests of a piece are outside the block table of its shard")
+
+
+def _check_chunk_lengths(tensors: Tensors, pieces: Pieces) -> None:
+    item = np.array([ITEM_BYTES[kind.dtype] for kind in tensors.kinds], dtype=np.int64)
+    raw = np.array([kind.encoding == RAW for kind in tensors.kinds], dtype=bool)
+    tensor_of = np.repeat(np.arange(len(tensors.names)), tensors.chunks)
+    kind_of = tensors.kind[tensor_of]
+    # The product of each chunk's sizes. `reduceat` cannot reduce empty groups, so that each group gets a leading 1.
+    padded = np.ones(len(tensors.chunk_sizes) + len(tensor_of), dtype=np.int64)
+    places = np.arange(len(tensors.chunk_sizes)) + np.repeat(
+        np.arange(len(tensor_of)) + 1, tensors.dimensions[tensor_of]
+    )
+    padded[places] = tensors.chunk_sizes
+    starts = tensors.box_first[:-1] + np.arange(len(tensor_of))
+    elements = np.multiply.reduceat(padded, starts) if len(starts) else np.zeros(0, dtype=np.int64)
+    lengths = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(pieces.length[: int(tensors.piece_first[-1])])])
+    stored = lengths[tensors.piece_first[1:]] - lengths[tensors.piece_first[:-1]]
+    wrong = raw[kind_of] & (stored != elements * item[kind_of]) if len(kind_of) else np.zeros(0, dtype=bool)
+    # A stream is never empty, also that of a tensor without elements.
+    wrong |= ~raw[kind_of] & (stored == 0) if len(kind_of) else wrong
+    streams = int(stored[~raw[kind_of]].sum()) if len(kind_of) else 0
+    if streams + int(pieces.length[int(tensors.piece_first[-1]) :].sum()) > STREAM_BYTES_MAX:
+        raise _damaged("its objects and streams together are too large", limit_bytes=STREAM_BYTES_MAX)
+    if bool(wrong.any()):
+        name = tensors.names[int(tensor_of[int(np.flatnonzero(wrong)[0])])]
+        raise _damaged("the pieces of a chunk are not as long as the chunk", tensor=name)
+    piece_item = item[np.repeat(kind_of, tensors.chunk_pieces)] if len(kind_of) else item[:0]
+    piece_raw = raw[np.repeat(kind_of, tensors.chunk_pieces)] if len(kind_of) else raw[:0]
+    if bool((piece_raw & (pieces.length[: len(piece_item)] % np.maximum(piece_item, 1) != 0)).any()):
+        raise _damaged("a piece splits an element")
+
+
+def _check_objects(manifest: Manifest) -> None:
+    names = [*manifest.inline, *(item.name for item in manifest.stored)]
+    if len(set(names)) != len(names) or any(name in manifest.tensors.index for name in names):
+        raise _damaged("two entries have the same name")
+    first = int(manifest.tensors.piece_first[-1])
+    for item in manifest.stored:
+        if item.encoding not in (JSON, JSON_RAW, TORCH, PICKLE):
+            raise UnsupportedFormatError(
+                "An object has an encoding that this version does not know. Upgrade dcp_remote.",
+                object=item.name,
+                encoding=item.encoding,
+            )
+        if item.piece_first != first:
+            raise _damaged("the pieces of stored objects are not consecutive", object=item.name)
+        first += item.pieces
+    total = len(names) + len(manifest.tensors.names)
+    positions = manifest.positions
+    if len(positions) != len(names) or len(set(positions)) != len(names) or any(p >= total for p in positions):
+        raise _damaged("the positions of the objects are not distinct positions of entries")
+
+
+def _check_flatten(manifest: Manifest) -> None:
+    """Check that the paths form one nested state dict: all differ, and no path leads through the value of another."""
+    if manifest.flatten is None:
+        return
+    root: dict[str | int, Any] = {}
+    paths = [*manifest.flatten.values(), *((name,) for name in manifest.names() if name not in manifest.flatten)]
+    for path in paths:
+        if len(path) > PATH_PARTS_MAX:
+            raise _damaged("an entry is nested too deep in the state dict", path=path[:3], parts=len(path))
+        node: dict[str | int, Any] | None = root
+        for part in path[:-1]:
+            node = node.setdefault(part, {}) if node is not None else None
+        if node is None or not path or path[-1] in node:
+            raise _damaged("an entry has an empty path, or the same place in the state dict as another", path=path)
+        node[path[-1]] = None
+    if any(isinstance(part, int) for part in root):
+        raise _damaged("the state dict is a list")
+    entries = 0
+    nodes = [root]
+    while nodes:
+        node = nodes.pop()
+        indices = [part for part in node if isinstance(part, int)]
+        if indices:
+            entries += max(indices) + 1
+            if len(indices) != len(node) or min(indices) < 0 or entries > LIST_ENTRIES_MAX:
+                raise _damaged(
+                    "a list in the state dict is too long, or has keys that are no indices", keys=[*node][:3]
+                )
+        nodes += (child for child in node.values() if child is not None)

@@ -1,0 +1,111 @@
+"""Header and name of a shard. Pure.
+
+A shard is a valid safetensors file, so that other tools can open it; a reader of checkpoints uses the manifest instead.
+The plan gives every size, so that the header is known before the first byte of data moves.
+
+Source: the safetensors format, https://huggingface.co/docs/safetensors (header length as 8 bytes little-endian, JSON
+of names to dtype, shape and data offsets, data without holes; an optional `__metadata__` of strings).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import xxhash
+
+from dcp_remote.common.units import MiB
+from dcp_remote.format.dtypes import SAFETENSORS_NAMES
+from dcp_remote.format.keys import SHARDS_PREFIX
+
+# One PUT each: small enough to retry or hedge whole, large enough that 405B with Adam is 84,000 requests.
+SHARD_BYTES_MAX = 64 * MiB
+
+# A piece of at least this size is worth a request of its own: it is written and read alone.
+SEPARATE_BYTES_MIN = 1 * MiB
+
+# safetensors refuses headers above 100 MB; this many entries stay below it with names of 5,000 characters each.
+ITEMS_PER_SHARD_MAX = 16_384
+
+# Name of the block table among the tensors of the file.
+TABLE_NAME = "__dcp_remote_blocks__"
+_RESERVED = "__metadata__"
+# Readers map the file into memory and need aligned data; safetensors itself pads the header to 8 bytes.
+_ALIGNMENT_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntry:
+    """Tensor of the file: a piece, or a whole chunk.
+
+    Attributes:
+        name: Name of the tensor; a suffix makes repeated names unique.
+        dtype: torch's name of the dtype. A dtype that safetensors does not know is shown as bytes.
+        shape: Shape of the piece; its volume times the bytes of an element is `length`.
+        length: Bytes of the piece.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    length: int
+
+
+def header(entries: Sequence[HeaderEntry], *, table_length: int) -> bytes:
+    """Return the first bytes of a shard: header length and header. The block table, if any, and the data follow.
+
+    Args:
+        entries: Tensors in the order of their data.
+        table_length: Bytes of the block table, which becomes the first tensor; 0 for no block table.
+    """
+    tensors: dict[str, object] = {_RESERVED: {"format": "pt"}}
+    position = 0
+    if table_length:
+        tensors[TABLE_NAME] = {"dtype": "U8", "shape": [table_length], "data_offsets": [0, table_length]}
+        position = table_length
+    for entry in entries:
+        name = SAFETENSORS_NAMES.get(entry.dtype)
+        tensors[_unused(entry.name, tensors)] = {
+            "dtype": name or "U8",
+            "shape": list(entry.shape) if name else [entry.length],
+            "data_offsets": [position, position + entry.length],
+        }
+        position += entry.length
+    text = json.dumps(tensors, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _unused(name: str, taken: dict[str, object]) -> str:
+    if name not in taken and name != TABLE_NAME:
+        return name
+    number = 2
+    while f"{name}#{number}" in taken:
+        number += 1
+    return f"{name}#{number}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardNames:
+    """Names of the shards of one rank in one save.
+
+    Attributes:
+        rank: Rank in the process group.
+        origin: Prefix of the names; for a save into a run, that of `keys.origin`.
+        token: Random hex digits that no other save has.
+    """
+
+    rank: int
+    origin: str = ""
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def again(self) -> ShardNames:
+        """Return fresh names for the same rank and save."""
+        return replace(self, token=secrets.token_hex(8))
+
+    def key(self, number: int) -> str:
+        """Return the key of the n-th shard, relative to the checkpoint; two hex digits of a hash spread the keys."""
+        name = f"{self.origin}rank-{self.rank:05d}-{self.token}-{number:04d}.safetensors"
+        return f"{SHARDS_PREFIX}{xxhash.xxh3_64_hexdigest(name.encode())[:2]}/{name}"

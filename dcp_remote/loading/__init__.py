@@ -1,0 +1,26 @@
+"""Reads of checkpoints: which ranges are fetched, how they are verified, and where their bytes go.
+
+- load: `dcp_remote.load`, without a template.
+- engine: fetches by downloads what read_plan asks for, verifies it, and hands it to targets.
+- read_items: makes targets of the items of torch's load plan.
+- shared_read_plan, peer_exchange, peers, peer_sockets: ranks of a group read once what several of them want.
+- overlapping_templates, chunk_list, dcp_metadata: what torch's planner and readers need.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "chunk_list",
+    "dcp_metadata",
+    "downloads",
+    "engine",
+    "load",
+    "overlapping_templates",
+    "peer_exchange",
+    "peer_sockets",
+    "peers",
+    "read_items",
+    "read_plan",
+    "shared_read_plan",
+    "targets",
+]

@@ -1,0 +1,154 @@
+"""`load`: reads a checkpoint without a template, in one process."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+
+from dcp_remote.common.geometry import Box
+from dcp_remote.common.units import MEMORY_BUDGET_BYTES
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.empty_dicts import empty_dicts
+from dcp_remote.format.entry_names import chosen_names
+from dcp_remote.format.manifest import RAW, Manifest
+from dcp_remote.loading.engine import Target, read_targets
+from dcp_remote.loading.read_plan import Want
+from dcp_remote.loading.targets import BytesTarget, TensorTarget, make_object_targets, want_bytes
+from dcp_remote.run.lookup import read_manifest
+from dcp_remote.serialization.state_dict import unwrapped
+from dcp_remote.serialization.tensors import decode_tensor, dtype_name, dtype_of, empty_tensor, narrow
+from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.location import Location, require_budget, require_timeout
+from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
+
+
+def load(
+    url: str | os.PathLike[str] | ObjectStore,
+    *,
+    step: int | str | None = None,
+    keys: str | Sequence[str] | None = None,
+    allow_pickle: bool = False,
+    storage_options: Mapping[str, object] | None = None,
+    memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
+    timeout_seconds: float = RANGE_RETRY_SECONDS,
+) -> dict[str, Any]:
+    """Read a checkpoint, or part of it, without a template: whole tensors on the CPU, in the nesting that was saved.
+
+    For one process: a notebook, an export, an inspection. One GET for the manifest (for a run up to two more), and one
+    per range of 8 MiB.
+
+    Keys are strings, as torch flattens them: an optimizer's own `state_dict()`, whose keys are integers, comes back
+    with "0" and "1", which `load_state_dict` accepts silently and does not use. Restore an optimizer by `dcp.load`. An
+    empty dictionary that plain `dcp.save` saved is missing (in a list, it is None), since torch's planner leaves it
+    out. Saves of a `CheckpointManager` with torch's planner keep it.
+
+    Args:
+        url: URL, path or store, as for `RemoteReader`.
+        step: Step of a run, or name of a checkpoint in it; None is the newest.
+        keys: Names, or patterns of names such as `"model.*"`, as `dcp-remote show` lists them; None reads everything.
+            Entries that were not chosen are left out. In a list they are None, so that chosen entries keep their index.
+        allow_pickle: Whether to load objects that need code.
+        storage_options: Options of the store, as for `RemoteWriter`.
+        memory_budget_bytes: Limit of the buffers beyond the returned values, in bytes.
+        timeout_seconds: Time for which one request is retried while the store fails, in seconds.
+
+    Raises:
+        InvalidArgumentError: A name or pattern matches nothing (similar names are given), a tensor does not fit into
+            memory (nothing was read then), or a limit is not above zero.
+        CheckpointNotFoundError: No checkpoint is committed here.
+        CorruptCheckpointError: Bytes are not those that were written.
+        UnsafeObjectError: An object needs code to load, and `allow_pickle` is False.
+    """
+    require_budget(memory_budget_bytes)
+    require_timeout(timeout_seconds)
+    store = Location.of(url, storage_options).store
+    manifest = read_manifest(store, step=step, retry_seconds=timeout_seconds)
+    names = list(manifest.names())
+    empty = empty_dicts(manifest.flatten, names)
+    names += empty
+    if keys is not None:
+        names = chosen_names(names, [keys] if isinstance(keys, str) else keys, paths=manifest.flatten)
+    flat: dict[str, Any] = {name: {} if name in empty else None for name in names}
+    targets: list[Target] = []
+    for name in (name for name in names if name not in empty):
+        number = manifest.tensors.index.get(name)
+        if number is None:
+            targets += make_object_targets(manifest, name, partial(flat.__setitem__, name), allow_pickle=allow_pickle)
+        else:
+            targets += _make_tensor_targets(manifest, number, flat, allow_pickle=allow_pickle)
+    read_targets(store, manifest, targets, memory_budget_bytes=memory_budget_bytes, retry_seconds=timeout_seconds)
+    if manifest.flatten is None:
+        return flat
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        path = manifest.flatten.get(name, (name,))
+        set_element(nested, path, unwrapped(path, value) if manifest.run is not None else value)
+    return nested
+
+
+def _make_tensor_targets(manifest: Manifest, number: int, flat: dict[str, Any], *, allow_pickle: bool) -> list[Target]:
+    """Make the targets that read a whole tensor into `flat`: one per chunk, or one for a stream."""
+    tensors = manifest.tensors
+    name, kind = tensors.names[number], tensors.kind_of(number)
+    first = int(tensors.chunk_first[number])
+    if kind.encoding != RAW:
+        want = Want(int(tensors.piece_first[first]), int(tensors.piece_first[first + 1]), None)
+
+        def done(data: memoryview) -> None:
+            flat[name] = decode_tensor(
+                name,
+                kind.encoding,
+                data,
+                dtype=kind.dtype,
+                sizes=tensors.shape_of(number),
+                allow_pickle=allow_pickle,
+            )
+
+        return [BytesTarget(name, want, length=want_bytes(manifest, want), done=done)]
+    whole = flat[name] = _allocate(name, dtype_of(kind.dtype), tensors.shape_of(number))
+    targets: list[Target] = []
+    for chunk in range(first, first + int(tensors.chunks[number])):
+        sizes = tensors.sizes_of(chunk)
+        if all(sizes):
+            part = narrow(whole, Box(tensors.offsets_of(chunk), sizes))
+            targets.append(
+                TensorTarget(
+                    manifest,
+                    tensor=number,
+                    chunk=chunk,
+                    box=Box((0,) * len(sizes), sizes),
+                    resolve=partial(_return_same, part),
+                    commit=_ignore,
+                )
+            )
+    return targets
+
+
+def _allocate(name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+    try:
+        return empty_tensor(dtype, sizes)
+    except RuntimeError as error:
+        # torch's CPU allocator raises RuntimeError, which does not name the tensor.
+        raise InvalidArgumentError(
+            "A tensor does not fit into the memory of this process. Choose what to load by `keys`, or load into the "
+            "shards of several ranks with RemoteReader.",
+            tensor=name,
+            bytes=math.prod(sizes) * dtype.itemsize,
+            shape=sizes,
+            dtype=dtype_name(dtype),
+            cause=error,
+        ) from error
+
+
+def _return_same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _ignore(_tensor: torch.Tensor) -> None:
+    """Do nothing: a destination of our own needs no commit."""

@@ -1,0 +1,98 @@
+"""Order in which templates that share memory are read, such as tied weights and views of a flat buffer.
+
+Ranges arrive in any order and are written from several threads. Two ranges in the same memory would leave a mix, or
+fail verification, as one thread verifies what another has just written. So templates that share memory are read one
+after another, and the last one wins, as with a sequential reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dcp_remote.serialization.tensors import is_plain
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """Memory from the first byte of a tensor to the last; if not contiguous, bytes of others may lie in between.
+
+    Attributes:
+        number: Number of the template in the list.
+        device: Device of the memory.
+        start: Address of the first byte.
+        stop: Address one past the last byte.
+        contiguous: Whether all bytes in between belong to the tensor.
+        shape: Shape of the tensor.
+        strides: Strides of the tensor, in elements.
+    """
+
+    number: int
+    device: str
+    start: int
+    stop: int
+    contiguous: bool
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def shares_memory(self, other: _Extent) -> bool:
+        """Return whether the tensors share a byte.
+
+        Two different tensors of which neither is contiguous are assumed to interleave without sharing, as columns do.
+        """
+        if self.stop <= other.start or other.stop <= self.start:
+            return False
+        return (
+            self.contiguous
+            or other.contiguous
+            or (self.start, self.shape, self.strides) == (other.start, other.shape, other.strides)
+        )
+
+
+def assign_layers(templates: Sequence[torch.Tensor]) -> list[int]:
+    """Return for each template its layer: later than those of all earlier templates that it shares memory with.
+
+    Layers are read one after another; nearly always all are 0. Within a layer no memory is shared. Tensors of
+    subclasses are assumed to share none.
+    """
+    layers = [0] * len(templates)
+    extents = [_extent(number, template) for number, template in enumerate(templates) if _has_memory(template)]
+    for cluster in _clusters(extents):
+        for position, extent in enumerate(cluster):
+            earlier = (layers[other.number] for other in cluster[:position] if other.shares_memory(extent))
+            layers[extent.number] = 1 + max(earlier, default=-1)
+    return layers
+
+
+def _has_memory(template: torch.Tensor) -> bool:
+    return is_plain(template) and template.numel() > 0 and not template.is_meta
+
+
+def _extent(number: int, template: torch.Tensor) -> _Extent:
+    last = sum((size - 1) * stride for size, stride in zip(template.shape, template.stride(), strict=True))
+    start = template.data_ptr()
+    return _Extent(
+        number=number,
+        device=str(template.device),
+        start=start,
+        stop=start + (last + 1) * template.element_size(),
+        contiguous=template.is_contiguous(),
+        shape=tuple(template.shape),
+        strides=template.stride(),
+    )
+
+
+def _clusters(extents: Sequence[_Extent]) -> Iterator[list[_Extent]]:
+    """Group extents that are connected by overlaps; yield each group in the order of the templates."""
+    cluster: list[_Extent] = []
+    stop = 0
+    for extent in sorted(extents, key=lambda extent: (extent.device, extent.start)):
+        if cluster and (extent.device != cluster[-1].device or extent.start >= stop):
+            yield sorted(cluster, key=lambda extent: extent.number)
+            cluster, stop = [], 0
+        cluster.append(extent)
+        stop = max(stop, extent.stop)
+    if cluster:
+        yield sorted(cluster, key=lambda extent: extent.number)

@@ -1,0 +1,173 @@
+"""Targets for the items of torch's load plan: tensors go into the planner's templates, objects to its `load_bytes`."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from dcp_remote.common.geometry import Box
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.manifest import Manifest
+from dcp_remote.loading.engine import Target
+from dcp_remote.loading.overlapping_templates import assign_layers
+from dcp_remote.loading.targets import make_object_targets, make_tensor_target, require_writable, stored_layout
+
+
+def make_target_layers(
+    manifest: Manifest, plan: LoadPlan, planner: LoadPlanner, *, allow_pickle: bool
+) -> list[list[Target]]:
+    """Make the targets of a plan, in layers that are to be read one after another; makes no request.
+
+    Within a layer no two templates share memory. Nearly always there is one layer. Of templates that share memory, as
+    tied weights do, the last in the plan wins.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        plan: Plan of this rank, as the planner finished it.
+        planner: Planner, called from the thread that reads.
+        allow_pickle: Whether to load objects that need code.
+
+    Returns:
+        One layer at least. Objects in the manifest have no target: they are delivered by this call.
+
+    Raises:
+        InvalidArgumentError: The plan names a tensor, chunk or object that the manifest lacks; or a template cannot
+            take what is read. The templates of a planner that makes them on demand are checked when it makes them.
+        UnsafeObjectError: An object in the manifest needs code to load, and `allow_pickle` is False.
+    """
+    # Other planners may make a template when they are asked for it, and keep it in memory until it is complete: theirs
+    # are not asked for here.
+    template_of = planner.lookup_tensor if _has_torchs_templates(planner) else None
+    layer_of = _later_layers(plan, template_of) if template_of is not None else {}
+    layers: list[list[Target]] = [[] for _ in range(1 + max(layer_of.values(), default=0))]
+    for item in plan.items:
+        if item.type == LoadItemType.BYTE_IO:
+            layers[0] += _make_planner_targets(manifest, planner, item, allow_pickle=allow_pickle)
+            continue
+        tensor, chunk = _find_chunk(manifest, item.storage_index)
+        if template_of is not None:
+            layout = stored_layout(manifest.tensors.kind_of(tensor))
+            require_writable(item.dest_index.fqn, template_of(item.dest_index), layout=layout)
+        target = make_tensor_target(
+            manifest,
+            tensor=tensor,
+            chunk=chunk,
+            box=Box(tuple(item.storage_offsets), tuple(item.lengths)),
+            resolve=partial(planner.resolve_tensor, item),
+            commit=partial(planner.commit_tensor, item),
+            allow_pickle=allow_pickle,
+        )
+        layers[layer_of.get(item.dest_index, 0)].append(target)
+    return layers
+
+
+def _has_torchs_templates(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
+    """Return whether the planner resolves to the tensors of the state; others may make tensors to be copied later."""
+    return isinstance(planner, DefaultLoadPlanner) and all(
+        getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
+        for name in ("resolve_tensor", "lookup_tensor", "transform_tensor")
+    )
+
+
+def _later_layers(plan: LoadPlan, template_of: Callable[[MetadataIndex], torch.Tensor]) -> Mapping[MetadataIndex, int]:
+    """Return the layers of the templates that share memory with an earlier one; nearly always there is none."""
+    indices = dict.fromkeys(item.dest_index for item in plan.items if item.type != LoadItemType.BYTE_IO)
+    numbers = assign_layers([template_of(index) for index in indices])
+    return {index: layer for index, layer in zip(indices, numbers, strict=True) if layer}
+
+
+def _find_chunk(manifest: Manifest, index: MetadataIndex) -> tuple[int, int]:
+    """Return the numbers of tensor and chunk; `index.index` is a hint, which is checked."""
+    tensors = manifest.tensors
+    tensor = tensors.index.get(index.fqn)
+    if tensor is None:
+        raise InvalidArgumentError("There is no tensor of this name in the checkpoint.", tensor=index.fqn)
+    first, count = int(tensors.chunk_first[tensor]), int(tensors.chunks[tensor])
+    offsets = tuple(index.offset) if index.offset is not None else None
+    if index.index is not None and 0 <= index.index < count:
+        chunk = first + index.index
+        if offsets is None or tensors.offsets_of(chunk) == offsets:
+            return tensor, chunk
+    for chunk in range(first, first + count):
+        if offsets is None or tensors.offsets_of(chunk) == offsets:
+            return tensor, chunk
+    raise InvalidArgumentError("There is no chunk of a tensor at this offset.", tensor=index.fqn, offsets=offsets)
+
+
+def _make_planner_targets(
+    manifest: Manifest, planner: LoadPlanner, item: ReadItem, *, allow_pickle: bool
+) -> list[Target]:
+    name = item.storage_index.fqn
+    is_torchs = type(planner).load_bytes is DefaultLoadPlanner.load_bytes
+
+    def deliver(value: object) -> None:
+        if is_torchs:
+            with _reference_stream(value) as stream:
+                planner.load_bytes(item, stream)
+        else:
+            planner.load_bytes(item, _pickle_stream(name, value))
+
+    return make_object_targets(manifest, name, deliver, allow_pickle=allow_pickle)
+
+
+# Objects that `DefaultLoadPlanner.load_bytes` is about to take, by the number in its stream.
+_objects: dict[int, object] = {}
+_numbers = itertools.count()
+
+
+class _Reference:
+    """Stand-in for an object, pickled as a call that looks the object up in this process."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _look_up, (self.number,)
+
+
+def _look_up(number: int) -> object:
+    return _objects[number]
+
+
+@contextmanager
+def _reference_stream(value: object) -> Iterator[io.BytesIO]:
+    """Give a stream from which `DefaultLoadPlanner.load_bytes` loads the object itself: no copy is made."""
+    number = next(_numbers)
+    _objects[number] = value
+    try:
+        stream = io.BytesIO()
+        torch.save(_Reference(number), stream)
+        stream.seek(0)
+        yield stream
+    finally:
+        del _objects[number]
+
+
+def _pickle_stream(name: str, value: object) -> io.BytesIO:
+    """Pickle an object for a user's own planner, which may unpickle without restriction: the stream is our own.
+
+    The protocol is 2, torch's own, since a planner may use torch's restricted unpickler, which reads no other. Protocol
+    2 loses the fold of a time and the byte order of an array.
+    """
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise InvalidArgumentError(
+            "torch.save cannot pickle an object for the planner. Read it with dcp_remote.load.",
+            object=name,
+            cause=error,
+        ) from error
+    stream.seek(0)
+    return stream

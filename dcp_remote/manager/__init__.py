@@ -1,0 +1,21 @@
+"""CheckpointManager, and what it is made of.
+
+manager is the class; rank_save and rank_restore are one rank's part of its calls, coordinator the coordinator's;
+background_save runs a save beside training; preemption stops all ranks at one step; random_states is a part of a
+state; reports, progress and telemetry tell how it went.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "background_save",
+    "coordinator",
+    "manager",
+    "preemption",
+    "progress",
+    "random_states",
+    "rank_restore",
+    "rank_save",
+    "reports",
+    "telemetry",
+]

@@ -1,0 +1,352 @@
+"""Saves in background threads: one under way at a time; waiting for it, giving it up, and the end of the process."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.coordination.collective import Collective
+from dcp_remote.coordination.group import RankGroup
+from dcp_remote.errors import CommitUnknownError, DcpRemoteError
+from dcp_remote.manager.coordinator import Coordinator
+from dcp_remote.manager.preemption import Preemption
+from dcp_remote.manager.rank_save import RankSaver, Task
+from dcp_remote.manager.reports import SaveReport
+
+logger = logging.getLogger(__name__)
+
+# Interval at which a waiting caller looks whether the save goes on; and the shorter one once the save is cancelled.
+_LOOK_SECONDS = 0.5
+_LAST_LOOKS_SECONDS = 0.05
+
+# Time in which the thread of a cancelled save may end. A thread that is stuck in a request is then left behind: it does
+# no harm, because the collective operation takes nothing from it any more.
+_UNWIND_SECONDS = 2.0
+# Share of the time left before the process is killed; the rest is for closing.
+_UNWIND_SHARE = 0.25
+
+# Time for which a save waits for the thread of a save that was given up before it.
+_STOP_SECONDS = 30.0
+
+# Time for deleting old checkpoints when a manager closes; what remains is left to `dcp-remote gc`.
+_FINISH_SECONDS = 60.0
+# After a failed save the store may be down, and retries would use all of the time.
+_FINISH_FAILED_SECONDS = 5.0
+
+
+def _no_end() -> float:
+    return math.inf
+
+
+class BackgroundSave:
+    """One save: `start` begins it, `result` waits for it, `abandon` gives it up.
+
+    Args:
+        collective: Collective operation of the save, prepared by all ranks.
+        ranks: Ranks that save together.
+        saver: Rank's part of the save.
+        coordinator: Coordinator's part; None on other ranks.
+        before: Previous save, whose result is known; its thread may be stuck.
+    """
+
+    def __init__(
+        self,
+        collective: Collective,
+        ranks: RankGroup,
+        saver: RankSaver,
+        coordinator: Coordinator | None,
+        before: BackgroundSave | None,
+    ) -> None:
+        """Store the arguments; no thread is started yet."""
+        self._collective, self._ranks, self._saver, self._coordinator = collective, ranks, saver, coordinator
+        self._before = before
+        # Taken by the thread or by a caller that gives up: whoever is first leaves the collective operation.
+        # After Ctrl-C in `Thread.start` the caller cannot know whether there is a thread.
+        self._leaves = threading.Lock()
+        self._settled, self._ended = threading.Event(), threading.Event()
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+
+    def start(self, task: Task) -> None:
+        """Begin the save in a thread. If this method raises, call `abandon`.
+
+        Args:
+            task: State to save, and its terms.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        self._task = task
+        # A daemon, because a stuck thread must not keep the process alive; `AtExit` waits for the thread.
+        threading.Thread(target=self._run, name="dcp_remote-save", daemon=True).start()
+
+    @property
+    def is_settled(self) -> bool:
+        """True once the save has a result, or was given up."""
+        return self._settled.is_set()
+
+    @property
+    def has_ended(self) -> bool:
+        """True once the thread of the save has sent its last request."""
+        return self._ended.is_set()
+
+    @property
+    def what(self) -> str:
+        """Name of the save in messages: "the save of step 100"."""
+        return self._collective.what
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Seconds until the deadline of the save."""
+        return self._collective.deadline.remaining_seconds()
+
+    def result(self, left_seconds: Callable[[], float] = _no_end) -> SaveReport:
+        """Wait for the report of the save.
+
+        Args:
+            left_seconds: Gives the seconds until this process is killed.
+
+        Raises:
+            DcpRemoteError: The save failed, or was given up.
+        """
+        last_seconds: float | None = None
+        while not self._settled.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
+            self._collective.look()
+            cancelled = self._collective.cancelled
+            if cancelled is None:
+                continue
+            now = time.monotonic()
+            if last_seconds is None:
+                last_seconds = now + min(_UNWIND_SECONDS, _UNWIND_SHARE * left_seconds())
+            if now > last_seconds:
+                self._give_up(cancelled)
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None, "settled without an error"
+        return self._report
+
+    def _give_up(self, error: DcpRemoteError) -> None:
+        """Set the error of the save, and leave its thread behind, which is stuck in a request."""
+        if self._collective.is_committing:
+            what = f"{error.what} The commit had begun, and the store has not said whether it was carried out."
+            error = CommitUnknownError(what, **error.details)
+        self._error = error
+        self._settled.set()
+
+    def abandon(self, error: BaseException) -> bool:
+        """Give the save up, because the calling `save` raises and its caller may change the state; commit nothing.
+
+        A save whose commit has begun reads the state no more, and goes on.
+
+        Args:
+            error: Error that the call raises; the other ranks are told.
+
+        Returns:
+            True if a thread has begun the save.
+        """
+        if self._leaves.acquire(blocking=False):
+            self._error = error
+            self._settled.set()
+            self._ranks.abandon(self._collective, error)
+            self._ended.set()
+            return False
+        if not self._settled.is_set() and self._collective.give_up("was interrupted"):
+            self._error = self._collective.cancelled
+            self._settled.set()
+        return True
+
+    def finish(self, seconds: float = _FINISH_SECONDS) -> None:
+        """Wait until the thread has ended and old checkpoints are deleted.
+
+        Args:
+            seconds: Time after which the deletion is told to stop; at most a minute.
+        """
+        deadline = Deadline(min(seconds, _FINISH_SECONDS if self._error is None else _FINISH_FAILED_SECONDS))
+        try:
+            self._ended.wait(deadline.remaining_seconds())
+            self._saver.background_maintenance.finish(deadline.remaining_seconds())
+        except BaseException:  # Ctrl-C
+            self._saver.background_maintenance.finish(0.0)
+            raise
+
+    def _saved(self) -> SaveReport:
+        try:
+            with self._collective:
+                return self._saver.save(self._collective, self._task)
+        except DcpRemoteError as error:
+            if not self._collective.coordinator_lost:
+                raise
+            return self._saver.settle(self._task, error)
+
+    def _run(self) -> None:
+        if not self._leaves.acquire(blocking=False):
+            return  # given up before the thread began
+        try:
+            self._save()
+        finally:
+            self._ended.set()
+
+    def _save(self) -> None:
+        if self._before is not None:
+            self._before._ended.wait(_STOP_SECONDS)
+            self._before = None
+        operation = self._task.operation
+        try:
+            self._report = self._saved()
+        except BaseException as error:  # noqa: BLE001  # raised by `result`
+            self._error = self._error or error
+            operation.fail(error)
+        else:
+            # A report covers all ranks: only the coordinator's telemetry records it.
+            operation.end(self._report if self._coordinator is not None else None)
+        # Frees the copy of the state, because the next save makes another.
+        del self._task
+        self._settled.set()
+
+
+class BackgroundSaves:
+    """Saves of one rank, one after another.
+
+    Args:
+        url: URL of the run, for the log.
+        preemption: Preemption of the manager, which bounds waiting by the time before the process is killed.
+
+    Attributes:
+        report: Report of the last save that was committed and waited for.
+        newest: Last save that was begun; it may still be deleting old checkpoints.
+    """
+
+    def __init__(self, url: str, preemption: Preemption) -> None:
+        """Begin without a save."""
+        self._url = url
+        self._preemption = preemption
+        self._under_way: BackgroundSave | None = None  # until `wait` has given its result
+        self.report: SaveReport | None = None
+        self.newest: BackgroundSave | None = None
+
+    def start(self, background_save: BackgroundSave, task: Task) -> None:
+        """Begin a save. If this method or the rest of the calling `save` raises, call `abandon`."""
+        self._under_way = background_save
+        background_save.start(task)
+        self.newest = background_save
+
+    def abandon(self, background_save: BackgroundSave, error: BaseException) -> None:
+        """Give a save up, because the calling `save` raises; a save whose commit has begun goes on."""
+        if background_save.abandon(error):
+            self.newest = background_save
+        if self._under_way is background_save and background_save.is_settled:
+            self._under_way = None
+
+    def wait(self) -> SaveReport | None:
+        """Wait until no save is under way; return the report of the last save that was committed.
+
+        Raises:
+            DcpRemoteError: The save failed. Each failure is raised once.
+        """
+        background_save = self._under_way
+        if background_save is not None:
+            try:
+                self.report = background_save.result(self._left_seconds)
+            finally:
+                # After Ctrl-C the save is still under way.
+                if background_save.is_settled:
+                    self._under_way = None
+        return self.report
+
+    def close(self, *, is_interrupted: bool) -> None:
+        """Wait for the save under way, and for its deletion of old checkpoints.
+
+        Args:
+            is_interrupted: Whether Ctrl-C was pressed already. If so, this method logs at once what it waits for, and
+                until when; if not, the next Ctrl-C does. A further Ctrl-C gives the save up.
+
+        Raises:
+            DcpRemoteError: The save failed.
+            KeyboardInterrupt: The save was given up.
+        """
+        seconds = math.inf
+        try:
+            self._wait_to_close(is_interrupted=is_interrupted)
+        except KeyboardInterrupt:
+            seconds = 0.0
+            raise
+        finally:
+            newest, self.newest = self.newest, None
+            if newest is not None:
+                if is_interrupted and not newest.has_ended:
+                    # A store that does not answer holds the thread for as long as one request may take.
+                    logger.warning("%s: waiting for requests of %s; Ctrl-C ends this", self._url, newest.what)
+                newest.finish(min(seconds, self._preemption.working_seconds()))
+
+    def _wait_to_close(self, *, is_interrupted: bool) -> None:
+        while (background_save := self._under_way) is not None:
+            if is_interrupted and not background_save.is_settled:
+                until = time.strftime("%H:%M:%S", time.localtime(time.time() + background_save.remaining_seconds))
+                logger.warning(
+                    "%s: waiting for %s, until %s; Ctrl-C gives it up", self._url, background_save.what, until
+                )
+            try:
+                self.wait()
+            except KeyboardInterrupt as error:
+                if is_interrupted:
+                    background_save.abandon(error)
+                    raise
+                is_interrupted = True
+
+    def _left_seconds(self) -> float:
+        remaining = self._preemption.remaining_seconds()
+        return math.inf if remaining is None else remaining
+
+
+class Close(Protocol):
+    """Function that closes a manager: waits for its last save, and raises the error of that save."""
+
+    def __call__(self, *, is_interrupted: bool) -> None:
+        """Close the manager; `is_interrupted` says that Ctrl-C was pressed already."""
+
+
+class AtExit:
+    """Close a manager when the process ends, if its user has not.
+
+    Args:
+        url: URL of the run, for the log.
+        close: Closes the manager.
+    """
+
+    def __init__(self, url: str, close: Close) -> None:
+        """Register with `atexit`."""
+        self._url = url
+        self._close = close
+        self._pid = os.getpid()
+        atexit.register(self._run)
+
+    def cancel(self) -> None:
+        """Forget the manager, which was closed."""
+        atexit.unregister(self._run)
+
+    def _run(self) -> None:
+        """Wait for the last save; log its failure, and end the process with exit code 1.
+
+        The exit code matters: a job that ended with 0 would be taken for one that has its last checkpoint.
+        """
+        if os.getpid() != self._pid:
+            return  # a child that was forked has none of its threads
+        try:
+            # The interpreter sets `sys.last_type` to what ended the main thread, before it calls these functions.
+            self._close(is_interrupted=getattr(sys, "last_type", None) is KeyboardInterrupt)
+        except BaseException:
+            logger.critical("%s: the last save of this process failed", self._url, exc_info=True)
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            os._exit(1)

@@ -1,0 +1,158 @@
+"""Coordinator's part of saves into a run: asks the catalog before, commits and deletes after.
+
+A `Collective` carries what ranks exchange; this module has what the coordinator answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.coordination.collective import Collective
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.catalog import BeginAgainError, Catalog, Entry
+from dcp_remote.run.background_maintenance import BackgroundMaintenance
+from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
+from dcp_remote.run.retention import Retention
+from dcp_remote.saving.manifest_assembly import Planned, assembled, left_out
+from dcp_remote.saving.rank_report import RankReport
+from dcp_remote.storage.counting import CountingStore
+
+# Time, and share of the save's time left, for which a commit waits for the deletions of the previous save. Without the
+# wait, a store that deletes more slowly than the job saves would fill up without a bound.
+_WAIT_SECONDS = 5.0
+_WAIT_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Answer to the ranks: the save was committed.
+
+    Attributes:
+        save_id: Identity of the save.
+        manifest: Key of its manifest.
+        total_bytes: Size of the shards that the manifest names.
+        left_out: Keys of shards that were uploaded, and that the manifest does not name.
+    """
+
+    save_id: str
+    manifest: str
+    total_bytes: int
+    left_out: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Answer to the ranks: nothing was committed, and the save begins again.
+
+    Attributes:
+        why: Reason, for the log.
+    """
+
+    why: str
+
+
+class Coordinator:
+    """Coordinator's part of the saves of one manager.
+
+    Args:
+        store: Store, opened at the run.
+        job: Job's session with the run.
+        retention: Rules by which old checkpoints are deleted; None keeps all.
+        dedup: Whether shards of earlier checkpoints are reused.
+
+    Attributes:
+        background_maintenance: Thread that deletes what a commit or a failed save leaves.
+    """
+
+    def __init__(self, store: CountingStore, job: JobSession, *, retention: Retention | None, dedup: bool) -> None:
+        """Store the arguments; no request is sent."""
+        self._store = store
+        self._job = job
+        self._dedup = dedup
+        # Uncounted, because its requests belong to no save, although they run beside one.
+        self.background_maintenance = BackgroundMaintenance(store.uncounted, retention)
+
+    def go_on_from(self, step: int) -> None:
+        """Go on from the checkpoint of a step, in a new session: a stuck thread may still use the old one."""
+        self._job = self._job.after(step)
+
+    def begin(self, notes: Sequence[CheckpointLabels], deadline: Deadline, *, borrow: bool = True) -> SaveTicket:
+        """Begin a save of all ranks.
+
+        Args:
+            notes: Labels of all ranks by rank; names and metrics of the coordinator's are stored.
+            deadline: Deadline of the save.
+            borrow: Whether shards of an earlier checkpoint may be reused.
+
+        Raises:
+            InvalidArgumentError: Ranks save different steps.
+            DcpRemoteError: See `JobSession.begin`.
+        """
+        steps = {note.step: rank for rank, note in reversed(list(enumerate(notes)))}
+        if len(steps) > 1:
+            raise InvalidArgumentError(
+                "Ranks save different steps; nothing was saved. Call save with one step on all ranks.",
+                steps=", ".join(f"{step} (rank {rank})" for step, rank in sorted(steps.items())[:16]),
+            )
+        return self._job.begin(notes[0], borrow=self._dedup and borrow, deadline=deadline)
+
+    def commit(
+        self,
+        collective: Collective,
+        begun: SaveTicket,
+        planned: Planned,
+        reports: Sequence[RankReport],
+        user: Mapping[str, Any],
+    ) -> Committed | Again:
+        """Assemble the manifest of all reports and commit it; or answer that the save begins again.
+
+        Raises:
+            DcpRemoteError: See `manifest_assembly.assembled` and `JobSession.commit`.
+        """
+        manifest, body = assembled(
+            planned, reports, url=self._store.url, save_id=begun.save_id, run=begun.run, user=user
+        )
+        collective.note("waiting until old checkpoints are deleted")
+        self.background_maintenance.wait(min(_WAIT_SECONDS, _WAIT_SHARE * collective.deadline.remaining_seconds()))
+        collective.note("committing")
+        collective.begin_commit()
+        put = [key for report in reports for key in report.shards.keys[: report.put]]
+        replaced: dict[str, Entry] = {}
+
+        def look(now: Catalog) -> None:
+            there = now.at(begun.run.step)
+            if there is not None and there.save_id != begun.save_id:
+                replaced[there.manifest] = there
+
+        try:
+            catalog, entry = self._job.commit(
+                begun, body, size_bytes=manifest.total_bytes, deadline=collective.deadline, look=look
+            )
+        except BaseException as error:
+            self.failed(begun, put, replaced=replaced.values())
+            if isinstance(error, BeginAgainError):
+                return Again(str(error))
+            raise
+        self.background_maintenance.committed(
+            catalog,
+            entry,
+            manifest.shards.keys,
+            replaced=replaced.values(),
+            unnamed=set(put).difference(manifest.shards.keys),
+        )
+        return Committed(entry.save_id, entry.manifest, manifest.total_bytes, left_out(manifest, reports))
+
+    def failed(self, begun: SaveTicket, put: Iterable[str], *, replaced: Iterable[Entry] = ()) -> None:
+        """Delete the objects of a save that failed, as soon as it is certain that it was not committed.
+
+        Args:
+            begun: Ticket of the save.
+            put: Keys of its shards.
+            replaced: Entries that the catalog had at its step before.
+        """
+        run = begun.run
+        entry = Entry(run.step, begun.save_id, begun.manifest, 0, created="", token=run.token, began=run.revision)
+        self.background_maintenance.failed(run.run_id, entry, put, replaced=replaced)

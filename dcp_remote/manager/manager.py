@@ -1,0 +1,456 @@
+"""CheckpointManager: saves the checkpoints of a training run in the background, applies retention, and restores.
+
+Ranks speak to each other over the key-value store of the process group, never by its collectives: nothing can wake a
+rank that waits in a collective, and checkpoint traffic shares neither a group nor a thread with training.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, MutableMapping
+from types import TracebackType
+from typing import Any, Self, SupportsFloat
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+
+from dcp_remote.common.digests import digest
+from dcp_remote.common.threads import end_within
+from dcp_remote.common.units import MEMORY_BUDGET_BYTES
+from dcp_remote.coordination.collective import Collective
+from dcp_remote.coordination.group import RankGroup, default_world_size
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
+from dcp_remote.format.manifest_json import checked_user
+from dcp_remote.manager.background_save import AtExit, BackgroundSave, BackgroundSaves
+from dcp_remote.manager.coordinator import Coordinator
+from dcp_remote.manager.preemption import Preemption
+from dcp_remote.manager.rank_restore import load_rank
+from dcp_remote.manager.rank_save import RankSaver, Task
+from dcp_remote.manager.reports import LoadReport, SaveReport
+from dcp_remote.manager.telemetry import Telemetry
+from dcp_remote.run.job import CheckpointLabels, JobSession, require_step
+from dcp_remote.run.retention import Retention
+from dcp_remote.run.run import RunCheckpoints
+from dcp_remote.saving.device_copy import wait_for_devices
+from dcp_remote.saving.staging import Stager, tensors_of
+from dcp_remote.serialization.state_dict import require_distinct, saved_state
+from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.counting import CountingStore
+from dcp_remote.storage.location import Location, require_budget, require_shared, require_timeout
+
+logger = logging.getLogger(__name__)
+
+# As long as a process group waits for its collectives by default.
+TIMEOUT_SECONDS = 1800.0
+
+# A rank without a heartbeat for so long counts as dead; a rank that is busy sends one every second.
+SILENCE_SECONDS = 60.0
+
+
+class CheckpointManager(RunCheckpoints):
+    """Checkpoints of one training run; every rank makes a manager, with the same arguments.
+
+    A rank may make another manager for itself, to look at the run. If its `with` block is left by an error, the other
+    ranks take that rank for silent until it saves or restores.
+
+        with CheckpointManager("s3://bucket/run", retention=Retention(keep_last=3)) as checkpoints:
+            step = checkpoints.restore(state) or 0
+            while step < last:
+                ...
+                if step % 1000 == 0:
+                    checkpoints.save(step, state)
+
+    `save` copies the state and returns; a thread uploads the shards and commits the checkpoint. One save is under way
+    at a time: the next `save` waits for it, and raises its error. Every rank calls `save`, `restore` and
+    `reached_preemption`, in the same order; any rank may call the other methods.
+
+    A save ends by its deadline on every rank that lives: with a commit, or with an error that names the rank, the
+    shard and the cause. A rank that falls silent after its first call ends the save a minute later. If the job is
+    killed at any moment, the run has the checkpoints that it had, and perhaps the new one, each whole.
+
+    The first save exchanges plans; a later save does so again if a name, a shape or a dtype has changed on any rank.
+    A tensor that several ranks hold, as under DDP or HSDP, is written by one of them; the largest tensors by all of
+    them, a part each, if digests of all bits are equal in that save. If digests differ, the tensor of one rank is saved
+    whole, and a warning is logged.
+
+    The first save of a job takes the fence: jobs that were started earlier can commit nothing more, and raise
+    `FencedError`. Checkpoints are deleted only by `retention`, or when a save replaces them.
+
+    Args:
+        url: URL of the run: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///…`, a path, `memory://name` (one process
+            only), or an `ObjectStore` of your own.
+        retention: Rules by which old checkpoints are deleted; None keeps all checkpoints.
+        process_group: Group of the ranks that save; None is the default group. Only its members and its store are used.
+        storage_options: Endpoint, region, credentials and so on, by the names that boto3 and fsspec use.
+        timeout_seconds: Deadline of one save or restore, in seconds from the call.
+        dedup: Whether data that did not change since the newest checkpoint is reused instead of sent again.
+        resumed_from: Step whose state was loaded by other means than `restore`.
+        start_over: Whether to leave the run's checkpoints behind: the first commit marks them as abandoned.
+        silence_seconds: Seconds without a heartbeat after which a rank counts as dead.
+        notice_seconds: Seconds from SIGTERM until this job is killed, see `reached_preemption`; None if that is not
+            known, and saves keep their usual deadline.
+        allow_pickle: Whether to store and load objects that only code can load.
+        memory_budget_bytes: Bound in bytes, per rank, of the copies beyond the state and its staged copy.
+
+    Raises:
+        InvalidArgumentError: The URL or an option is wrong; or only one process sees the store, and there are several
+            ranks. No request is sent here.
+    """
+
+    _store: CountingStore
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | ObjectStore,
+        *,
+        retention: Retention | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        storage_options: Mapping[str, object] | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        dedup: bool = True,
+        resumed_from: int | None = None,
+        start_over: bool = False,
+        silence_seconds: float = SILENCE_SECONDS,
+        notice_seconds: float | None = None,
+        allow_pickle: bool = False,
+        memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
+    ) -> None:
+        """Check and store the settings; no request is sent, and no other rank is asked."""
+        if retention is not None and not isinstance(retention, Retention):
+            raise InvalidArgumentError(
+                "retention must be a Retention, such as Retention(keep_last=3).", type=type(retention).__qualname__
+            )
+        require_timeout(timeout_seconds)
+        require_timeout(silence_seconds, name="silence_seconds")
+        require_timeout(timeout_seconds if notice_seconds is None else notice_seconds, name="notice_seconds")
+        require_budget(memory_budget_bytes)
+        if resumed_from is not None:
+            require_step(resumed_from)
+            if start_over:
+                raise InvalidArgumentError(
+                    "resumed_from and start_over exclude each other: pass one of them.", resumed_from=resumed_from
+                )
+        location = Location.of(url, storage_options)
+        require_shared(location, default_world_size())
+        super().__init__(CountingStore(location.store))
+        self._timeout_seconds, self._silence_seconds = timeout_seconds, silence_seconds
+        self._allow_pickle, self._memory_budget_bytes = allow_pickle, memory_budget_bytes
+        self._is_alone = not _has_group()
+        if self._is_alone and os.environ.get("WORLD_SIZE", "1") not in {"", "1"}:
+            logger.warning(
+                "%s: WORLD_SIZE is set, but torch.distributed is not initialized: this process saves as if it were the "
+                "only one",
+                self._store.url,
+            )
+        self._ranks = RankGroup.of(process_group, f"dcp_remote/{digest(self._store.url.encode()).hex()}")
+        self._preemption = Preemption(self._ranks, notice_seconds=notice_seconds)
+        job = JobSession(self._store)
+        if resumed_from is not None or start_over:
+            job.go_on_from(-1 if resumed_from is None else resumed_from)
+        coordinator = (
+            Coordinator(self._store, job, retention=retention, dedup=dedup) if self._ranks.is_coordinator else None
+        )
+        self._coordinator = coordinator
+        self._saver = RankSaver(
+            self._ranks, self._store, coordinator, memory_budget_bytes=memory_budget_bytes, allow_pickle=allow_pickle
+        )
+        self._stager = Stager()
+        self._telemetry = Telemetry()
+        self._background_saves = BackgroundSaves(self._store.url, self._preemption)
+        self._last_load: LoadReport | None = None
+        self._closed = False
+        self._at_exit = AtExit(self._store.url, self._close)
+
+    def __repr__(self) -> str:
+        """Return the class and the URL; options, which may be secret, are left out."""
+        return f"CheckpointManager({self._store.url!r})"
+
+    def __enter__(self) -> Self:
+        """Return the manager itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the manager; raise the error of the last save, unless the block raises an error itself."""
+        try:
+            self._close(is_interrupted=kind is KeyboardInterrupt, is_missed=error is not None)
+        except Exception:
+            if error is None:
+                raise
+            logger.exception("%s: the last save failed as well", self._store.url)
+
+    @property
+    def last_save(self) -> SaveReport | None:
+        """Report of the last save that was committed and waited for; None before that."""
+        return self._background_saves.report
+
+    @property
+    def last_load(self) -> LoadReport | None:
+        """Report of the last `restore`; None before that."""
+        return self._last_load
+
+    # ---- called by every rank
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        name: str | Iterable[str] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        user: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        planner: SavePlanner | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Save a state in the background; called by every rank.
+
+        Waits for the previous save, and raises its error. Then copies the state into memory that is kept for the next
+        save (pinned, where there is a GPU); the state may be changed as soon as this method returns.
+
+        Costs the store: one GET, a PUT per shard of at most 64 MiB, two PUTs and a GET for the commit; a job's first
+        save three requests more (fence, a look for a checkpoint by itself, the newest manifest or a LIST).
+
+        Args:
+            step: Number of finished training steps.
+            state: State to save: nested dicts of tensors and objects, `Stateful`s, and `PerRank` values.
+            name: Name or names by which the checkpoint can be asked for; a name moves to the newest checkpoint that is
+                given it.
+            metrics: Numbers by name, for `Retention(keep_best=…)`. A number that is not finite is left out, with a
+                warning. Those of the coordinator are stored.
+            user: Notes for the manifest: JSON, at most 1 MiB. Those of the coordinator are stored.
+            overwrite: Whether to replace the live checkpoint of this step, if there is one, with its names and its pin.
+            planner: Planner of torch; None is `DefaultSavePlanner()`. A planner with methods of its own plans each save
+                anew, and its replicas are written by one rank. torch's plan cache (`enable_plan_caching`) is not used.
+            wait: Whether to return only when the checkpoint is committed. The state is then not copied.
+
+        Raises:
+            InvalidArgumentError: A step, name, metric, note, or the state is wrong. Raised as the errors below if the
+                step is older than the newest checkpoint.
+
+        Raised by this call with `wait`, else by the next `save`, `restore` or `wait`, or at the end of the block:
+            CheckpointExistsError: The run has a checkpoint of this step, or checkpoints that this job does not go on
+                from; see `JobSession.begin`.
+            FencedError: A newer job owns the run. Stop this job.
+            CommitConflictError: Another save of this step was committed meanwhile.
+            CommitUnknownError: The store did not say by the deadline whether the commit was carried out.
+            SaveTimeoutError: Ranks did not report by the deadline; names them, and what each was doing last.
+            SaveFailedError: Names the rank, the shard, the attempts and the cause.
+        """
+        called_seconds = time.monotonic()
+        self._require_open()
+        self._preemption.outlive()
+        note = CheckpointLabels.of(step, name=name, metrics=metrics, overwrite=overwrite)
+        noted = checked_user(user or {})
+        operation = self._telemetry.save(self._store, step=step, rank=self._ranks.rank)
+        background_save: BackgroundSave | None = None
+        try:
+            with operation.phase("waiting"):
+                self.wait()
+            waiting_seconds = time.monotonic() - called_seconds
+            seconds = min(self._timeout_seconds - waiting_seconds, self._preemption.working_seconds())
+            collective = self._prepare(f"the save of step {step}", seconds=seconds)
+            background_save = BackgroundSave(
+                collective, self._ranks, self._saver, self._coordinator, before=self._background_saves.newest
+            )
+            self._ranks.begin(collective)
+            with operation.phase("staging"):
+                copied = self._copied(collective, state, stage=not wait)
+            task = Task(
+                note=note,
+                state=copied,
+                planner=planner if planner is not None else DefaultSavePlanner(),
+                user=noted,
+                called_seconds=called_seconds,
+                waiting_seconds=waiting_seconds,
+                staging_seconds=time.monotonic() - called_seconds - waiting_seconds,
+                seconds=seconds,
+                operation=operation,
+                background=not wait,
+            )
+            self._background_saves.start(background_save, task)
+            if wait:
+                self.wait()
+        except BaseException as error:
+            # Ctrl-C may come anywhere, and a thread may fail to start: the other ranks must be told in each case.
+            if background_save is not None:
+                self._background_saves.abandon(background_save, error)
+            operation.fail(error)
+            raise
+
+    def restore(
+        self, state: MutableMapping[str, Any], step: int | str | None = None, *, planner: LoadPlanner | None = None
+    ) -> int | None:
+        """Load a checkpoint into a state, in place; called by every rank, at any world size.
+
+        The next save goes on from there: it marks newer checkpoints as abandoned, and this method warns of that. To
+        look at an older checkpoint in the middle of training, use `dcp_remote.load` or `RemoteReader`, which change
+        nothing; a `restore` of the newest checkpoint before the next save undoes going back.
+
+        Tensors are read into the tensors of the state, `Stateful`s and `PerRank` values are given theirs, other objects
+        are replaced. A rank of which the checkpoint has no `PerRank` values keeps its own. If this method raises, the
+        state may hold parts of the checkpoint and must not be used.
+
+        Costs the store: a HEAD, a GET of the catalog and a GET of the manifest, by the coordinator; a GET per range of
+        at most 8 MiB, by one of up to 64 ranks that want it, which gives it to the others over sockets between ranks. A
+        rank that gets nothing over its socket reads the range from the store.
+
+        Args:
+            state: State as for `save`; its keys and shapes say what is loaded.
+            step: Step or name of the checkpoint; None is the newest.
+            planner: Planner of torch; None is `DefaultLoadPlanner()`.
+
+        Returns:
+            The step; None if `step` is None and the run has no checkpoint, and then the state is unchanged.
+
+        Raises:
+            CheckpointNotFoundError: The run has no checkpoint of this step or name.
+            CheckpointExistsError: A checkpoint by itself, and no run, lies at this URL.
+            CorruptCheckpointError: Bytes differ from those that were written: restore an older step.
+            UnsafeObjectError: An object needs code to load.
+            StorageError: The store failed for five minutes.
+            DcpRemoteError: Another rank failed or fell silent, and is named; or `timeout_seconds` have passed.
+        """
+        self._require_open()
+        self._preemption.outlive()
+        self.wait()
+        collective = self._prepare(
+            "the restore", seconds=self._timeout_seconds, failed=DcpRemoteError, timed_out=DcpRemoteError
+        )
+        asked = step if isinstance(step, int) else None
+        operation = self._telemetry.load(self._store, step=asked, rank=self._ranks.rank)
+        try:
+            self._ranks.begin(collective)
+            # Before the restore, whose outcome may differ between ranks: all ranks must count from the same call.
+            self._preemption.count_anew()
+            with collective:
+                self._last_load = load_rank(
+                    self._ranks,
+                    collective,
+                    self._store,
+                    state,
+                    step=step,
+                    planner=planner,
+                    operation=operation,
+                    allow_pickle=self._allow_pickle,
+                    memory_budget_bytes=self._memory_budget_bytes,
+                )
+        except BaseException as error:
+            self._ranks.abandon(collective, error)
+            operation.fail(error)
+            raise
+        operation.end(self._last_load)
+        if self._last_load is None:
+            return None
+        if self._coordinator is not None:
+            self._coordinator.go_on_from(self._last_load.step)
+        return self._last_load.step
+
+    def reached_preemption(self, step: int) -> bool:
+        """Return whether to save and stop at this step, because the job is about to be killed.
+
+        Called by every rank after every step. SIGTERM reaches ranks at different times, and some ranks never: the ranks
+        agree on one step, at which the answer is True on all of them. From the first call on, SIGTERM no longer ends
+        the process; a handler that was installed before is called as well. Saves and restores end within
+        `notice_seconds` of SIGTERM, less 8 s for the end of the process, or are given up.
+
+            stopping = checkpoints.reached_preemption(step)
+            if stopping or step % 1000 == 0:
+                checkpoints.save(step, state)
+            if stopping:
+                break
+
+        Costs nothing as long as there is no signal.
+        """
+        self._require_open()
+        require_step(step)
+        self._preemption.install()
+        return self._preemption.reached(step)
+
+    # ---- called by any rank
+
+    def wait(self) -> SaveReport | None:
+        """Wait until no save is under way; return the report of the last save that was committed.
+
+        Raises:
+            DcpRemoteError: The save failed, see `save`. Each failure is raised once.
+        """
+        return self._background_saves.wait()
+
+    def close(self) -> None:
+        """Wait for the save under way, finish deleting old checkpoints, and release threads and memory.
+
+        A first Ctrl-C logs what this method waits for, and until when; a second one gives the save up. After SIGTERM
+        this method returns within `notice_seconds` of the signal.
+
+        Raises:
+            DcpRemoteError: The last save failed.
+        """
+        self._close(is_interrupted=False)
+
+    # ---- internals
+
+    def _close(self, *, is_interrupted: bool, is_missed: bool = False) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._at_exit.cancel()
+        gives_up = False
+        try:
+            self._background_saves.close(is_interrupted=is_interrupted)
+        except KeyboardInterrupt:
+            gives_up = True
+            raise
+        finally:
+            self._stager.close()
+            # Half of what is left of the notice: the process still has to end afterwards.
+            seconds = 0.0 if gives_up else self._preemption.remaining_seconds()
+            end_within(math.inf if seconds is None else 0.0)
+            self._preemption.close()
+            self._ranks.close(math.inf if seconds is None else seconds / 2, is_missed=is_missed)
+
+    def _copied(self, collective: Collective, state: Mapping[str, Any], *, stage: bool) -> dict[str, Any]:
+        copied = saved_state(state, self._ranks.rank)
+        require_distinct(copied)
+        if not stage:
+            # In the caller's thread, because streams are per thread: the saving thread would wait for another stream.
+            wait_for_devices(tensor.device for tensor in tensors_of(copied))
+            return copied
+        collective.note("copying the state")
+        return self._stager.stage(copied)
+
+    def _prepare(
+        self,
+        what: str,
+        *,
+        seconds: float,
+        failed: type[DcpRemoteError] = SaveFailedError,
+        timed_out: type[DcpRemoteError] = SaveTimeoutError,
+    ) -> Collective:
+        if self._is_alone and _has_group() and dist.get_world_size() > 1:
+            raise InvalidArgumentError(
+                "This CheckpointManager was made before torch.distributed was initialized, and knows of no other rank. "
+                "Make it after init_process_group.",
+                url=self._store.url,
+            )
+        return self._ranks.prepare(
+            what,
+            seconds=seconds,
+            silence_seconds=self._silence_seconds,
+            left_seconds=self._preemption.working_seconds,
+            failed=failed,
+            timed_out=timed_out,
+        )
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise InvalidArgumentError("This CheckpointManager is closed; make another one.", url=self._store.url)
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,298 @@
+"""One rank's part of restoring a checkpoint of a run: agree which, read, agree that nobody failed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.units import MiB
+from dcp_remote.coordination.collective import Collective
+from dcp_remote.coordination.group import RankGroup
+from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
+from dcp_remote.format.catalog import Entry
+from dcp_remote.format.manifest import Manifest
+from dcp_remote.loading.chunk_list import local_plan
+from dcp_remote.loading.dcp_metadata import to_dcp_metadata
+from dcp_remote.loading.engine import Target, read_targets
+from dcp_remote.loading.peer_exchange import PeerExchange, cohorts_of
+from dcp_remote.loading.peers import host_towards
+from dcp_remote.loading.read_items import make_target_layers
+from dcp_remote.loading.read_plan import wanted_blocks
+from dcp_remote.manager.reports import LoadReport, LoadSeconds
+from dcp_remote.manager.telemetry import Operation
+from dcp_remote.run.job import warn_of_going_back
+from dcp_remote.run.lookup import decode_entry, fetch_entry, find, require_no_checkpoint_by_itself
+from dcp_remote.run.run import catalog_of
+from dcp_remote.serialization.state_dict import PER_RANK_KEY, PerRank, TextKeys, empty_places, put_back, template_of
+from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.counting import CountingStore
+from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
+
+logger = logging.getLogger(__name__)
+
+
+# Of manifests that all ranks get from the coordinator, over the one host of their group's store. What is more than that
+# each reads for itself: a store of objects has many hosts.
+_MANIFESTS_BYTES_MAX = 256 * MiB
+
+
+def load_rank(
+    ranks: RankGroup,
+    collective: Collective,
+    store: CountingStore,
+    state: MutableMapping[str, Any],
+    *,
+    step: int | str | None,
+    planner: LoadPlanner | None,
+    operation: Operation,
+    allow_pickle: bool,
+    memory_budget_bytes: int,
+) -> LoadReport | None:
+    """Restore; called by every rank, in a block of the joint. None if there is nothing to restore.
+
+    Args:
+        ranks: Who restore together.
+        collective: Of all of them.
+        store: Opened at the run.
+        state: Whose tensors are read into.
+        step: A step, or a checkpoint's name; None is the newest.
+        planner: torch's; None is its default.
+        operation: Of telemetry.
+        allow_pickle: Also load objects that only code can load.
+        memory_budget_bytes: Bound of the buffers beyond the state.
+
+    Raises:
+        DcpRemoteError: See `CheckpointManager.restore`.
+    """
+    began_seconds, before = time.monotonic(), store.counts
+    with operation.phase("planning"):
+        collective.note("asking which checkpoint to restore")
+        chosen = collective.gather(
+            step, lambda steps: collective.apart(partial(_chosen, store, steps, collective.deadline))
+        )
+        if chosen is None:
+            if ranks.is_coordinator:
+                # A URL that is a little wrong looks the same: a job must not begin anew without a word.
+                logger.warning("%s: there is no checkpoint here yet; the job starts from nothing", store.url)
+            return None
+        entry = chosen.entry
+        collective.note(f"planning the restore of step {entry.step}")
+        data = chosen.manifest
+        if data is None:
+            data = collective.apart(
+                partial(fetch_entry, store, entry, retry_seconds=_asking_seconds(collective.deadline))
+            )
+        # A damaged manifest is read once more here.
+        decode = partial(decode_entry, store, entry, data, retry_seconds=_asking_seconds(collective.deadline))
+        manifest = collective.apart(decode)
+        del chosen, data
+        # What follows may be collectives of training, which nobody may enter alone.
+        collective.gather(None, _all_are_here)
+        saved = _saved_paths(manifest)
+        template = template_of(state, ranks.rank, saved)
+        keys = TextKeys(template)
+        _require_not_thinned(entry, template)
+        if ranks.is_coordinator:
+            _tell_of_missing_ranks(state, manifest, saved, ranks.world_size)
+            _tell_of_what_has_no_place(template, saved)
+        planner = planner if planner is not None else DefaultLoadPlanner()
+        exchange: PeerExchange | None = None
+        if ranks.world_size > 1:
+            exchange = PeerExchange(
+                ranks.rank,
+                host_towards(ranks.store_host),
+                # Another's may change a tensor when it is complete.
+                gives=type(planner).commit_tensor is DefaultLoadPlanner.commit_tensor,
+                memory_budget_bytes=memory_budget_bytes,
+                is_over=collective.deadline.expired,
+            )
+        metadata = to_dcp_metadata(manifest)
+        metadata.storage_meta = StorageMeta(checkpoint_id=store.url, save_id=manifest.save_id)
+        planner.set_up_planner(keys.template, metadata, ranks.is_coordinator)
+        plan = local_plan(planner)
+        # torch's own changes nothing here, and plans are large: only who has something to say to all is asked.
+        if type(planner).create_global_plan is not DefaultLoadPlanner.create_global_plan:
+            plan = collective.scatter(plan, planner.create_global_plan)
+        plan = planner.finish_plan(plan)
+    planned_seconds = time.monotonic()
+    with operation.phase("reading"):
+        collective.note(f"reading step {entry.step}")
+        with exchange or nullcontext():
+            layers = make_target_layers(manifest, plan, planner, allow_pickle=allow_pickle)
+            _read_layers(store, manifest, layers, collective, exchange, memory_budget_bytes=memory_budget_bytes)
+            collective.note(f"has read step {entry.step}, waiting for the others")
+            # Until then there is somebody who wants what this rank has read.
+            collective.gather(None, _all_are_here)
+        keys.put_back()
+        put_back(state, template, ranks.rank)
+        collective.gather(None, _all_are_here)
+    counts = store.counts.since(before)
+    report = LoadReport(
+        step=entry.step,
+        save_id=entry.save_id,
+        saved_world_size=manifest.world_size,
+        world_size=ranks.world_size,
+        read_bytes=counts.got_bytes,
+        seconds=LoadSeconds(planning=planned_seconds - began_seconds, reading=time.monotonic() - planned_seconds),
+        requests=counts.requests,
+        retries=counts.failed,
+        received_bytes=exchange.received_bytes if exchange is not None else 0,
+        rereads=counts.reread,
+    )
+    if ranks.is_coordinator:
+        logger.info("%s", report)
+    return report
+
+
+def _read_layers(
+    store: ObjectStore,
+    manifest: Manifest,
+    layers: Sequence[Sequence[Target]],
+    collective: Collective,
+    exchange: PeerExchange | None,
+    *,
+    memory_budget_bytes: int,
+) -> None:
+    """Read the layers one after another; the first, which holds nearly everything, together with the other ranks.
+
+    Args:
+        store: Store of the run.
+        manifest: Manifest of the checkpoint.
+        layers: Targets of this rank, as `make_target_layers` returns them.
+        collective: Collective operation of all ranks.
+        exchange: This rank's part in the exchange; None if there is no other rank.
+        memory_budget_bytes: Limit of the buffers beyond the state, in bytes.
+    """
+    later = layers
+    if exchange is not None:
+        first, *later = layers
+        wanted = wanted_blocks(manifest, [target.want for target in first])
+        # All ranks arrive here, so that none has failed before a byte is read.
+        cohort = collective.scatter_grouped(exchange.tell(manifest, wanted), cohorts_of)
+        shared_store, plan = exchange.begin(store, manifest, wanted, cohort)
+        read_targets(
+            shared_store,
+            manifest,
+            first,
+            memory_budget_bytes=exchange.budget_bytes,
+            retry_seconds=RANGE_RETRY_SECONDS,
+            deadline=collective.deadline,
+            plan=plan,
+            arrived=exchange.arrived,
+        )
+    for targets in later:
+        read_targets(
+            store,
+            manifest,
+            targets,
+            memory_budget_bytes=memory_budget_bytes,
+            retry_seconds=RANGE_RETRY_SECONDS,
+            deadline=collective.deadline,
+        )
+
+
+def _all_are_here(_answers: Sequence[None]) -> None:
+    """Nobody has failed so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is restored.
+
+    Attributes:
+        entry: Of the catalog.
+        manifest: As it is stored; None if each reads it for itself.
+    """
+
+    entry: Entry
+    manifest: bytes | None
+
+
+def _asking_seconds(deadline: Deadline) -> float:
+    """How long one question is asked."""
+    return min(RANGE_RETRY_SECONDS, deadline.remaining_seconds())
+
+
+def _chosen(store: ObjectStore, steps: Sequence[int | str | None], deadline: Deadline) -> _Chosen | None:
+    if any(step != steps[0] for step in steps):
+        raise InvalidArgumentError("Ranks ask for different checkpoints at a time.", steps=str(steps[:16]))
+    if type(steps[0]) not in (int, str, type(None)):
+        raise InvalidArgumentError("A step is an integer, or a checkpoint's name.", step=steps[0])
+    # Before anything is trained: the first save would refuse it, hours later.
+    require_no_checkpoint_by_itself(RetryingStore(store, Deadline(_asking_seconds(deadline))))
+    catalog = catalog_of(store, retry_seconds=_asking_seconds(deadline))
+    if steps[0] is None and (catalog is None or catalog.latest() is None):
+        return None
+    if catalog is None:
+        raise CheckpointNotFoundError("There is no run here yet.", url=store.url, step=steps[0])
+    entry = find(catalog, steps[0], url=store.url)
+    warn_of_going_back(catalog, entry, url=store.url)
+    data = fetch_entry(store, entry, retry_seconds=_asking_seconds(deadline))
+    return _Chosen(entry, data if len(data) * len(steps) <= _MANIFESTS_BYTES_MAX else None)
+
+
+def _require_not_thinned(entry: Entry, template: Mapping[str, Any]) -> None:
+    gone = [key for key in entry.thinned if key in template]
+    if gone:
+        raise InvalidArgumentError(
+            "This checkpoint was thinned: retention let go what the state asks for. Leave it out of the state, or "
+            "restore a newer step.",
+            step=entry.step,
+            without=", ".join(gone),
+        )
+
+
+def _saved_paths(manifest: Manifest) -> set[tuple[str | int, ...]]:
+    """Return the paths of entries, without those of empty dicts."""
+    entries = set(manifest.names())
+    return {path for name, path in (manifest.flatten or {}).items() if name in entries}
+
+
+def _tell_of_what_has_no_place(template: Mapping[str, Any], saved: set[tuple[str | int, ...]]) -> None:
+    """Of an optimizer that has made no step, most of all: what is empty asks for nothing, and gets nothing."""
+    places = empty_places(template)
+    depths = {len(place) for place in places}
+    below_of = Counter(path[:depth] for path in saved for depth in depths if depth < len(path))
+    for place in places:
+        if below := below_of[place]:
+            logger.warning(
+                "%s is empty in the state that is restored, so that %d values of the checkpoint are left out. An "
+                "optimizer has no state before its first step: use torch's get_optimizer_state_dict.",
+                ".".join(map(str, place)),
+                below,
+            )
+
+
+def _tell_of_missing_ranks(
+    state: Mapping[str, Any], manifest: Manifest, saved: set[tuple[str | int, ...]], world_size: int
+) -> None:
+    """Once: which of the values that differ between ranks stay as they are, and which are nobody's."""
+    keys = sorted(key for key, value in state.items() if isinstance(value, PerRank))
+    kept = [key for key in keys if any((PER_RANK_KEY, str(rank), key) not in saved for rank in range(world_size))]
+    left = [
+        key
+        for key in keys
+        if any((PER_RANK_KEY, str(rank), key) in saved for rank in range(world_size, manifest.world_size))
+    ]
+    for told, of in (("ranks that it has no values of keep their own", kept), ("values of others are left out", left)):
+        if of:
+            logger.warning(
+                "The checkpoint was saved by %d ranks and is restored by %d: %s (%s). What was saved can be read by "
+                "dcp_remote.load(url, step=%d, keys='per_rank.*').",
+                manifest.world_size,
+                world_size,
+                told,
+                ", ".join(of),
+                manifest.run.step if manifest.run is not None else 0,
+            )

@@ -1,0 +1,169 @@
+"""Commit of a checkpoint by itself: the conditional PUT of its manifest.
+
+The checkpoint exists if and only if its manifest was put. This module writes that one object exactly once, and finds
+out whether it was written: a PUT without a clear answer is settled by reading the object.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dcp_remote.common.deadline import Deadline, jitter
+from dcp_remote.errors import (
+    CommitConflictError,
+    CommitUnknownError,
+    CorruptCheckpointError,
+    DcpRemoteError,
+    ObjectNotFoundError,
+    UnsupportedFormatError,
+)
+from dcp_remote.format import manifest_json
+from dcp_remote.format.document import STORED_BYTES_MAX
+from dcp_remote.format.manifest import MANIFEST_KEY, REPLACES_MAX
+from dcp_remote.format.manifest_json import Head
+from dcp_remote.run.conditional_put import Backoff, FailedPut, put_until_settled
+from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.storage.rereads import RereadingStore
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Object at the manifest's key, as it was read.
+
+    Attributes:
+        version: Version of the object; None if there is none.
+        head: Identity of the save that wrote it; None if there is no object, or if it cannot be read.
+        unreadable: Reason why the object cannot be read; None if it can, or if there is none.
+    """
+
+    version: Version | None
+    head: Head | None
+    unreadable: str | None = None
+
+    @property
+    def committed(self) -> bool:
+        """True if a checkpoint is here, or an object that must not be taken for the absence of one."""
+        return self.version is not None and (self.head is None or self.head.kind != manifest_json.TOMBSTONE)
+
+    @property
+    def lineage(self) -> tuple[str, ...]:
+        """Ids of the saves that a manifest put over this one replaces, newest first."""
+        return (self.head.save_id, *self.head.replaces)[:REPLACES_MAX] if self.head else ()
+
+
+def look(store: ObjectStore) -> Slot:
+    """Read the object at the manifest's key; one GET, and one more if it cannot be read. Coordinator only."""
+    slot = _look_once(store)
+    return slot if slot.unreadable is None else _look_once(RereadingStore(store))
+
+
+def _look_once(store: ObjectStore) -> Slot:
+    try:
+        content = store.get(MANIFEST_KEY, limit_bytes=STORED_BYTES_MAX)
+    except ObjectNotFoundError:
+        return Slot(None, None)
+    except CorruptCheckpointError as error:
+        # The object is larger than any manifest, and still must not be taken for the absence of one.
+        return _head(store, unreadable=str(error))
+    try:
+        return Slot(content.version, manifest_json.decode_head(content.data))
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        return Slot(content.version, None, unreadable=str(error))
+
+
+def _head(store: ObjectStore, *, unreadable: str) -> Slot:
+    try:
+        return Slot(store.head(MANIFEST_KEY).version, None, unreadable=unreadable)
+    except ObjectNotFoundError:
+        return Slot(None, None)
+
+
+def commit(
+    store: ObjectStore,
+    slot: Slot,
+    body: bytes,
+    *,
+    save_id: str,
+    deadline: Deadline,
+    sleep: Callable[[float], None] = time.sleep,
+    uniform: Callable[[float, float], float] = jitter,
+) -> None:
+    """Put the manifest on the condition that the slot is as it was seen; return only if it is committed.
+
+    Costs one request, unless an answer is lost. Whatever is raised, a crash of this process included, the slot holds
+    the old manifest or the new one, whole.
+
+    Args:
+        store: Store opened at the checkpoint, whose reads are retried.
+        slot: Slot as `look` saw it before the first byte was uploaded.
+        body: Manifest, sealed; it carries `save_id`, so that no two are equal.
+        save_id: Id of this save.
+        deadline: Deadline until which an unclear answer is settled.
+        sleep: Waits so many seconds; an argument for tests.
+        uniform: Draws a number between two; an argument for tests.
+
+    Raises:
+        CommitConflictError: Another save was committed since; this one was not.
+        CommitUnknownError: By the deadline it could not be found out whether this save is committed; or an answer was
+            lost, and the object that is there now does not tell.
+        StorageError: The store refused; nothing was committed.
+    """
+
+    def decide(now: Slot, failed: FailedPut) -> bytes | None:
+        if now.head is not None and save_id in (now.head.save_id, *now.head.replaces):
+            return None
+        if now.version != slot.version:
+            raise _lost(store, save_id, slot, now, failed) from failed.error
+        return body
+
+    put_until_settled(
+        store,
+        MANIFEST_KEY,
+        body,
+        slot,
+        look=lambda: look(store),
+        decide=decide,
+        unknown=lambda failure: _unknown(store, save_id, failure),
+        backoff=Backoff(deadline, sleep=sleep, uniform=uniform),
+    )
+
+
+def _lost(
+    store: ObjectStore, save_id: str, slot: Slot, now: Slot, failed: FailedPut
+) -> CommitConflictError | CommitUnknownError:
+    # A manifest that lists all saves since the slot was seen, and not ours, proves that ours was not committed. One
+    # that was removed or cannot be read proves nothing, nor does one whose list has reached its limit and lost its end.
+    is_proven = now.head is not None and (
+        len(now.head.replaces) < REPLACES_MAX
+        or (slot.head is not None and slot.head.save_id in (now.head.save_id, *now.head.replaces))
+    )
+    if failed.is_unclear and not is_proven:
+        return _unknown(store, save_id, failed.error)
+    if now.head is not None and (
+        not now.committed or (slot.head is not None and now.head.save_id == slot.head.save_id)
+    ):
+        return CommitConflictError(
+            "Orphans were removed here since this save began, perhaps its shards among them; it was not committed. "
+            "Save again.",
+            url=store.url,
+            save_id=save_id,
+        )
+    return CommitConflictError(
+        "Another save was committed here meanwhile, or the manifest was removed; this save was not committed. Check "
+        "the checkpoint (`dcp-remote show`), then save again.",
+        url=store.url,
+        save_id=save_id,
+        committed=now.head.save_id if now.head else now.unreadable,
+    )
+
+
+def _unknown(store: ObjectStore, save_id: str, failure: DcpRemoteError) -> CommitUnknownError:
+    return CommitUnknownError(
+        "The store did not confirm the commit, which may or may not have happened. Check before saving again "
+        "(`dcp-remote show`): the checkpoint exists if its manifest has this save_id.",
+        url=store.url,
+        save_id=save_id,
+        cause=failure,
+    )

@@ -1,0 +1,435 @@
+"""Saves into a run: checks against the catalog before a byte is uploaded, and the commit.
+
+The rules are in `format/catalog.py`. This module holds one job's state: its token, the checkpoint that it resumed from,
+and whether its last attempt was committed. Any writer of shards can save into a run with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import SupportsFloat
+
+from dcp_remote.common.deadline import Deadline, jitter
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    FencedError,
+    InvalidArgumentError,
+    SaveTimeoutError,
+)
+from dcp_remote.format.catalog import Attempt, Catalog, Entry, committed, fenced, refreshed
+from dcp_remote.format.keys import manifest_key
+from dcp_remote.format.manifest import RunInfo
+from dcp_remote.run.catalog_store import Change, require_catalog, swap
+from dcp_remote.run.lookup import require_no_checkpoint_by_itself, require_not_lost
+from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.retrying import RetryingStore
+
+logger = logging.getLogger(__name__)
+
+# Names and metrics that a catalog and a manifest can hold, and a person can read in a list.
+_WORD = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,200}")
+STEP_MAX = 2**53
+
+# A message lists so many abandoned steps, the newest.
+_STEPS_NAMED_MAX = 10
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLabels:
+    """Step, names and metrics of a checkpoint, as given by the user.
+
+    Attributes:
+        step: Number of finished steps of training.
+        names: Names by which it can be loaded; each belongs to one checkpoint at a time, the last that was given it.
+        metrics: Names and values of metrics; the values are finite.
+        overwrite: Replace the live checkpoint of this step, if there is one.
+    """
+
+    step: int
+    names: tuple[str, ...] = ()
+    metrics: tuple[tuple[str, float], ...] = ()
+    overwrite: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        *,
+        name: str | Iterable[str] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        overwrite: bool = False,
+    ) -> CheckpointLabels:
+        """Check the arguments of a save, before anything is copied or sent.
+
+        Raises:
+            InvalidArgumentError: An argument is refused; the error names it.
+        """
+        require_step(step)
+        if name is not None and not isinstance(name, Iterable):
+            raise InvalidArgumentError("name must be a text, or several texts.", name=name)
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise InvalidArgumentError("metrics must be a mapping of names to numbers.", type=type(metrics).__name__)
+        names = (name,) if isinstance(name, str) else tuple(name or ())
+        for word in (*names, *(metrics or ())):
+            if not isinstance(word, str) or not _WORD.fullmatch(word):
+                raise InvalidArgumentError(
+                    "A name must be a text of 1 to 200 characters, none of them a control character.",
+                    name=ascii(word)[:300],
+                )
+        if any(word.isdecimal() for word in names):
+            raise InvalidArgumentError("A name of digits alone would be taken for a step.", names=", ".join(names))
+        if len(set(names)) != len(names):
+            raise InvalidArgumentError("A name is given twice.", names=", ".join(names))
+        numbers = {key: _number(key, value) for key, value in (metrics or {}).items()}
+        for key, number in numbers.items():
+            if not math.isfinite(number):
+                # NaN has no order, so that it cannot be the best; and a diverging training must not fail here.
+                logger.warning("a metric that is not finite is left out: step=%d metric=%s value=%s", step, key, number)
+        finite = tuple((key, number) for key, number in numbers.items() if math.isfinite(number))
+        return cls(step, names, finite, overwrite)
+
+
+def require_step(step: object) -> None:
+    """Refuse a step that is no number of finished steps.
+
+    Raises:
+        InvalidArgumentError: The step is not an integer, or out of bounds.
+    """
+    if type(step) is not int or not 0 <= step < STEP_MAX:
+        raise InvalidArgumentError(
+            "A step must be an integer from 0 to 2**53 - 1: the number of finished steps.",
+            step=step,
+            type=type(step).__name__,
+        )
+
+
+def _number(name: str, value: SupportsFloat) -> float:
+    try:
+        return float(value)  # a numpy scalar, a tensor of one element
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InvalidArgumentError("A metric must be a number.", metric=name, value=value) from error
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTicket:
+    """Ticket of a save that has begun, which every rank must have. It pickles.
+
+    Attributes:
+        save_id: Id of this save; 32 lower-case hex digits.
+        run: Run, step, token and revision that its manifest records.
+        borrowed: save_id and manifest key of the checkpoint whose shards may be reused; None if of none.
+        before: save_id of the checkpoint at this step that is to be overwritten; None if there is none.
+        manifest: Key of its manifest; no other save writes this key.
+    """
+
+    save_id: str
+    run: RunInfo
+    borrowed: tuple[str, str] | None
+    before: str | None
+    manifest: str
+
+
+def warn_of_going_back(catalog: Catalog, entry: Entry, *, url: str) -> None:
+    """Log the checkpoints that the next save abandons when this one is restored; nothing if it is the newest."""
+    newer = [live for live in catalog.entries if live.step > entry.step and not live.abandoned]
+    if newer:
+        logger.warning(
+            "%s: this job restores step %d: the next save abandons %s. To look at an older checkpoint without going "
+            "back to it, use dcp_remote.load(url, step=%d) or RemoteReader; or restore the newest before the next save",
+            url,
+            entry.step,
+            _describe_abandoned(newer),
+            entry.step,
+        )
+
+
+def _describe_abandoned(entries: Sequence[Entry]) -> str:
+    """List the steps of abandoned checkpoints, the newest, and those that a later save may not replace."""
+    steps, held = (
+        ", ".join(str(entry.step) for entry in listed[-_STEPS_NAMED_MAX:])
+        for listed in (entries, [entry for entry in entries if not entry.is_replaceable_by(())])
+    )
+    note = " (pinned or named, and so not replaced unless a save is given the name, or overwrite=True: "
+    return steps + (f"{note}{held})" if held else "")
+
+
+class JobSession:
+    """Saves of one job into a run; on the coordinator, for one thread at a time.
+
+    A job takes the fence with its first save, and again after it went back to an older checkpoint: from then on no
+    earlier job commits.
+
+    Args:
+        store: Store opened at the run.
+        sleep: Waits so many seconds; an argument for tests.
+        uniform: Draws a number between two; an argument for tests.
+        new_id: Makes save_ids; an argument for tests.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        uniform: Callable[[float, float], float] = jitter,
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+    ) -> None:
+        """Store the settings; no request."""
+        self._store = store
+        self._sleep, self._uniform, self._new_id = sleep, uniform, new_id
+        self._run_id: str | None = None
+        self._token: int | None = None
+        self._resumed_from: int | None = None
+        self._has_open_attempt = False
+        self._fence_error: FencedError | None = None
+
+    @property
+    def token(self) -> int | None:
+        """Token by which this job outranks earlier ones; None before its first save."""
+        return self._token
+
+    def go_on_from(self, step: int | None) -> None:
+        """Set the checkpoint that the state was restored from; -1: none, on purpose; None: there was none.
+
+        The next save takes the fence anew, and abandons newer checkpoints. A job that was fenced stays fenced, or the
+        two jobs would fence each other in turn.
+        """
+        self._resumed_from, self._token = step, None
+
+    def after(self, step: int) -> JobSession:
+        """Make another session of this job, resumed from a checkpoint; a thread stuck in this one cannot touch it."""
+        job = JobSession(self._store, sleep=self._sleep, uniform=self._uniform, new_id=self._new_id)
+        job.go_on_from(step)
+        job._fence_error = self._fence_error
+        return job
+
+    def begin(self, note: CheckpointLabels, *, borrow: bool, deadline: Deadline) -> SaveTicket:
+        """Check that this step may be saved, and make the ticket of the save; the first save also takes the fence.
+
+        Costs one GET; also a PUT after an attempt that was not committed; a PUT and a HEAD for the first save of a job,
+        and a LIST where the run begins; and on a server other than the clouds' own, once per process and bucket, four
+        requests that check its conditional writes.
+
+        Args:
+            note: Step, names and metrics of the checkpoint.
+            borrow: Whether shards of an earlier checkpoint may be reused.
+            deadline: Deadline of all requests.
+
+        Raises:
+            CheckpointExistsError: The run has checkpoints and this job resumed from none of them; or the live
+                checkpoint of this step is not abandoned, or is pinned, or has a name that the new one is not given; or
+                a checkpoint by itself is here. Nothing was changed, except perhaps the fence.
+            InvalidArgumentError: The step is older than the newest checkpoint, and overwrites none.
+            FencedError: A newer job owns the run; raised at every later save of this job, too.
+            CheckpointNotFoundError: The run has no catalog any more.
+            CorruptCheckpointError: The catalog is damaged; or the run that this job would begin had one, and lost it.
+            CommitUnknownError: It is not known whether the fence was taken.
+            SaveTimeoutError: The deadline passed meanwhile.
+            StorageError: The store refused, or did not answer.
+        """
+        if self._fence_error is not None:
+            raise FencedError(self._fence_error.what, **self._fence_error.details)
+        try:
+            catalog = self._catalog(deadline)
+        except FencedError as error:
+            self._fence_error = error
+            raise
+        there = catalog.at(note.step)
+        self._require_progress(note, catalog)
+        if there is not None and not note.overwrite:
+            self._require_replaceable(there, note)
+        self._has_open_attempt = True
+        base = self._newest(catalog) if borrow else None
+        return SaveTicket(
+            save_id=self._new_id(),
+            run=RunInfo(
+                run_id=catalog.run_id,
+                step=note.step,
+                token=catalog.token,
+                revision=catalog.revision,
+                names=note.names,
+                metrics=note.metrics,
+            ),
+            borrowed=(base.save_id, base.manifest) if base is not None else None,
+            before=there.save_id if there is not None and note.overwrite else None,
+            manifest=manifest_key(revision=catalog.revision, step=note.step),
+        )
+
+    def commit(
+        self,
+        begun: SaveTicket,
+        body: bytes,
+        *,
+        size_bytes: int,
+        deadline: Deadline,
+        look: Callable[[Catalog], object] = lambda _: None,
+    ) -> tuple[Catalog, Entry]:
+        """Put the manifest and swap the catalog; when this returns, the checkpoint exists.
+
+        Costs two PUTs and a GET. After a crash at any moment the catalog is the old or the new one, and objects that no
+        live checkpoint names are orphans.
+
+        Args:
+            begun: Ticket made by `begin`.
+            body: Manifest, sealed; it carries `begun.save_id` and `begun.run`.
+            size_bytes: Size of the shards that the manifest names, in bytes.
+            deadline: Deadline until which an unclear answer is settled.
+            look: Called with each catalog that the commit was decided on.
+
+        Returns:
+            The catalog with the checkpoint, and the checkpoint's entry.
+
+        Raises:
+            FencedError: A newer job owns the run.
+            BeginAgainError: Orphans were removed since this save began, or a reused checkpoint is gone. Save again.
+            CommitConflictError: Another save of this step was committed meanwhile, or the checkpoint to be replaced
+                was pinned.
+            CommitUnknownError: It is not known whether the checkpoint was committed.
+            SaveTimeoutError: The deadline passed before the swap; nothing was committed.
+            StorageError: The store refused; nothing was committed.
+        """
+        run = begun.run
+        # No other save writes this key, and none reads it before the swap, so that the PUT can be repeated.
+        RetryingStore(self._store, deadline, sleep=self._sleep).put(begun.manifest, [body])
+        # After the deadline the caller has given up, and must not find a checkpoint committed later.
+        self._require_time(deadline)
+        entry = Entry(
+            step=run.step,
+            save_id=begun.save_id,
+            manifest=begun.manifest,
+            size_bytes=size_bytes,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            token=run.token,
+            began=run.revision,
+            names=run.names,
+            metrics=run.metrics,
+        )
+        attempt = Attempt(entry, run.run_id, before=begun.before, borrowed=begun.borrowed, abandons=self._resumed_from)
+
+        def change(now: Catalog) -> Catalog | None:
+            look(now)
+            return committed(now, attempt)
+
+        try:
+            catalog = self._swap(change, deadline)
+        except FencedError as error:
+            self._fence_error = error
+            raise
+        self._has_open_attempt = False
+        # The commit has marked the abandoned checkpoints, so that later saves need not.
+        self._resumed_from = None
+        return catalog, entry
+
+    def _catalog(self, deadline: Deadline) -> Catalog:
+        if self._token is None:
+            reading = RetryingStore(self._store, deadline, sleep=self._sleep)
+            require_no_checkpoint_by_itself(reading)
+
+            def fence(now: Catalog) -> Catalog:
+                # A thread that was held up past its deadline would fence its own job, which went on without it.
+                self._require_time(deadline)
+                if now.revision == 0:  # a run that begins
+                    require_not_lost(reading)
+                return self._take_fence(now)
+
+            catalog = self._swap(fence, deadline, create=True)
+            # If the answer came after the deadline, a later save has taken a fence of its own.
+            self._require_time(deadline)
+            self._run_id, self._token = catalog.run_id, catalog.token
+            logger.info("%s: this job holds the fence, token %d", self._store.url, catalog.token)
+        elif self._has_open_attempt:
+            self._require_time(deadline)
+            catalog = self._swap(self._refresh, deadline)
+        else:
+            catalog = require_catalog(RetryingStore(self._store, deadline, sleep=self._sleep)).catalog
+        self._require_ours(catalog)
+        return catalog
+
+    def _require_progress(self, note: CheckpointLabels, catalog: Catalog) -> None:
+        """Refuse a step that no job would restore, since a newer checkpoint is live; warn of those that it abandons."""
+        newest = self._newest(catalog)
+        if newest is not None and note.step < newest.step and not note.overwrite:
+            raise InvalidArgumentError(
+                "This step is older than the newest checkpoint, from which every job would go on. Continue the loop at "
+                "the step that restore() returned; or go back by restore(state, <older step>).",
+                url=self._store.url,
+                step=note.step,
+                newest=newest.step,
+            )
+        left = [entry for entry in catalog.entries if self._abandons(entry) and not entry.abandoned]
+        if left:
+            logger.warning(
+                "%s: this job %s: its first commit abandons %s",
+                self._store.url,
+                "starts over" if self._resumed_from == -1 else f"goes on from step {self._resumed_from}",
+                _describe_abandoned(left),
+            )
+
+    def _require_replaceable(self, there: Entry, note: CheckpointLabels) -> None:
+        if not (there.abandoned or self._abandons(there)):
+            raise CheckpointExistsError(
+                "Checkpoint already exists at this step. Save another step, or pass overwrite=True to replace it.",
+                url=self._store.url,
+                step=note.step,
+                save_id=there.save_id,
+            )
+        if not there.is_replaceable_by(note.names):
+            raise CheckpointExistsError(
+                "Checkpoint already exists at this step: it was abandoned, and stays because it is pinned or has a "
+                "name. Save another step; or unpin it (`dcp-remote pin --undo`) and give this save its names; or pass "
+                "overwrite=True to replace it.",
+                url=self._store.url,
+                step=note.step,
+                save_id=there.save_id,
+                pinned=there.pinned,
+                names=", ".join(there.names) or None,
+            )
+
+    def _take_fence(self, catalog: Catalog) -> Catalog:
+        newest = catalog.latest()
+        if newest is not None and self._resumed_from is None:
+            raise CheckpointExistsError(
+                "The run has checkpoints, and this job was restored from none of them: a save would abandon them. Call "
+                "restore() first; or pass resumed_from=<step> if the state was loaded another way, or start_over=True "
+                "to begin anew.",
+                url=self._store.url,
+                newest=newest.step,
+            )
+        return fenced(catalog)
+
+    def _refresh(self, catalog: Catalog) -> Catalog:
+        self._require_ours(catalog)
+        return refreshed(catalog)
+
+    def _require_time(self, deadline: Deadline) -> None:
+        if deadline.expired():
+            raise SaveTimeoutError(
+                "The deadline passed before the save was committed; nothing was committed.", url=self._store.url
+            )
+
+    def _require_ours(self, catalog: Catalog) -> None:
+        if (catalog.run_id, catalog.token) != (self._run_id, self._token):
+            raise FencedError(
+                "A newer job owns this run; stop this one.",
+                url=self._store.url,
+                token=self._token,
+                newest=catalog.token,
+            )
+
+    def _abandons(self, entry: Entry) -> bool:
+        assert self._token is not None, "the fence is taken first"
+        return self._resumed_from is not None and entry.step > self._resumed_from and entry.token < self._token
+
+    def _newest(self, catalog: Catalog) -> Entry | None:
+        counted = [entry for entry in catalog.entries if not entry.abandoned and not self._abandons(entry)]
+        return max(counted, key=lambda entry: entry.step, default=None)
+
+    def _swap(self, change: Change, deadline: Deadline, *, create: bool = False) -> Catalog:
+        return swap(self._store, change, deadline=deadline, create=create, sleep=self._sleep, uniform=self._uniform)

@@ -1,0 +1,112 @@
+"""Shards that the live checkpoints of a run name, read from their manifests and held in little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import zstandard
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DcpRemoteError,
+    UnsupportedFormatError,
+)
+from dcp_remote.format.catalog import Entry
+from dcp_remote.run.lookup import read_entry
+from dcp_remote.storage.base import ObjectStore
+
+_S = TypeVar("_S")
+_T = TypeVar("_T")
+
+# Bounds memory: a manifest of a million chunks takes 100 MB while it is decoded.
+_READS_IN_FLIGHT = 4
+
+
+class LiveShards:
+    """Keys of the shards that manifests name. A manifest never changes, and is read once. For one thread at a time.
+
+    The keys are held compressed, at 10 to 20 bytes per shard, since a checkpoint can have a hundred thousand shards and
+    a run a hundred checkpoints.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no manifest known."""
+        self._keys: dict[str, bytes] = {}
+        # Made once, since making one takes longer than decompressing the keys of a manifest.
+        self._decompressor = zstandard.ZstdDecompressor()
+
+    def remember(self, manifest_key: str, shard_keys: Iterable[str]) -> None:
+        """Remember the shards that a manifest names, as known to the caller."""
+        self._keys[manifest_key] = _pack(shard_keys)
+
+    def forget_others(self, manifest_keys: Iterable[str]) -> None:
+        """Forget all manifests but these."""
+        kept = set(manifest_keys)
+        self._keys = {key: packed for key, packed in self._keys.items() if key in kept}
+
+    def read(self, store: ObjectStore, entries: Iterable[Entry], deadline: Deadline) -> dict[Entry, DcpRemoteError]:
+        """Read the manifests that are not known yet, a few at a time; one GET each.
+
+        Returns:
+            Errors of the manifests that cannot be read, even later: damaged, of a newer version, or gone.
+
+        Raises:
+            StorageError: The store refused, or did not answer by the deadline.
+        """
+
+        def keys_of(entry: Entry) -> bytes | DcpRemoteError:
+            try:
+                manifest = read_entry(store, entry, retry_seconds=deadline.remaining_seconds())
+            except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError) as error:
+                return error
+            return _pack(manifest.shards.keys)
+
+        missing = [entry for entry in entries if entry.manifest not in self._keys]
+        failed: dict[Entry, DcpRemoteError] = {}
+        for entry, packed in zip(missing, in_parallel(keys_of, missing), strict=True):
+            if isinstance(packed, bytes):
+                self._keys[entry.manifest] = packed
+            else:
+                failed[entry] = packed
+        return failed
+
+    def objects_of(self, entries: Iterable[Entry]) -> set[str]:
+        """Return the keys of the checkpoints' manifests, and of the shards of those manifests that are known."""
+        return {key for entry in entries for key in (entry.manifest, *self._shards(entry))}
+
+    def not_named(self, keys: Iterable[str], entries: Iterable[Entry]) -> set[str]:
+        """Return the keys that none of these checkpoints names; all their manifests must be known."""
+        left = set(keys)
+        for entry in entries:
+            assert entry.manifest in self._keys, "an unknown manifest may name any key"
+            left.discard(entry.manifest)
+            left.difference_update(self._shards(entry))
+        return left
+
+    def _shards(self, entry: Entry) -> list[str]:
+        packed = self._keys.get(entry.manifest)
+        text = self._decompressor.decompress(packed).decode("ascii") if packed is not None else ""
+        return text.split("\n") if text else []
+
+
+def _pack(keys: Iterable[str]) -> bytes:
+    return zstandard.ZstdCompressor().compress("\n".join(keys).encode("ascii"))
+
+
+def in_parallel(call: Callable[[_S], _T], values: Sequence[_S]) -> list[_T]:
+    """Call a function with each value, four at a time; return the results in order, or raise the first error."""
+    if len(values) <= 1:
+        return [call(value) for value in values]
+    with ThreadPoolExecutor(_READS_IN_FLIGHT, thread_name_prefix="dcp_remote-manifests") as pool:
+        try:
+            futures = [pool.submit(call, value) for value in values]
+        except RuntimeError:  # at interpreter exit no thread can be started
+            return [call(value) for value in values]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            pool.shutdown(cancel_futures=True)

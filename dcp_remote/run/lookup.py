@@ -1,0 +1,329 @@
+"""Find a checkpoint and read its manifest, for readers and for the command line.
+
+A URL is that of a checkpoint by itself, which has a manifest, or that of a run, which has a catalog of checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    UnsupportedFormatError,
+)
+from dcp_remote.format import manifest_json
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry
+from dcp_remote.format.document import STORED_BYTES_MAX, unseal
+from dcp_remote.format.keys import MANIFESTS_PREFIX, revision_of
+from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
+from dcp_remote.run import commit
+from dcp_remote.run.catalog_store import read_catalog
+from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.storage.rereads import RereadingStore, get_decoded
+from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
+
+# An error lists so many steps of a run, the newest.
+_STEPS_NAMED_MAX = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Object at the manifest's key, checked.
+
+    Attributes:
+        data: Bytes as stored.
+        version: Version of the object.
+        manifest: Manifest; None if the object is a tombstone, and so no checkpoint is here.
+    """
+
+    data: bytes
+    version: Version
+    manifest: Manifest | None
+
+    @property
+    def shard_keys(self) -> tuple[str, ...]:
+        """Keys of the shards that the manifest names."""
+        return self.manifest.shards.keys if self.manifest is not None else ()
+
+
+def read_stored(store: ObjectStore) -> Stored:
+    """Read and check the object at the manifest's key; one GET, and one more if the answer is damaged.
+
+    Raises:
+        ObjectNotFoundError: There is none.
+        CorruptCheckpointError: The object is damaged.
+        UnsupportedFormatError: A newer version wrote the object.
+    """
+    try:
+        content, manifest = get_decoded(store, MANIFEST_KEY, manifest_json.decode, limit_bytes=STORED_BYTES_MAX)
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        raise type(error)(error.what, **{"url": store.url, **error.details}) from error
+    return Stored(content.data, content.version, manifest)
+
+
+def read_manifest(
+    store: ObjectStore, *, step: int | str | None = None, retry_seconds: float = RANGE_RETRY_SECONDS
+) -> Manifest:
+    """Read and check a checkpoint's manifest; one GET, for a run three (two if a step is given).
+
+    Args:
+        store: Store opened at the checkpoint's URL, or at the run's.
+        step: Step or name of a checkpoint of a run. None is a checkpoint by itself, or the newest of a run.
+        retry_seconds: Seconds for which failed requests are retried.
+
+    Raises:
+        CheckpointNotFoundError: No checkpoint is committed here, or none of this step.
+        CorruptCheckpointError: The manifest or the catalog is damaged.
+        UnsupportedFormatError: A newer version wrote the manifest or the catalog.
+        InvalidArgumentError: `step` is neither a number nor a name.
+    """
+    if step is not None and type(step) not in (int, str):
+        raise InvalidArgumentError("A step must be an integer, or a checkpoint's name.", step=step)
+    reading = RetryingStore(store, Deadline(retry_seconds))
+    stored: Stored | None = None
+    if step is None:
+        try:
+            stored = read_stored(reading)
+        except ObjectNotFoundError:
+            stored = None
+        if stored is not None and stored.manifest is not None:
+            return stored.manifest
+    seen = read_catalog(reading)
+    if seen is not None:
+        return read_entry(store, find(seen.catalog, step, url=store.url), retry_seconds=retry_seconds)
+    nothing = not_found(reading)
+    if step is not None:
+        raise CheckpointNotFoundError(
+            "There is no run here (no catalog.json), and so no step of one. To read a checkpoint by itself, leave out "
+            "the step.",
+            url=store.url,
+            step=step,
+        )
+    if stored is None:
+        raise nothing
+    raise CheckpointNotFoundError(
+        "There is no committed checkpoint here: manifest.json is a tombstone, which gc put when it removed orphans. "
+        "The next save replaces it.",
+        url=store.url,
+    )
+
+
+def find(catalog: Catalog, step: int | str | None, *, url: str) -> Entry:
+    """Return a checkpoint's entry in the catalog of a run. Pure.
+
+    Args:
+        catalog: Catalog of the run.
+        step: Step or name; None for the newest checkpoint that is not abandoned.
+        url: URL of the run, for the error.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint; the error lists the steps and names that there are.
+    """
+    if step is None:
+        entry = catalog.latest()
+    else:
+        entry = catalog.named(step) if isinstance(step, str) else catalog.at(step)
+    if entry is not None:
+        return entry
+    steps = [other.step for other in catalog.entries if not other.abandoned][-_STEPS_NAMED_MAX:]
+    what = "The run has no live checkpoint of this step."
+    if step is None:
+        what = "No checkpoint is live in this run yet."
+    elif isinstance(step, str):
+        what = "The run has no live checkpoint of this name."
+        if step.isdecimal():
+            what += " Pass a step as an integer, not as text."
+    raise CheckpointNotFoundError(
+        what,
+        url=url,
+        step=step,
+        checkpoints=len(catalog.entries),
+        steps=", ".join(map(str, steps)) or None,
+        names=", ".join(name for other in catalog.entries for name in other.names) or None,
+    )
+
+
+def read_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Manifest:
+    """Read and check the manifest of a checkpoint of a run; one GET, and one more if the answer is damaged.
+
+    Raises:
+        CheckpointNotFoundError: The checkpoint was retired, or thinned, since the catalog was read.
+        CorruptCheckpointError: The manifest is damaged, of another save, or gone although the catalog names it.
+        UnsupportedFormatError: A newer version wrote the manifest.
+    """
+    data = fetch_entry(store, entry, retry_seconds=retry_seconds)
+    return decode_entry(store, entry, data, retry_seconds=retry_seconds)
+
+
+def fetch_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> bytes:
+    """Read the manifest of a checkpoint of a run as it is stored, and check its digest; one GET, or two if damaged.
+
+    Raises:
+        CheckpointNotFoundError: The checkpoint was retired, or thinned, since the catalog was read.
+        CorruptCheckpointError: The manifest is damaged, or gone although the catalog names it.
+    """
+    asking = RetryingStore(store, Deadline(retry_seconds))
+    try:
+        return get_decoded(asking, entry.manifest, unseal, limit_bytes=STORED_BYTES_MAX)[0].data
+    except CorruptCheckpointError as error:
+        raise _with_key(error, store, entry.manifest) from error
+    except ObjectNotFoundError as error:
+        seen = read_catalog(asking)
+        if seen is None or entry.manifest not in {live.manifest for live in seen.catalog.entries}:
+            raise CheckpointNotFoundError(
+                "The checkpoint was retired or replaced while it was being read; choose a checkpoint again.",
+                url=store.url,
+                step=entry.step,
+            ) from error
+        raise CorruptCheckpointError(
+            "The manifest of a checkpoint of the run is missing. Use another checkpoint.",
+            url=store.url,
+            step=entry.step,
+            manifest=entry.manifest,
+        ) from error
+
+
+def read_manifest_at(
+    store: ObjectStore, key: str, *, save_id: str, retry_seconds: float = RANGE_RETRY_SECONDS
+) -> Manifest:
+    """Read and check the manifest of a save into a run; one GET, and one more if the answer is damaged.
+
+    Raises:
+        ObjectNotFoundError: The manifest is gone.
+        CorruptCheckpointError: The manifest is damaged, or of another save.
+        UnsupportedFormatError: A newer version wrote the manifest.
+    """
+    decode = partial(_decode_at, store, key, save_id=save_id)
+    return get_decoded(RetryingStore(store, Deadline(retry_seconds)), key, decode, limit_bytes=STORED_BYTES_MAX)[1]
+
+
+def decode_entry(
+    store: ObjectStore, entry: Entry, data: bytes, *, retry_seconds: float = RANGE_RETRY_SECONDS
+) -> Manifest:
+    """Decode the result of `fetch_entry` on this rank or another; no request, but one GET if the data is damaged.
+
+    Raises:
+        CorruptCheckpointError: The manifest is damaged, or of another save.
+        UnsupportedFormatError: A newer version wrote the manifest.
+    """
+    try:
+        return _decode_at(store, entry.manifest, data, save_id=entry.save_id)
+    except CorruptCheckpointError:
+        data = fetch_entry(RereadingStore(store), entry, retry_seconds=retry_seconds)
+        return _decode_at(store, entry.manifest, data, save_id=entry.save_id)
+
+
+def _decode_at(store: ObjectStore, key: str, data: bytes, *, save_id: str) -> Manifest:
+    try:
+        manifest = manifest_json.decode(data)
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        raise _with_key(error, store, key) from error
+    if manifest is None or manifest.save_id != save_id or manifest.run is None:
+        raise CorruptCheckpointError(
+            "The manifest is not that of the save that the catalog names.", url=store.url, manifest=key, save_id=save_id
+        )
+    return manifest
+
+
+def _with_key(
+    error: CorruptCheckpointError | UnsupportedFormatError, store: ObjectStore, key: str
+) -> CorruptCheckpointError | UnsupportedFormatError:
+    """Return the same error with the manifest's key in its details."""
+    return type(error)(error.what, **{"url": store.url, "manifest": key, **error.details})
+
+
+def why_missing(store: ObjectStore, manifest: Manifest, *, retry_seconds: float) -> str | None:
+    """Say what became of a checkpoint that lacks a shard; None if it is unchanged, and so is damaged. One GET."""
+    reading = RetryingStore(store, Deadline(retry_seconds))
+    if manifest.run is None:
+        head = commit.look(reading).head
+        return None if head is not None and head.save_id == manifest.save_id else "removed or replaced"
+    seen = read_catalog(reading)
+    entries = seen.catalog.entries if seen is not None else ()
+    entry = next((entry for entry in entries if entry.save_id == manifest.save_id), None)
+    if entry is None:
+        return "retired"
+    return "thinned" if entry.thinned != manifest.run.thinned else None
+
+
+def require_reachable(store: ObjectStore) -> None:
+    """Refuse a bucket that does not exist; called where nothing was found. One request, if the store can tell.
+
+    Raises:
+        CheckpointNotFoundError: There is no such bucket.
+    """
+    explain = getattr(store, "explain_missing", None)
+    reason = explain() if callable(explain) else None
+    if reason:
+        raise CheckpointNotFoundError(reason)
+
+
+def require_not_lost(store: ObjectStore) -> None:
+    """Refuse a run that has lost its catalog, so that no job begins it anew; called where there is no catalog.
+
+    Costs a LIST; where that finds manifests, also a HEAD, since another job may have begun the run meanwhile.
+
+    Raises:
+        CorruptCheckpointError: There are manifests of a run, and no catalog, although the catalog is written first.
+    """
+    try:
+        has_begun = has_manifests(store)
+    except PermissionDeniedError:
+        return  # without a grant to list there is no way to tell
+    if has_begun and not exists(store, CATALOG_KEY):
+        raise CorruptCheckpointError(
+            "This run has manifests, but has lost its catalog.json. `dcp-remote recover` rebuilds it.",
+            url=store.url,
+        )
+
+
+def require_no_checkpoint_by_itself(store: ObjectStore) -> None:
+    """Refuse the prefix of a checkpoint by itself: readers would find that checkpoint, and never the run. One HEAD.
+
+    Raises:
+        CheckpointExistsError: There is a manifest.
+    """
+    if exists(store, MANIFEST_KEY):
+        raise CheckpointExistsError(
+            "A checkpoint by itself lies here (manifest.json); a run needs a URL of its own. If a run was here first, "
+            "the checkpoint was saved over it: load the checkpoint if it is wanted, and delete manifest.json.",
+            url=store.url,
+        )
+
+
+def not_found(store: ObjectStore) -> CheckpointNotFoundError:
+    """Make the error for a URL with neither a checkpoint nor a run; costs a LIST, and perhaps one request more.
+
+    Raises:
+        CheckpointNotFoundError: There is no such bucket.
+        CorruptCheckpointError: There was a run, which has lost its catalog.
+    """
+    require_reachable(store)
+    require_not_lost(store)
+    return CheckpointNotFoundError(
+        "There is no committed checkpoint here (no manifest.json), and no run (no catalog.json). Check the URL: the "
+        "folder above checkpoints is none, nor is a checkpoint by torch's own writer, nor the shards of an interrupted "
+        "save.",
+        url=store.url,
+    )
+
+
+def has_manifests(store: ObjectStore) -> bool:
+    """Return whether manifests of a run lie there, with a catalog or without; one LIST."""
+    return any(revision_of(info.key) is not None for info in store.list(MANIFESTS_PREFIX))
+
+
+def exists(store: ObjectStore, key: str) -> bool:
+    """Return whether such an object lies there; one HEAD."""
+    try:
+        store.head(key)
+    except ObjectNotFoundError:
+        return False
+    return True

@@ -1,0 +1,364 @@
+"""Rebuild the lost or damaged catalog of a run from its manifests.
+
+State that no manifest holds is lost: pins; the moves of names, each of which is back where it was given; and the marks
+of abandoned checkpoints, except those that follow because a later job saved an earlier step. A checkpoint that was
+retired or never committed, and whose objects are all there, becomes live.
+
+No job may use the run meanwhile, since a job deletes the objects of checkpoints that it has retired. A save that began
+before does not commit, since it is below the new floor.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dcp_remote.common.deadline import Deadline, jitter
+from dcp_remote.errors import (
+    CommitConflictError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+    UnsupportedFormatError,
+)
+from dcp_remote.format import catalog_json, manifest_json
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry
+from dcp_remote.format.document import STORED_BYTES_MAX
+from dcp_remote.format.keys import MANIFESTS_PREFIX, SHARDS_PREFIX, revision_of
+from dcp_remote.format.manifest import Manifest
+from dcp_remote.run.catalog_store import require_compare_and_swap, unknown_swap
+from dcp_remote.run.conditional_put import Backoff, FailedPut, put_until_settled
+from dcp_remote.run.gc import TIMEOUT_SECONDS
+from dcp_remote.run.live_shards import in_parallel
+from dcp_remote.run.lookup import not_found
+from dcp_remote.storage.base import ObjectInfo, ObjectStore, Version
+from dcp_remote.storage.conditional_writes import require_conditional_writes
+from dcp_remote.storage.rereads import RereadingStore, get_decoded
+from dcp_remote.storage.retrying import RetryingStore
+
+logger = logging.getLogger(__name__)
+
+# Revisions and tokens that no name shows: more than there are between two saves. Added to the largest known ones, so
+# that a job that took the fence and wrote nothing does not find its own token on the run.
+_UNSEEN_MAX = 1_000
+
+# Revisions and tokens above this are not genuine, and a catalog could not count on from them.
+_NUMBER_MAX = 2**52
+
+
+@dataclass(frozen=True, slots=True)
+class FoundManifest:
+    """Manifest of a run, as found in the store.
+
+    Attributes:
+        key: Key of the manifest.
+        revision: Revision in the key; for a thinned manifest later than that of the save.
+        run_id: Id of the manifest's run; None if the manifest cannot be read.
+        entry: Entry that a catalog would have for it; None if the manifest cannot be read.
+        reason: Reason why it gives no checkpoint; None if it can be read and every shard that it names is there.
+    """
+
+    key: str
+    revision: int
+    run_id: str | None
+    entry: Entry | None
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Manifest that gives no checkpoint.
+
+    Attributes:
+        key: Key of the manifest.
+        step: Step of its save; None if the manifest cannot be read.
+        reason: Reason why it gives none.
+    """
+
+    key: str
+    step: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Result of rebuilding the catalog of a run.
+
+    Attributes:
+        catalog: Catalog that was, or would be, written.
+        left: Manifests that give no checkpoint.
+        damaged: A damaged catalog was there; otherwise there was none.
+    """
+
+    catalog: Catalog
+    left: tuple[LeftOut, ...]
+    damaged: bool
+
+
+def rebuild_catalog(
+    found: Sequence[FoundManifest], revisions: Iterable[int], *, run_id: str
+) -> tuple[Catalog, tuple[LeftOut, ...]]:
+    """Make a catalog from the manifests of a run; return it and the manifests that give no checkpoint. Pure.
+
+    Args:
+        found: All manifests.
+        revisions: Revisions in the names of all objects.
+        run_id: Id to give to a run of which no manifest can be read.
+    """
+    left = [
+        LeftOut(manifest.key, manifest.entry.step if manifest.entry else None, manifest.reason)
+        for manifest in found
+        if manifest.reason is not None
+    ]
+    whole = [manifest for manifest in found if manifest.reason is None]
+    readable = [manifest for manifest in whole or found if manifest.run_id is not None]
+    if readable:
+        run_id = str(max(readable, key=_age).run_id)
+    ours = [manifest for manifest in whole if manifest.run_id == run_id]
+    newest = _largest(
+        ours, of=lambda manifest: _entry(manifest).save_id, by=lambda manifest: (manifest.revision, manifest.key)
+    )
+    live = _largest(newest, of=lambda manifest: _entry(manifest).step, by=_rank)
+    for candidates, chosen, reason in (
+        (whole, ours, "it is of another run"),
+        (ours, newest, "its checkpoint has a newer manifest"),
+        (newest, live, "a later save of its step is there"),
+    ):
+        keys = {manifest.key for manifest in chosen}
+        left += [
+            LeftOut(manifest.key, _entry(manifest).step, reason) for manifest in candidates if manifest.key not in keys
+        ]
+    entries = [manifest.entry for manifest in found if manifest.entry is not None]
+    revision = max([*revisions, *(entry.began for entry in entries)], default=0) + _UNSEEN_MAX
+    catalog = Catalog(
+        run_id,
+        revision=revision,
+        token=max((entry.token for entry in entries), default=0) + _UNSEEN_MAX,
+        floor=revision,
+        entries=tuple(sorted(_give_names_once(_mark_abandoned(live)), key=lambda entry: entry.step)),
+    )
+    return catalog, tuple(sorted(left, key=lambda manifest: manifest.key))
+
+
+def find_recovery(store: ObjectStore, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Recovered:
+    """Make the catalog that `recover` would write; changes nothing.
+
+    Costs a GET of the catalog, a LIST of the whole run (a request per thousand objects), and a GET of each manifest.
+
+    Args:
+        store: Store opened at the run.
+        timeout_seconds: Seconds for which requests are retried.
+
+    Raises:
+        InvalidArgumentError: The catalog can be read, so that there is nothing to recover.
+        CheckpointNotFoundError: There is no object of a run here.
+        UnsupportedFormatError: A newer version wrote the catalog.
+        StorageError: The store refused, or did not answer in time.
+    """
+    return _rebuild(RetryingStore(store, Deadline(timeout_seconds)))[0]
+
+
+def recover(
+    store: ObjectStore,
+    *,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    sleep: Callable[[float], None] = time.sleep,
+    uniform: Callable[[float, float], float] = jitter,
+) -> Recovered:
+    """Rebuild the catalog and write it, unless another process writes one meanwhile. No job may use the run.
+
+    Costs as `find_recovery`, and a PUT. After a crash at any moment the catalog is as it was, or rebuilt and whole.
+
+    Args:
+        store: Store opened at the run.
+        timeout_seconds: Seconds for which requests are retried.
+        sleep: Waits so many seconds; an argument for tests.
+        uniform: Draws a number between two; an argument for tests.
+
+    Raises:
+        InvalidArgumentError: The catalog can be read, so that there is nothing to recover; or the store cannot replace
+            an object on condition.
+        CheckpointNotFoundError: There is no object of a run here.
+        UnsupportedFormatError: A newer version wrote the catalog.
+        CommitConflictError: Another catalog was written meanwhile.
+        CommitUnknownError: By the deadline it could not be found out whether the catalog was written.
+        StorageError: The store refused, or did not answer in time; nothing was written.
+    """
+    require_compare_and_swap(store)
+    deadline = Deadline(timeout_seconds)
+    asking = RetryingStore(store, deadline)
+    recovered, there = _rebuild(asking)
+    require_conditional_writes(store, deadline, swaps=True, sleep=sleep)
+    body = catalog_json.encode(recovered.catalog, uuid.uuid4().hex)
+
+    def decide(now: _Slot, failed: FailedPut) -> bytes | None:
+        if now.catalog == recovered.catalog:
+            return None
+        if now.version != there.version:
+            raise CommitConflictError(
+                "Another catalog is here now: another process recovered the run, or a job saved into it, at the same "
+                "time. Look at the run (`dcp-remote ls`).",
+                url=store.url,
+                cause=failed.error,
+            ) from failed.error
+        return body
+
+    put_until_settled(
+        asking,
+        CATALOG_KEY,
+        body,
+        there,
+        look=lambda: _look(asking),
+        decide=decide,
+        unknown=lambda failure: unknown_swap(store, failure),
+        backoff=Backoff(deadline, sleep=sleep, uniform=uniform),
+    )
+    logger.info("%s: recovered a catalog of %d checkpoints", store.url, len(recovered.catalog.entries))
+    return recovered
+
+
+def _rebuild(store: ObjectStore) -> tuple[Recovered, _Slot]:
+    there = _look(store)
+    if there.catalog is not None:
+        raise InvalidArgumentError(
+            "The catalog of this run can be read, so that there is nothing to recover.",
+            url=store.url,
+            checkpoints=len(there.catalog.entries),
+        )
+    shards = {info.key: info.size_bytes for info in store.list(SHARDS_PREFIX)}
+    infos = [info for info in store.list(MANIFESTS_PREFIX) if revision_of(info.key) is not None]
+    names = [*shards, *(info.key for info in infos)]
+    revisions = [number for number in map(revision_of, names) if number is not None and number < _NUMBER_MAX]
+    if there.version is None and not revisions:
+        raise not_found(store)
+
+    def read(info: ObjectInfo) -> FoundManifest:
+        return _read(store, info.key, shards)
+
+    catalog, left = rebuild_catalog(in_parallel(read, infos), revisions, run_id=uuid.uuid4().hex)
+    return Recovered(catalog, left, damaged=there.version is not None), there
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Object at the catalog's key, as it was read.
+
+    Attributes:
+        version: Version of the object; None if there is none.
+        catalog: Catalog; None if there is none, or if it is damaged.
+    """
+
+    version: Version | None
+    catalog: Catalog | None = None
+
+
+def _look(store: ObjectStore) -> _Slot:
+    """Read the object at the catalog's key; one GET, and one more if the catalog is damaged."""
+    slot = _look_once(store)
+    return slot if slot.catalog is not None or slot.version is None else _look_once(RereadingStore(store))
+
+
+def _look_once(store: ObjectStore) -> _Slot:
+    try:
+        content = store.get(CATALOG_KEY, limit_bytes=catalog_json.STORED_BYTES_MAX)
+    except ObjectNotFoundError:
+        return _Slot(None)
+    except CorruptCheckpointError:  # larger than any catalog
+        return _Slot(store.head(CATALOG_KEY).version)
+    try:
+        return _Slot(content.version, catalog_json.decode(content.data))
+    except CorruptCheckpointError:
+        return _Slot(content.version)
+    except UnsupportedFormatError as error:
+        raise UnsupportedFormatError(error.what, **{"url": store.url, **error.details}) from error
+
+
+def _read(store: ObjectStore, key: str, shards: Mapping[str, int]) -> FoundManifest:
+    revision = revision_of(key)
+    assert revision is not None, "other names are not listed"
+    try:
+        _, manifest = get_decoded(store, key, manifest_json.decode, limit_bytes=STORED_BYTES_MAX)
+    except (CorruptCheckpointError, UnsupportedFormatError, ObjectNotFoundError) as error:
+        return FoundManifest(key, revision, None, None, reason=str(error))
+    if manifest is None or manifest.run is None:
+        return FoundManifest(key, revision, None, None, reason="it is no manifest of a run")
+    run = manifest.run
+    entry = Entry(
+        step=run.step,
+        save_id=manifest.save_id,
+        manifest=key,
+        size_bytes=manifest.total_bytes,
+        created=manifest.created,
+        token=run.token,
+        began=run.revision,
+        names=run.names,
+        metrics=run.metrics,
+        thinned=run.thinned,
+    )
+    if max(revision, run.revision, run.token) >= _NUMBER_MAX:
+        return FoundManifest(key, revision, None, None, reason="its numbers are larger than those of any run")
+    try:
+        catalog_json.check(Catalog(run.run_id, revision=run.revision + 1, token=run.token, entries=(entry,)))
+    except CorruptCheckpointError as error:
+        return FoundManifest(key, revision, None, None, reason=str(error))
+    return FoundManifest(key, revision, run.run_id, entry, reason=_why_not_whole(manifest, shards))
+
+
+def _why_not_whole(manifest: Manifest, shards: Mapping[str, int]) -> str | None:
+    sizes = zip(manifest.shards.keys, manifest.shards.sizes.tolist(), strict=True)
+    wrong = sum(shards.get(key) != size_bytes for key, size_bytes in sizes)
+    if not wrong:
+        return None
+    return f"of its {len(manifest.shards.keys)} shards {wrong} are missing or of another size"
+
+
+def _entry(manifest: FoundManifest) -> Entry:
+    assert manifest.entry is not None, "a manifest that cannot be read has a reason"
+    return manifest.entry
+
+
+def _age(manifest: FoundManifest) -> tuple[str, int, str]:
+    return _entry(manifest).created, manifest.revision, manifest.key
+
+
+def _rank(manifest: FoundManifest) -> tuple[int, int, str, str]:
+    entry = _entry(manifest)
+    return entry.token, entry.began, entry.created, manifest.key
+
+
+def _largest(
+    found: Sequence[FoundManifest],
+    *,
+    of: Callable[[FoundManifest], str | int],
+    by: Callable[[FoundManifest], tuple[str | int, ...]],
+) -> list[FoundManifest]:
+    """Return the largest manifest of each group, in ascending order."""
+    largest: dict[str | int, FoundManifest] = {of(manifest): manifest for manifest in sorted(found, key=by)}
+    return sorted(largest.values(), key=by)
+
+
+def _mark_abandoned(live: Collection[FoundManifest]) -> list[Entry]:
+    """Mark checkpoints newer than one that a later job saved, since that job went on from a still older one."""
+    by_token: dict[int, list[Entry]] = {}
+    for manifest in live:
+        by_token.setdefault(_entry(manifest).token, []).append(_entry(manifest))
+    marked: list[Entry] = []
+    saved_later = math.inf
+    for token in sorted(by_token, reverse=True):
+        marked += [replace(entry, abandoned=entry.step > saved_later) for entry in by_token[token]]
+        saved_later = min(saved_later, *(entry.step for entry in by_token[token]))
+    return marked
+
+
+def _give_names_once(entries: Sequence[Entry]) -> list[Entry]:
+    """Leave each name with the checkpoint that was given it last."""
+    taken: set[str] = set()
+    result: list[Entry] = []
+    for entry in sorted(entries, key=lambda entry: (entry.token, entry.began, entry.created), reverse=True):
+        result.append(replace(entry, names=tuple(name for name in entry.names if name not in taken)))
+        taken.update(entry.names)
+    return result

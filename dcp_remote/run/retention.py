@@ -1,0 +1,150 @@
+"""Retention: a pure function from the live checkpoints of a run to those that are retired or thinned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dcp_remote.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Live checkpoint, with the properties that retention considers.
+
+    Attributes:
+        step: Number of finished steps of training.
+        pinned: Kept, whatever the retention.
+        abandoned: A later job went on from an older checkpoint: this one does not count, and only `rm` retires it.
+        thinned: Its optimizer was dropped already.
+        metrics: Metrics given by the user, by name.
+        names: Names by which it can be loaded.
+    """
+
+    step: int
+    pinned: bool = False
+    abandoned: bool = False
+    thinned: bool = False
+    metrics: tuple[tuple[str, float], ...] = ()
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Part of a retention that keeps the checkpoints with the best values of a metric.
+
+    Attributes:
+        metric: Name of the metric; a checkpoint without it, or with NaN, is not kept by this part.
+        count: Number of checkpoints to keep.
+        largest: Larger values are better; False for a loss.
+    """
+
+    metric: str
+    count: int = 1
+    largest: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a part that keeps nothing.
+
+        Raises:
+            InvalidArgumentError: The name is empty, or the count is below 1.
+        """
+        if not self.metric:
+            raise InvalidArgumentError("keep_best needs the name of a metric.")
+        _require_count("keep_best's count", self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Checkpoints to keep: those that any part keeps, the newest, and the pinned ones. All others are retired.
+
+        Retention(keep_last=3, keep_every=10_000, keep_best=Best("validation loss", 2))
+
+    A checkpoint with a name is kept, too, with its optimizer. `dcp-remote rm` retires it; or retention does, once the
+    name has moved to another checkpoint (`save(…, name="best")` again) and no other part keeps it. If a framework gives
+    every checkpoint a name of its own ("global_step1000"), nothing would ever be retired: pass `keep_named=False`.
+
+    Attributes:
+        keep_last: Number of newest checkpoints to keep; None keeps all.
+        keep_every: Number of which a step must be a multiple to be kept.
+        keep_best: Metric whose best checkpoints are kept.
+        keep_optimizer_last: Number of newest kept checkpoints that keep their optimizer, which only resuming needs; its
+            shards are dropped from the others. None drops none.
+        optimizer_keys: Top-level keys of the state that belong to the optimizer.
+        keep_named: Whether checkpoints with a name are kept, with their optimizer.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: Best | None = None
+    keep_optimizer_last: int | None = None
+    optimizer_keys: tuple[str, ...] = ("optim", "optimizer", "optimizers")
+    keep_named: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse parts of a wrong type, and parts that have no effect beside the others.
+
+        Raises:
+            InvalidArgumentError: A part is refused; the error names it.
+        """
+        for name in ("keep_last", "keep_every", "keep_optimizer_last"):
+            value = getattr(self, name)
+            if value is not None:
+                _require_count(name, value)
+        # Retention is applied in the background, after the first saves, so that mistakes must be refused here.
+        if not isinstance(self.keep_best, Best | None):
+            raise InvalidArgumentError("keep_best must be a Best, such as Best('loss', 2).", value=self.keep_best)
+        keys: object = self.optimizer_keys
+        if not isinstance(keys, tuple | list) or not all(isinstance(key, str) for key in keys):
+            raise InvalidArgumentError(
+                "optimizer_keys must be a tuple of top-level keys of the state.", value=self.optimizer_keys
+            )
+        object.__setattr__(self, "optimizer_keys", tuple(keys))  # hashable, since it becomes part of a dict's keys
+        if self.keep_last is None and (self.keep_every is not None or self.keep_best is not None):
+            raise InvalidArgumentError(
+                "keep_every and keep_best have no effect without keep_last, which keeps everything by default."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Decision of a retention.
+
+    Attributes:
+        retire: Steps of the checkpoints to retire, ascending.
+        thin: Steps of the checkpoints to drop the optimizer of, ascending; none of `retire`.
+    """
+
+    retire: tuple[int, ...]
+    thin: tuple[int, ...]
+
+
+def decide(retention: Retention, candidates: Sequence[Candidate]) -> Decision:
+    """Apply a retention to the live checkpoints. Applied again to the result, it decides on nothing more."""
+    counted = sorted((live for live in candidates if not live.abandoned), key=lambda live: live.step)
+    newest_first = [live.step for live in reversed(counted)]
+    held = {live.step for live in counted if live.pinned or (retention.keep_named and live.names)}
+    kept = held | set(newest_first[: retention.keep_last])
+    if retention.keep_every is not None:
+        kept |= {step for step in newest_first if step % retention.keep_every == 0}
+    if retention.keep_best is not None:
+        kept |= _best(retention.keep_best, counted)
+    # Counted among the kept checkpoints only, or the decision would change once the others are retired.
+    whole = held | set([step for step in newest_first if step in kept][: retention.keep_optimizer_last])
+    return Decision(
+        retire=tuple(live.step for live in counted if live.step not in kept),
+        thin=tuple(live.step for live in counted if live.step in kept and live.step not in whole and not live.thinned),
+    )
+
+
+def _best(best: Best, counted: Sequence[Candidate]) -> set[int]:
+    values = ((dict(live.metrics).get(best.metric, math.nan), live.step) for live in counted)
+    # Between equal values the newer checkpoint counts as better.
+    known = [(value if best.largest else -value, step) for value, step in values if not math.isnan(value)]
+    return {step for _, step in sorted(known, reverse=True)[: best.count]}
+
+
+def _require_count(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise InvalidArgumentError(f"{name} must be an integer above zero.", value=value)

@@ -1,0 +1,93 @@
+"""Thinning: a manifest without some top-level keys of the state dict, so that the optimizer's shards can be deleted.
+
+Pure; no data moves. Two top-level keys never share a shard, so that whole objects can be deleted. Values at the top of
+the state dict itself do share shards, which then stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp_remote.common.arrays import sorted_unique
+from dcp_remote.format.manifest import Manifest, Pieces, Shards, StoredObject, Tensors
+
+_Mask = npt.NDArray[np.bool_]
+
+
+def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
+    """Return a manifest without these top-level keys; the very same manifest if it has none of them.
+
+    The other entries keep their order and their places in the shards. Shards without any of them are left out.
+    `run.thinned` lists the keys that were dropped.
+    """
+    tops = {name: _top_key(manifest, name) for name in manifest.names()}
+    gone = {name for name, top in tops.items() if top in keys}
+    if not gone:
+        return manifest
+    tensors, chunk_pieces = _take_tensors(manifest.tensors, gone)
+    stays = [item.name not in gone for item in manifest.stored]
+    stored_pieces = np.repeat(_mask(stays), np.array([item.pieces for item in manifest.stored], dtype=np.int64))
+    shards, pieces = _take_pieces(manifest.shards, manifest.pieces, np.concatenate([chunk_pieces, stored_pieces]))
+    inline = {name: text for name, text in manifest.inline.items() if name not in gone}
+    stored: list[StoredObject] = []
+    first = int(chunk_pieces.sum())
+    for item, stay in zip(manifest.stored, stays, strict=True):
+        if stay:
+            stored.append(replace(item, piece_first=first))
+            first += item.pieces
+    place = {name: position for position, name in enumerate(name for name in manifest.names() if name not in gone)}
+    flatten, run = manifest.flatten, manifest.run
+    return replace(
+        manifest,
+        shards=shards,
+        tensors=tensors,
+        pieces=pieces,
+        inline=inline,
+        stored=tuple(stored),
+        positions=tuple(place[name] for name in [*inline, *(item.name for item in stored)]),
+        # Filtered by path, since some flattened values have no entry, such as an empty dict.
+        flatten=None if flatten is None else {name: path for name, path in flatten.items() if path[0] not in keys},
+        run=None
+        if run is None
+        else replace(run, thinned=tuple(sorted({*run.thinned, *(tops[name] for name in gone)}))),
+    )
+
+
+def _top_key(manifest: Manifest, name: str) -> str:
+    """Return the top-level key of the state dict that an entry belongs to."""
+    path = manifest.flatten.get(name) if manifest.flatten is not None else None
+    return str(path[0]) if path else name
+
+
+def _take_tensors(tensors: Tensors, gone: Collection[str]) -> tuple[Tensors, _Mask]:
+    """Return the tensors that stay, and a mask of the pieces of chunks that do."""
+    stays = _mask([name not in gone for name in tensors.names])
+    chunks = np.repeat(stays, tensors.chunks)
+    values = np.repeat(chunks, np.repeat(tensors.dimensions, tensors.chunks))
+    left = Tensors(
+        names=tuple(name for name in tensors.names if name not in gone),
+        kinds=tensors.kinds,
+        kind=tensors.kind[stays],
+        dimensions=tensors.dimensions[stays],
+        shape=tensors.shape[np.repeat(stays, tensors.dimensions)],
+        chunks=tensors.chunks[stays],
+        chunk_offsets=tensors.chunk_offsets[values],
+        chunk_sizes=tensors.chunk_sizes[values],
+        chunk_pieces=tensors.chunk_pieces[chunks],
+    )
+    return left, np.repeat(chunks, tensors.chunk_pieces)
+
+
+def _take_pieces(shards: Shards, pieces: Pieces, stays: _Mask) -> tuple[Shards, Pieces]:
+    """Return the shards of the pieces that stay, and those pieces, in their order."""
+    left = pieces.take(np.flatnonzero(stays))
+    used = sorted_unique(left.shard)
+    return shards.take(used), replace(left, shard=np.searchsorted(used, left.shard).astype(np.int64))
+
+
+def _mask(values: list[bool]) -> _Mask:
+    return np.array(values, dtype=np.bool_)

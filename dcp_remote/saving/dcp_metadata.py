@@ -1,0 +1,101 @@
+"""Conversion of torch's `Metadata` to the contents of a manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_remote.common.arrays import I64
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.manifest import TensorKind
+from dcp_remote.saving.manifest_assembly import Planned
+from dcp_remote.serialization.tensors import dtype_name
+
+_MEMORY_FORMATS = {
+    "contiguous": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "preserve": torch.preserve_format,
+}
+
+
+def planned_of(dcp_metadata: Metadata) -> Planned:
+    """Return torch's plan of a checkpoint as columns. torch may cache `dcp_metadata`: no reference to it is kept.
+
+    Raises:
+        InvalidArgumentError: The planner's data is not a flatten mapping, so it cannot be stored safely; or a tensor
+            has a memory format that the checkpoint format cannot hold.
+    """
+    tensors = {n: m for n, m in dcp_metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+    objects = {n: p for p, n in enumerate(dcp_metadata.state_dict_metadata) if n not in tensors}
+    metas = list(tensors.values())
+    return Planned(
+        names=tuple(tensors),
+        kinds=tuple(kind_of(name, meta.properties) for name, meta in tensors.items()),
+        dimensions=np.array([len(meta.size) for meta in metas], dtype=np.int64),
+        shape=_flatten(meta.size for meta in metas),
+        chunks=np.array([len(meta.chunks) for meta in metas], dtype=np.int64),
+        chunk_offsets=_flatten(chunk.offsets for meta in metas for chunk in meta.chunks),
+        chunk_sizes=_flatten(chunk.sizes for meta in metas for chunk in meta.chunks),
+        objects=tuple(objects),
+        positions=objects,
+        flatten=flatten_of(dcp_metadata.planner_data),
+    )
+
+
+def kind_of(tensor: str, properties: TensorProperties) -> TensorKind:
+    """Convert a tensor's properties to names.
+
+    Args:
+        tensor: Name of the tensor, for the error.
+        properties: Properties of the tensor.
+
+    Raises:
+        InvalidArgumentError: The tensor has a memory format that the checkpoint format cannot hold.
+    """
+    memory_format = next((name for name, value in _MEMORY_FORMATS.items() if value == properties.memory_format), None)
+    if memory_format is None:
+        raise InvalidArgumentError(
+            "A tensor has a memory format that a checkpoint cannot hold. Save it in a known one.",
+            tensor=tensor,
+            memory_format=properties.memory_format,
+            known=", ".join(_MEMORY_FORMATS),
+        )
+    return TensorKind(
+        dtype=dtype_name(properties.dtype),
+        layout=str(properties.layout).removeprefix("torch."),
+        requires_grad=bool(properties.requires_grad),
+        memory_format=memory_format,
+        pin_memory=bool(properties.pin_memory),
+    )
+
+
+def _flatten(values: Iterable[Iterable[int]]) -> I64:
+    return np.fromiter(chain.from_iterable(values), dtype=np.int64)
+
+
+def flatten_of(planner_data: object) -> dict[str, tuple[str | int, ...]] | None:
+    """Return the mapping of flat names to paths in the nested state dict; None if nothing was flattened.
+
+    Raises:
+        InvalidArgumentError: The planner's data is not such a mapping, so it cannot be stored safely.
+    """
+    if planner_data is None:
+        return None
+    if not isinstance(planner_data, Mapping) or not all(
+        type(name) is str and isinstance(path, tuple) and all(type(part) in (str, int) for part in path)
+        for name, path in planner_data.items()
+    ):
+        raise InvalidArgumentError(
+            "The planner's data is not a flatten mapping (name to a tuple of str and int). A manifest can hold nothing "
+            "else without pickle.",
+            type=type(planner_data).__name__,
+        )
+    return dict(planner_data)

@@ -1,0 +1,342 @@
+"""torch's plans, kept for as long as only values change; and converted to columns, for `plan_table`.
+
+torch can cache plans itself, in class attributes keyed by the name of the planner's class: two models in one process
+share them, and a changed dtype goes unnoticed (torch 2.13, planner_helpers.py). The cache here belongs to one manager,
+and compares everything that a plan says.
+
+Several ranks may each write a part of one replica. That is correct only if all of them hold the same values, which
+torch never checks: each save compares digests of all values before anything is written, and where they differ, one rank
+writes the whole tensor, as in torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeGuard
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+
+from dcp_remote.common.digests import BLOCK_BYTES_MAX, digest
+from dcp_remote.common.geometry import Box
+from dcp_remote.common.overrides import inherits_methods
+from dcp_remote.format.empty_dicts import named
+from dcp_remote.format.manifest import TensorKind
+from dcp_remote.saving.dcp_metadata import flatten_of, kind_of
+from dcp_remote.saving.device_copy import Run, host_views
+from dcp_remote.saving.plan_table import Chunk, Integers, PlanTable, Share, pack_names, shrink_integers
+from dcp_remote.serialization.state_dict import empty_places
+from dcp_remote.serialization.tensors import is_plain
+
+# A planner with all of these methods of torch's makes plans that depend only on the state and its flags, and resolves
+# items to the state's own tensors. An older torch may not have all of them.
+_METHODS = (
+    "set_up_planner",
+    "create_local_plan",
+    "create_global_plan",
+    "finish_plan",
+    "resolve_data",
+    "lookup_object",
+    "transform_object",
+    "_dedup_save_plans",
+    "_create_global_plan",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPart:
+    """Part of a replica that several ranks write.
+
+    Attributes:
+        whole: Item of the whole replica, as this rank planned it.
+        box: Box of the part, in the replica's chunk.
+    """
+
+    whole: WriteItem
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """Plan of one rank.
+
+    Attributes:
+        plan: torch's plan.
+        shared: Items of the plan that are parts of replicas, by index.
+    """
+
+    plan: SavePlan
+    shared: Mapping[MetadataIndex, SharedPart] = field(default_factory=dict)
+
+    def finish(self, planner: SavePlanner) -> RankPlan:
+        """Return the plan as the planner finishes it."""
+        return replace(self, plan=planner.finish_plan(self.plan))
+
+
+# Digest of all values of each replica that a rank writes a part of.
+Digests: TypeAlias = Mapping[Chunk, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Plan of a rank before the ranks agree: all that the rank would write if it were alone.
+
+    Attributes:
+        plan: torch's plan.
+        is_regular: True if a `PlanTable` can hold the plan.
+        large: Items that are larger than a shard and may be written in parts.
+        flags: Flags of the planner.
+    """
+
+    plan: SavePlan
+    is_regular: bool = False
+    large: frozenset[MetadataIndex] = frozenset()
+    flags: tuple[bool, ...] = ()
+
+    @property
+    def hints(self) -> list[int | None]:
+        """Hint of each item, which the comparison of two `MetadataIndex` leaves out."""
+        return [item.index.index for item in self.plan.items]
+
+
+@dataclass(slots=True)
+class PlanCache:
+    """Last plan on which all ranks agreed, as one rank keeps it; empty before the first.
+
+    Attributes:
+        key: ID of the save in which the ranks agreed. Ranks with equal keys hold plans of the same save.
+        proposal: Proposal of this rank in that save.
+        plan: Resulting plan of this rank.
+    """
+
+    key: str | None = None
+    proposal: Proposal | None = None
+    plan: RankPlan = field(default_factory=lambda: RankPlan(SavePlan([])))
+
+    def key_of(self, proposal: Proposal | None) -> str | None:
+        """Return the key if this rank proposes what it proposed then, else None."""
+        last = self.proposal
+        is_same = proposal is not None and last is not None and proposal == last and proposal.hints == last.hints
+        return self.key if is_same else None
+
+
+def is_torchs(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
+    """Return whether a planner plans exactly as torch's `DefaultSavePlanner` does."""
+    return inherits_methods(planner, DefaultSavePlanner, _METHODS)
+
+
+def uncached(planner: SavePlanner) -> SavePlanner:
+    """Return torch's planner without torch's own cache, which may hold plans of another model; others unchanged."""
+    if not is_torchs(planner) or not planner._enable_plan_caching:
+        return planner
+    planner = copy.copy(planner)
+    planner._enable_plan_caching = False
+    return planner
+
+
+def set_up(planner: SavePlanner, state: dict[str, Any], meta: StorageMeta, *, is_coordinator: bool) -> None:
+    """Set a planner up for a state; called on every rank. With torch's planner, also keep the state's empty dicts.
+
+    The mappings of a user's planner are left as they are.
+    """
+    planner.set_up_planner(state, meta, is_coordinator)
+    if is_torchs(planner) and planner.flatten_state_dict:
+        planner.mappings = named(empty_places(state)) | planner.mappings
+
+
+def propose(planner: SavePlanner, *, shard_bytes_max: int) -> Proposal:
+    """Return a rank's proposal; called on every rank, once the planner is set up.
+
+    Args:
+        planner: torch's planner or a user's. Items of a user's planner are never written in parts, since it may resolve
+            them differently on each rank.
+        shard_bytes_max: Bytes of data in a shard.
+    """
+    plan = planner.create_local_plan()
+    if not is_torchs(planner):
+        return Proposal(plan)
+    flags = (planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank)
+    is_regular = _is_regular(plan)
+    if planner.dedup_save_to_lowest_rank or not is_regular:
+        return Proposal(plan, is_regular, flags=flags)
+    large = frozenset(
+        item.index
+        for item in plan.items
+        if _chunk_bytes(item) > shard_bytes_max and _is_divisible(planner.lookup_object(item.index))
+    )
+    return Proposal(plan, is_regular, large, flags)
+
+
+def _is_regular(plan: SavePlan) -> bool:
+    """Return whether all items are different, and each is an object, or a chunk that begins where its index says.
+
+    A tensor subclass that plans itself may produce any other items.
+    """
+    return len({item.index for item in plan.items}) == len(plan.items) and all(map(_is_chunk_or_object, plan.items))
+
+
+def _is_chunk_or_object(item: WriteItem) -> bool:
+    data = item.tensor_data
+    if item.type == WriteItemType.BYTE_IO or data is None:
+        return item.type == WriteItemType.BYTE_IO and data is None and item.index.offset is None
+    return item.index.offset == data.chunk.offsets and len(data.chunk.offsets) == len(data.chunk.sizes) == len(
+        data.size
+    )
+
+
+def replica_digests(
+    plan: RankPlan, planner: SavePlanner, check: Callable[[], object], *, known: Digests = MappingProxyType({})
+) -> Digests:
+    """Digest all values of every replica of which this rank writes a part; no request.
+
+    Costs 0.05 s of CPU per GiB, without the GIL. Tensors on a device are copied to the host, a MiB at a time.
+
+    Args:
+        plan: Plan of this rank, as `plan_of` returned it.
+        planner: Planner that resolves its items.
+        check: Called before each MiB; raises when the save is over.
+        known: Digests of the same values, which are not computed again.
+    """
+    wholes = {chunk_of(part.whole.index): part.whole for part in plan.shared.values()}
+    return {
+        chunk: known[chunk] if chunk in known else _digest_tensor(planner.resolve_data(whole), check)
+        for chunk, whole in wholes.items()
+    }
+
+
+def _digest_tensor(tensor: object, check: Callable[[], object]) -> bytes:
+    """Return the digest of a tensor's bits and of the order of its dimensions in memory.
+
+    Elements are read in memory order, because in index order a transposed matrix would be copied block by block, at
+    0.2 GiB/s.
+    """
+    assert isinstance(tensor, torch.Tensor), "large items are tensors"
+    strides = [stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
+    order = sorted(range(tensor.dim()), key=lambda n: -strides[n])
+    in_memory_order = tensor.detach().permute(order)
+    block = BLOCK_BYTES_MAX // tensor.element_size()
+    digests = [repr(order).encode()]
+    for start in range(0, tensor.numel(), block):
+        check()
+        digests.append(digest(host_views([Run(in_memory_order, start, min(start + block, tensor.numel()))])[0]))
+    return digest(b"".join(digests))
+
+
+def differing(digests: Sequence[Digests]) -> frozenset[Chunk]:
+    """Return the replicas of which ranks hold different values; coordinator only.
+
+    Args:
+        digests: Digests of each rank.
+    """
+    seen: dict[Chunk, bytes] = {}
+    return frozenset(
+        chunk for of_rank in digests for chunk, value in of_rank.items() if seen.setdefault(chunk, value) != value
+    )
+
+
+def plan_all(planner: SavePlanner, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """Return every rank's plan and the checkpoint's metadata, as the planner decides them; coordinator only.
+
+    Args:
+        planner: Planner of the coordinator. torch's own keeps no reference to the result, which at a thousand ranks
+            would be gigabytes.
+        plans: Plans of all ranks, in their order.
+    """
+    return (copy.copy(planner) if is_torchs(planner) else planner).create_global_plan(list(plans))
+
+
+def chunk_of(index: MetadataIndex) -> Chunk:
+    """Return the key under which plan tables know an item."""
+    return index.fqn, tuple(index.offset or ())
+
+
+def table_of(proposal: Proposal) -> PlanTable:
+    """Convert a regular proposal to columns.
+
+    Raises:
+        InvalidArgumentError: A tensor has a memory format that the checkpoint format cannot hold.
+    """
+    items = proposal.plan.items
+    data = [item.tensor_data for item in items]
+    chunks = [chunk for chunk in data if chunk is not None]
+    kinds: dict[tuple[TensorKind, int], int] = {}
+    known: dict[tuple[object, ...], int] = {}
+    kind = []
+    for item, chunk in zip(items, data, strict=True):
+        if chunk is None:
+            kind.append(0)
+            continue
+        properties = chunk.properties
+        key = tuple(vars(properties).values())
+        if key not in known:
+            made = kind_of(item.index.fqn, properties), properties.dtype.itemsize
+            known[key] = kinds.setdefault(made, len(kinds))
+        kind.append(known[key])
+    return PlanTable(
+        packed_names=pack_names([item.index.fqn for item in items], flatten_of(proposal.plan.planner_data)),
+        is_object=np.array([chunk is None for chunk in data], dtype=bool),
+        is_large=np.array([item.index in proposal.large for item in items], dtype=bool),
+        kind=shrink_integers(np.array(kind, dtype=np.int64)),
+        dimensions=_flatten([len(chunk.size) if chunk is not None else 0] for chunk in data),
+        shapes=_flatten(chunk.size for chunk in chunks),
+        offsets=_flatten(chunk.chunk.offsets for chunk in chunks),
+        sizes=_flatten(chunk.chunk.sizes for chunk in chunks),
+        kinds=tuple(kinds),
+    )
+
+
+def _flatten(values: Iterable[Iterable[int]]) -> Integers:
+    return shrink_integers(np.fromiter(itertools.chain.from_iterable(values), dtype=np.int64))
+
+
+def plan_of(proposal: Proposal, share: Share) -> RankPlan:
+    """Return the part of a rank's proposal that the rank writes."""
+    parts = {part.item: part.box for part in share.parts}
+    items: list[WriteItem] = []
+    shared: dict[MetadataIndex, SharedPart] = {}
+    for number, hint in zip(share.items.tolist(), share.hints.tolist(), strict=True):
+        item = proposal.plan.items[number]
+        if item.tensor_data is None:
+            items.append(item)
+            continue
+        box = parts.get(number)
+        own = item if box is None else _part_item(item, box)
+        index = MetadataIndex(own.index.fqn, own.index.offset, hint)
+        # Not by `replace`, which takes three times as long: a state may have a hundred thousand tensors.
+        items.append(WriteItem(index, own.type, tensor_data=own.tensor_data))
+        if box is not None:
+            shared[own.index] = SharedPart(item, box.relative_to(item.tensor_data.chunk.offsets))
+    return RankPlan(replace(proposal.plan, items=items), shared)
+
+
+def _part_item(item: WriteItem, box: Box) -> WriteItem:
+    """Return the item that torch would plan for the box if it were a shard."""
+    data = item.tensor_data
+    assert data is not None, "only tensors are written in parts"
+    offsets = torch.Size(box.offsets)
+    return WriteItem(
+        index=MetadataIndex(item.index.fqn, offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets, torch.Size(box.sizes)), properties=data.properties, size=data.size
+        ),
+    )
+
+
+def _chunk_bytes(item: WriteItem) -> int:
+    """Return the bytes of an item's chunk; 0 for an object."""
+    data = item.tensor_data
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
+
+
+def _is_divisible(tensor: object) -> bool:
+    """Return whether rows of a tensor describe it completely; a tensor that is stored as a stream is not divisible."""
+    return isinstance(tensor, torch.Tensor) and is_plain(tensor) and not tensor.is_quantized and not tensor.is_nested

@@ -1,0 +1,449 @@
+"""Plans of all ranks as columns, and the decision which rank writes what. Pure, without torch.
+
+torch plans with one to four objects per chunk, which the coordinator receives from every rank, handles one by one, and
+sends back: for a thousand ranks with a thousand tensors each that is a million, and takes a minute and a half in which
+the training on that rank waits for the GIL. Here a rank sends columns, and receives which of its own items it writes.
+The decision is that of torch's `DefaultSavePlanner` (torch/distributed/checkpoint/_dedup_save_plans.py,
+default_planner.py), with two exceptions: which of its holders writes a replica, and that the largest replicas are
+written by all their holders, one part each. In the checkpoint such a replica looks like a sharded tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from dcp_remote.common.arrays import I64, concat_ranges, group_offsets, sorted_unique
+from dcp_remote.common.geometry import Box
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.manifest import TensorKind
+from dcp_remote.format.tiling import Comparisons, why_not_tiled
+from dcp_remote.saving.manifest_assembly import Planned
+
+# Least size of a part, as a share of a shard: the request of a smaller part would cost more than its bytes.
+_PART_SHARE_MIN = 0.25
+
+# Bytes that are digested in the time in which one is uploaded: 20 GiB/s a thread, for eight ranks that share a host's
+# memory and network. Each writer of a part digests the whole replica.
+_DIGESTED_PER_UPLOADED = 10
+
+Flatten: TypeAlias = Mapping[str, tuple[str | int, ...]]
+Bools: TypeAlias = NDArray[np.bool_]
+Integers: TypeAlias = NDArray[Any]
+
+# Key of an item that is the same on every rank that holds it: its name, and the offsets of its chunk.
+Chunk: TypeAlias = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTable:
+    """Proposal of one rank: the items that it would write if it were alone, in order. All are different chunks.
+
+    Attributes:
+        packed_names: Name of each item, and the flatten mapping (see `pack_names`).
+        is_object: True for each object; other items are chunks of tensors.
+        is_large: True for each item that is larger than a shard and may be written in parts.
+        kind: Index into `kinds` of each item; 0 for objects.
+        dimensions: Number of dimensions of each item; 0 for objects.
+        shapes: Shapes of the chunks' tensors, one after another.
+        offsets: Offsets of the chunks, one after another.
+        sizes: Sizes of the chunks, one after another.
+        kinds: Distinct kinds, each with its bytes per element.
+    """
+
+    packed_names: bytes
+    is_object: Bools
+    is_large: Bools
+    kind: Integers
+    dimensions: Integers
+    shapes: Integers
+    offsets: Integers
+    sizes: Integers
+    kinds: tuple[tuple[TensorKind, int], ...]
+
+
+class Part(NamedTuple):
+    """Part of the rank's item number `item`: a box of the tensor."""
+
+    item: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Items that one rank writes.
+
+    Attributes:
+        items: Indices of the items in the rank's table, ascending.
+        hints: Position of each item among the chunks of its tensor; 0 for objects.
+        parts: Parts, for those of the items that are written in part.
+        is_cut: True if any rank writes a part: all ranks must then compare the values that they hold.
+    """
+
+    items: Integers
+    hints: Integers
+    parts: tuple[Part, ...]
+    is_cut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Decision on the tables of all ranks.
+
+    Attributes:
+        shares: Share of each rank.
+        planned: Contents of the checkpoint.
+        shared: Replicas of which several ranks write parts.
+    """
+
+    shares: list[Share]
+    planned: Planned
+    shared: frozenset[Chunk]
+
+
+def pack_names(names: Sequence[str], flatten: Flatten | None) -> bytes:
+    """Pack names and flatten mapping. Equal on most ranks, so that the coordinator unpacks only a few."""
+    return zstandard.ZstdCompressor().compress(pickle.dumps((names, flatten)))
+
+
+def shrink_integers(values: I64) -> Integers:
+    """Return the values, none of them negative, in the smallest integer type that holds all of them."""
+    return values.astype(np.min_scalar_type(int(values.max()))) if len(values) else values.astype(np.uint8)
+
+
+def arrange(
+    tables: Sequence[PlanTable],
+    *,
+    shard_bytes_max: int,
+    unlike: Collection[Chunk] = (),
+    to_lowest_rank: bool = False,
+) -> Arrangement:
+    """Decide which rank writes which items; coordinator only.
+
+    Costs a second of CPU for a million items; ten if most are large replicas.
+
+    A replica is written by one of its holders: the largest replica first, each by the holder with the least to write.
+    A replica that is larger than a shard is cut into rows along its first dimension, for as many of its holders as get
+    at least a quarter of a shard each, unless the holders describe it differently or hold different values. Only the
+    largest replicas are cut, as long as that saves more time than comparing their values costs.
+
+    Args:
+        tables: Tables of all ranks, in their order; at least one.
+        shard_bytes_max: Bytes of data in a shard.
+        unlike: Replicas of which the holders have different values, which are not cut.
+        to_lowest_rank: The holder with the lowest rank writes a replica, and nothing is cut.
+
+    Raises:
+        InvalidArgumentError: The chunks of a tensor leave a gap, overlap, or reach outside of it; or ranks save
+            different things under one name. Names the tensor.
+    """
+    items = _Items.of(tables)
+    writes, boxes, shared = _choose_writers(
+        items, len(tables), shard_bytes_max=shard_bytes_max, unlike=frozenset(unlike), to_lowest_rank=to_lowest_rank
+    )
+    planned, hints = _plan_checkpoint(items, np.flatnonzero(writes))
+    shares = []
+    for start, stop in itertools.pairwise(items.rank_first.tolist()):
+        own = np.flatnonzero(writes[start:stop])
+        parts = tuple(Part(number, boxes[start + number]) for number in own.tolist() if start + number in boxes)
+        shares.append(Share(shrink_integers(own), shrink_integers(hints[start:stop][own]), parts, is_cut=bool(shared)))
+    return Arrangement(shares, planned, shared)
+
+
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """Items of all ranks, one rank after another. `_choose_writers` changes `sizes` and `offsets` to those of parts."""
+
+    names: list[str]  # in the order in which they first appear
+    flatten: Flatten | None
+    kinds: list[tuple[TensorKind, int]]
+    rank_first: I64
+    rank: I64
+    name: I64
+    is_object: Bools
+    is_large: Bools
+    kind: I64
+    dimensions: I64
+    box_first: I64
+    shapes: I64
+    offsets: I64
+    sizes: I64
+
+    @staticmethod
+    def of(tables: Sequence[PlanTable]) -> _Items:
+        """Merge the tables of all ranks.
+
+        Raises:
+            InvalidArgumentError: Some ranks flatten their state dict, and others do not.
+        """
+        numbers: dict[str, int] = {}
+        merged: dict[str, tuple[str | int, ...]] | None = None
+        # Paths of names for which the rank itself has no item: a rank that has the item takes precedence.
+        others: dict[str, tuple[str | int, ...]] = {}
+        seen: dict[bytes, I64] = {}
+        for packed in (table.packed_names for table in tables):
+            if packed in seen:
+                continue
+            names, flatten = pickle.loads(zstandard.ZstdDecompressor().decompress(packed))  # noqa: S301  # from a rank of this job
+            seen[packed] = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
+            if len(seen) > 1 and (flatten is None) != (merged is None):
+                raise InvalidArgumentError(
+                    "Some ranks' planners flatten their state dict, and others' do not. Use one setting on all ranks."
+                )
+            if flatten is not None:
+                merged, own = {} if merged is None else merged, frozenset(names)
+                for name, path in flatten.items():
+                    (merged if name in own else others).setdefault(name, path)
+        kinds: dict[tuple[TensorKind, int], int] = {}
+        kind = [
+            np.array([kinds.setdefault(entry, len(kinds)) for entry in table.kinds] or [0], dtype=np.int64)[table.kind]
+            for table in tables
+        ]
+        counts = np.array([len(table.kind) for table in tables], dtype=np.int64)
+        dimensions = _column([table.dimensions for table in tables])
+        return _Items(
+            names=list(numbers),
+            flatten=None if merged is None else others | merged,
+            kinds=list(kinds),
+            rank_first=group_offsets(counts),
+            rank=np.repeat(np.arange(len(tables), dtype=np.int64), counts),
+            name=_column([seen[table.packed_names] for table in tables]),
+            is_object=np.concatenate([table.is_object for table in tables]),
+            is_large=np.concatenate([table.is_large for table in tables]),
+            kind=_column(kind),
+            dimensions=dimensions,
+            box_first=group_offsets(dimensions),
+            shapes=_column([table.shapes for table in tables]),
+            offsets=_column([table.offsets for table in tables]),
+            sizes=_column([table.sizes for table in tables]),
+        )
+
+    def by_dimensions(self) -> Iterator[tuple[int, I64]]:
+        """Yield each number of dimensions, with the indices of the items that have as many."""
+        for count in sorted_unique(self.dimensions).tolist():
+            yield count, np.flatnonzero(self.dimensions == count)
+
+    def rows(self, values: I64, numbers: I64, dimensions: int) -> I64:
+        """Return the values (shapes, offsets or sizes) of items with this number of dimensions, one row per item."""
+        result: I64 = values[self.box_first[numbers, None] + np.arange(dimensions)]
+        return result
+
+    def box(self, values: I64, number: int) -> tuple[int, ...]:
+        """Return the values (offsets or sizes) of one item."""
+        return tuple(values[self.box_first[number] : self.box_first[number + 1]].tolist())
+
+    def chunk(self, number: int) -> Chunk:
+        """Return the key of an item; valid until `_choose_writers` replaces its offsets by those of a part."""
+        return self.names[self.name[number]], self.box(self.offsets, number)
+
+    def size_bytes(self) -> I64:
+        """Return the bytes of each item; 1 for an object, whose size is unknown."""
+        result = np.ones(len(self.kind), dtype=np.int64)
+        item_bytes = np.array([size for _, size in self.kinds] or [1], dtype=np.int64)
+        for dimensions, numbers in self.by_dimensions():
+            volumes = self.rows(self.sizes, numbers, dimensions).prod(axis=1, dtype=np.int64)
+            result[numbers] = volumes * item_bytes[self.kind[numbers]]
+        return np.where(self.is_object, 1, result)
+
+    def leaders(self) -> I64:
+        """Return, for each item, the index of the first item with the same key.
+
+        A chunk without elements is never the same as a chunk with elements.
+        """
+        result = np.empty(len(self.kind), dtype=np.int64)
+        for dimensions, numbers in self.by_dimensions():
+            begins, sizes = self.rows(self.offsets, numbers, dimensions), self.rows(self.sizes, numbers, dimensions)
+            keys = np.column_stack([self.is_object[numbers], self.name[numbers], begins, (sizes == 0).any(axis=1)])
+            order = np.lexsort(keys.T[::-1])
+            keys, ordered = keys[order], numbers[order]
+            is_new = np.concatenate([[True], (keys[1:] != keys[:-1]).any(axis=1)])
+            result[ordered] = ordered[is_new][np.cumsum(is_new) - 1]
+        return result
+
+    def are_alike(self, numbers: I64) -> bool:
+        """Return whether all holders of an item describe it with the same kind, shape and sizes."""
+        dimensions = int(self.dimensions[numbers[0]])
+        described = np.column_stack(
+            [self.kind[numbers], *(self.rows(values, numbers, dimensions) for values in (self.shapes, self.sizes))]
+        )
+        return bool((described == described[0]).all())
+
+
+def _column(values: Sequence[Integers]) -> I64:
+    # numpy would concatenate columns of different integer types as floats.
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(column.astype(np.int64) for column in values)])
+
+
+def _choose_writers(
+    items: _Items, ranks: int, *, shard_bytes_max: int, unlike: frozenset[Chunk], to_lowest_rank: bool
+) -> tuple[Bools, dict[int, Box], frozenset[Chunk]]:
+    """Return which items their ranks write, the boxes of those that are written in part, and the cut replicas."""
+    size_bytes, leaders = items.size_bytes(), items.leaders()
+    writes = np.bincount(leaders, minlength=len(leaders))[leaders] == 1
+    load = np.zeros(ranks, dtype=np.int64)
+    np.add.at(load, items.rank[writes], size_bytes[writes])
+    groups = list(_group_replicas(leaders, np.flatnonzero(~writes), size_bytes))
+    to_cut = _choose_cut(items, groups, size_bytes, ranks=ranks, unlike=unlike)
+    boxes: dict[int, Box] = {}
+    shared: set[Chunk] = set()
+    for group, holders in enumerate(groups):
+        first = int(holders[0])
+        if to_lowest_rank:
+            writes[first] = True
+            continue
+        by_load = holders[np.argsort(load[items.rank[holders]], kind="stable")]
+        parts: list[Box] = []
+        if group in to_cut:
+            count = min(len(holders), int(size_bytes[first] / (_PART_SHARE_MIN * shard_bytes_max)))
+            parts = _cut_box(Box(items.box(items.offsets, first), items.box(items.sizes, first)), count)
+        if len(parts) < 2:  # noqa: PLR2004  # a single part is the whole
+            chosen = int(by_load[0])
+            writes[chosen] = True
+            load[items.rank[chosen]] += size_bytes[chosen]
+            continue
+        shared.add(items.chunk(first))
+        item_bytes = items.kinds[int(items.kind[first])][1]
+        for number, part in zip(np.sort(by_load[: len(parts)]).tolist(), parts, strict=True):
+            writes[number] = True
+            boxes[number] = part
+            load[items.rank[number]] += part.elements * item_bytes
+    for number, part in boxes.items():
+        values = slice(int(items.box_first[number]), int(items.box_first[number + 1]))
+        items.offsets[values], items.sizes[values] = part.offsets, part.sizes
+    return writes, boxes, frozenset(shared)
+
+
+def _choose_cut(
+    items: _Items, groups: Sequence[I64], size_bytes: I64, *, ranks: int, unlike: frozenset[Chunk]
+) -> Collection[int]:
+    """Return the groups to cut: the largest ones, as many as minimize the time of digesting them and uploading all.
+
+    The upload time is estimated by an upper bound: no rank writes more than the mean plus the largest uncut replica.
+    """
+    divisible = [
+        number
+        for number, holders in enumerate(groups)
+        if items.is_large[holders].all() and items.chunk(int(holders[0])) not in unlike and items.are_alike(holders)
+    ]
+    sizes = size_bytes[[int(groups[number][0]) for number in divisible]]
+    holders = np.array([len(groups[number]) for number in divisible], dtype=np.int64)
+    digested = np.append(0, np.cumsum(sizes * holders / ranks))  # by a rank on average, for each number of cut groups
+    costs = digested / _DIGESTED_PER_UPLOADED + np.append(sizes, 0)
+    return set(divisible[: int(costs.argmin())])
+
+
+def _group_replicas(leaders: I64, numbers: I64, size_bytes: I64) -> Iterator[I64]:
+    """Yield the indices of the items of each replica, in order of rank; the largest replica first."""
+    ordered = numbers[np.argsort(leaders[numbers], kind="stable")]
+    begins = np.flatnonzero(leaders[ordered] == ordered)
+    stops = np.append(begins[1:], len(ordered))
+    for group in np.argsort(-size_bytes[ordered[begins]], kind="stable").tolist():
+        yield ordered[begins[group] : stops[group]]
+
+
+def _cut_box(chunk: Box, count: int) -> list[Box]:
+    """Cut a chunk along its first dimension larger than 1 into boxes of nearly equal size, contiguous in the chunk."""
+    sizes = chunk.sizes
+    dimension = next((n for n, size in enumerate(sizes) if size > 1), None)
+    if dimension is None or count < 1:
+        return []
+    count = min(count, sizes[dimension])
+    bounds = [sizes[dimension] * k // count for k in range(count + 1)]
+    return [
+        Box(
+            tuple(offset + start if n == dimension else offset for n, offset in enumerate(chunk.offsets)),
+            tuple(stop - start if n == dimension else size for n, size in enumerate(sizes)),
+        )
+        for start, stop in itertools.pairwise(bounds)
+    ]
+
+
+def _plan_checkpoint(items: _Items, written: I64) -> tuple[Planned, I64]:
+    """Return the contents of the checkpoint, and the position of each item among the chunks of its tensor."""
+    objects, chunks = written[items.is_object[written]], written[~items.is_object[written]]
+    chunks = chunks[np.argsort(items.name[chunks], kind="stable")]
+    is_first = np.concatenate([np.ones(min(1, len(chunks)), dtype=bool), np.diff(items.name[chunks]) != 0])
+    begins = np.flatnonzero(is_first)
+    counts = np.diff(np.append(begins, len(chunks)))
+    hints = np.zeros(len(items.kind), dtype=np.int64)
+    hints[chunks] = np.arange(len(chunks)) - np.repeat(begins, counts)
+    leads = chunks[begins]
+    dimensions = items.dimensions[leads]
+    _require_one_meaning(items, objects, chunks, np.repeat(dimensions, counts))
+    all_dimensions = items.dimensions[chunks]
+    names = tuple(items.names[number] for number in items.name[leads].tolist())
+    planned = Planned(
+        names=names,
+        kinds=tuple(items.kinds[number][0] for number in items.kind[leads].tolist()),
+        dimensions=dimensions,
+        shape=items.shapes[concat_ranges(items.box_first[leads], dimensions)],
+        chunks=counts,
+        chunk_offsets=items.offsets[concat_ranges(items.box_first[chunks], all_dimensions)],
+        chunk_sizes=items.sizes[concat_ranges(items.box_first[chunks], all_dimensions)],
+        objects=tuple(items.names[number] for number in items.name[objects].tolist()),
+        positions={items.names[number]: number for number in items.name[objects].tolist()},
+        flatten=items.flatten,
+    )
+    _require_tiled(planned)
+    return planned, hints
+
+
+def _require_one_meaning(items: _Items, objects: I64, chunks: I64, expected: I64) -> None:
+    """Refuse a name that is an object on one rank and a tensor on another, or a tensor of other dimensions."""
+    wrong = chunks[items.dimensions[chunks] != expected]
+    both = chunks[np.isin(items.name[chunks], items.name[objects])]
+    for number in np.concatenate([both, wrong]).tolist():
+        name = items.name[number]
+        others = np.flatnonzero((items.name == name) & (items.rank != items.rank[number])).tolist()
+        raise InvalidArgumentError(
+            "Ranks save different things under one name: an object and a tensor, or tensors of different dimensions. "
+            "Wrap values that differ between ranks in PerRank.",
+            name=items.names[name],
+            ranks=", ".join(str(int(items.rank[item])) for item in [number, *others[:1]]),
+        )
+
+
+def _require_tiled(planned: Planned) -> None:
+    """Refuse tensors whose chunks do not tile them, before any upload; the manifest is checked again at the commit."""
+    shape_first = group_offsets(planned.dimensions)
+    chunk_first = group_offsets(planned.chunks)
+    box_first = group_offsets(np.repeat(planned.dimensions, planned.chunks))
+    comparisons = Comparisons()
+    for number in np.flatnonzero(~_are_whole(planned, shape_first, box_first[chunk_first[:-1]])).tolist():
+        dimensions = int(planned.dimensions[number])
+        boxes = slice(int(box_first[chunk_first[number]]), int(box_first[chunk_first[number + 1]]))
+        shape = planned.shape[shape_first[number] : shape_first[number + 1]].tolist()
+        reason = why_not_tiled(
+            shape,
+            planned.chunk_offsets[boxes].reshape(int(planned.chunks[number]), dimensions),
+            planned.chunk_sizes[boxes].reshape(int(planned.chunks[number]), dimensions),
+            comparisons,
+        )
+        if reason is not None:
+            raise InvalidArgumentError(
+                f"The ranks' chunks of a tensor do not make up the tensor: {reason}.",
+                tensor=planned.names[number],
+                shape=tuple(shape),
+                chunks=int(planned.chunks[number]),
+            )
+
+
+def _are_whole(planned: Planned, shape_first: I64, first_box: I64) -> Bools:
+    """Return which tensors consist of one whole chunk; if nothing is sharded, most do."""
+    result: Bools = planned.chunks == 1
+    for dimensions in sorted_unique(planned.dimensions).tolist():
+        numbers = np.flatnonzero(result & (planned.dimensions == dimensions))
+        axes = np.arange(dimensions)
+        shapes = planned.shape[shape_first[numbers, None] + axes]
+        offsets, sizes = (
+            values[first_box[numbers, None] + axes] for values in (planned.chunk_offsets, planned.chunk_sizes)
+        )
+        result[numbers] = (sizes == shapes).all(axis=1) & (offsets == 0).all(axis=1)
+    return result

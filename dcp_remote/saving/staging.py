@@ -1,0 +1,344 @@
+"""Stage a state: copy it before training continues, into buffers that the next save uses again.
+
+A staged copy is stored exactly as the state itself would be (`wait=True`). torch's stager alone does not achieve that:
+it drops the conjugate and negative bits of lazy views, fails on tensors that are more than their memory (sparse,
+quantized), and copies the attributes of parameters, including modules. So torch's stager is given only the raw
+memory, and the structure of the state is copied here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import NoneType
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, UnsafeObjectError
+from dcp_remote.format.json_tree import type_name
+from dcp_remote.saving.device_copy import wait_for_devices
+from dcp_remote.serialization.tensors import empty_tensor, encoding_of, is_plain
+from dcp_remote.serialization.torch_tags import lacks_memory
+
+# Largest share of idle buffers, relative to the largest state so far. Buffers of tensors that are alive but not in this
+# state are kept up to this share, because dropping them means pinning all memory anew.
+_IDLE_MAX = 1 / 8
+
+_ATOMS = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+
+
+class Stager:
+    """Stager that copies a state into buffers of torch's stager, which keeps each buffer while its tensor is alive.
+
+    On a host with a GPU, the buffers are pinned and the copies do not block (torch/distributed/checkpoint/staging.py).
+    Whole storages are copied: a small view of a large tensor takes the memory of the large one.
+
+    The buffers hold one copy of the state, and at most an eighth more. If buffers of tensors that are no longer in the
+    state exceed that, or a storage was resized, all buffers are freed before the next copy.
+    """
+
+    def __init__(self) -> None:
+        """Start without buffers; nothing is allocated."""
+        self._stager: DefaultStager | None = None
+        self._held_bytes = WeakIdKeyDictionary()  # by storage that has a buffer
+        self._largest_bytes = 0
+
+    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a complete copy of a state on the CPU, objects included. The copy is valid until the next call.
+
+        Sharing is preserved: tied tensors, views of one memory, lists in two places. Python attributes of plain tensors
+        are not copied: tensors inside objects keep their attributes, all others lose them.
+
+        Raises:
+            InvalidArgumentError: A tensor has no data, or cannot be copied; names its key.
+            UnsafeObjectError: An object cannot be copied; names its key and type.
+        """
+        storages = {id(storage): storage for storage in map(_storage, tensors_of(state)) if storage is not None}
+        with torch.no_grad():
+            copies = dict(zip(storages, self._copy_storages(list(storages.values())), strict=True))
+            return cast("dict[str, Any]", _StateCopier(copies).copy_value(state))
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self._held_bytes.clear()
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+
+    def _copy_storages(self, storages: list[torch.UntypedStorage]) -> Iterable[torch.UntypedStorage]:
+        self._free_unfit_buffers(storages)
+        if self._stager is None:
+            cuda = torch.cuda.is_available()
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=cuda,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=cuda,
+                )
+            )
+        for storage in storages:
+            self._held_bytes[storage] = storage.nbytes()
+        try:
+            # `stage` returns a future only with `use_async_staging`.
+            staged = cast(
+                "dict[str, torch.Tensor]",
+                self._stager.stage({str(n): _bytes_of(storage) for n, storage in enumerate(storages)}),
+            )
+        finally:
+            # torch's stager waits only for the current device, but copies on the current stream of each source's own.
+            # Also after an error: the buffers must not be used again while a device writes to them.
+            wait_for_devices(storage.device for storage in storages)
+        return [copied.untyped_storage() for copied in staged.values()]
+
+    def _free_unfit_buffers(self, storages: list[torch.UntypedStorage]) -> None:
+        """Free all buffers if one does not fit its storage, or if too many bytes of them are idle."""
+        wanted = {id(storage): storage.nbytes() for storage in storages}
+        wanted_bytes, idle_bytes, resized = sum(wanted.values()), 0, False
+        for storage, held_bytes in self._held_bytes.items():
+            if id(storage) not in wanted:
+                idle_bytes += held_bytes
+            elif wanted[id(storage)] != held_bytes:
+                resized = True
+        self._largest_bytes = max(self._largest_bytes, wanted_bytes)
+        if resized or wanted_bytes + idle_bytes > self._largest_bytes * (1 + _IDLE_MAX):
+            self.close()
+
+
+def tensors_of(state: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a state for which `Stager` keeps buffers: those that are not inside other objects."""
+    return _tensors(state, set())
+
+
+def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if type(value) is DTensor:
+            yield from _tensors(value._local_tensor, seen)
+        elif type(value) is ShardedTensor:
+            for shard in value.local_shards():
+                yield from _tensors(shard.tensor, seen)
+        else:
+            yield value
+    elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+        seen.add(id(value))
+        for element in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(element, seen)
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the memory of a tensor whose elements are completely described by it, or None."""
+    if not _is_dense(tensor) or tensor.is_meta or lacks_memory(tensor) or not tensor.data_ptr():
+        return None
+    return tensor.untyped_storage()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return is_plain(tensor) and not tensor.is_quantized and not tensor.is_nested
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class _StateCopier:
+    """Copies of the values of one state, which share what the originals share.
+
+    Args:
+        copies: Copies of storages, by the `id` of the original.
+    """
+
+    def __init__(self, copies: dict[int, torch.UntypedStorage]) -> None:
+        """Start with these copies of storages."""
+        self._copies = copies
+        self._memo: dict[int, Any] = {}  # copies by `id` of the original, as `copy.deepcopy` keeps them
+        self._alive: list[object] = []  # originals, kept alive so that their `id`s are not reused
+
+    def copy_value(self, value: Any, path: tuple[str, ...] = (), *, inside: bool = False) -> Any:
+        """Return the copy of a value.
+
+        Args:
+            value: Value of any type.
+            path: Path of the value in the state, for errors.
+            inside: True if the value is inside an object that torch's planner does not take apart, and is stored as
+                part of that object.
+        """
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        copied = self._memo.get(id(value))
+        if copied is None:
+            copied = self._copy_new(value, path, inside=inside)
+            self._memo[id(value)] = copied
+            self._alive.append(value)
+        if inside and isinstance(value, torch.Tensor) and is_plain(value):
+            self._copy_attributes(copied, value, path)
+        return copied
+
+    def _copy_new(self, value: Any, path: tuple[str, ...], *, inside: bool) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._copy_tensor(value, path, inside=inside)
+        if type(value) in (dict, OrderedDict, defaultdict):
+            copied = self._memo[id(value)] = copy.copy(value)
+            for key, element in value.items():
+                copied[key] = self.copy_value(element, (*path, str(key)), inside=inside)
+            return copied
+        if type(value) is list:
+            elements = self._memo[id(value)] = []
+            elements.extend(self.copy_value(item, (*path, str(n)), inside=inside) for n, item in enumerate(value))
+            return elements
+        if type(value) is tuple:
+            members = tuple(self.copy_value(member, (*path, str(n)), inside=True) for n, member in enumerate(value))
+            # If a list in the tuple holds the tuple itself, copying the list has copied the tuple already.
+            return self._memo.get(id(value), members)
+        return self._copy_object(value, path)
+
+    def _copy_object(self, value: object, path: tuple[str, ...]) -> object:
+        try:
+            mode = _TensorsInside(lambda tensor: self.copy_value(tensor, path, inside=True))
+            with mode:
+                copied = copy.deepcopy(value, self._memo)
+            wait_for_devices(mode.devices)
+        except (DcpRemoteError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise UnsafeObjectError(
+                "An object cannot be copied, as a background save requires. Keep it out of the state.",
+                key=".".join(path),
+                types=type_name(value),
+                cause=error,
+            ) from error
+        return copied
+
+    def _copy_tensor(self, tensor: torch.Tensor, path: tuple[str, ...], *, inside: bool) -> torch.Tensor:
+        key = ".".join(path)
+        if type(tensor) is DTensor:
+            local = self.copy_value(tensor._local_tensor, path, inside=inside)
+            return DTensor(local.detach(), tensor._spec, requires_grad=tensor.requires_grad)
+        if type(tensor) is ShardedTensor:
+            return self._copy_sharded(tensor, path)
+        if tensor.is_meta or isinstance(tensor, FakeTensor):
+            if not inside:
+                encoding_of(key, tensor, allow_pickle=True)  # raises an error that names the reason
+            return tensor
+        try:
+            storage = _storage(tensor)
+            if storage is not None:
+                copied = self._same_view(tensor, self._copy_storage(storage))
+            elif not is_plain(tensor):
+                return self._copy_other_tensor(tensor, path)
+            elif _is_dense(tensor) and lacks_memory(tensor):
+                encoding_of(key, tensor, allow_pickle=True)
+                raise AssertionError("encoding_of refuses a tensor without memory")
+            else:
+                copied = _clone(tensor)
+        except (DcpRemoteError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise InvalidArgumentError(
+                "A tensor cannot be copied, as a background save requires. Save with wait=True.",
+                tensor=key,
+                type=type_name(tensor),
+                cause=error,
+            ) from error
+        if type(tensor) is torch.nn.Parameter:
+            return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        return copied.requires_grad_(tensor.requires_grad)
+
+    def _copy_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if id(storage) not in self._copies:
+            # Tensors inside objects are not among the storages that the stager has copied.
+            self._copies[id(storage)] = _clone(_bytes_of(storage)).untyped_storage()
+            self._alive.append(storage)
+        return self._copies[id(storage)]
+
+    @staticmethod
+    def _same_view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        view = empty_tensor(tensor.dtype, (0,))
+        view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        # The view stays lazy; nothing is computed here.
+        view = view.conj() if tensor.is_conj() else view
+        return torch._neg_view(view) if tensor.is_neg() else view
+
+    def _copy_sharded(self, tensor: ShardedTensor, path: tuple[str, ...]) -> ShardedTensor:
+        properties = tensor.metadata().tensor_properties
+        copied: ShardedTensor = ShardedTensor.__new__(
+            ShardedTensor,
+            tensor.sharding_spec(),
+            tensor.metadata().size,
+            dtype=properties.dtype,
+            layout=properties.layout,
+            pin_memory=False,
+            requires_grad=properties.requires_grad,
+        )
+        vars(copied).update(vars(tensor))
+        copied._local_shards = []
+        for shard in tensor.local_shards():
+            # The constructor of `Shard` would require the tensor to be on the device that the metadata names.
+            own = copy.copy(shard)
+            own.tensor = self.copy_value(shard.tensor, path)
+            copied._local_shards.append(own)
+        return copied
+
+    def _copy_other_tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> torch.Tensor:
+        """Copy a tensor of a subclass, or of a layout that is not strided."""
+        kind: Any = type(tensor)
+        if kind in (torch.Tensor, torch.nn.Parameter):
+            return _clone(tensor)
+        if hasattr(kind, "__tensor_flatten__"):
+            # torch takes such subclasses apart in the same way (torch/utils/_python_dispatch.py).
+            names, context = cast("Any", tensor).__tensor_flatten__()
+            inner = {name: self.copy_value(getattr(tensor, name), path, inside=True) for name in names}
+            return cast("torch.Tensor", kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride()))
+        if tensor.data_ptr():
+            own = self.copy_value(tensor.detach().as_subclass(torch.Tensor), path).as_subclass(kind)
+            self._copy_attributes(own, tensor, path)
+            return cast("torch.Tensor", own.requires_grad_(tensor.requires_grad))
+        copied = copy.deepcopy(tensor if tensor.is_leaf else tensor.detach(), self._memo)
+        wait_for_devices([tensor.device])
+        return copied
+
+    def _copy_attributes(self, copied: torch.Tensor, tensor: torch.Tensor, path: tuple[str, ...]) -> None:
+        """Copy attributes that are tensors, and keep others: a parameter may refer to its module or optimizer."""
+        for name, value in vars(tensor).items():
+            vars(copied)[name] = self.copy_value(value, path, inside=True) if isinstance(value, torch.Tensor) else value
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        return tensor.cpu()
+    # `Tensor.clone` does not support every quantization scheme; `Tensor.__deepcopy__` does.
+    return copy.deepcopy(tensor) if tensor.is_quantized else tensor.clone()
+
+
+class _TensorsInside(TorchFunctionMode):
+    """Mode that copies tensors which `copy.deepcopy` finds inside objects in the same way as all other tensors.
+
+    torch passes `Tensor.__deepcopy__` to a mode first, but not `Parameter.__deepcopy__`: parameters inside objects are
+    cloned on their device, which must then be waited for.
+
+    Attributes:
+        devices: Devices of these clones.
+    """
+
+    def __init__(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._copy_tensor = copy_tensor
+        self.devices: set[torch.device] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return self._copy_tensor(args[0])
+        if func is torch.Tensor.clone:
+            self.devices.add(args[0].device)
+        return func(*args, **(kwargs or {}))

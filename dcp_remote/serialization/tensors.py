@@ -1,0 +1,219 @@
+"""Encoding of tensors as bytes and decoding: row-major, little-endian, without a copy where the memory allows it.
+
+Elements are moved as integers of the same size (the *carrier* dtype), because torch implements no copy for many of its
+dtypes, but can view all of them as integers. For floats this also keeps the bits of every NaN.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import sys
+from typing import cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from dcp_remote.common.geometry import Box, boxes_of_run
+from dcp_remote.common.units import MiB
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
+from dcp_remote.format.dtypes import ITEM_BYTES
+from dcp_remote.format.manifest import RAW
+from dcp_remote.serialization.objects import EncodedObject, Encoding, decode_object, encode_stream
+from dcp_remote.serialization.torch_tags import lacks_memory
+
+# Copies from this size on get a memory mapping of their own. glibc raises its mmap threshold with each freed block, up
+# to 32 MiB, and keeps smaller blocks in each thread's arena: 60 copies of 12 MB, 64 MiB at a time, held 414 MiB.
+_OWN_MAPPING_BYTES = 1 * MiB
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as `float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name, such as `torch.float32` for `float32`.
+
+    Raises:
+        UnsupportedFormatError: This version of torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedFormatError(
+            "This version of torch lacks a dtype of the checkpoint. Load with a newer torch.",
+            dtype=name,
+            torch=str(torch.__version__),
+        )
+    return dtype
+
+
+def encoding_of(name: str, tensor: torch.Tensor, *, allow_pickle: bool) -> tuple[str, bytes]:
+    """Return how a tensor is stored: as its elements, or as a `torch.save` stream where elements are not enough.
+
+    Args:
+        name: Name of the tensor, for errors.
+        tensor: Any tensor; the elements of a plain strided one are not read.
+        allow_pickle: Accept a tensor whose stream needs code to load.
+
+    Returns:
+        The encoding, and the stream; the stream is empty if the elements are stored.
+
+    Raises:
+        InvalidArgumentError: The tensor has no data (on the meta device, fake, or freed), has a dtype that this version
+            of dcp_remote does not know, or is refused by `torch.save`; or the host is not little-endian.
+        UnsafeObjectError: The tensor's stream needs code to load, as that of a subclass may, and `allow_pickle` is
+            False.
+    """
+    if sys.byteorder != "little":
+        raise InvalidArgumentError(
+            "Checkpoints are little-endian, and hosts of another byte order are not supported.", byteorder=sys.byteorder
+        )
+    if dtype_name(tensor.dtype) not in ITEM_BYTES:
+        raise InvalidArgumentError(
+            "This version of dcp_remote cannot store a dtype of this torch; upgrade dcp_remote.",
+            tensor=name,
+            dtype=dtype_name(tensor.dtype),
+        )
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        raise InvalidArgumentError(
+            "A tensor on the meta device has no data to save; materialize the module first.", tensor=name
+        )
+    if is_plain(tensor) and not tensor.is_quantized and not tensor.is_nested:
+        if lacks_memory(tensor):
+            raise InvalidArgumentError(
+                "A tensor has no data to save: its memory was freed or never allocated.", tensor=name
+            )
+        return RAW, b""
+    stream = io.BytesIO()
+    try:
+        torch.save(tensor.detach(), stream)
+    except Exception as error:
+        raise InvalidArgumentError(
+            "A tensor cannot be stored: torch.save refuses it.",
+            tensor=name,
+            type=f"{type(tensor).__module__}.{type(tensor).__qualname__}",
+            cause=error,
+        ) from error
+    encoded = encode_stream(name, stream.getvalue(), allow_pickle=allow_pickle, tagged=False)
+    return encoded.encoding, encoded.data
+
+
+def decode_tensor(
+    name: str, encoding: str, data: memoryview, *, dtype: str, sizes: tuple[int, ...], allow_pickle: bool
+) -> torch.Tensor:
+    """Decode the `torch.save` stream of a tensor that `encoding_of` wrote; the tensor is on the CPU.
+
+    Raises:
+        CorruptCheckpointError: The stream is damaged, or does not hold a tensor of this dtype and these sizes.
+        UnsafeObjectError: The stream needs code to load and `allow_pickle` is False.
+    """
+    # Cast without a check, because `manifest_validation` refuses all other encodings.
+    value = decode_object(name, EncodedObject(cast("Encoding", encoding), b"", (data,)), allow_pickle=allow_pickle)
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != sizes or dtype_name(value.dtype) != dtype:
+        raise CorruptCheckpointError(
+            "A stored stream does not hold a tensor of the dtype and shape in the manifest.",
+            tensor=name,
+            type=type(value).__name__,
+            dtype=dtype,
+            shape=sizes,
+        )
+    return value
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is strided and of a class whose elements are its whole content."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout == torch.strided
+
+
+def is_copied(tensor: torch.Tensor) -> bool:
+    """Return True if `run_bytes` must copy: not contiguous, not on the CPU, or a lazily conjugated or negated view."""
+    return tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg()
+
+
+def run_bytes(tensor: torch.Tensor, start: int, stop: int) -> memoryview:
+    """Return the bytes of elements `start` to `stop` (exclusive) in row-major order.
+
+    The result is a view of the tensor's memory unless `is_copied`, and then a copy of just these elements.
+    """
+    if not is_copied(tensor):
+        return byte_view(tensor)[start * tensor.element_size() : stop * tensor.element_size()]
+    copy = _allocate_copy((stop - start) * tensor.element_size())
+    copy_run(tensor, start, stop, into=copy)
+    return byte_view(copy)
+
+
+def copy_run(tensor: torch.Tensor, start: int, stop: int, *, into: torch.Tensor, non_blocking: bool = False) -> None:
+    """Copy elements `start` to `stop` (exclusive) in row-major order.
+
+    Args:
+        tensor: Source, on any device.
+        start: Index of the first element.
+        stop: Index after the last element.
+        into: Destination: uint8, on the CPU, of exactly the size of the elements and aligned for them.
+        non_blocking: Return before the copy has ended, if `into` is pinned.
+    """
+    tensor = tensor.detach()
+    copy = into.view(_CARRIERS[tensor.element_size()])
+    for first, box in boxes_of_run(tuple(tensor.shape), start, stop):
+        part = as_carrier(narrow(tensor, box).resolve_conj().resolve_neg())
+        destination = copy[first - start : first - start + box.elements].view(box.sizes)
+        destination.copy_(part, non_blocking=non_blocking)
+
+
+def _allocate_copy(size_bytes: int) -> torch.Tensor:
+    """Allocate memory for a copy; a large one is returned to the system as soon as it is freed."""
+    if size_bytes < _OWN_MAPPING_BYTES:
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")  # not the user's default device
+    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor as bytes; writing to the view writes to the tensor."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    # Detached, so that the view keeps this memory if the tensor is given another; the numpy array forbids resizing it.
+    # `as_strided`, because a dimension of one element may have any stride: `view` refuses it and `reshape` keeps it.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    array: object = flat.view(torch.uint8).numpy()
+    return memoryview(array)  # type: ignore[arg-type]  # numpy's arrays are buffers; its stubs say so from Python 3.12 on
+
+
+def as_carrier(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor as integers of its element size (complex128 for 16 bytes)."""
+    return tensor.view(_CARRIERS[tensor.element_size()])
+
+
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return a view of the part of a tensor that a box covers."""
+    for dimension, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dimension]:
+            tensor = tensor.narrow(dimension, offset, size)
+    return tensor
+
+
+def empty_tensor(dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Return a contiguous CPU tensor of any dtype; for quantized dtypes, `torch.empty` would return a broken one."""
+    return torch.empty(sizes, dtype=_CARRIERS[dtype.itemsize], device="cpu").view(dtype)
+
+
+def tensor_from(data: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor over bytes that hold exactly its elements; copies the bytes only if they are not aligned."""
+    carrier = _CARRIERS[dtype.itemsize]
+    assert len(data) == math.prod(sizes) * dtype.itemsize
+    flat = torch.frombuffer(data, dtype=torch.uint8)
+    if flat.data_ptr() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(carrier).view(dtype).view(sizes)
+
+
+def copy_into(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy elements bit for bit, or with conversion if the destination has another dtype."""
+    destination = destination.detach()
+    if destination.dtype == source.dtype and not destination.is_conj() and not destination.is_neg():
+        as_carrier(destination).copy_(as_carrier(source))
+    else:
+        destination.copy_(source)

@@ -1,0 +1,274 @@
+"""Errors of obstore and botocore, translated into errors of this package by what a caller can do about them.
+
+`ERROR_CLASSES` is the whole mapping, by class. obstore has one class, `GenericError`, for timeouts, refused
+connections, 5xx, redirects and other failures; its text is for people, so nothing is decided by its words. But the text
+quotes the store's error code, and some codes are final (`find_final_error`). Where the store gave no code and the
+difference matters, `diagnosis` asks the store once more, by a request that shows status and error code.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import botocore.exceptions as botocore_exceptions
+import obstore.exceptions as obstore_exceptions
+
+from dcp_remote.errors import (
+    ConditionFailedError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    StorageError,
+    TransientStorageError,
+)
+from dcp_remote.storage.cloud.redaction import redact
+
+CloudError: TypeAlias = StorageError | InvalidArgumentError
+ErrorClass: TypeAlias = type[StorageError] | type[InvalidArgumentError]
+
+# By class; a class that is not listed is treated like the nearest of its bases.
+ERROR_CLASSES: dict[type[BaseException], ErrorClass] = {
+    Exception: StorageError,
+    # Python's own, which obstore raises as well.
+    FileNotFoundError: ObjectNotFoundError,
+    PermissionError: PermissionDeniedError,
+    ConnectionError: TransientStorageError,
+    TimeoutError: TransientStorageError,
+    OSError: StorageError,  # unless its errno says more
+    ValueError: InvalidArgumentError,
+    TypeError: InvalidArgumentError,
+    BufferError: InvalidArgumentError,
+    # obstore.
+    obstore_exceptions.BaseError: StorageError,
+    obstore_exceptions.GenericError: TransientStorageError,  # unless a diagnosis says more
+    obstore_exceptions.NotFoundError: ObjectNotFoundError,
+    obstore_exceptions.InvalidPathError: InvalidArgumentError,
+    obstore_exceptions.UnknownConfigurationKeyError: InvalidArgumentError,
+    obstore_exceptions.AlreadyExistsError: ConditionFailedError,
+    obstore_exceptions.PreconditionError: ConditionFailedError,
+    obstore_exceptions.NotModifiedError: ConditionFailedError,
+    obstore_exceptions.PermissionDeniedError: PermissionDeniedError,
+    obstore_exceptions.UnauthenticatedError: PermissionDeniedError,
+    # botocore, which reads the configuration, finds credentials and sends the diagnosis.
+    botocore_exceptions.BotoCoreError: StorageError,
+    # Network: a later attempt may pass.
+    botocore_exceptions.ConnectionError: TransientStorageError,
+    botocore_exceptions.HTTPClientError: TransientStorageError,
+    botocore_exceptions.IncompleteReadError: TransientStorageError,
+    botocore_exceptions.ChecksumError: TransientStorageError,
+    botocore_exceptions.FlexibleChecksumError: TransientStorageError,
+    botocore_exceptions.CapacityNotAvailableError: TransientStorageError,
+    botocore_exceptions.MetadataRetrievalError: TransientStorageError,
+    botocore_exceptions.SSLError: StorageError,  # a retry does not change the certificate
+    # Credentials.
+    botocore_exceptions.NoCredentialsError: PermissionDeniedError,
+    botocore_exceptions.PartialCredentialsError: PermissionDeniedError,
+    botocore_exceptions.CredentialRetrievalError: PermissionDeniedError,
+    botocore_exceptions.UnknownCredentialError: PermissionDeniedError,
+    botocore_exceptions.RefreshWithMFAUnsupportedError: PermissionDeniedError,
+    botocore_exceptions.NoAuthTokenError: PermissionDeniedError,
+    botocore_exceptions.TokenRetrievalError: PermissionDeniedError,
+    botocore_exceptions.SSOError: PermissionDeniedError,
+    botocore_exceptions.LoginError: PermissionDeniedError,
+    # Through botocore only credentials are requested (STS, SSO), and a ClientError is a refusal to give them.
+    botocore_exceptions.ClientError: PermissionDeniedError,
+    # Configuration.
+    botocore_exceptions.ProfileNotFound: InvalidArgumentError,
+    botocore_exceptions.ConfigNotFound: InvalidArgumentError,
+    botocore_exceptions.ConfigParseError: InvalidArgumentError,
+    botocore_exceptions.InvalidConfigError: InvalidArgumentError,
+    botocore_exceptions.NoRegionError: InvalidArgumentError,
+    botocore_exceptions.UnknownRegionError: InvalidArgumentError,
+    botocore_exceptions.ServiceNotInRegionError: InvalidArgumentError,
+    botocore_exceptions.ValidationError: InvalidArgumentError,  # InvalidRegionError among them
+    botocore_exceptions.ParamValidationError: InvalidArgumentError,
+    botocore_exceptions.MissingParametersError: InvalidArgumentError,
+    botocore_exceptions.BaseEndpointResolverError: InvalidArgumentError,
+    botocore_exceptions.EndpointProviderError: InvalidArgumentError,
+    botocore_exceptions.InvalidEndpointConfigurationError: InvalidArgumentError,
+    botocore_exceptions.InvalidEndpointDiscoveryConfigurationError: InvalidArgumentError,
+    botocore_exceptions.InvalidDNSNameError: InvalidArgumentError,
+    botocore_exceptions.InvalidHostLabelError: InvalidArgumentError,
+    botocore_exceptions.InvalidProxiesConfigError: InvalidArgumentError,
+    botocore_exceptions.InvalidDefaultsMode: InvalidArgumentError,
+    botocore_exceptions.InvalidChecksumConfigError: InvalidArgumentError,
+    botocore_exceptions.InvalidIMDSEndpointError: InvalidArgumentError,
+    botocore_exceptions.InvalidIMDSEndpointModeError: InvalidArgumentError,
+    botocore_exceptions.InvalidRetryConfigurationError: InvalidArgumentError,
+    botocore_exceptions.InvalidS3AddressingStyleError: InvalidArgumentError,
+    botocore_exceptions.InvalidS3UsEast1RegionalEndpointConfigError: InvalidArgumentError,
+    botocore_exceptions.InvalidSTSRegionalEndpointsConfigError: InvalidArgumentError,
+    botocore_exceptions.UnknownSignatureVersionError: InvalidArgumentError,
+    botocore_exceptions.UnknownTokenProviderError: InvalidArgumentError,
+    botocore_exceptions.UnsupportedSignatureVersionError: InvalidArgumentError,
+    botocore_exceptions.UnsupportedOutpostResourceError: InvalidArgumentError,
+    botocore_exceptions.UnsupportedS3AccesspointConfigurationError: InvalidArgumentError,
+    botocore_exceptions.UnsupportedS3ArnError: InvalidArgumentError,
+    botocore_exceptions.UnsupportedS3ConfigurationError: InvalidArgumentError,
+    botocore_exceptions.UnsupportedS3ControlArnError: InvalidArgumentError,
+    botocore_exceptions.UnsupportedS3ControlConfigurationError: InvalidArgumentError,
+}
+
+# Errors of the operating system, known by their number only, that a later attempt may not meet.
+_TRANSIENT_ERRNOS = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.EHOSTUNREACH,
+        errno.EHOSTDOWN,
+        errno.ENETUNREACH,
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ENOBUFS,
+        errno.EMFILE,  # another request will release its descriptor
+        errno.ENFILE,
+    }
+)
+
+# Advice by S3's error code for refused credentials. The codes are part of S3's interface.
+ADVICE = {
+    "RequestTimeTooSkewed": "The clock of this machine is wrong: set it (NTP).",
+    "ExpiredToken": "The temporary credentials have expired: renew them (for SSO: `aws sso login`).",
+    "TokenRefreshRequired": "The temporary credentials have expired: renew them.",
+    "InvalidToken": "The session token does not belong to these keys.",
+    "InvalidAccessKeyId": "The store does not know this access key.",
+    "SignatureDoesNotMatch": "The secret key is not that of the access key.",
+}
+
+CREDENTIALS_CODES = frozenset(ADVICE)
+
+# Without s3:ListBucket, S3 answers 403 instead of 404: a first save, or a load of a missing checkpoint, looks denied.
+_DENIED_ADVICE = (
+    "A job needs s3:GetObject and s3:PutObject on the objects, and s3:ListBucket on the bucket: without "
+    "s3:ListBucket, S3 also refuses to say that an object does not exist."
+)
+
+_FULL = (
+    "The store is full, or a quota of it is used up: delete older checkpoints, run `dcp-remote gc`, or have the quota "
+    "raised."
+)
+_NOT_UNDERSTOOD = (
+    "The store refuses a request that every S3 store should understand. If it does not know the newer checksums, give "
+    "storage_options['checksum_algorithm'] = 'SHA256' or 'none'."
+)
+
+# Error codes that a later attempt would get again. obstore raises those of status 400, 413, 501 and 507 as GenericError
+# and those of 403 as a missing grant. QuotaExceeded is Ceph's and others', the X-codes are MinIO's and RustFS's.
+_FINAL = {
+    "QuotaExceeded": _FULL,
+    "XMinioStorageFull": _FULL,
+    "XMinioAdminBucketQuotaExceeded": _FULL,
+    "XRustfsQuotaExceeded": _FULL,
+    "EntityTooLarge": "The store takes no object of this size in one request.",
+    "InvalidObjectState": "The object was moved to an archive by a lifecycle rule of the bucket: restore it first.",
+    "InvalidArgument": _NOT_UNDERSTOOD,
+    "InvalidRequest": _NOT_UNDERSTOOD,
+    "MethodNotAllowed": _NOT_UNDERSTOOD,
+    "MissingContentLength": _NOT_UNDERSTOOD,
+    "NotImplemented": _NOT_UNDERSTOOD,
+}
+
+WHAT: dict[ErrorClass, str] = {
+    StorageError: "The store failed.",
+    TransientStorageError: "The store did not answer as it should: a timeout, a lost connection or its own error.",
+    ObjectNotFoundError: "There is no such object.",
+    ConditionFailedError: "The object is not in the state that this write asks for.",
+    PermissionDeniedError: "The store refused the request: these credentials (or their lack) do not allow it.",
+    InvalidArgumentError: "The client of the store refused the call.",
+}
+
+SENT_ELSEWHERE = "The endpoint redirects requests: endpoint_url or region_name is not that of this bucket."
+NO_SUCH_BUCKET = (
+    "The bucket does not exist. Buckets are never created implicitly: create it, or correct the URL, the region_name "
+    "or the endpoint_url."
+)
+
+# Longest cause that an error shows; the XML body of an answer is longer.
+_CAUSE_CHARACTERS_MAX = 300
+
+# Marker before obstore's dump of its own structures.
+_DUMP = "Debug source:"
+
+
+def classify_error(error: BaseException) -> ErrorClass:
+    """Return this package's class for an error of another library: by class, for plain OSErrors by errno."""
+    for base in type(error).__mro__:
+        if base is OSError and isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
+            return TransientStorageError
+        if base in ERROR_CLASSES:
+            return ERROR_CLASSES[base]
+    return StorageError
+
+
+def translate(error: BaseException, *, verb: str, url: str, secrets: Sequence[str], what: str = "") -> CloudError:
+    """Return the error of this package for a client's, with verb, URL and, if the store gave one, its error code.
+
+    Args:
+        error: Error that a client raised.
+        verb: Verb of the store contract.
+        url: URL of the object or the prefix.
+        secrets: Texts that the error must not show, even if the store echoes them.
+        what: Message to use instead of the one for the class of `error`.
+    """
+    error_class = classify_error(error)
+    text = str(error)
+    code = find_error_code(text)
+    details = {"verb": verb, "url": url, "code": code, "cause": cause_of(text, secrets)}
+    return error_class(
+        advised(what or WHAT[error_class], code), **{name: value for name, value in details.items() if value}
+    )
+
+
+def find_final_error(error: BaseException, *, verb: str, url: str, secrets: Sequence[str]) -> CloudError | None:
+    """Return an error if the store answered this request with a code that no later attempt will change; else None."""
+    code = find_error_code(str(error))
+    if code is None or not isinstance(error, obstore_exceptions.BaseError):
+        return None
+    cause = cause_of(str(error), secrets)
+    if code in _FINAL:
+        return StorageError(_FINAL[code], verb=verb, url=url, code=code, cause=cause)
+    if code in CREDENTIALS_CODES:
+        what = advised(WHAT[PermissionDeniedError], code)
+        return PermissionDeniedError(what, verb=verb, url=url, code=code, cause=cause)
+    return None
+
+
+def find_error_code(text: str) -> str | None:
+    """Return the error code of the store's answer that a text quotes; None if it quotes none."""
+    return first_match(r"<Code>(\w{1,64})</Code>", text)
+
+
+def advised(what: str, code: str | None) -> str:
+    """Return a message with advice for an error code of S3 appended, where there is any."""
+    advice = ADVICE.get(code or "") or (_DENIED_ADVICE if code == "AccessDenied" else "")
+    return f"{what} {advice}" if advice else what
+
+
+def chained(error: BaseException, secrets: Sequence[str]) -> BaseException | None:
+    """Return `error` to be raised from; None if its text, or that of an error in its chain, quotes a secret."""
+    seen: set[int] = set()  # a chain can be circular
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        text = str(link)
+        if redact(text, secrets) != text:
+            return None
+        link = link.__cause__ or link.__context__
+    return error
+
+
+def cause_of(text: str, secrets: Sequence[str]) -> str:
+    """Return a client's message as one short line without secrets."""
+    visible, _, dump = redact(text, secrets).partition(_DUMP)
+    inner = first_match(r"kind: (Timeout|Connect|Interrupted|Decode)\b", dump)
+    visible = " ".join(visible.split())[:_CAUSE_CHARACTERS_MAX]
+    return f"{visible} ({inner})" if inner else visible
+
+
+def first_match(pattern: str, text: str) -> str | None:
+    """Return the first group of the first match of a pattern; None if there is no match."""
+    match = re.search(pattern, text)
+    return match[1] if match else None

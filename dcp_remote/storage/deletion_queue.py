@@ -1,0 +1,140 @@
+"""Deletion of objects that nothing refers to any more, in slow batches. Imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dcp_remote.common.deadline import Deadline, jitter
+from dcp_remote.errors import PermissionDeniedError, StorageError, TransientStorageError
+from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.retrying import RetryingStore
+
+logger = logging.getLogger(__name__)
+
+# S3 allows 1,000 keys per DeleteObjects request.
+KEYS_PER_DELETE = 1000
+
+# Pause between two requests: no caller waits for a deletion, and so the rate stays far below any limit of a store.
+PAUSE_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """Result of `DeletionQueue.delete`.
+
+    Attributes:
+        removed: Number of objects that were deleted.
+        failed: Errors of the objects that could not be deleted, by key.
+        left: Number of objects that are still in the queue.
+    """
+
+    removed: int = 0
+    failed: Mapping[str, StorageError] = field(default_factory=dict)
+    left: int = 0
+
+
+class DeletionQueue:
+    """Queue of objects to delete. For one thread at a time.
+
+    Args:
+        store: Store of the run, which keys are relative to.
+        sleep: Waits, in seconds.
+        uniform: Returns a random number between two; for backoff.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        uniform: Callable[[float, float], float] = jitter,
+    ) -> None:
+        """Begin with an empty queue; no request is sent."""
+        self._store = store
+        self._sleep, self._uniform = sleep, uniform
+        self._keys: dict[str, None] = {}
+        self._is_permitted = True
+        self._has_removed = False
+
+    def __len__(self) -> int:
+        """Return the number of objects in the queue."""
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the keys of what is still to be deleted."""
+        return iter(self._keys)
+
+    def add(self, keys: Iterable[str]) -> None:
+        """Add objects, in the order of their keys: manifests before shards.
+
+        A checkpoint whose deletion is interrupted has lost its manifest first, so no reader takes it for complete.
+        """
+        if self._is_permitted:
+            self._keys.update(dict.fromkeys(sorted(keys)))
+
+    def delete(
+        self,
+        *,
+        deadline: Deadline,
+        stop: Callable[[], bool] = lambda: False,
+        batch: int = KEYS_PER_DELETE,
+        pause_seconds: float = PAUSE_SECONDS,
+    ) -> Deleted:
+        """Delete the objects in the queue, `batch` per request.
+
+        Objects that failed for now stay in the queue; those that failed for good leave it, for gc. If the store permits
+        no deletion at all, the queue is emptied and takes no more objects, and one warning says so.
+
+        Args:
+            deadline: Time until which failed requests are repeated.
+            stop: Checked before each request; once it returns True, the rest stays in the queue.
+            batch: Maximum number of objects per request.
+            pause_seconds: Pause between two requests.
+        """
+        sender = RetryingStore(self._store, deadline, sleep=self._sleep, random=lambda: self._uniform(0, 1))
+        failed: dict[str, StorageError] = {}
+        removed = 0
+        while self._keys and not stop() and not deadline.expired():
+            keys = list(itertools.islice(self._keys, batch))
+            answer = _delete_batch(sender, keys)
+            failed.update(answer)
+            removed += len(keys) - len(answer)
+            self._has_removed |= len(answer) < len(keys)
+            for_now = {key for key, error in answer.items() if isinstance(error, TransientStorageError)}
+            for key in keys:
+                if key not in for_now:
+                    del self._keys[key]
+            # Once any object was removed, a refusal concerns held objects (object lock), and not the permission.
+            if not self._has_removed and _is_refused(keys, answer):
+                self._leave_to_gc(next(iter(answer.values())))
+            if for_now:
+                break
+            if self._keys:
+                self._sleep(pause_seconds)
+        if removed or failed:
+            logger.info("%s: deleted %d objects, %d failed", self._store.url, removed, len(failed))
+        return Deleted(removed=removed, failed=failed, left=len(self._keys))
+
+    def _leave_to_gc(self, error: StorageError) -> None:
+        self._is_permitted = False
+        self._keys.clear()
+        logger.warning(
+            "%s: no permission to delete; orphans stay until `dcp-remote gc --delete` runs with permission. %s",
+            self._store.url,
+            error,
+        )
+
+
+def _is_refused(keys: Sequence[str], answer: Mapping[str, StorageError]) -> bool:
+    return len(answer) == len(keys) and all(isinstance(error, PermissionDeniedError) for error in answer.values())
+
+
+def _delete_batch(store: ObjectStore, keys: Sequence[str]) -> Mapping[str, StorageError]:
+    try:
+        return store.delete(keys)
+    except StorageError as error:
+        return dict.fromkeys(keys, error)

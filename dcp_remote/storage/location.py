@@ -1,0 +1,187 @@
+"""Locations of readers and writers: from the URL or store that a user passes, to an open store."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Self
+
+from dcp_remote.common.picklable_errors import portable
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
+from dcp_remote.storage import ObjectStore, open_store
+from dcp_remote.storage.url import parse_url
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Store of a checkpoint or run, and the options to open another one like it.
+
+    Attributes:
+        store: Store that is opened at the checkpoint or run.
+        options: Storage options of the URL; None if the user passed a store.
+        checkpoint_id: URL or path as the user passed it; the URL of the store if the user passed a store.
+        process: ID of the process that created this location; pickling keeps it.
+    """
+
+    store: ObjectStore
+    options: Mapping[str, object] | None = field(repr=False)  # some are secrets
+    checkpoint_id: str | os.PathLike[str]
+    process: int = field(default_factory=os.getpid, repr=False)
+
+    @classmethod
+    def of(cls, url: str | os.PathLike[str] | ObjectStore, options: Mapping[str, object] | None) -> Self:
+        """Make the location of a URL, or of a store.
+
+        Raises:
+            InvalidArgumentError: The URL or an option is invalid, or options were passed with a store.
+        """
+        if not isinstance(url, ObjectStore):
+            return cls(open_store(url, options), dict(options or {}), url)
+        if options:
+            raise InvalidArgumentError(
+                "storage_options are for URLs: pass them when the store is created.", url=url.url
+            )
+        return cls(url, None, url.url)
+
+    def moved_to(self, checkpoint_id: str | os.PathLike[str]) -> Self:
+        """Return the location of another URL, with the same options.
+
+        Raises:
+            InvalidArgumentError: `checkpoint_id` is a plain path, but this location is a URL, so that torch would make
+                a local folder; or this location was made of a store, so that no options are known.
+        """
+        parsed = parse_url(checkpoint_id)
+        if parsed.canonical == self.store.url:
+            return replace(self, checkpoint_id=checkpoint_id)
+        if self.options is None:
+            raise InvalidArgumentError(
+                "checkpoint_id is not the URL of the store that this reader or writer was created with. Create a new "
+                "reader or writer with the other store.",
+                checkpoint_id=parsed.canonical,
+                url=self.store.url,
+            )
+        plain = isinstance(checkpoint_id, Path) or "://" not in os.fspath(checkpoint_id)
+        if plain and not self.store.url.startswith("file:"):
+            raise InvalidArgumentError(
+                "checkpoint_id is a plain path, but this reader or writer is for a URL. Pass the whole URL.",
+                checkpoint_id=os.fspath(checkpoint_id),
+                url=self.store.url,
+            )
+        return replace(self, store=open_store(checkpoint_id, self.options), checkpoint_id=checkpoint_id)
+
+
+class SharedLocation:
+    """Last location of a reader or writer that any thread set, where new threads begin.
+
+    Args:
+        location: Location.
+        refusal: Error of the last `move_to`, if it failed; None otherwise.
+    """
+
+    def __init__(self, location: Location, refusal: BaseException | None = None) -> None:
+        """Store both."""
+        self.now = location, refusal  # One tuple, so that a thread reads and replaces both at once.
+
+
+class ThreadLocation(threading.local):
+    """Location of the save or load of each thread, for a reader or writer that several threads use at once.
+
+    torch runs a save or load in one thread, but `async_save` may run several saves in several threads, which must not
+    change one another's location. A new thread (`async_save` makes one for each save) and an unpickled copy begin at
+    the last location that any thread set.
+
+    Args:
+        last: Last location, shared by all threads.
+    """
+
+    def __init__(self, last: SharedLocation) -> None:
+        """Begin at the last location; Python calls this once in each thread that uses the object."""
+        self._last = last
+        self.location, self._refusal = last.now
+
+    def move_to(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        """Move to another checkpoint, or stay if it is None. Never raises: `raise_refusal` raises its error.
+
+        torch calls `reset` before its collectives, where a rank that raises would leave all others waiting.
+        """
+        if checkpoint_id is None:
+            return
+        try:
+            self.location, self._refusal = self.location.moved_to(checkpoint_id), None
+        except Exception as error:  # noqa: BLE001  # raised by `raise_refusal`
+            self._refusal = portable(error)
+        self._last.now = self.location, self._refusal
+
+    def raise_refusal(self) -> None:
+        """Raise the error of the last `move_to`, if it failed; called where torch reports errors to the other ranks.
+
+        Raised by each save or load until `move_to` succeeds: a retry without a `checkpoint_id` would otherwise replace
+        the checkpoint before.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the location, including explicit credentials, but no state of a save or load."""
+        return type(self), (SharedLocation(self.location, self._refusal),)
+
+
+def is_location(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Return whether `checkpoint_id` is a valid URL or path."""
+    try:
+        parse_url(checkpoint_id)
+    except DcpRemoteError:
+        return False
+    return True
+
+
+def require_shared(location: Location, world_size: int) -> None:
+    """Refuse a store that not all processes of the job can see.
+
+    Args:
+        location: Location of the store.
+        world_size: Number of ranks of the job.
+
+    Raises:
+        InvalidArgumentError: The store is visible to one process only, and there are several ranks; or this process is
+            a child of that one (as with `AsyncCheckpointerType.PROCESS`), and the objects would be lost with it.
+    """
+    if location.store.capabilities.shared:
+        return
+    if world_size > 1:
+        raise InvalidArgumentError(
+            "This store is visible to one process only, and the job has several ranks. Use a folder or a bucket.",
+            url=location.store.url,
+            world_size=world_size,
+        )
+    if location.process != os.getpid():
+        raise InvalidArgumentError(
+            "This store is visible only to the process that opened it, and this is another one. Use a folder or a "
+            "bucket.",
+            url=location.store.url,
+        )
+
+
+def require_budget(memory_budget_bytes: int) -> None:
+    """Check a memory budget.
+
+    Raises:
+        InvalidArgumentError: The budget is not an integer above zero.
+    """
+    if type(memory_budget_bytes) is not int or memory_budget_bytes <= 0:
+        raise InvalidArgumentError(
+            "memory_budget_bytes must be an integer above zero.", memory_budget_bytes=memory_budget_bytes
+        )
+
+
+def require_timeout(timeout_seconds: object, *, name: str = "timeout_seconds") -> None:
+    """Check a timeout.
+
+    Raises:
+        InvalidArgumentError: The timeout is not a number above zero, or longer than a thread can wait (292 years).
+    """
+    if not isinstance(timeout_seconds, int | float) or not 0 < timeout_seconds <= threading.TIMEOUT_MAX:
+        raise InvalidArgumentError(f"{name} must be a number above zero, and finite.", **{name: timeout_seconds})

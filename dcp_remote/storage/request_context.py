@@ -1,0 +1,165 @@
+"""Per-thread context of a request: its time limit, and the lease of the buffer that it fills.
+
+A store that does not answer may block a request for half a minute, long past a deadline. A pending request cannot be
+cancelled, but it writes nothing into its buffer until bytes arrive. So a caller that gives up can reclaim its buffers
+after waiting only for threads that may be writing; these check the lease often.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from dcp_remote.errors import StorageError
+
+
+def _no_limit() -> float:
+    return math.inf
+
+
+class _ThreadState(threading.local):
+    """Context of the request of each thread.
+
+    Attributes:
+        seconds_left: Returns the seconds until the result of the request is of no use.
+        lease: Lease of the buffer that the thread reads into; None outside of a load.
+    """
+
+    seconds_left: Callable[[], float] = staticmethod(_no_limit)
+    lease: BufferLease | None = None
+
+
+_thread_state = _ThreadState()
+
+
+@contextmanager
+def of_use_for(left: Callable[[], float]) -> Iterator[None]:
+    """Limit the requests of this thread to `left()` seconds while a block runs; of nested blocks the inner counts."""
+    before, _thread_state.seconds_left = _thread_state.seconds_left, left
+    try:
+        yield
+    finally:
+        _thread_state.seconds_left = before
+
+
+def seconds_left() -> float:
+    """Return the time limit of this thread's request in seconds; infinite if there is none."""
+    return _thread_state.seconds_left()
+
+
+def rounded_up(seconds: float) -> float:
+    """Round a time limit up, to at least 1 s and one of four values per power of two.
+
+    Each limit needs a client of its own, so few values must serve all requests.
+    """
+    if math.isinf(seconds):
+        return seconds
+    step = 2.0 ** (math.floor(math.log2(max(1.0, seconds))) - 2)
+    return max(1.0, math.ceil(seconds / step) * step)
+
+
+class BufferLease:
+    """Permission of the threads of one load to write into its buffers, until the load closes the lease.
+
+    Lets a load reclaim its buffers while requests are still pending.
+    """
+
+    def __init__(self) -> None:
+        """Begin open, used by no thread."""
+        self._changed = threading.Condition()
+        self._writing = 0  # threads that may be writing
+        self._waiting = 0  # threads that wait for a store, and do not write
+        self._closed = False
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Let this thread read into the buffers while a block runs.
+
+        Raises:
+            StorageError: The lease is closed.
+        """
+        self._count(writing=1)
+        _thread_state.lease = self
+        try:
+            self.require_open()
+            yield
+        finally:
+            _thread_state.lease = None
+            self._count(writing=-1)
+
+    def close(self) -> bool:
+        """Close the lease, and wait until no thread writes into the buffers; none will from then on.
+
+        Returns:
+            True if threads are left that wait for a store.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._writing)
+            return self._waiting > 0
+
+    @property
+    def closed(self) -> bool:
+        """True once the lease was closed."""
+        return self._closed
+
+    def require_open(self) -> None:
+        """Check that this thread may write.
+
+        Raises:
+            StorageError: The lease is closed.
+        """
+        if self._closed:
+            raise StorageError("The read was given up, and its buffers belong to the caller again.")
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Let the lease be closed at once while a block runs, in which this thread writes nothing into the buffers.
+
+        Raises:
+            StorageError: After the block: the lease was closed meanwhile.
+        """
+        self._count(writing=-1, waiting=1)
+        try:
+            yield
+        finally:
+            self._count(writing=1, waiting=-1)
+        self.require_open()
+
+    def _count(self, *, writing: int, waiting: int = 0) -> None:
+        with self._changed:
+            self._writing += writing
+            self._waiting += waiting
+            self._changed.notify_all()
+
+
+@contextmanager
+def nothing_lands() -> Iterator[None]:
+    """Mark a wait of this thread in which it writes nothing into its buffer, so that a load need not wait for it.
+
+    Raises:
+        StorageError: After the block: the lease of the buffer was closed meanwhile.
+    """
+    lease = _thread_state.lease
+    if lease is None:
+        yield
+        return
+    with lease.left_alone():
+        yield
+
+
+def is_wanted() -> bool:
+    """Return whether this thread may still write into its buffer."""
+    return _thread_state.lease is None or not _thread_state.lease.closed
+
+
+def require_wanted() -> None:
+    """Check that this thread may still write into its buffer; called often while it writes.
+
+    Raises:
+        StorageError: The lease of the buffer was closed.
+    """
+    if _thread_state.lease is not None:
+        _thread_state.lease.require_open()

@@ -1,0 +1,181 @@
+"""One step on one rank, in a process that is fresh: made by a fork of one that has imported torch, and nothing else.
+
+What has threads or connections (obstore, boto3, the peers) is imported behind the fork, and before the clock starts.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from threading import Event, Thread
+
+import torch
+import torch.distributed as dist
+
+from tests.benchmark.clients.clients import CLIENTS
+from tests.benchmark.clients.state import SHAPES, require_loaded, size_bytes, state_of
+from tests.benchmark.clients.training import background_saves, disturbed
+from tests.benchmark.report.plan import Beside, Step
+from tests.benchmark.report.rows import Measured
+
+# Of a peer's message; the end of a traceback says it.
+_FAILURE_CHARACTERS_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is measured.
+
+    Attributes:
+        client: One of `CLIENTS`; the actions "background" and "train" are ours alone.
+        step: What is done.
+        url: Where.
+        state: One of `SHAPES`.
+        options: Of the store.
+        store_port: Where ranks meet; 0 for one rank.
+    """
+
+    client: str
+    step: Step
+    url: str
+    state: str
+    options: dict[str, object]
+    store_port: int = 0
+
+
+def run_rank(task: Task, rank: int, told: Connection) -> None:
+    """What a process of this rank does; sends what it measured, or a text that says why not."""
+    Thread(target=_end_with_the_benchmark, name="benchmark", daemon=True).start()
+    # One rank is what was asked for.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    try:
+        if task.step.ranks > 1:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"tcp://127.0.0.1:{task.store_port}",
+                rank=rank,
+                world_size=task.step.ranks,
+                timeout=timedelta(minutes=5),
+            )
+        told.send(measure(task))
+    except BaseException:  # noqa: BLE001  # CheckpointException is one; and whatever it is, others go on
+        told.send(traceback.format_exc()[-_FAILURE_CHARACTERS_MAX:])
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _end_with_the_benchmark() -> None:
+    """However it dies: a save whose server is gone would try again for half an hour."""
+    benchmark = multiprocessing.parent_process()
+    assert benchmark is not None
+    wait([benchmark.sentinel])
+    os._exit(1)
+
+
+def measure(task: Task) -> Measured:
+    """Make the state, act, and see that what was loaded is what was saved."""
+    torch.set_num_threads(1)
+    shape = SHAPES[task.state]
+    step = task.step
+    state = state_of(shape, filled=step.action != "load")
+    client = CLIENTS[task.client](task.options)
+    if step.action == "again":
+        client.save(f"{task.url}/first", state)
+    gc.collect()
+    _meet()
+    resident = _reset_peak()
+    cpu = _cpu_seconds()
+    began = time.monotonic()
+    blocked = 0.0, 0.0
+    training = None
+    match step.action:
+        case "save" | "load" | "again":
+            act = client.load if step.action == "load" else client.save
+            url = f"{task.url}/again" if step.action == "again" else task.url
+            with _spinning(step.beside):
+                act(url, state)
+        case "background":
+            blocked = background_saves(task.url, task.options, state)
+        case "train":
+            training = disturbed(task.url, task.options, state, step.beside)
+    _meet()
+    wall = time.monotonic() - began
+    cpu = _cpu_seconds() - cpu
+    above = max(0, _status_bytes("VmHWM") - resident)
+    if step.action == "load":
+        require_loaded(state, shape)
+    found = Measured(wall_seconds=wall, cpu_seconds=cpu, state_bytes=size_bytes(state), above_state_bytes=above)
+    if training is not None:
+        return replace(
+            found,
+            wall_seconds=training.seconds,
+            first_blocked_seconds=training.first_blocked_seconds,
+            blocked_seconds=training.blocked_seconds,
+            steps_per_second=training.steps / training.seconds,
+            alone_steps_per_second=training.alone_steps_per_second,
+            saves=training.saves,
+        )
+    return replace(found, first_blocked_seconds=blocked[0], blocked_seconds=blocked[1])
+
+
+@contextmanager
+def _spinning(beside: Beside) -> Iterator[None]:
+    """Beside a loop of pure Python, which never waits and keeps the interpreter as long as it may."""
+    if beside == "process":
+        process = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+        try:
+            yield
+        finally:
+            process.kill()
+            process.wait()
+        return
+    ended = Event()
+
+    def spin() -> None:
+        while not ended.is_set():
+            for _ in range(10_000):
+                pass
+
+    thread = Thread(target=spin, daemon=True)
+    if beside == "thread":
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if beside == "thread":
+            thread.join()
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _reset_peak() -> int:
+    """Forget how much memory was ever resident; what is now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(name: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])

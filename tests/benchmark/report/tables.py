@@ -1,0 +1,232 @@
+"""What was measured, as tables in Markdown: pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from dcp_remote.common.text import human_bytes
+from dcp_remote.common.units import GiB
+from tests.benchmark.report.goals import Goal, cpu_seconds_of_a_save, training_seconds_lost
+from tests.benchmark.report.plan import (
+    BUSY,
+    CEPH,
+    LOADED_BY_RANKS,
+    OURS,
+    RAW,
+    RESHARDING,
+    SAVED_BY_RANKS,
+    TLS,
+    TRAINING,
+    Beside,
+)
+from tests.benchmark.report.rows import Results, Row, median
+
+_NOTHING = "–"
+
+# A traceback's last line; a table is no log.
+_FAILURE_CHARACTERS_MAX = 300
+
+
+_WAITS = "training waits, s"
+COLUMNS = (
+    "ranks",
+    "client",
+    "save, s (× ours)",
+    "load, s (× ours)",
+    "CPU up, s/GiB (× raw)",
+    "CPU down",
+    "server's CPU",
+    "memory above the state",
+    "requests",
+    "bytes on the wire / state",
+    _WAITS,
+)
+# Of these, what a page has room for.
+SHORT_COLUMNS = (*COLUMNS[:6], "memory above the state", _WAITS)
+
+
+def about(results: Results) -> str:
+    """How the figures were taken."""
+    told = results.about
+    rounds = sorted({1 + max(row.round for row in results.rows if row.section == one) for one in results.sections()})
+    many = f"Medians of {_listed(rounds)} interleaved rounds" if rounds != [1] else "One round"
+    machine = f"{told['cores']} cores, {told['processor']}, {told['system']}, Python {told['python']}"
+    return (
+        f"{many}, each measurement in fresh processes, beside the server on the same machine: {machine}; "
+        f"{told['versions']}. {told['date']}, {told['seconds'] / 60:.0f} minutes. CPU is the client's; “raw socket” is "
+        "what the bytes alone cost, without checksums or a second try; “best” are a peer's best settings. Pairs are of "
+        "a save and of a load. What was loaded was compared with what was saved, each time."
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " or ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))
+
+
+def goals_table(goals: Iterable[Goal]) -> str:
+    """What was to be reached, and what was."""
+    rows = []
+    for goal in goals:
+        limit = f"at least {goal.at_least:g}" if goal.at_least is not None else f"at most {goal.at_most:g}"
+        rows.append((goal.what, f"{limit}{goal.unit}", f"{goal.measured:.2f}{goal.unit}", _judged(goal)))
+    return _table(("goal", "wanted", "measured", ""), rows)
+
+
+def _judged(goal: Goal) -> str:
+    return "reached" if goal.reached else "**missed**"
+
+
+def transfer_table(results: Results, section: str, *, columns: Sequence[str] = COLUMNS) -> str:
+    """Clients by save and load; by how much more than ours each takes."""
+    found = [row for row in results.rows if row.section == section and row.action in {"save", "load"}]
+    # Where nobody saved in the background, nobody knows how long ours waits.
+    shown = [name for name in columns if name != _WAITS or results.select(section, OURS, "background")]
+    lines = []
+    for ranks, client in dict.fromkeys((row.ranks, row.client) for row in found):
+        cells = _cells(results, section, ranks, client)
+        lines.append([cells[name] for name in shown])
+    sizes = {row.state_bytes for row in found}
+    told = f"A state of {human_bytes(max(sizes))}." if sizes else ""
+    if section == TLS:
+        told += (
+            " The server's own TLS runs on the same cores and costs as much as that of the fastest clients: CPU stands "
+            "as it is, but ratios of seconds are smaller than against a server elsewhere."
+        )
+    if section == CEPH:
+        told += (
+            " Version 16, all in memory, on the same cores. It knows none of S3's newer checksums, and counts nothing."
+        )
+    return f"{told}\n\n{_table(shown, lines)}"
+
+
+def _cells(results: Results, section: str, ranks: int, client: str) -> dict[str, str]:
+    """Of one line, by column."""
+    both, own, raw = (
+        [results.select(section, name, action, ranks=ranks) for action in ("save", "load")]
+        for name in (client, OURS, RAW)
+    )
+    background = results.select(section, client, "background", ranks=ranks)
+    # Ours returns early; a save of the others blocks as long as it takes.
+    waits = median(background, lambda row: row.blocked_seconds) if client == OURS else median(both[0], _wall)
+    values = (
+        str(ranks),
+        client,
+        *(_against(one, mine, _wall) for one, mine in zip(both, own, strict=True)),
+        *(_against(one, base, _cpu) for one, base in zip(both, raw, strict=True)),
+        _pair(both, lambda row: row.server_cpu_seconds / (row.state_bytes / GiB), "{:.2f}".format),
+        _pair(both, lambda row: row.above_state_bytes, lambda value: human_bytes(int(value))),
+        _pair(both, lambda row: row.requests, "{:.0f}".format),
+        _pair(both, _wire_bytes_per_byte, "{:.2f}".format),
+        f"{waits:.2f}" if waits is not None and client != RAW else _NOTHING,
+    )
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def _wall(row: Row) -> float:
+    return row.wall_seconds
+
+
+def _cpu(row: Row) -> float:
+    return row.cpu_seconds_per_gib
+
+
+def _wire_bytes_per_byte(row: Row) -> float:
+    return (row.sent_bytes if row.action == "save" else row.got_bytes) / row.state_bytes
+
+
+def _against(rows: Sequence[Row], base: Sequence[Row], figure: Callable[[Row], float]) -> str:
+    value, other = median(rows, figure), median(base, figure)
+    if value is None:
+        return "failed" if figure is _wall else _NOTHING
+    return f"{value:.2f} ({value / other:.1f} ×)" if other and rows != base else f"{value:.2f}"
+
+
+def _pair(both: Sequence[Sequence[Row]], figure: Callable[[Row], float], told: Callable[[float], str]) -> str:
+    values = [median(rows, figure) for rows in both]
+    return ", ".join(told(value) if value is not None else _NOTHING for value in values)
+
+
+def busy_table(results: Results) -> str:
+    """A save beside a loop that spins, in its process or in another."""
+    places: tuple[Beside, ...] = ("nothing", "process", "thread")
+    saves = ("save", "again")
+    bases = [results.select(BUSY, OURS, action, beside="process") for action in saves]
+    rows = []
+    for name, place in zip(("nothing", "another process", "a thread of the same process"), places, strict=True):
+        found = [results.select(BUSY, OURS, action, beside=place) for action in saves]
+        if any(found):
+            rows.append((name, *(_against(one, base, _wall) for one, base in zip(found, bases, strict=True))))
+    titles = ("where it spins", "first save of a process, s (× beside another process)", "second, s")
+    return "A save beside a loop of pure Python that never waits, in\n\n" + _table(titles, rows)
+
+
+def training_table(results: Results) -> str:
+    """Training on one core while saves are under way."""
+    places: tuple[Beside, ...] = ("manager", "thread", "process")
+    names = ("CheckpointManager (a thread)", "dcp.async_save, a thread", "dcp.async_save, a process")
+    rows = []
+    for name, place in zip(names, places, strict=True):
+        found = results.select(TRAINING, OURS, "train", beside=place)
+        lost = training_seconds_lost(found)
+        if lost is not None:
+            rows.append(
+                (
+                    name,
+                    _one(found, lambda row: row.alone_steps_per_second, "{:.0f}"),
+                    _one(found, lambda row: row.steps_per_second, "{:.0f}"),
+                    _one(found, lambda row: row.wall_seconds / row.saves, "{:.2f}"),
+                    f"{lost:.2f}",
+                    _one(found, lambda row: row.first_blocked_seconds, "{:.2f}"),
+                    _one(found, lambda row: row.blocked_seconds, "{:.2f}"),
+                )
+            )
+    cpu = cpu_seconds_of_a_save(results)
+    needed = f" The same save needs {cpu:.2f} s of CPU." if cpu is not None else ""
+    titles = (
+        "saved by",
+        "steps/s alone",
+        "steps/s during a save",
+        "a save takes, s",
+        "training lost by a save, s",
+        "the first call blocks, s",
+        "a later one, s",
+    )
+    return f"Training (matrix products on one thread) while saves are under way behind it.{needed}\n\n" + _table(
+        titles, rows
+    )
+
+
+def _one(rows: Sequence[Row], figure: Callable[[Row], float], form: str) -> str:
+    value = median(rows, figure)
+    return form.format(value) if value is not None else _NOTHING
+
+
+def resharding_table(results: Results) -> str:
+    """Bytes that came over the wire, over bytes that were needed."""
+    clients = dict.fromkeys(row.client for row in results.rows if row.section == RESHARDING)
+    rows = []
+    for client in clients:
+        found = [results.select(RESHARDING, client, "load", ranks=ranks) for ranks in LOADED_BY_RANKS]
+        rows.append((client, *(_one(one, _wire_bytes_per_byte, "{:.3f}") for one in found)))
+    titles = ("bytes fetched / bytes needed", *(f"{SAVED_BY_RANKS} → {ranks} ranks" for ranks in LOADED_BY_RANKS))
+    return "Sharded along dimension 0, counted by the server.\n\n" + _table(titles, rows)
+
+
+def failures(results: Results) -> str:
+    """What has no figures, and why; empty if all have."""
+    told = (
+        f"- {row.section}, {row.client}, {row.action}: `{last_line(row.failed)}`"
+        for row in results.rows
+        if row.failed is not None
+    )
+    return "\n".join(dict.fromkeys(told))
+
+
+def last_line(failure: str) -> str:
+    """Which says it, in a traceback."""
+    return failure.strip().rpartition("\n")[2][:_FAILURE_CHARACTERS_MAX].replace("`", "'")
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

@@ -1,0 +1,932 @@
+"""The benchmark's server: by hand, by our own store, and by the clients of others; that it counts, fails and ends."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import itertools
+import json
+import os
+import random
+import select
+import signal
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import time
+import uuid
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+from xml.etree import ElementTree as ET
+
+import boto3
+import pytest
+import s3fs
+from boto3.s3.transfer import TransferConfig
+from botocore.config import Config
+from botocore.exceptions import ClientError
+
+from dcp_remote.common.units import MiB
+from dcp_remote.errors import ConditionFailedError, InvalidArgumentError, StorageError, TransientStorageError
+from dcp_remote.storage import ObjectStore, open_store
+from dcp_remote.storage.url import parse_url
+from dcp_remote.testing.store_suite import StoreSuite
+from tests.benchmark.server.objects import find_page
+from tests.benchmark.server.server import BenchServer, bench_server
+from tests.benchmark.server.shape import Fates, Fault, Pacer, Shape, parse_shape
+from tests.benchmark.server.space import Space
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the server needs Linux's sendfile and shared memory")
+
+# What verify=True computes by, in Python: the library itself is in no test environment.
+AWSCRT = """
+def _table(polynomial):
+    table = []
+    for value in range(256):
+        for _ in range(8):
+            value = value >> 1 ^ (polynomial if value & 1 else 0)
+        table.append(value)
+    return table
+
+def _crc(table, ones, data):
+    crc = ones
+    for byte in bytes(data):
+        crc = crc >> 8 ^ table[(crc ^ byte) & 255]
+    return crc ^ ones
+
+_CRC32C, _CRC64NVME = _table(0x82F63B78), _table(0x9A6C9329AC4BC9B5)
+
+def crc32c(data):
+    return _crc(_CRC32C, 2**32 - 1, data)
+
+def crc64nvme(data):
+    return _crc(_CRC64NVME, 2**64 - 1, data)
+"""
+
+DIE = """
+import os, signal, sys
+from tests.benchmark.server.server import bench_server
+with bench_server(size_bytes=1 << 20, tls=True) as server:
+    print(server.pid, server.ca_file, flush=True)
+    sys.stdin.read(1)  # until the test watches the server
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class Answer:
+    """A status, headers and a body."""
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self.status = response.status
+        self.headers = response.headers
+        self.body = response.read()
+
+    @property
+    def code(self) -> str:
+        return ET.fromstring(self.body).findtext("{*}Code", "")
+
+
+class Raw:
+    """A client that knows nothing of S3, on one connection."""
+
+    def __init__(self, server: BenchServer) -> None:
+        parts = urlsplit(server.endpoint_url)
+        assert parts.hostname is not None
+        if server.ca_file is not None:
+            context = ssl.create_default_context(cafile=server.ca_file)
+            self.connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                parts.hostname, parts.port, timeout=30, context=context
+            )
+        else:
+            self.connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+    def __call__(self, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.connection.request(method, path, body, named)
+        return Answer(self.connection.getresponse())
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[BenchServer]:
+    with bench_server(size_bytes=96 * MiB) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: BenchServer) -> Iterator[BenchServer]:
+    """As new: without faults, counts, objects."""
+    running.shape(Shape())
+    running.clear()
+    running.reset()
+    yield running
+    running.shape(Shape())
+
+
+@pytest.fixture
+def raw(server: BenchServer) -> Iterator[Raw]:
+    with Raw(server) as raw:
+        yield raw
+
+
+# botocore sends again what was refused for its checksum.
+ONCE = Config(retries={"total_max_attempts": 1})
+
+
+def client_of(server: BenchServer, **options: object) -> Any:
+    return boto3.client(  # type: ignore[call-overload]  # its arguments by name
+        "s3",
+        endpoint_url=server.endpoint_url,
+        region_name="us-east-1",
+        aws_access_key_id="benchmark",
+        aws_secret_access_key="benchmark",
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def running_boto(running: BenchServer) -> Iterator[Any]:
+    with closing(client_of(running)) as client:
+        yield client
+
+
+@pytest.fixture
+def boto(server: BenchServer, running_boto: Any) -> Any:
+    """boto3's client of the server, as it is by default."""
+    return running_boto
+
+
+def address_of(server: BenchServer) -> tuple[str, int]:
+    parts = urlsplit(server.endpoint_url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return parts.hostname, parts.port
+
+
+@pytest.fixture(scope="module")
+def opened(running: BenchServer) -> ObjectStore:
+    """One for the whole suite, each test of which gets a child: to open it takes a quarter of a second."""
+    running.create_bucket("suite")
+    return open_store("s3://suite", storage_options=running.storage_options)
+
+
+class TestOurStore(StoreSuite):
+    """The contract, and boto3 to look past the store."""
+
+    @pytest.fixture
+    def store(self, opened: ObjectStore) -> ObjectStore:
+        return opened.child(uuid.uuid4().hex)
+
+    @pytest.fixture(autouse=True)
+    def _look_past(self, running_boto: Any) -> None:
+        self.client = running_boto
+
+    def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None:
+        place = parse_url(store.url)
+        self.client.put_object(Bucket=place.bucket, Key=f"{place.prefix}/{key}", Body=data)
+
+    def raw_read(self, store: ObjectStore, key: str) -> bytes:
+        place = parse_url(store.url)
+        return bytes(self.client.get_object(Bucket=place.bucket, Key=f"{place.prefix}/{key}")["Body"].read())
+
+
+def test_one_object(raw: Raw) -> None:
+    """Put, looked at, read whole and by ranges, deleted twice; on one connection."""
+    body = bytes(range(256)) * 300
+    put = raw("PUT", "/bench/a%20b/c", body, Content_Type="text/plain", x_amz_meta_colour="red")
+    assert (put.status, put.body) == (200, b"")
+    head = raw("HEAD", "/bench/a%20b/c")
+    assert (head.status, head.headers["Content-Length"], head.headers["Content-Type"]) == (200, "76800", "text/plain")
+    assert head.headers["x-amz-meta-colour"] == "red"
+    got = raw("GET", "/bench/a%20b/c")
+    assert (got.status, got.body, got.headers["ETag"]) == (200, body, put.headers["ETag"])
+    for asked, start, stop in (("0-0", 0, 1), ("5-99", 5, 100), ("76799-", 76799, 76800), ("-7", 76793, 76800)):
+        part = raw("GET", "/bench/a%20b/c", Range=f"bytes={asked}")
+        assert (part.status, part.body) == (206, body[start:stop])
+        assert part.headers["Content-Range"] == f"bytes {start}-{stop - 1}/76800"
+    assert raw("GET", "/bench/a%20b/c", Range="bytes=70000-999999").body == body[70000:]
+    for asked in ("76800-", "99999-100000"):
+        refused = raw("GET", "/bench/a%20b/c", Range=f"bytes={asked}")
+        assert (refused.status, refused.code) == (416, "InvalidRange")
+    for _ in range(2):
+        assert raw("DELETE", "/bench/a%20b/c").status == 204
+    assert raw("GET", "/bench/a%20b/c").code == "NoSuchKey"
+    absent = raw("HEAD", "/bench/a%20b/c")
+    assert (absent.status, absent.headers["Content-Length"]) == (404, "0")
+
+
+def test_conditions(raw: Raw) -> None:
+    """Each against what is absent, present, and another version; ETags with their quotes and without."""
+    assert raw("PUT", "/bench/k", b"0", If_Match='"other"').status == 404
+    first = raw("PUT", "/bench/k", b"1", If_None_Match="*").headers["ETag"]
+    assert raw("PUT", "/bench/k", b"2", If_None_Match="*").code == "PreconditionFailed"
+    second = raw("PUT", "/bench/k", b"3", If_Match=first).headers["ETag"]
+    assert raw("PUT", "/bench/k", b"4", If_Match=first).status == 412
+    assert raw("PUT", "/bench/k", b"5", If_Match=second.strip('"')).status == 200
+    assert raw("PUT", "/bench/k", b"6", If_Match=second.strip('"')).status == 412
+    got = raw("GET", "/bench/k")
+    assert got.body == b"5"
+    assert raw("GET", "/bench/k", If_Match=first).status == 412
+    assert raw("GET", "/bench/k", If_Match=got.headers["ETag"]).body == b"5"
+    unchanged = raw("GET", "/bench/k", If_None_Match=got.headers["ETag"])
+    assert (unchanged.status, unchanged.body) == (304, b"")
+    assert raw("GET", "/bench/k").body == b"5"  # and the connection is where it was
+
+
+def test_what_is_unknown_is_refused(raw: Raw) -> None:
+    """Buckets, uploads, subresources and methods; a body that comes with it is read, and the connection goes on."""
+    assert raw("PUT", "/nowhere/k", b"x" * 100_000).code == "NoSuchBucket"
+    assert raw("GET", "/nowhere?list-type=2").code == "NoSuchBucket"
+    assert raw("HEAD", "/nowhere").status == 404
+    assert raw("PUT", "/bench/k?uploadId=1&partNumber=1", b"x" * 100_000).code == "NoSuchUpload"
+    for method, path in (
+        ("GET", "/"),
+        ("GET", "/bench"),
+        ("GET", "/bench?uploads"),
+        ("GET", "/bench?versioning"),
+        ("DELETE", "/bench"),
+        ("GET", "/bench/k?acl"),
+        ("PATCH", "/bench/k"),
+    ):
+        refused = raw(method, path)
+        assert (refused.status, refused.code) == (501, "NotImplemented")
+    assert raw("DELETE", "/bench/k", If_Match="x").status == 501  # S3 knows it: not passed by
+    assert raw("HEAD", "/bench").status == 200
+    assert raw("GET", "/bench?location").status == 200
+
+
+def test_a_virtual_host(raw: Raw) -> None:
+    raw("PUT", "/bench/a/b", b"x")
+    assert raw("GET", "/a/b", Host="bench.localhost:1").body == b"x"
+
+
+def test_a_body_that_waits_for_a_word(server: BenchServer) -> None:
+    """`100-continue` comes before the body is sent; where it is refused, the answer comes instead, and the end."""
+    head = b"PUT /%s/k HTTP/1.1\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n"
+    with socket.create_connection(address_of(server), timeout=30) as connection:
+        connection.sendall(head % b"bench")
+        assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(b"12345")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(head % b"nowhere")
+        answer = b"".join(iter(lambda: connection.recv(1000), b""))
+        assert answer.startswith(b"HTTP/1.1 404 ")
+        assert b"\r\nConnection: close\r\n" in answer
+
+
+def chunks(data: bytes, size_bytes: int, *, extension: bytes = b"", trailers: bytes = b"") -> bytes:
+    parts = [data[start : start + size_bytes] for start in range(0, len(data), size_bytes)]
+    framed = b"".join(b"%x%s\r\n%s\r\n" % (len(part), extension, part) for part in parts)
+    return b"%s0%s\r\n%s\r\n" % (framed, extension, trailers)
+
+
+@pytest.mark.parametrize("outer_bytes", [0, 7, 5000], ids="outer_{}".format)
+@pytest.mark.parametrize("inner_bytes", [10, 20_000, 100_000], ids="inner_{}".format)
+def test_chunked_bodies(raw: Raw, server: BenchServer, inner_bytes: int, outer_bytes: int) -> None:
+    """Amazon's chunks with a trailer, by themselves or inside HTTP's, whose borders cut lines anywhere."""
+    data = random.Random(3).randbytes(50_001)
+    checksum = base64.b64encode(zlib.crc32(data).to_bytes(4, "big"))
+    wire = chunks(
+        data,
+        inner_bytes,
+        extension=b";chunk-signature=12ab",
+        trailers=b"x-amz-checksum-crc32:%s\r\n" % checksum,
+    )
+    headers = {"Content-Encoding": "aws-chunked", "X-Amz-Decoded-Content-Length": str(len(data))}
+    if outer_bytes:
+        wire = chunks(wire, outer_bytes)
+        headers["Transfer-Encoding"] = "chunked"
+    put = raw("PUT", "/bench/k", wire, **headers)
+    assert (put.status, put.headers["x-amz-checksum-crc32"]) == (200, checksum.decode())
+    got = raw("GET", "/bench/k", x_amz_checksum_mode="ENABLED")
+    assert (got.body, got.headers["x-amz-checksum-crc32"]) == (data, checksum.decode())
+    assert "Content-Encoding" not in got.headers
+    assert server.counts().methods["PUT"].body_bytes_in == len(wire)
+
+
+def test_a_body_without_a_length_is_refused(raw: Raw) -> None:
+    refused = raw("PUT", "/bench/k", chunks(b"12345", 2), Transfer_Encoding="chunked")
+    assert (refused.status, refused.code) == (411, "MissingContentLength")
+    assert raw("GET", "/bench/k").status == 404
+
+
+def test_delete_and_list_by_hand(raw: Raw) -> None:
+    """Keys that XML and URLs have to escape."""
+    for key in ("a%26b", "c%3Cd", "e%20f", "g"):
+        raw("PUT", f"/bench/p/{key}", b"x")
+    answer = raw(
+        "POST",
+        "/bench?delete",
+        b"<Delete><Object><Key>p/a&amp;b</Key></Object><Object><Key>p/c&#60;d</Key></Object></Delete>",
+    )
+    assert [element.text for element in ET.fromstring(answer.body).findall("{*}Deleted/{*}Key")] == ["p/a&b", "p/c<d"]
+    listed = ET.fromstring(raw("GET", "/bench?list-type=2&encoding-type=url&prefix=p%2F").body)
+    assert [element.text for element in listed.findall("{*}Contents/{*}Key")] == ["p/e%20f", "p/g"]
+    assert raw("POST", "/bench?delete", b"<Delete>").code == "MalformedXML"
+
+
+def test_pages_are_the_whole(server: BenchServer) -> None:
+    """Every limit, delimiter and prefix: the pages in a row are what a walk over all keys gives."""
+    keys = sorted({"".join(random.Random(seed).choices("ab/", k=4)) for seed in range(60)})
+    for prefix in ("", "a", "a/", "b/a"):
+        for delimiter in ("", "/", "ab"):
+            wanted = [key for key in keys if key.startswith(prefix)]
+            cut = [key.find(delimiter, len(prefix)) if delimiter else -1 for key in wanted]
+            expected = (
+                [key for key, at in zip(wanted, cut, strict=True) if at < 0],
+                sorted({key[: at + len(delimiter)] for key, at in zip(wanted, cut, strict=True) if at >= 0}),
+            )
+            for limit in (1, 2, 3, 1000):
+                found: tuple[list[str], list[str]] = ([], [])
+                after: str | None = ""
+                while after is not None:
+                    some, common, after = find_page(keys, prefix=prefix, delimiter=delimiter, after=after, limit=limit)
+                    assert 0 < len(some) + len(common) <= limit or not wanted
+                    found[0].extend(some)
+                    found[1].extend(common)
+                assert found == expected, (prefix, delimiter, limit)
+
+
+def test_boto3(boto: Any, server: BenchServer, tmp_path: Path) -> None:
+    """Objects by its defaults, conditions, a multipart upload there and back, copies, pages, many deletes."""
+    boto.create_bucket(Bucket="boto")
+    etag = boto.put_object(Bucket="boto", Key="k", Body=b"first", IfNoneMatch="*")["ETag"]
+    for condition in ({"IfNoneMatch": "*"}, {"IfMatch": '"other"'}):
+        with pytest.raises(ClientError, match="PreconditionFailed"):
+            boto.put_object(Bucket="boto", Key="k", Body=b"second", **condition)
+    boto.put_object(Bucket="boto", Key="k", Body=b"third", IfMatch=etag)
+    assert boto.get_object(Bucket="boto", Key="k")["Body"].read() == b"third"
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(random.Random(5).randbytes(12 * MiB + 5))
+    transfer = TransferConfig(multipart_threshold=5 * MiB, multipart_chunksize=5 * MiB)
+    boto.upload_file(str(source), "boto", "large", Config=transfer)
+    boto.download_file("boto", "large", str(target), Config=transfer)
+    assert target.read_bytes() == source.read_bytes()
+    assert server.counts().operations["UploadPart"] == 3
+    boto.copy_object(Bucket="boto", Key="copy of large", CopySource={"Bucket": "boto", "Key": "large"})
+    boto.delete_object(Bucket="boto", Key="large")
+    part = boto.get_object(Bucket="boto", Key="copy of large", PartNumber=2)
+    assert (part["Body"].read(), part["PartsCount"]) == (source.read_bytes()[5 * MiB : 10 * MiB], 3)
+    for number in range(25):
+        boto.put_object(Bucket="boto", Key=f"p/{number:02}/x", Body=b"")
+    pages = list(
+        boto.get_paginator("list_objects_v2").paginate(Bucket="boto", Prefix="p/", PaginationConfig={"PageSize": 10})
+    )
+    assert [len(page["Contents"]) for page in pages] == [10, 10, 5]
+    folders = boto.list_objects_v2(Bucket="boto", Delimiter="/")
+    assert [one["Prefix"] for one in folders["CommonPrefixes"]] == ["p/"]
+    assert [one["Key"] for one in folders["Contents"]] == ["copy of large", "k"]
+    keys = [{"Key": one["Key"]} for page in pages for one in page["Contents"]]
+    assert "Errors" not in boto.delete_objects(Bucket="boto", Delete={"Objects": keys})
+    assert boto.list_objects_v2(Bucket="boto")["KeyCount"] == 2
+    assert boto.get_bucket_location(Bucket="boto")["LocationConstraint"] is None
+
+
+def test_uploads_in_parts(boto: Any, server: BenchServer) -> None:
+    """Parts that are replaced, left out, listed; what is no upload; an abort. At the end nothing is taken up."""
+
+    def put(upload: str, number: int, body: bytes) -> dict[str, object]:
+        answer = boto.upload_part(Bucket="bench", Key="k", UploadId=upload, PartNumber=number, Body=body)
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    def complete(upload: str, *parts: dict[str, object], **conditions: str) -> Any:
+        return boto.complete_multipart_upload(
+            Bucket="bench", Key="k", UploadId=upload, MultipartUpload={"Parts": list(parts)}, **conditions
+        )
+
+    upload = boto.create_multipart_upload(Bucket="bench", Key="k")["UploadId"]
+    old = put(upload, 1, b"0" * 6 * MiB)
+    first, left_out, last = put(upload, 1, b"1" * 5 * MiB), put(upload, 2, b"2"), put(upload, 3, b"3")
+    listed = boto.list_parts(Bucket="bench", Key="k", UploadId=upload)["Parts"]
+    assert [(part["PartNumber"], part["Size"]) for part in listed] == [(1, 5 * MiB), (2, 1), (3, 1)]
+    for wrong, code in (
+        ((old, last), "InvalidPart"),
+        ((last, first), "InvalidPartOrder"),
+        ((left_out, last), "EntityTooSmall"),
+    ):
+        with pytest.raises(ClientError, match=code):
+            complete(upload, *wrong)
+    boto.put_object(Bucket="bench", Key="k", Body=b"there")
+    with pytest.raises(ClientError, match="PreconditionFailed"):
+        complete(upload, first, last, IfNoneMatch="*")
+    complete(upload, first, last)
+    assert boto.get_object(Bucket="bench", Key="k")["Body"].read() == b"1" * 5 * MiB + b"3"
+    with pytest.raises(ClientError, match="NoSuchUpload"):
+        complete(upload, first, last)
+    aborted = boto.create_multipart_upload(Bucket="bench", Key="k")["UploadId"]
+    put(aborted, 1, b"x")
+    boto.abort_multipart_upload(Bucket="bench", Key="k", UploadId=aborted)
+    with pytest.raises(ClientError, match="NoSuchUpload"):
+        put(aborted, 1, b"x")
+    boto.delete_object(Bucket="bench", Key="k")
+    with Raw(server) as raw:  # all of the room is there again
+        assert raw("PUT", "/bench/all", bytes(96 * MiB)).status == 200
+
+
+def test_s3fs(server: BenchServer) -> None:
+    """What torch's FsspecWriter uses: write by parts, move, read ranges, list, remove."""
+    options = server.storage_options
+    files = s3fs.S3FileSystem(
+        key=options["key"],
+        secret=options["secret"],
+        endpoint_url=options["endpoint_url"],
+        client_kwargs={"region_name": options["region_name"]},
+        skip_instance_cache=True,
+    )
+    data = random.Random(9).randbytes(11 * MiB)
+    with files.open("bench/folder/a", "wb", block_size=5 * MiB) as stream:
+        stream.write(data)
+    files.mv("bench/folder/a", "bench/folder/b")
+    assert files.ls("bench/folder") == ["bench/folder/b"]
+    assert files.exists("bench/folder/b")
+    assert not files.exists("bench/folder/a")
+    with files.open("bench/folder/b", "rb") as stream:
+        stream.seek(6 * MiB)
+        assert stream.read(1000) == data[6 * MiB : 6 * MiB + 1000]
+    assert files.cat("bench/folder/b") == data
+    files.rm("bench/folder", recursive=True)
+    assert files.find("bench") == []
+
+
+def test_s3torchconnector(server: BenchServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AWS's own runtime: parts with checksums in trailers, ranges, pages. Not in every environment."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "benchmark")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "benchmark")
+    s3torchconnector = pytest.importorskip("s3torchconnector")
+    client = s3torchconnector._s3client.S3Client(
+        region="us-east-1",
+        endpoint=server.endpoint_url,
+        s3client_config=s3torchconnector.S3ClientConfig(force_path_style=True),
+    )
+    data = random.Random(9).randbytes(20 * MiB)
+    with client.put_object("bench", "folder/a") as writer:
+        writer.write(data)
+    assert client.get_object("bench", "folder/a").read() == data
+    assert [info.key for page in client.list_objects("bench", "folder/") for info in page.object_info] == ["folder/a"]
+
+
+def test_counts_are_exact(server: BenchServer) -> None:
+    """Three connections, whose answers are counted once they are read; what is asked of the server itself is not."""
+    with Raw(server) as one, Raw(server) as two:
+        one("PUT", "/bench/k", b"x" * 1000)
+        two("PUT", "/bench/l", b"x" * 100_000)
+        two("PUT", "/nowhere/l", b"x" * 10)
+        two("GET", "/bench/l", Range="bytes=1-50000")
+        two("HEAD", "/bench/l")
+        answer = one("GET", "/bench/m")
+    with Raw(server) as three:
+        three("DELETE", "/bench/k")
+    counts = server.counts()
+    assert counts.connections == 3
+    assert counts.total.requests == 7
+    assert counts.total.statuses == {"200": 3, "206": 1, "404": 2, "204": 1}
+    assert counts.total.body_bytes_in == counts.methods["PUT"].body_bytes_in == 101_010
+    assert counts.methods["GET"].body_bytes_out == 50_000 + len(answer.body)
+    assert counts.methods["HEAD"].body_bytes_out == counts.methods["DELETE"].body_bytes_out == 0
+    assert {name: tally.requests for name, tally in counts.methods.items()} == {
+        "PUT": 3,
+        "GET": 2,
+        "HEAD": 1,
+        "DELETE": 1,
+    }
+    assert counts.operations == {"PutObject": 3, "GetObject": 2, "HeadObject": 1, "DeleteObject": 1}
+    assert counts.server_cpu_seconds > 0
+    server.reset()
+    assert replace(server.counts(), server_cpu_seconds=0).total.requests == 0
+
+
+def test_bytes_that_were_not_sent_are_not_counted(server: BenchServer) -> None:
+    """A client that asks for 64 MiB, far more than sockets hold, and goes."""
+    with Raw(server) as raw:
+        raw("PUT", "/bench/k", bytes(64 * MiB))
+    with socket.create_connection(address_of(server), timeout=30) as connection:
+        connection.sendall(b"GET /bench/k HTTP/1.1\r\n\r\n")
+        connection.recv(1000)
+    assert eventually(lambda: server.counts().methods["GET"].body_bytes_out < 60 * MiB)
+
+
+def eventually(holds: Any) -> bool:
+    deadline = time.monotonic() + 20
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_a_put_that_is_cut_off_leaves_nothing(server: BenchServer) -> None:
+    """Half of a body, and the end; the room is there again."""
+    with socket.create_connection(address_of(server), timeout=30) as connection:
+        connection.sendall(b"PUT /bench/k HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (80 * MiB))
+        connection.sendall(bytes(MiB))
+    assert eventually(lambda: server.counts().total.statuses == {"cut": 1})
+    assert server.counts().total.body_bytes_in >= MiB
+    with Raw(server) as raw:
+        assert raw("GET", "/bench/k").status == 404
+        assert raw("PUT", "/bench/l", bytes(80 * MiB)).status == 200
+
+
+def test_no_room(raw: Raw, server: BenchServer, tmp_path: Path) -> None:
+    """Told at once: by an answer that no client tries again, or before the server starts."""
+    # Connections of earlier tests, whose ends the server has yet to see, may hold room for a moment.
+    assert eventually(lambda: raw("PUT", "/bench/k", bytes(60 * MiB)).status == 200)
+    refused = raw("PUT", "/bench/l", bytes(60 * MiB))
+    assert (refused.status, refused.code) == (400, "InsufficientStorage")
+    assert eventually(lambda: raw("PUT", "/bench/l", bytes(30 * MiB)).status == 200)
+    with pytest.raises(InvalidArgumentError, match="no room"), bench_server(size_bytes=1 << 60):
+        raise AssertionError
+    with pytest.raises(InvalidArgumentError, match="no room"), bench_server(folder=tmp_path / "missing"):
+        raise AssertionError
+
+
+def test_what_is_on_the_way_is_not_overwritten(server: BenchServer) -> None:
+    """A client asks for 64 MiB and reads late: in the meantime its object is deleted, and all room written over.
+
+    The socket's buffers hold pages of the file itself; some of the answer is sent, the rest waits for the client.
+    """
+    with Raw(server) as raw, socket.create_connection(address_of(server), timeout=30) as connection:
+        raw("PUT", "/bench/k", b"a" * MiB)
+        connection.sendall(b"GET /bench/k HTTP/1.1\r\n\r\n")
+        answer = connection.recv(100)
+        # All of it fits into buffers: the server has sent it.
+        assert eventually(lambda: server.counts().methods["GET"].body_bytes_out == MiB)
+        time.sleep(0.1)
+        raw("DELETE", "/bench/k")
+        assert raw("PUT", "/bench/l", b"b" * 95 * MiB).status == 200
+        assert raw("PUT", "/bench/m", b"b" * MiB).status == 200  # where the first one was
+        while len(answer.partition(b"\r\n\r\n")[2]) < MiB:
+            answer += connection.recv(MiB)
+        assert answer.partition(b"\r\n\r\n")[2] == b"a" * MiB
+        assert raw("GET", "/bench/m").body == b"b" * MiB
+
+
+def test_room_is_found_again(tmp_path: Path) -> None:
+    """Extents taken and dropped in any order, some of them still on the way: none overlap, and all comes back."""
+    space = Space(tmp_path, 64 * 4096)
+    rng = random.Random(1)
+    for _ in range(50):
+        taken = [space.take(rng.randrange(1, 5 * 4096)) for _ in range(12)]
+        ordered = sorted(taken, key=lambda extent: extent.start)
+        assert all(one.stop <= other.start for one, other in itertools.pairwise(ordered))
+        on_the_way = rng.sample(taken, 4)
+        for extent in on_the_way:
+            space.sending(extent)
+        rng.shuffle(taken)
+        for extent in taken:
+            space.drop(extent)
+        whole = space.take(64 * 4096)
+        for extent in on_the_way:
+            space.arrived(extent)
+        space.drop(whole)
+        assert space._free == [(0, 64 * 4096)]
+    space.file.close()
+
+
+def test_slow_downs_by_seed(server: BenchServer) -> None:
+    """Two rounds of one seed fail alike, another one otherwise; each refusal is followed by an answer."""
+
+    def refused(seed: int) -> list[int]:
+        server.clear()
+        server.shape(Shape(slow_down_share=0.3, seed=seed))
+        server.reset()
+        with Raw(server) as raw:
+            statuses = [raw("PUT", f"/bench/{number // 2}", b"x" * 10).status for number in range(200)]
+        assert server.counts().slow_downs == statuses.count(503) == server.counts().total.statuses["503"]
+        assert all(
+            503 not in (statuses[number], statuses[number + 1]) or statuses[number] != statuses[number + 1]
+            for number in range(0, 200, 2)
+        )
+        return statuses
+
+    first = refused(1)
+    assert 20 < first.count(503) < 80
+    assert refused(1) == first
+    assert refused(2) != first
+
+
+def test_a_share_is_what_it_says() -> None:
+    """10,000 keys, each asked for once, and 50 keys 200 times: there, what follows a failure passes."""
+    shape = Shape(slow_down_share=0.05, reset_share=0.02, stall_share=0.01, seed=4)
+    fates = Fates(shape)
+    drawn = [fates.draw(f"key-{number}") for number in range(10_000)]
+    for fault, share in ((Fault.SLOW_DOWN, 0.05), (Fault.RESET, 0.02), (Fault.STALL, 0.01)):
+        assert drawn.count(fault) == pytest.approx(10_000 * share, rel=0.3)
+    fates = Fates(replace(shape, slow_down_share=0.9))
+    for key in "abc":
+        row = [fates.draw(key) for _ in range(200)]
+        assert all(one is None or other is None for one, other in itertools.pairwise(row))
+        assert sum(fault is not None for fault in row) > 80
+
+
+def test_resets(server: BenchServer) -> None:
+    """In the middle of a body, which is then not there; in the middle of an answer. The next time it passes."""
+    with Raw(server) as raw:
+        raw("PUT", "/bench/there", b"x" * 10 * MiB)
+    server.shape(Shape(reset_share=1))
+    server.reset()
+    with Raw(server) as raw, pytest.raises(ConnectionError):
+        raw("PUT", "/bench/k", b"x" * 50 * MiB)
+    with Raw(server) as raw, pytest.raises(ConnectionResetError):  # more than an end that comes too early
+        raw("GET", "/bench/there")
+    counts = server.counts()
+    assert (counts.resets, counts.methods["PUT"].statuses) == (2, {"cut": 1})
+    assert counts.methods["PUT"].body_bytes_in == 25 * MiB
+    assert counts.methods["GET"].body_bytes_out == 5 * MiB
+    with Raw(server) as raw:
+        assert raw("GET", "/bench/k").status == 404
+        assert raw("GET", "/bench/there").body == b"x" * 10 * MiB
+
+
+def test_our_store_meets_faults(server: BenchServer) -> None:
+    """One attempt each, as it is opened here: a refusal and a reset are both told as passing."""
+    store = open_store("s3://bench", storage_options=server.storage_options)
+    for shape in (Shape(slow_down_share=1), Shape(reset_share=1)):
+        server.shape(shape)
+        with pytest.raises(TransientStorageError):
+            store.put(f"{shape.reset_share}", [b"x" * MiB])
+        store.put(f"{shape.reset_share}", [b"x" * MiB], condition="absent")
+
+
+def test_stalls_and_latency(server: BenchServer) -> None:
+    """Each by what it takes at least."""
+    with Raw(server) as raw:
+        server.shape(Shape(stall_share=1, stall_seconds=0.3))
+        began = time.monotonic()
+        assert raw("PUT", "/bench/k", b"x" * 100).status == 200
+        assert time.monotonic() - began >= 0.3
+        server.shape(Shape(latency_ms=200))
+        began = time.monotonic()
+        assert raw("GET", "/bench/k").body == b"x" * 100
+        assert time.monotonic() - began >= 0.2
+    assert server.counts().stalls == 1
+
+
+def test_bandwidth(server: BenchServer) -> None:
+    """A megabyte each way at 4 MB/s, a quarter of a second each, less what the bucket holds."""
+    server.shape(Shape(bandwidth_bytes_per_second=4_000_000))
+    data = random.Random(2).randbytes(1_000_000)
+    with Raw(server) as raw:
+        began = time.monotonic()
+        raw("PUT", "/bench/k", data)
+        halfway = time.monotonic()
+        assert raw("GET", "/bench/k").body == data
+        assert halfway - began >= 0.2
+        assert time.monotonic() - halfway >= 0.2
+
+
+def test_pacer() -> None:
+    """By a clock of its own: 10 slices of 20 ms; then idle time buys one slice and no more."""
+    now = 100.0
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        slept.append(seconds)
+
+    pacer = Pacer(1_000_000, clock=lambda: now, sleep=sleep)
+    assert pacer.slice_bytes == 20_000
+    for _ in range(10):
+        pacer.pay(20_000)
+    assert now == pytest.approx(100.18)
+    now = 200.0
+    pacer.pay(40_000)
+    assert now == pytest.approx(200.02)
+
+
+@pytest.fixture(scope="module")
+def verifying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BenchServer]:
+    """With checksums that are computed in Python, and with MD5s for ETags."""
+    folder = tmp_path_factory.mktemp("library")
+    (folder / "awscrt").mkdir()
+    (folder / "awscrt" / "__init__.py").touch()
+    (folder / "awscrt" / "checksums.py").write_text(AWSCRT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        with bench_server(size_bytes=32 * MiB, verify=True, md5=True) as server:
+            yield server
+
+
+# Of b"123456789", as the catalogue of CRCs has them.
+CHECKSUMS = {
+    "crc32": "cbf43926",
+    "crc32c": "e3069283",
+    "crc64nvme": "ae8b14860a799888",
+    "sha1": hashlib.sha1(b"123456789").hexdigest(),
+    "sha256": hashlib.sha256(b"123456789").hexdigest(),
+}
+
+
+@pytest.mark.parametrize("name", CHECKSUMS)
+def test_checksums_are_verified(verifying: BenchServer, name: str) -> None:
+    """Right and wrong, in the head and in the trailer: what is wrong is refused, and changes nothing."""
+    right = base64.b64encode(bytes.fromhex(CHECKSUMS[name])).decode()
+    wrong = base64.b64encode(bytes(len(bytes.fromhex(CHECKSUMS[name])))).decode()
+    header = f"x-amz-checksum-{name}"
+    with Raw(verifying) as raw:
+        for value, status in ((wrong, 400), (right, 200)):
+            put = raw("PUT", f"/bench/{name}", b"123456789", **{header: value})
+            assert put.status == status
+            assert put.status == 200 or put.code == "BadDigest"
+            assert raw("GET", f"/bench/{name}").status == {400: 404, 200: 200}[status]
+        for value, status in ((wrong, 400), (right, 200)):
+            wire = chunks(b"123456789", 4, trailers=f"{header}:{value}\r\n".encode())
+            trailing = {"Content-Encoding": "aws-chunked", "X-Amz-Decoded-Content-Length": "9", "X-Amz-Trailer": header}
+            assert raw("PUT", f"/bench/{name}-trailer", wire, **trailing).status == status
+        assert raw("GET", f"/bench/{name}-trailer").body == b"123456789"
+
+
+def test_clients_compute_the_checksums_that_are_verified(verifying: BenchServer) -> None:
+    """Our store sends CRC64NVME, boto3 CRC32 in a trailer; and a wrong one is refused for good, and for each part."""
+    store = open_store("s3://bench", storage_options=verifying.storage_options)
+    store.put("ours", [b"abc", b"def"])
+    assert store.get("ours", limit_bytes=10).data == b"abcdef"
+    with closing(client_of(verifying, config=ONCE)) as client:
+        client.put_object(Bucket="bench", Key="boto3", Body=b"abcdef")
+        for algorithm in ("SHA1", "SHA256"):
+            client.put_object(Bucket="bench", Key="boto3", Body=b"abcdef", ChecksumAlgorithm=algorithm)
+        upload = client.create_multipart_upload(Bucket="bench", Key="k")["UploadId"]
+        with pytest.raises(ClientError, match="BadDigest"):
+            client.upload_part(
+                Bucket="bench", Key="k", UploadId=upload, PartNumber=1, Body=b"abc", ChecksumCRC32="AAAAAA=="
+            )
+        with pytest.raises(ClientError, match="BadDigest"):
+            client.put_object(Bucket="bench", Key="k", Body=b"abc", ContentMD5="A" * 22 + "==")
+    with Raw(verifying) as raw:
+        document = b"<Delete><Object><Key>ours</Key></Object></Delete>"
+        assert raw("POST", "/bench?delete", document, x_amz_checksum_crc32="AAAAAA==").code == "BadDigest"
+    assert store.head("ours").size_bytes == 6
+
+
+def test_etags_are_md5s_where_that_is_asked(verifying: BenchServer) -> None:
+    """As S3 makes them of parts, too."""
+    parts = [b"1" * 5 * MiB, b"2"]
+    with closing(client_of(verifying)) as client:
+        assert client.put_object(Bucket="bench", Key="k", Body=b"abc")["ETag"] == f'"{hashlib.md5(b"abc").hexdigest()}"'
+        upload = client.create_multipart_upload(Bucket="bench", Key="k")["UploadId"]
+        told = [
+            {
+                "PartNumber": number,
+                "ETag": client.upload_part(Bucket="bench", Key="k", UploadId=upload, PartNumber=number, Body=body)[
+                    "ETag"
+                ],
+            }
+            for number, body in enumerate(parts, 1)
+        ]
+        done = client.complete_multipart_upload(
+            Bucket="bench", Key="k", UploadId=upload, MultipartUpload={"Parts": told}
+        )
+    digest = hashlib.md5(b"".join(hashlib.md5(body).digest() for body in parts)).hexdigest()
+    assert done["ETag"] == f'"{digest}-2"'
+
+
+def test_unverified_bodies_are_taken(raw: Raw) -> None:
+    assert raw("PUT", "/bench/k", b"123456789", x_amz_checksum_crc32="AAAAAA==").status == 200
+
+
+def test_verify_needs_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused at the start, wherever awscrt is."""
+    (tmp_path / "awscrt.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(InvalidArgumentError, match="needs awscrt"), bench_server(size_bytes=MiB, verify=True):
+        raise AssertionError
+
+
+def test_tls(tmp_path: Path) -> None:
+    """Our store, boto3 and http.client trust the file that the server gives; without it nobody does."""
+    data = random.Random(8).randbytes(3 * MiB)
+    with bench_server(size_bytes=16 * MiB, tls=True) as server:
+        assert server.ca_file is not None
+        folder = server.ca_file.parent
+        store = open_store("s3://bench", storage_options=server.storage_options)
+        store.put("k", [data], condition="absent")
+        with pytest.raises(ConditionFailedError):
+            store.put("k", [data], condition="absent")
+        buffer = bytearray(2 * MiB)
+        store.get_into("k", MiB, memoryview(buffer))
+        assert buffer == data[MiB:]
+        with closing(client_of(server, verify=str(server.ca_file), config=ONCE)) as client:
+            assert client.get_object(Bucket="bench", Key="k")["Body"].read() == data
+        assert server.counts().methods["GET"].body_bytes_out == 5 * MiB
+        # In the middle of records, too.
+        server.shape(Shape(reset_share=1, seed=1))
+        with Raw(server) as raw, pytest.raises((OSError, http.client.IncompleteRead)):
+            raw("GET", "/bench/k")
+        server.shape(Shape())
+        distrusting = open_store("s3://bench", storage_options={**server.storage_options, "verify": None})
+        with pytest.raises(StorageError, match="certificate"):
+            distrusting.head("k")
+    assert not folder.exists()
+
+
+def test_it_ends_with_its_parent() -> None:
+    """A parent that kills itself inside the block; the kernel tells when the server has ended, and nothing is left."""
+    parent = subprocess.Popen([sys.executable, "-c", DIE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid, ca_file = parent.stdout.readline().decode().split()
+    server = os.pidfd_open(int(pid))
+    try:
+        parent.communicate(b"x")
+        assert parent.returncode == -signal.SIGKILL
+        assert select.select([server], [], [], 30)[0] == [server]
+        assert not Path(ca_file).parent.exists()
+    finally:
+        os.close(server)
+
+
+def test_it_ends_with_its_block(tmp_path: Path) -> None:
+    """Also where the block raises; its file had no name in the meantime."""
+    with pytest.raises(KeyError) as caught, bench_server(size_bytes=MiB, folder=tmp_path) as server:
+        raise KeyError(*tmp_path.iterdir())
+    assert caught.value.args == ()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address_of(server), timeout=5)
+
+
+def test_shapes_are_checked(server: BenchServer) -> None:
+    """By the class, by the reader of JSON, and by the server, which stays as it was."""
+    for wrong in (
+        "5",
+        "{",
+        '{"latency": 5}',
+        '{"latency_ms": "5"}',
+        '{"latency_ms": -1}',
+        '{"latency_ms": null}',
+        '{"slow_down_share": 1.5}',
+        '{"slow_down_share": 0.6, "reset_share": 0.6}',
+        '{"bandwidth_bytes_per_second": 0}',
+        '{"stall_seconds": Infinity}',
+    ):
+        with pytest.raises(InvalidArgumentError):
+            parse_shape(wrong)
+    assert parse_shape('{"latency_ms": 5, "bandwidth_bytes_per_second": null}') == Shape(latency_ms=5)
+    with Raw(server) as raw:
+        refused = raw("POST", "/-/shape", b'{"latency": 5}')
+        assert (refused.status, "latency_ms" in json.loads(refused.body)["error"]) == (400, True)
+        assert raw("GET", "/-/unknown").status == 400
+
+
+def test_many_at_once(server: BenchServer) -> None:
+    """Eight threads put, read by ranges and delete objects of all sizes in little room; none sees another's bytes."""
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        with Raw(server) as raw:
+            for turn in range(12):
+                data = rng.randbytes(rng.choice((0, 1, 5_000, 70_000, 2_000_003)))
+                assert raw("PUT", f"/bench/{number}-{turn}", data).status == 200
+                assert raw("GET", f"/bench/{number}-{turn}").body == data
+                if data:
+                    start = rng.randrange(len(data))
+                    assert raw("GET", f"/bench/{number}-{turn}", Range=f"bytes={start}-").body == data[start:]
+                assert raw("DELETE", f"/bench/{number}-{turn}").status == 204
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert server.counts().connections == 8
+
+
+def test_broken_requests(server: BenchServer) -> None:
+    """What is no request ends its connection, and the server goes on."""
+    for wrong in (
+        b"\x16\x03\x01 TLS\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET /bench/%ff HTTP/1.1\r\n\r\n",
+        b"PUT /bench/k HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"PUT /bench/k HTTP/1.1\r\nTransfer-Encoding: chunked\r\nx-amz-decoded-content-length: 5\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\n" + b"a" * 70_000,
+    ):
+        with socket.create_connection(address_of(server), timeout=30) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
+            connection.sendall(wrong)
+            try:
+                while connection.recv(10_000):
+                    pass
+            except ConnectionError:
+                pass
+    with Raw(server) as raw:
+        assert raw("HEAD", "/bench").status == 200
+
+
+def test_it_needs_the_standard_library_alone() -> None:
+    """Imported into a fresh interpreter: no torch, and no client of any store."""
+    code = (
+        "import sys, tests.benchmark.server.server;"
+        "print({'torch', 'numpy', 'boto3', 'botocore', 'obstore', 'awscrt'} & set(sys.modules))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert shown == "set()"

@@ -1,0 +1,920 @@
+"""Uploads and downloads: budgets are counted, and gates control order and clean-up.
+
+Threads are real. A gate holds a request until the test opens it, which fixes the order of events; waits have a limit
+only so that a bug fails instead of hanging.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+
+from dcp_remote.common.arrays import Buffer
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.digests import digest
+from dcp_remote.common.hedging import LATE_SECONDS_MIN, SAMPLES_MIN, LatencyTracker
+from dcp_remote.common.units import MiB
+from dcp_remote.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    SaveFailedError,
+    SaveTimeoutError,
+    StorageError,
+    TransientStorageError,
+)
+from dcp_remote.loading.downloads import DOWNLOADS_IN_FLIGHT, DOWNLOADS_WAITING, Fetch, download
+from dcp_remote.saving.uploads import UPLOADS_IN_FLIGHT, Prepared, Uploads
+from dcp_remote.storage import MemoryStore, ObjectStore
+from dcp_remote.storage.base import Condition, Version
+from dcp_remote.storage.wrapper import WrappedStore
+from dcp_remote.testing import FaultyStore, matching, nth
+
+PATIENCE_SECONDS = 60.0
+
+
+class HookedStore(WrappedStore):
+    """Store that calls a function with the key before each `put` or `get_into`, and one after it."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        before: Callable[[str], None] = lambda key: None,
+        after: Callable[[str], None] = lambda key: None,
+    ) -> None:
+        super().__init__(store)
+        self._before = before
+        self._after = after
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        self._before(key)
+        version = self._store.put(key, buffers, condition=condition)
+        self._after(key)
+        return version
+
+    def get_into(self, key: str, start: int, buffer: memoryview) -> None:
+        self._before(key)
+        self._store.get_into(key, start, buffer)
+        self._after(key)
+
+
+def opened(gate: threading.Event) -> None:
+    assert gate.wait(PATIENCE_SECONDS), "the gate was never opened"
+
+
+def workers(kind: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(f"dcp_remote-{kind}")]
+
+
+def join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """Check after every test that its threads end."""
+    yield
+    join(workers("upload"))
+    assert not workers("download")
+
+
+def uploads_to(
+    store: ObjectStore, *, budget_bytes: int = 1000, clock: Callable[[], float] = lambda: 0.0, seconds: float = 1800
+) -> Uploads[int]:
+    return Uploads(store, rank=7, deadline=Deadline(seconds, clock), memory_budget_bytes=budget_bytes)
+
+
+def ready(buffers: list[Buffer], number: int) -> Prepared[int]:
+    return Prepared(buffers, lambda _: number, lambda: None)
+
+
+def sending(number: int) -> Callable[[], Prepared[int]]:
+    return lambda: ready([b"x" * number, b"y"], number)
+
+
+# ---- uploads
+
+
+def upload(store: ObjectStore, *keys: str) -> list[int]:
+    """Save once, and put these keys."""
+    with uploads_to(store) as uploads:
+        for number, key in enumerate(keys):
+            uploads.submit(key, sending(number), claimed_bytes=0)
+        return uploads.finish()
+
+
+def test_reports_come_in_the_order_of_submission() -> None:
+    """Hold the first put until the others are done."""
+    memory = MemoryStore()
+    last_is_done = threading.Event()
+
+    def before(key: str) -> None:
+        if key == "k0":
+            opened(last_is_done)
+
+    store = HookedStore(memory, before, lambda key: last_is_done.set() if key == "k29" else None)
+    with uploads_to(store) as uploads:
+        for number in range(30):
+            uploads.submit(f"k{number}", sending(number), claimed_bytes=0)
+        assert uploads.finish() == list(range(30))
+    assert uploads.retries == 0
+    assert {key: len(item.data) for key, item in memory.space.objects.items()} == {f"k{n}": n + 1 for n in range(30)}
+    with uploads_to(store) as uploads:
+        assert uploads.finish() == []
+
+
+def test_claims_stay_within_the_budget() -> None:
+    """Count claimed bytes that are not put yet after every claim; a claim above the budget goes alone."""
+    memory = MemoryStore()
+    rng = random.Random(3)
+    sizes = [rng.choice([1, 30, 60, 100, 250]) for _ in range(300)]
+    lock = threading.Lock()
+    held: dict[str, int] = {}
+    largest: list[list[int]] = []
+
+    def after(key: str) -> None:
+        with lock:
+            del held[key]
+
+    with uploads_to(HookedStore(memory, after=after), budget_bytes=100) as uploads:
+        for number, size in enumerate(sizes):
+            uploads.claim(size)
+            with lock:
+                held[f"k{number}"] = size
+                largest.append(list(held.values()))
+            uploads.submit(f"k{number}", sending(number), claimed_bytes=size)
+        assert uploads.finish() == list(range(300))
+    assert all(sum(values) <= 100 or len(values) == 1 for values in largest)
+    assert max(map(len, largest)) > 1, "more than one went at a time"
+
+
+def test_a_claim_waits_for_room() -> None:
+    """Claim more than is free: the claim returns only after a put has freed the budget."""
+    order: list[str] = []
+    gate = threading.Event()
+
+    def before(key: str) -> None:
+        if key == "first":
+            # Opened by the clock, which a claim reads when it begins, and again when it has to wait.
+            opened(gate)
+            order.append("put")
+
+    def clock() -> float:
+        if waiting.is_set():
+            looks.append(1)
+            if len(looks) > 1:
+                gate.set()
+        return 0.0
+
+    waiting, looks = threading.Event(), list[int]()
+    with uploads_to(HookedStore(MemoryStore(), before), budget_bytes=100, clock=clock) as uploads:
+        uploads.claim(60)
+        uploads.submit("first", sending(1), claimed_bytes=60)
+        waiting.set()
+        uploads.claim(50)
+        order.append("claimed")
+        assert order == ["put", "claimed"]
+        uploads.submit("second", sending(2), claimed_bytes=50)
+        uploads.finish()
+
+
+def test_uploads_in_flight() -> None:
+    """Let as many puts meet at a barrier as may be in flight."""
+    barrier = threading.Barrier(UPLOADS_IN_FLIGHT)
+
+    def before(key: str) -> None:
+        barrier.wait(PATIENCE_SECONDS)
+
+    count = 2 * UPLOADS_IN_FLIGHT
+    assert upload(HookedStore(MemoryStore(), before), *(f"k{n}" for n in range(count))) == list(range(count))
+
+
+def test_a_failure_removes_everything() -> None:
+    """Deny one put while one is done and one is held: the held one arrives after the error, and is removed."""
+    memory = MemoryStore()
+    is_done, is_held, gate = threading.Event(), threading.Event(), threading.Event()
+
+    def before(key: str) -> None:
+        if key == "held":
+            is_held.set()
+            opened(gate)
+        if key == "denied":
+            opened(is_done)
+            opened(is_held)
+            raise PermissionDeniedError("No grant.")
+
+    store = HookedStore(memory, before, lambda key: is_done.set() if key == "done" else None)
+    with pytest.raises(SaveFailedError) as caught:
+        upload(store, "done", "held", "denied")
+    assert memory.space.objects == {}
+    assert caught.value.details == {
+        "rank": 7,
+        "url": memory.url,
+        "shard": "denied",
+        "attempts": 1,
+        "cause": "PermissionDeniedError",
+    }
+    assert isinstance(caught.value.__cause__, PermissionDeniedError)
+    assert "Rank 7" in str(caught.value)
+    threads = workers("upload")
+    assert threads
+    gate.set()
+    join(threads)
+    assert memory.space.objects == {}
+
+
+def test_after_a_failure_nothing_begins() -> None:
+    """Deny one put while all workers are busy: of a hundred more, only its worker may begin one."""
+    barrier = threading.Barrier(UPLOADS_IN_FLIGHT)
+    gate = threading.Event()
+    begun: list[str] = []
+
+    def before(key: str) -> None:
+        begun.append(key)
+        if len(begun) <= UPLOADS_IN_FLIGHT:
+            barrier.wait(PATIENCE_SECONDS)
+        if key == "k0":
+            raise PermissionDeniedError("No grant.")
+        opened(gate)
+
+    memory = MemoryStore()
+    with pytest.raises(SaveFailedError):
+        upload(HookedStore(memory, before), *(f"k{n}" for n in range(100)))
+    threads = workers("upload")
+    gate.set()
+    join(threads)
+    assert len(begun) <= UPLOADS_IN_FLIGHT + 1
+    assert memory.space.objects == {}
+
+
+def leave(store: ObjectStore, *, after_finish: bool, error: Exception | None) -> None:
+    with uploads_to(store) as uploads:
+        uploads.submit("a", sending(1), claimed_bytes=0)
+        if after_finish:
+            uploads.finish()
+        if error:
+            raise error
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=["quietly", "raising"])
+def test_a_block_left_before_the_end_removes_everything(error: Exception | None) -> None:
+    """Leave the block by an error, which is raised unchanged, or without one."""
+    memory = MemoryStore()
+    with pytest.raises(ZeroDivisionError) if error else nullcontext():
+        leave(memory, after_finish=False, error=error)
+    join(workers("upload"))
+    assert memory.space.objects == {}
+
+
+def test_after_finish_nothing_is_removed() -> None:
+    """Raise after `finish`, when other ranks may know the keys."""
+    memory = MemoryStore()
+    with pytest.raises(ZeroDivisionError):
+        leave(memory, after_finish=True, error=ZeroDivisionError())
+    assert set(memory.space.objects) == {"a"}
+
+
+def test_a_failed_cleanup_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Deny the clean-up: the caller gets the error of the save."""
+    memory = MemoryStore()
+    denied = matching(
+        lambda verb, key, _: verb == "delete" or key == "b",
+        "request",
+        persistent=True,
+        error=lambda: PermissionDeniedError("No grant."),
+    )
+    with caplog.at_level(logging.WARNING), pytest.raises(SaveFailedError):
+        upload(FaultyStore(memory, [denied]), "a", "b")
+    assert "stay as orphans" in caplog.text
+
+
+def test_attempts_are_counted() -> None:
+    """Lose two answers and deny the third attempt; a retry of another key does not count."""
+    lost = [matching(lambda verb, key, _: (verb, key) == ("put", "bad"), "response")] * 2
+    other = matching(lambda verb, key, _: (verb, key) == ("put", "good"), "request")
+    denied = matching(lambda _, key, __: key == "bad", "request", error=lambda: PermissionDeniedError("No grant."))
+    with pytest.raises(SaveFailedError) as caught:
+        upload(FaultyStore(MemoryStore(), [*lost, other, denied]), "good", "bad")
+    assert (caught.value.details["shard"], caught.value.details["attempts"]) == ("bad", 3)
+    uploads = uploads_to(FaultyStore(MemoryStore(), [other, *lost]))
+    with uploads:
+        uploads.submit("good", sending(1), claimed_bytes=0)
+        uploads.submit("bad", sending(1), claimed_bytes=0)
+        uploads.finish()
+    assert uploads.retries == 3
+
+
+def test_preparing_may_fail() -> None:
+    """Fail to prepare: the error names the cause, and the claim is freed, so that a waiting thread sees the error."""
+
+    def prepare() -> Prepared[int]:
+        raise MemoryError("no room")
+
+    def save() -> None:
+        with uploads_to(MemoryStore(), budget_bytes=1000) as uploads:
+            uploads.claim(1000)
+            uploads.submit("a", prepare, claimed_bytes=1000)
+            uploads.claim(1000)
+
+    with pytest.raises(SaveFailedError) as caught:
+        save()
+    assert caught.value.details["cause"] == "MemoryError: no room"
+
+
+def test_a_claim_sees_a_failure() -> None:
+    """Claim bytes that would fit, after a failure: no more is read from the state."""
+
+    def prepare() -> Prepared[int]:
+        raise ValueError
+
+    def save() -> None:
+        with uploads_to(MemoryStore()) as uploads:
+            uploads.submit("a", prepare, claimed_bytes=0)
+            while not uploads._jobs[0].over:
+                time.sleep(0.001)
+            uploads.claim(1)
+
+    with pytest.raises(SaveFailedError):
+        save()
+
+
+@pytest.mark.parametrize("waits_in", ["finish", "claim"])
+def test_the_deadline(waits_in: str) -> None:
+    """Let the deadline pass while a put is held: the error counts the open shards, and the put is removed later."""
+    memory = MemoryStore()
+    gate = threading.Event()
+    now_seconds = [0.0]
+
+    def save() -> None:
+        store = HookedStore(memory, lambda key: opened(gate))
+        with uploads_to(store, clock=lambda: now_seconds[0], seconds=10) as uploads:
+            for number in range(3):
+                uploads.claim(300)
+                uploads.submit(f"k{number}", sending(number), claimed_bytes=300)
+            now_seconds[0] = 11.0
+            if waits_in == "claim":
+                uploads.claim(300)
+            uploads.finish()
+
+    with pytest.raises(SaveTimeoutError) as caught:
+        save()
+    assert (caught.value.details["unfinished"], caught.value.details["shard"]) == (3, "k0")
+    assert caught.value.details["rank"] == 7
+    threads = workers("upload")
+    gate.set()
+    join(threads)
+    assert memory.space.objects == {}
+
+
+@pytest.mark.parametrize("waits_in", ["finish", "claim"])
+def test_a_deadline_that_another_thread_lets_expire(waits_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the deadline expire while no put ends: the waiting thread checks it by itself."""
+    monkeypatch.setattr("dcp_remote.saving.uploads.WAKE_SECONDS", 0.01)
+    gate = threading.Event()
+    now_seconds = [0.0]
+
+    def before(key: str) -> None:
+        now_seconds[0] = 1801.0
+        opened(gate)
+
+    def save() -> None:
+        with uploads_to(HookedStore(MemoryStore(), before), clock=lambda: now_seconds[0]) as uploads:
+            uploads.claim(1000)
+            uploads.submit("k", sending(1), claimed_bytes=1000)
+            if waits_in == "claim":
+                uploads.claim(1)
+            uploads.finish()
+
+    with pytest.raises(SaveTimeoutError):
+        save()
+    gate.set()
+    join(workers("upload"))
+
+
+def test_a_claim_of_nothing_only_checks() -> None:
+    """Claim nothing beside a full budget: it does not wait, but raises once the deadline has passed."""
+    now_seconds = [0.0]
+    gate = threading.Event()
+    with uploads_to(
+        HookedStore(MemoryStore(), lambda key: opened(gate)), budget_bytes=10, clock=lambda: now_seconds[0], seconds=10
+    ) as uploads:
+        uploads.claim(10)
+        uploads.submit("k", sending(1), claimed_bytes=10)
+        uploads.claim(0)
+        now_seconds[0] = 11.0
+        with pytest.raises(SaveTimeoutError):
+            uploads.claim(0)
+        gate.set()
+        now_seconds[0] = 0.0
+        uploads.claim(0)
+        uploads.finish()
+
+
+def test_puts_are_reported_and_timed() -> None:
+    """Record `on_put`: key and bytes, from the worker thread; seconds and retries include what was sent again."""
+    now_seconds = itertools.count()
+    told: list[tuple[str, int, str]] = []
+    faults = [matching(lambda verb, key, _: (verb, key) == ("put", "k1"), "response")]
+
+    def on_put(key: str, size_bytes: int) -> None:
+        told.append((key, size_bytes, threading.current_thread().name))
+
+    uploads: Uploads[int] = Uploads(
+        FaultyStore(MemoryStore(), faults),
+        rank=0,
+        deadline=Deadline(600),
+        memory_budget_bytes=1000,
+        on_put=on_put,
+        clock=lambda: float(next(now_seconds)),
+    )
+    with uploads:
+        assert not uploads.seconds
+        for number in range(3):
+            uploads.submit(f"k{number}", sending(number), claimed_bytes=0)
+        uploads.finish()
+    assert sorted((key, size) for key, size, _ in told) == [("k0", 1), ("k1", 2), ("k2", 3)]
+    assert all(name.startswith("dcp_remote-upload") for _, _, name in told)
+    assert uploads.retries == 1
+    assert set(uploads.seconds) == {"k0", "k1", "k2"}
+    assert all(seconds >= 1 for seconds in uploads.seconds.values())
+
+
+def test_failed_puts_are_not_reported() -> None:
+    told: list[str] = []
+    denied = matching(lambda _, key, __: key == "bad", "request", error=lambda: PermissionDeniedError("No grant."))
+    store = FaultyStore(MemoryStore(), [denied])
+
+    def save() -> None:
+        with Uploads[int](
+            store, rank=0, deadline=Deadline(600), memory_budget_bytes=9, on_put=lambda key, _: told.append(key)
+        ) as uploads:
+            uploads.submit("bad", sending(1), claimed_bytes=0)
+            uploads.finish()
+
+    with pytest.raises(SaveFailedError):
+        save()
+    assert told == []
+
+
+def test_retries_end_with_the_save() -> None:
+    """Fail one key for ever and deny another, half an hour before the deadline: all workers end."""
+    tried = threading.Event()
+
+    def before(key: str) -> None:
+        if key == "stuck":
+            tried.set()
+            raise TransientStorageError("503.")
+        opened(tried)
+        raise PermissionDeniedError("No grant.")
+
+    with pytest.raises(SaveFailedError) as caught:
+        upload(HookedStore(MemoryStore(), before), "stuck", "denied")
+    assert caught.value.details["shard"] == "denied"
+    join(workers("upload"))
+
+
+# ---- a process that has all the threads that it may have
+
+
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let only one thread of the pool start; the next start fails after its call was queued."""
+    start = threading.Thread.start
+    begun: list[str] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("dcp_remote-"):
+            if begun:
+                threading._limbo.pop(thread, None)  # type: ignore[attr-defined]  # as CPython does itself
+                raise RuntimeError("can't start new thread")
+            begun.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_uploads_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put each object once, by the worker or by the caller."""
+    one_thread(monkeypatch)
+    memory = MemoryStore()
+    puts: list[str] = []
+
+    def before(key: str) -> None:
+        puts.append(key)
+        time.sleep(0.02 if threading.current_thread() is threading.main_thread() else 0.005)
+
+    with uploads_to(HookedStore(memory, before)) as uploads:
+        for number in range(8):
+            uploads.submit(f"k{number}", sending(number), claimed_bytes=0)
+        assert uploads.finish() == list(range(8))
+    join(workers("upload"))
+    assert sorted(puts) == [f"k{number}" for number in range(8)] == [info.key for info in memory.list()]
+
+
+def test_downloads_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read each range once: no thread writes into memory that was handed over."""
+    one_thread(monkeypatch)
+    memory = MemoryStore()
+    memory.put("shard", [bytes(range(8)) * MiB])
+    reads: list[str] = []
+
+    def before(key: str) -> None:
+        reads.append(key)
+        time.sleep(0.005 if threading.current_thread() is threading.main_thread() else 0.02)
+
+    fetches = [Fetch("shard", n * MiB, MiB, None, digest, n) for n in range(8)]
+    for fetched in download(HookedStore(memory, before), fetches, memory_budget_bytes=64 * MiB):
+        time.sleep(0.01)
+        assert digest(fetched.data) == fetched.digest
+    assert len(reads) == 8
+
+
+# ---- puts that are late
+
+
+class LateStore(HookedStore):
+    """Store that holds the put of "first" until its gate opens; then the put may fail, before or after it is done."""
+
+    def __init__(self, *, fails: str = "") -> None:
+        self.memory = MemoryStore()
+        self.gate = threading.Event()
+        self.arrived = threading.Event()
+        self._fails = fails
+        super().__init__(self.memory, self._held, self._lost)
+
+    def _held(self, key: str) -> None:
+        if key == "first":
+            self.arrived.set()
+            opened(self.gate)
+            if self._fails == "before":
+                raise PermissionDeniedError("refused")
+
+    def _lost(self, key: str) -> None:
+        if key == "first" and self._fails == "after":
+            raise PermissionDeniedError("refused, and yet carried out")
+
+    def keys(self) -> list[str]:
+        return [info.key for info in self.memory.list()]
+
+
+class LateClock:
+    """Clock that stands still until the held put has begun, and is late from then on."""
+
+    def __init__(self, store: LateStore) -> None:
+        self._store = store
+
+    def __call__(self) -> float:
+        return 10 * LATE_SECONDS_MIN if self._store.arrived.is_set() else 0.0
+
+
+def known_pace() -> LatencyTracker:
+    pace = LatencyTracker()
+    for _ in range(2 * SAMPLES_MIN):
+        pace.note(2, 0.01)
+    return pace
+
+
+def late_upload(
+    store: LateStore, *, pace: LatencyTracker, on_put: Callable[[str, int], None] | None = None
+) -> Uploads[str]:
+    uploads: Uploads[str] = Uploads(
+        store,
+        rank=7,
+        deadline=Deadline(60),
+        memory_budget_bytes=1000,
+        clock=LateClock(store),
+        pace=pace,
+        on_put=on_put,
+    )
+    return uploads
+
+
+def named(key: str) -> str:
+    return key
+
+
+def submit(uploads: Uploads[str], *, second_key: str = "second") -> None:
+    data = bytearray(b"12")
+    uploads.submit("first", lambda: Prepared([data], named, lambda: None), claimed_bytes=0, second_key=second_key)
+
+
+@pytest.mark.parametrize("fails", ["", "before", "after"])
+def test_a_late_put_is_sent_under_another_name(fails: str) -> None:
+    """Hold the first put: the second is the shard and is reported once, and the first is deleted when it arrives."""
+    store = LateStore(fails=fails)
+    told: list[str] = []
+    with late_upload(store, pace=known_pace(), on_put=lambda key, _: told.append(key)) as uploads:
+        submit(uploads)
+        assert uploads.finish() == ["second"]
+        assert (len(uploads.seconds), uploads.retries) == (1, 1)
+    assert store.keys() == ["second"]
+    store.gate.set()
+    join(workers("upload"))
+    assert store.keys() == ["second"]
+    assert told == ["second"]
+
+
+def test_of_two_puts_that_arrive_one_counts() -> None:
+    """Let the first put arrive while the second is in progress: the first is the shard, the second is deleted."""
+    store = LateStore()
+
+    class Both(HookedStore):
+        def __init__(self) -> None:
+            super().__init__(store, self._before)
+
+        def _before(self, key: str) -> None:
+            if key == "second":
+                store.gate.set()
+                while uploads._jobs[0].over is False:
+                    time.sleep(0.001)
+
+    uploads: Uploads[str] = Uploads(
+        Both(), rank=7, deadline=Deadline(60), memory_budget_bytes=1000, clock=LateClock(store), pace=known_pace()
+    )
+    with uploads:
+        submit(uploads)
+        assert uploads.finish() == ["first"]
+    join(workers("upload"))
+    assert store.keys() == ["first"]
+
+
+def test_one_of_two_puts_may_fail() -> None:
+    """Deny the second put while the first is held, then let the first arrive: no failure."""
+    store = LateStore()
+    refused = threading.Event()
+
+    class Refusing(HookedStore):
+        def __init__(self) -> None:
+            super().__init__(store, self._before)
+
+        def _before(self, key: str) -> None:
+            if key == "second":
+                refused.set()
+                raise PermissionDeniedError("refused")
+
+    uploads: Uploads[str] = Uploads(
+        Refusing(), rank=7, deadline=Deadline(60), memory_budget_bytes=1000, clock=LateClock(store), pace=known_pace()
+    )
+    with uploads:
+        submit(uploads)
+
+        def open_then() -> None:
+            opened(refused)
+            store.gate.set()
+
+        opener = threading.Thread(target=open_then)
+        opener.start()
+        assert uploads.finish() == ["first"]
+        opener.join()
+    assert store.keys() == ["first"]
+
+
+def test_a_failed_save_deletes_both_names() -> None:
+    """Hold the first put, finish the second, and fail: nothing stays."""
+    store = LateStore()
+
+    def save() -> None:
+        with late_upload(store, pace=known_pace()) as uploads:
+            submit(uploads)
+            while not uploads._jobs[0].over:
+                uploads.claim(0)
+                with uploads._changed:
+                    uploads._wait()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save()
+    store.gate.set()
+    join(workers("upload"))
+    assert store.keys() == []
+
+
+@pytest.mark.parametrize("why", ["nothing is known", "one name", "enough were sent twice"])
+def test_puts_that_are_not_sent_twice(why: str) -> None:
+    """Hold a put while the waiting thread checks several times."""
+    store = LateStore()
+    pace = LatencyTracker() if why == "nothing is known" else known_pace()
+    while why == "enough were sent twice" and pace.may_repeat():
+        pass
+    with late_upload(store, pace=pace) as uploads:
+        submit(uploads, second_key="" if why == "one name" else "second")
+        opened(store.arrived)
+        for _ in range(3):
+            with uploads._changed:
+                uploads._repeat_late_puts()
+        store.gate.set()
+        assert uploads.finish() == ["first"]
+        assert (len(uploads.seconds), uploads.retries) == (1, 0)
+
+
+# ---- downloads
+
+DATA = random.Random(5).randbytes(100_000)
+
+
+def store_with_data() -> MemoryStore:
+    memory = MemoryStore()
+    memory.put("data", [DATA])
+    return memory
+
+
+def fetch(start: int, length: int, into: memoryview | None = None, key: str = "data") -> Fetch[int]:
+    return Fetch(key, start, length, into, digest, start)
+
+
+def test_every_range_arrives_once_with_its_digest() -> None:
+    """Read ranges into new buffers and into destinations; some requests are lost, and repeated."""
+    faults = [nth(2, "request"), nth(5, "response"), nth(6, "request")]
+    destination = bytearray(len(DATA))
+    cuts = sorted({0, len(DATA), *random.Random(6).sample(range(1, len(DATA)), 60)})
+    fetches = [
+        fetch(a, b - a, memoryview(destination)[a:b] if number % 2 else None)
+        for number, (a, b) in enumerate(itertools.pairwise(cuts))
+    ]
+    seen: list[int] = []
+    store = FaultyStore(store_with_data(), faults)
+    for fetched in download(store, fetches, memory_budget_bytes=10_000):
+        start, stop = fetched.fetch.start, fetched.fetch.start + fetched.fetch.length
+        assert bytes(fetched.data) == DATA[start:stop]
+        assert fetched.digest == digest(DATA[start:stop])
+        if fetched.fetch.into is not None:
+            assert fetched.data is fetched.fetch.into
+        else:
+            destination[start:stop] = fetched.data
+        seen.append(fetched.fetch.subject)
+    assert sorted(seen) == cuts[:-1]
+    assert destination == DATA
+    assert len(store.hits) == 3
+    assert list(download(store, [], memory_budget_bytes=1)) == []
+
+
+def test_downloads_stay_within_the_budget() -> None:
+    """Count bytes from each request until its data was used; without a destination they count twice."""
+    rng = random.Random(8)
+    budget_bytes = 1000
+    fetches = [
+        fetch(n, rng.choice([1, 100, 300, 900]), memoryview(bytearray(900)) if rng.random() < 0.5 else None)
+        for n in range(300)
+    ]
+    fetches = [f if f.into is None else fetch(f.start, f.length, f.into[: f.length]) for f in fetches]
+    lock = threading.Lock()
+    held: dict[int, int] = {}
+    states: list[list[int]] = []
+    by_start = {f.start: f for f in fetches}
+
+    class Counting(WrappedStore):
+        def get_into(self, key: str, start: int, buffer: memoryview) -> None:
+            with lock:
+                held[start] = len(buffer) * (1 if by_start[start].into is not None else 2)
+                states.append(list(held.values()))
+            self._store.get_into(key, start, buffer)
+
+    for fetched in download(Counting(store_with_data()), fetches, memory_budget_bytes=budget_bytes):
+        with lock:
+            del held[fetched.fetch.start]
+    assert not held
+    assert all(sum(state) <= budget_bytes or len(state) == 1 for state in states)
+    assert max(map(sum, states)) > budget_bytes, "one that is too large goes alone"
+    assert max(map(len, states)) > 1, "others go together"
+
+
+def test_ranges_are_drawn_late_and_by_the_caller() -> None:
+    """Draw at most one range more than there is room for, in the thread that iterates and may resolve destinations."""
+    drawn: list[int] = []
+
+    def fetches() -> Iterator[Fetch[int]]:
+        for number in range(100):
+            drawn.append(threading.get_ident())
+            yield fetch(number, 10)
+
+    for consumed, _ in enumerate(download(store_with_data(), fetches(), memory_budget_bytes=1 << 20)):
+        assert len(drawn) <= consumed + DOWNLOADS_IN_FLIGHT + 1
+    assert drawn == [threading.get_ident()] * 100
+    drawn.clear()
+    for consumed, _ in enumerate(download(store_with_data(), fetches(), memory_budget_bytes=60)):
+        assert len(drawn) <= consumed + 3 + 1, "three of 20 bytes fit"
+
+
+def test_no_thread_waits_for_the_caller() -> None:
+    """Queue the next reads ahead if they have a destination; those that need a buffer only while it is being read."""
+    for into, at_most in ((True, DOWNLOADS_IN_FLIGHT + DOWNLOADS_WAITING), (False, DOWNLOADS_IN_FLIGHT)):
+        begun: list[str] = []
+        enough = threading.Event()
+
+        def before(key: str, begun: list[str] = begun, enough: threading.Event = enough, n: int = at_most) -> None:
+            begun.append(key)
+            if len(begun) == n:
+                enough.set()
+
+        fetches = (fetch(n, 10, memoryview(bytearray(10)) if into else None) for n in range(100))
+        for _ in download(HookedStore(store_with_data(), before), fetches, memory_budget_bytes=1 << 20):
+            opened(enough)
+            assert len(begun) == at_most
+            break
+
+
+def writers(count: int) -> tuple[list[bytearray], list[Fetch[int]]]:
+    buffers = [bytearray(100) for _ in range(count)]
+    return buffers, [fetch(n, 100, memoryview(buffer)) for n, buffer in enumerate(buffers)]
+
+
+def test_after_an_error_no_thread_writes() -> None:
+    """Fail one read while all workers are in a request: after the error no thread writes."""
+    barrier = threading.Barrier(DOWNLOADS_IN_FLIGHT)
+    writes: Counter[str] = Counter()
+
+    def before(key: str) -> None:
+        if writes["begun"] < DOWNLOADS_IN_FLIGHT:
+            writes["begun"] += 1
+            barrier.wait(PATIENCE_SECONDS)
+        if key == "gone":
+            raise ObjectNotFoundError("There is no such object.", key=key)
+
+    def after(key: str) -> None:
+        writes["done"] += 1
+
+    buffers, fetches = writers(50)
+    fetches[3] = fetch(3, 100, fetches[3].into, key="gone")
+    with pytest.raises(ObjectNotFoundError):
+        for _ in download(HookedStore(store_with_data(), before, after), fetches, memory_budget_bytes=1 << 20):
+            pass
+    assert not workers("download")
+    for buffer in buffers:
+        buffer[:] = bytes(100)
+    assert writes["done"] < 50, "those behind it never began"
+
+
+def test_after_closing_no_thread_writes() -> None:
+    """Close the generator after its first range, and drop another one."""
+    buffers, fetches = writers(50)
+    arriving = download(store_with_data(), fetches, memory_budget_bytes=1 << 20)
+    next(arriving)
+    assert workers("download")
+    arriving.close()  # type: ignore[attr-defined]  # an Iterator to callers, a generator in truth
+    assert not workers("download")
+    assert sum(any(buffer) for buffer in buffers) < 50
+    arriving = download(store_with_data(), fetches, memory_budget_bytes=1 << 20)
+    next(arriving)
+    del arriving
+    assert not workers("download")
+
+
+def test_retries_end_with_the_load() -> None:
+    """Fail one range for ever and deny another: the load does not wait for five minutes of retries."""
+    tried = threading.Event()
+
+    def before(key: str) -> None:
+        if key == "stuck":
+            tried.set()
+            raise TransientStorageError("503.")
+        opened(tried)
+        raise PermissionDeniedError("No grant.")
+
+    fetches = [fetch(0, 10, key="stuck"), fetch(10, 10)]
+    with pytest.raises(PermissionDeniedError):
+        list(download(HookedStore(store_with_data(), before), fetches, memory_budget_bytes=1000))
+    assert not workers("download")
+
+
+def test_a_deadline_that_expires_during_retries() -> None:
+    """Let another thread expire the deadline during retries, and begin a load after the deadline."""
+    tried = threading.Event()
+
+    def before(_key: str) -> None:
+        tried.set()
+        raise TransientStorageError("503.")
+
+    store = HookedStore(store_with_data(), before)
+    deadline = Deadline(1000, lambda: 2000 if tried.is_set() else 0)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="no time left"):
+            list(download(store, [fetch(0, 10)], memory_budget_bytes=1000, deadline=deadline))
+        assert not workers("download")
+
+
+def test_drawing_may_fail() -> None:
+    """Raise in the iterator of ranges: the error is raised unchanged, and all threads end."""
+
+    def fetches() -> Iterator[Fetch[int]]:
+        yield from map(partial(fetch, length=10), range(20))
+        raise InvalidArgumentError("Another shape.")
+
+    with pytest.raises(InvalidArgumentError):
+        list(download(store_with_data(), fetches(), memory_budget_bytes=1000))
+    assert not workers("download")
+
+
+def test_an_object_that_is_too_short() -> None:
+    with pytest.raises(CorruptCheckpointError):
+        list(download(store_with_data(), [fetch(99_999, 2)], memory_budget_bytes=1000))

@@ -1,0 +1,308 @@
+"""Collective operations: answers, and the errors of one rank on the others. Ranks are threads of this process.
+
+`test_collective_processes.py` has ranks that are processes, which are killed and stopped.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch.distributed as dist
+
+from dcp_remote.coordination.group import RankGroup
+from dcp_remote.errors import CommitConflictError, DcpRemoteError, FencedError, SaveFailedError, SaveTimeoutError
+from tests.support.parties import WHAT, errors, expected, join, party, together, upload, wait_until
+
+pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_all_get_their_answers(world_size: int) -> None:
+    """Values reach the coordinator in order of ranks; answers go to all, some or single ranks; in three operations."""
+    asked: list[tuple[str, list[object]]] = []
+
+    def part(ranks: RankGroup) -> list[object]:
+        name, answers = threading.current_thread().name, list[object]()
+
+        def decide(values: list[int]) -> dict[str, list[int]]:
+            asked.append((threading.current_thread().name, list(values)))
+            assert threading.current_thread().name == name
+            return {"sum": values}
+
+        for number in range(3):
+            with join(ranks, f"the save of step {number}") as collective:
+                assert collective.gather(ranks.rank + number, decide) == {"sum": [rank + number for rank in everybody]}
+                answers.append(collective.scatter(ranks.rank, lambda values: [-value for value in values]))
+                some = collective.scatter_grouped(
+                    ranks.rank, lambda values: ([values[0::2], values[1::2]], [value % 2 for value in values])
+                )
+                assert some == list(everybody)[ranks.rank % 2 :: 2]
+                assert collective.gather(None, len) == world_size
+                assert collective.cancelled is None
+        return answers
+
+    everybody = range(world_size)
+    with party(world_size) as them:
+        assert [result.value for result in them.run(part)] == [[-rank] * 3 for rank in everybody]
+    assert [values for _, values in asked] == [[rank + number for rank in everybody] for number in range(3)]
+
+
+def test_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty ranks, of whose contributions seven are read at a time."""
+    monkeypatch.setattr("dcp_remote.coordination.collective._RANKS_PER_READ", 7)
+    with party(20, beat_seconds=0.2) as them:
+        assert [result.value for result in them.run(together)] == expected(20)
+        assert [result.value for result in them.run(together)] == expected(20)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_other_stores(kind: str, tmp_path: Path) -> None:
+    """Stores for several processes: each thread has a connection of its own, and no old key is left."""
+    store: dist.Store = dist.FileStore(str(tmp_path / "store"), 3)
+    if kind == "tcp":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with party(3, store) as them:
+        for number in range(3):
+            assert [result.value for result in them.run(together)] == expected(3)
+            ended = them.run(lambda ranks: fail(ranks, 1))
+            assert [type(result.error) for result in ended] == [FencedError] * 3
+            assert number == 0 or not [key for key in them.left() if re.match(rf"{2 * number - 1}[-/]", key)]
+
+
+def fail(ranks: RankGroup, failing: int) -> None:
+    with join(ranks) as collective:
+        if ranks.rank == failing:
+            raise FencedError("Stop.")
+        collective.gather(None, len)
+
+
+def test_large_values() -> None:
+    """Contributions and answers of 9 MiB over a TCPStore, which takes no more than 8 MiB at a time."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def part(ranks: RankGroup) -> bool:
+        mine = bytes([ranks.rank]) * (9 * 2**20)
+        with join(ranks) as collective:
+            everything = collective.gather(mine, b"".join)
+            own = collective.scatter(mine, lambda values: [2 * value for value in values])
+            dealt = collective.scatter_grouped(mine, lambda values: (values[::-1], [1, 0]))
+        return own == 2 * dealt == 2 * mine and len(everything) == 2 * len(mine)
+
+    with party(2, store) as them:
+        assert [result.value for result in them.run(part)] == [True, True]
+        assert [result.value for result in them.run(together)] == expected(2)
+        assert [key for key in store.list_keys() if "beat" not in key and "/2/" not in key] == []
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    """A rank contributes after more than `silence_seconds`, but its heartbeat goes on."""
+
+    def part(ranks: RankGroup) -> int:
+        with join(ranks, silence_seconds=0.5) as collective:
+            if ranks.rank == 1:
+                time.sleep(1.2)
+            return collective.gather(ranks.rank, sum)
+
+    with party(3) as them:
+        assert [result.value for result in them.run(part)] == [3, 3, 3]
+
+
+# ---- a rank raises
+
+
+class OwnError(DcpRemoteError):
+    """Error of a user's class, which pickles."""
+
+
+class OddError(Exception):
+    """Error that pickles, and cannot be unpickled."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__("odd")
+
+
+class UnsayableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+def local_error() -> DcpRemoteError:
+    class LocalError(DcpRemoteError):
+        """Error of a local class, which cannot be pickled."""
+
+    return LocalError("Local.", key="k")
+
+
+class DemandingError(DcpRemoteError):
+    """Error that cannot be made from its message and details alone."""
+
+    def __init__(self, what: str, *, code: int, **details: object) -> None:
+        super().__init__(what, **details)
+        self.code = code
+
+
+class OneWayError(DcpRemoteError):
+    """Error that pickles, and raises when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return explode, ()
+
+
+def explode() -> NoReturn:
+    raise ValueError("no")
+
+
+RAISED: dict[str, tuple[Callable[[], BaseException], type[DcpRemoteError], str]] = {
+    "ours": (lambda: FencedError("Stop.", newest=3), FencedError, "Stop. newest=3 rank={rank}"),
+    "a user's of ours": (lambda: OwnError("Own."), OwnError, "Own. rank={rank}"),
+    "ours with a rank": (lambda: SaveFailedError("No.", rank=77), SaveFailedError, "No. rank={rank}"),
+    "another": (lambda: ValueError("boo"), SaveFailedError, "rank={rank} cause='ValueError: boo'"),
+    "not to be pickled": (lambda: OddError(1, 2), SaveFailedError, "cause='OddError: odd'"),
+    "of a class that nobody finds": (local_error, SaveFailedError, "cause=\"LocalError: Local. key='k'\""),
+    "not to be unpickled": (lambda: OneWayError("No."), SaveFailedError, "cause='OneWayError: No.'"),
+    "not to be made again": (lambda: DemandingError("No.", code=3), SaveFailedError, "cause='DemandingError: No.'"),
+    "not to be printed": (UnsayableError, SaveFailedError, "cause='<UnsayableError>'"),
+    "very large": (lambda: OwnError("x" * 2**21), SaveFailedError, "cause='OwnError: xxx"),
+    "Ctrl-C": (KeyboardInterrupt, SaveFailedError, "cause='KeyboardInterrupt: '"),
+    "the end": (lambda: SystemExit(3), SaveFailedError, "cause='SystemExit: 3'"),
+}
+
+
+@pytest.mark.parametrize("kind", RAISED)
+def test_an_error_of_one_rank_is_all_the_others_error(kind: str) -> None:
+    """The coordinator or another rank raises in the block: unchanged there, and told to the others, which upload."""
+    make, of, text = RAISED[kind]
+
+    def part(ranks: RankGroup) -> None:
+        with join(ranks) as collective:
+            collective.gather(None, len)
+            if ranks.rank == raising:
+                raise own
+            upload(collective)
+
+    with party(3) as them:
+        for raising in (0, 2):
+            own = make()
+            ended = them.run(part)
+            assert ended[raising].error is own
+            for result in ended[:raising] + ended[raising + 1 :]:
+                assert type(result.error) is of
+                assert text.format(rank=raising) in str(result.error)
+                assert of is not SaveFailedError or kind == "ours with a rank" or WHAT in str(result.error)
+        assert [result.value for result in them.run(together)] == expected(3)
+
+
+def test_what_a_decision_raises_all_raise() -> None:
+    """The coordinator raises in `decide`; all other ranks raise the same error."""
+
+    def decide(values: list[int]) -> int:
+        raise CommitConflictError("Another save won.", step=7)
+
+    def part(ranks: RankGroup) -> int:
+        with join(ranks) as collective:
+            return collective.gather(ranks.rank, decide)
+
+    with party(3) as them:
+        ended = them.run(part)
+        assert [type(result.error) for result in ended] == 3 * [CommitConflictError]
+        assert errors(ended) == ["Another save won. step=7"] + 2 * ["Another save won. step=7 rank=0"]
+
+
+def test_what_cannot_be_pickled_fails_all() -> None:
+    """A contribution cannot be pickled, another not unpickled, an answer cannot be pickled."""
+
+    def sending(ranks: RankGroup) -> None:
+        with join(ranks) as collective:
+            collective.gather(threading.Lock() if ranks.rank == 1 else 0, len)
+
+    def reading(ranks: RankGroup) -> None:
+        with join(ranks) as collective:
+            collective.gather(Unreadable() if ranks.rank == 1 else 0, len)
+
+    def answering(ranks: RankGroup) -> None:
+        with join(ranks) as collective:
+            collective.gather(0, lambda values: threading.Lock())
+
+    with party(3) as them:
+        for part, text in ((sending, "cannot pickle"), (reading, "what rank 1 sent"), (answering, "cannot pickle")):
+            ended = them.run(part)
+            assert all(text in error for error in errors(ended)), ended
+
+
+class Unreadable:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return explode, ()
+
+
+def test_consequences_of_a_cancellation_are_not_raised() -> None:
+    """A rank whose upload fails because the operation was cancelled raises the cause, chained to its own error."""
+
+    def part(ranks: RankGroup) -> None:
+        with join(ranks) as collective:
+            if ranks.rank == 1:
+                raise FencedError("Stop.")
+            if ranks.rank == 2:
+                upload(collective)
+            if ranks.rank == 3:
+                wait_until(collective.deadline.expired)
+                raise KeyboardInterrupt
+            collective.gather(None, len)
+
+    with party(4) as them:
+        ended = them.run(part)
+        assert [type(result.error) for result in ended] == [FencedError, FencedError, FencedError, KeyboardInterrupt]
+        cause = ended[2].error.__cause__ if ended[2].error else None
+        assert isinstance(cause, SaveTimeoutError)
+        assert cause.details == {"key": "shards/1"}
+
+
+def test_the_first_error_is_the_one_that_is_told() -> None:
+    """Two ranks raise; all others raise the same one of the two errors."""
+
+    def part(ranks: RankGroup) -> None:
+        with join(ranks) as collective:
+            if ranks.rank in (1, 2):
+                raise OwnError("Own.", of=ranks.rank)
+            upload(collective)
+
+    with party(5) as them:
+        ended = them.run(part)
+        assert len({str(ended[rank].error) for rank in (0, 3, 4)}) == 1
+        assert type(ended[0].error) is OwnError
+
+
+def test_a_failure_after_the_last_round_is_not_told() -> None:
+    """A rank fails after the last round: ranks that have left the operation do not raise."""
+    left = threading.Event()
+
+    def part(ranks: RankGroup) -> int:
+        with join(ranks) as collective:
+            answer = collective.gather(ranks.rank, sum)
+            if ranks.rank == 1:
+                assert left.wait(30)
+                raise ValueError("too late")
+        left.set()
+        return answer
+
+    with party(2) as them:
+        ended = them.run(part)
+        assert ended[0].value == 1
+        assert isinstance(ended[1].error, ValueError)
+
+
+def test_errors_of_operations_pickle() -> None:
+    """The error of a deadline is pickled and unpickled."""
+    with party(2) as them:
+        (result,) = them.run(lambda ranks: together(ranks, seconds=0.1), ranks=[0])
+        assert isinstance(result.error, SaveTimeoutError)
+        assert str(pickle.loads(pickle.dumps(result.error))) == str(result.error)

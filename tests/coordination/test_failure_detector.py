@@ -1,0 +1,202 @@
+"""Errors that name the ranks which are late or silent. Ranks are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from dcp_remote.coordination.collective import Collective
+from dcp_remote.coordination.group import RankGroup
+from dcp_remote.errors import SaveFailedError, SaveTimeoutError
+from tests.support.parties import WHAT, Ended, expected, held, join, party, together, upload, wait_until
+
+pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
+
+
+# ---- the deadline
+
+
+def test_absent_ranks_are_named_at_the_deadline() -> None:
+    """Rank 1 has a heartbeat and begins nothing, rank 2 has none; the others raise the same error."""
+
+    def part(ranks: RankGroup) -> None:
+        with join(ranks, seconds=0.6) as collective:
+            collective.note(f"asking, as number {ranks.rank}")
+            collective.gather(None, len)
+
+    store = dist.HashStore()
+    groups = [RankGroup(rank, 4, dist.PrefixStore("party", store), beat_seconds=0.03) for rank in (0, 1, 3)]
+    groups[1].heartbeat.note("training")  # type: ignore[union-attr]
+    try:
+        ended: dict[int, Ended[None]] = {}
+        threads = [
+            threading.Thread(target=lambda group=group: ended.update({group.rank: Ended(lambda: part(group))}))
+            for group in (groups[0], groups[2])
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    finally:
+        for group in groups:
+            group.close()
+    for rank in (0, 3):
+        error = ended[rank].error
+        assert type(error) is SaveTimeoutError
+        assert str(error) == (
+            f"Ranks 1, 2 did not report by the deadline; {WHAT} was given up. "
+            "ranks='1, 2' last='1: has not joined, training; 2: no heartbeat yet'"
+        )
+
+
+def test_the_notes_of_late_ranks_are_told() -> None:
+    """A rank and the coordinator upload beyond the deadline: both are named, with their notes."""
+
+    def part(ranks: RankGroup) -> None:
+        with join(ranks, seconds=0.5) as collective:
+            collective.note(f"uploading, {ranks.rank} of 40 shards")
+            if ranks.rank != 1:
+                wait_until(lambda: collective.cancelled)  # ignores the deadline
+            collective.gather(None, len)
+
+    with party(3) as them:
+        for result in them.run(part):
+            assert type(result.error) is SaveTimeoutError
+            assert "Ranks 0, 2 did not report by the deadline" in str(result.error)
+            assert "0: uploading, 0 of 40 shards; 2: uploading, 2 of 40 shards" in str(result.error)
+
+
+def test_many_late_ranks_are_counted() -> None:
+    """Ninety-nine ranks are late: sixteen are named, the others counted."""
+    store = dist.HashStore()
+    ranks = RankGroup(0, 100, store, beat_seconds=0.03)
+    try:
+        ended = Ended(lambda: together(ranks, seconds=0.3))
+    finally:
+        ranks.close()
+    assert str(ended.error).startswith("Ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 83 more did")
+    assert isinstance(ended.error, SaveTimeoutError)
+    assert str(ended.error.details["ranks"]).endswith("15, 16, 83 more")
+    assert str(ended.error.details["last"]).count("no heartbeat yet") == 16
+
+
+def test_an_absent_coordinator() -> None:
+    """The other ranks wait for the grace and raise by themselves; they know that the coordinator has done nothing."""
+    collectives: list[Collective] = []
+
+    def part(ranks: RankGroup) -> int:
+        with join(ranks, seconds=0.3) as collective:
+            collectives.append(collective)
+            return collective.gather(ranks.rank, sum)
+
+    with party(3) as them:
+        them.ranks[0].heartbeat.note("training")  # type: ignore[union-attr]
+        ended = them.run(part, ranks=(1, 2))
+        for result in ended:
+            assert type(result.error) is SaveTimeoutError
+            assert "ranks='0' last='0: has not joined, training'" in str(result.error)
+        assert [collective.coordinator_lost for collective in collectives] == [False, False]
+        # The verdicts are posted by the heartbeats' threads, in order, soon after the ranks have raised.
+        told = threading.Semaphore(0)
+        for rank in (1, 2):
+            heartbeat = them.ranks[rank].heartbeat
+            assert heartbeat is not None, "each of three ranks has one"
+            heartbeat.tell(lambda _: told.release())
+        assert all(told.acquire(timeout=60) for _ in range(2))
+        # The coordinator begins when all is over, is told at once, and the next operation works.
+        late = them.run(part, ranks=[0])[0]
+        assert type(late.error) is SaveTimeoutError
+        assert "rank=" in str(late.error)
+        assert [result.value for result in them.run(together)] == expected(3)
+
+
+def test_a_decision_that_takes_too_long() -> None:
+    """The coordinator itself is late, and named."""
+
+    def decide(values: list[None]) -> None:
+        wait_until(lambda: collectives[0].cancelled)
+
+    collectives: list[Collective] = []
+
+    def part(ranks: RankGroup) -> None:
+        with join(ranks, seconds=0.3) as collective:
+            if ranks.is_coordinator:
+                collectives.append(collective)
+                collective.note("deciding")
+            collective.gather(None, decide)
+
+    with party(2) as them:
+        for result in them.run(part):
+            assert type(result.error) is SaveTimeoutError
+            assert "Rank 0 did not report by the deadline" in str(result.error)
+            assert "last='0: deciding'" in str(result.error)
+
+
+# ---- silence
+
+
+def test_a_silent_rank_ends_it_by_name() -> None:
+    """Its heartbeat stops; the others raise after `silence_seconds`, and not at the deadline."""
+
+    def part(ranks: RankGroup) -> None:
+        with join(ranks, silence_seconds=0.6) as collective:
+            collective.gather(None, len)
+            collective.note(f"uploading, {ranks.rank} of 40 shards")
+            wait_until(lambda: ranks.heartbeat.last_note.startswith("uploading"))  # type: ignore[union-attr]
+            time.sleep(0.2)
+            met.wait(30)
+            if ranks.rank == 2:
+                with held(ranks):
+                    wait_until(over.is_set)
+            else:
+                upload(collective)
+
+    met, over = threading.Barrier(3), threading.Event()
+
+    def watched(ranks: RankGroup) -> None:
+        try:
+            part(ranks)
+        finally:
+            if ranks.rank != 2:
+                over.set()
+
+    with party(3) as them:
+        ended = them.run(watched)
+    for result in ended[:2]:
+        assert type(result.error) is SaveFailedError
+        assert "Rank 2 has been silent for 1 s" in str(result.error)
+        assert f"{WHAT} was given up" in str(result.error)
+        assert "ranks='2' last='2: uploading, 2 of 40 shards'" in str(result.error)
+
+
+def test_a_silent_coordinator_is_lost() -> None:
+    """Each other rank finds out by itself; when the coordinator goes on, it is told, and commits nothing."""
+    collectives: list[Collective] = []
+    met, over = threading.Barrier(3), threading.Barrier(3)
+
+    def part(ranks: RankGroup) -> None:
+        with join(ranks, silence_seconds=20.0 if ranks.is_coordinator else 0.6) as collective:
+            collectives.append(collective)
+            collective.gather(None, len)
+            met.wait(30)
+            if ranks.is_coordinator:
+                with held(ranks):
+                    over.wait(30)
+                    collective.begin_commit()
+            else:
+                try:
+                    upload(collective)
+                finally:
+                    wait_until(lambda: them.store.check(["party/1/failed"]))
+                    over.wait(30)
+
+    with party(3) as them:
+        ended = them.run(part)
+    for result in ended:
+        assert type(result.error) is SaveFailedError
+        assert "Rank 0 has been silent" in str(result.error)
+    assert str(ended[0].error).split(" rank=")[1] in "12"
+    assert sorted(collective.coordinator_lost for collective in collectives) == [False, True, True]

@@ -1,0 +1,192 @@
+"""Collective operations one after another: the keys left in the store, and how ranks close. Ranks are threads."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.coordination.group import RankGroup
+from dcp_remote.coordination.heartbeat import RankStatus
+from dcp_remote.coordination.key_value import Client
+from dcp_remote.errors import InvalidArgumentError, SaveFailedError
+from tests.support.parties import WHAT, Ended, Party, expected, join, party, together, wait_until
+
+pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
+
+
+# ---- one after the other
+
+
+def test_one_thing_at_a_time() -> None:
+    """A second operation is refused while the first is under way, not once it is cancelled; a closed group has none."""
+    ranks = RankGroup(0, 1, None)
+    first = join(ranks)
+    with pytest.raises(InvalidArgumentError, match="under way"):
+        join(ranks, "another")
+    first.cancel(SaveFailedError("No."))
+    with join(ranks, "another"):
+        assert Ended(lambda: first.gather(1, len)).error is first.cancelled
+    ranks.close()
+    with pytest.raises(InvalidArgumentError, match="closed"):
+        join(ranks)
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    """Close a group while an operation waits in another thread."""
+    with party(2) as them:
+        collective = join(them.ranks[0])
+        ended: list[Ended[int]] = []
+
+        def wait() -> None:
+            with collective:
+                collective.gather(1, len)
+
+        thread = threading.Thread(target=lambda: ended.append(Ended(wait)))  # type: ignore[arg-type]
+        thread.start()
+        them.ranks[0].close()
+        thread.join(30)
+        assert "The rank group was closed during" in str(ended[0].error)
+
+
+# ---- alone
+
+
+def test_a_rank_alone() -> None:
+    """A single rank needs no store and no thread: check answers, unchanged errors, and the deadline."""
+    before = threading.active_count()
+    ranks = RankGroup.of(None, "checkpoints")
+    assert (ranks.rank, ranks.world_size, ranks.is_coordinator, ranks.heartbeat) == (0, 1, True, None)
+    assert together(ranks) == (0, 1)
+    assert threading.active_count() == before
+    with pytest.raises(ValueError, match="boo"), join(ranks):
+        raise ValueError("boo")
+    with join(ranks) as collective:
+        collective.note("committing")
+        collective.begin_commit()
+        collective.look()
+        assert isinstance(collective.deadline, Deadline)
+    ranks.close()
+
+
+def test_a_group_without_torch_distributed() -> None:
+    """A process group is given, but torch.distributed is not initialized."""
+    with pytest.raises(InvalidArgumentError, match="not initialized"):
+        RankGroup.of(object(), "checkpoints")  # type: ignore[arg-type]
+
+
+# ---- keys left in the store
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_key_is_left_of_old_operations(seed: int) -> None:
+    """Operations fail at random places, one after another: before, between and after the rounds, or in a decision."""
+    rng = random.Random(seed)
+    with party(3) as them:
+        for number in range(1, 16):
+            endings = {rng.randrange(3): rng.randrange(5) for _ in range(rng.randrange(3))}
+
+            def part(ranks: RankGroup, endings: dict[int, int] = endings, number: int = number) -> None:
+                where = endings.get(ranks.rank)
+                places = itertools.count()
+
+                def maybe() -> None:
+                    if next(places) == where:
+                        raise ValueError("boo")
+
+                with join(ranks, f"the save of step {number}", seconds=5.0) as collective:
+                    maybe()
+                    collective.gather(ranks.rank, len)
+                    maybe()
+                    collective.scatter(ranks.rank, lambda values: values)
+                    collective.scatter_grouped(ranks.rank, lambda values: (["one", "other"], [1 for _ in values]))
+                    maybe()
+                    collective.gather(ranks.rank, lambda values: maybe())
+                    maybe()
+
+            for result in them.run(part):
+                assert result.error is None or isinstance(result.error, ValueError | SaveFailedError), result.error
+            wait_until(lambda number=number: numbers_left(them) <= {number - 1, number})  # type: ignore[misc]
+        assert [result.value for result in them.run(together)] == expected(3)
+        them.close()
+        assert them.left() == []
+
+
+def test_no_key_is_left_of_operations_that_fail_at_once() -> None:
+    """The coordinator hears of each failure before its first round, and deletes old keys a heartbeat later."""
+
+    def part(ranks: RankGroup) -> None:
+        with join(ranks) as collective:
+            if ranks.rank == 1:
+                raise ValueError("boo")
+            wait_until(lambda: collective.cancelled)
+            collective.gather(ranks.rank, len)
+
+    with party(3) as them:
+        for number in range(1, 5):
+            them.run(part)
+            wait_until(lambda number=number: numbers_left(them) <= {number - 1, number})  # type: ignore[misc]
+
+
+def numbers_left(them: Party) -> set[int]:
+    """Numbers of the operations of which keys lie in the store."""
+    return {int(re.split("[-/]", key)[0]) for key in them.left()}
+
+
+def test_no_contribution_to_a_cancelled_operation() -> None:
+    """A rank that ends its upload after the operation was cancelled contributes nothing."""
+
+    def part(ranks: RankGroup) -> None:
+        with join(ranks) as collective:
+            if ranks.rank == 1:
+                raise ValueError("boo")
+            wait_until(lambda: collective.cancelled)
+            collective.gather("late", len)
+
+    with party(3) as them:
+        ended = them.run(part)
+        assert [type(result.error) for result in ended] == [SaveFailedError, ValueError, SaveFailedError]
+        assert them.left() == ["1/failed", "1/verdict"]
+
+
+# ---- closing
+
+
+def test_the_host_stays_until_its_last_answer_is_read() -> None:
+    """The coordinator closes at once, and waits for a rank that is slow to read the last answer."""
+    closed: list[float] = []
+    read: list[float] = []
+
+    def part(ranks: RankGroup) -> None:
+        with join(ranks) as collective:
+            collective.gather(None, len)
+            if ranks.rank == 1:
+                time.sleep(0.3)
+        (read if ranks.rank == 1 else closed).append(time.monotonic())
+        ranks.close()
+        if ranks.rank == 0:
+            closed[0] = time.monotonic()
+
+    with party(2) as them:
+        them.run(part)
+    assert closed[0] > read[0]
+
+
+def test_the_dead_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that was killed in the last operation never leaves it; the coordinator closes without waiting for it."""
+    monkeypatch.setattr("dcp_remote.coordination.heartbeat._CLOSE_SECONDS", 4.0)
+    store = dist.HashStore()
+    client = Client(store)
+    client.put("beat/1", RankStatus(3, 1, WHAT, is_inside=True, note="uploading").encode())
+    ranks = RankGroup(0, 2, store, beat_seconds=0.03)
+    with pytest.raises(ValueError, match="boo"), join(ranks):
+        raise ValueError("boo")
+    wait_until(lambda: client.has(["1/verdict"]))
+    ranks.close()
+    assert not client.has(["1/verdict"])  # `close` has not run into its time limit

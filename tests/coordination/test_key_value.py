@@ -1,0 +1,105 @@
+"""Clients of the key-value store: values of any size, on each of torch's stores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from dcp_remote.coordination import key_value
+from dcp_remote.coordination.key_value import Client
+
+MiB = 2**20
+
+
+def tcp(folder: Path) -> dist.Store:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def file(folder: Path) -> dist.Store:
+    return dist.FileStore(str(folder / "store"), 1)
+
+
+def hash_(folder: Path) -> dist.Store:
+    return dist.HashStore()
+
+
+STORES: dict[str, Callable[[Path], dist.Store]] = {"tcp": tcp, "file": file, "hash": hash_}
+
+
+@pytest.mark.parametrize(
+    ("kind", "size_bytes"),
+    [
+        *((kind, size_bytes) for kind in STORES for size_bytes in (0, 1, 4 * MiB, 4 * MiB + 1)),
+        ("tcp", 21 * MiB),
+    ],
+)
+def test_values_of_any_size(kind: str, size_bytes: int, tmp_path: Path) -> None:
+    """Put a value, read it by another client, take it by a third; some are more than a TCPStore takes at once."""
+    store = dist.PrefixStore("a", STORES[kind](tmp_path))
+    clients = [Client(store) for _ in range(3)]
+    value = os.urandom(size_bytes)
+    clients[0].put("k/1", value)
+    clients[0].put("k/2", b"other")
+    assert clients[1].get_many(["k/2", "k/1"]) == [b"other", value]
+    assert clients[2].take_many(["k/1", "k/2"]) == [value, b"other"]
+    assert not clients[0].present(["k/1", "k/1+1", "k/1+2", "k/2"])
+    clients[0].put("k/1", value)
+    assert clients[0].has(["k/1"])  # only this answer says that the value has arrived
+    clients[2].delete(["k/1", "k/3"])
+    assert not clients[0].present(["k/1", "k/1+1", "k/1+2"])
+
+
+def test_keys_deleted_before_they_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A TCPStore waits for a deleted key; then its value is empty, and no error. A slow store is asked again."""
+    monkeypatch.setattr(key_value, "_GET_TIMEOUT", timedelta(seconds=0.2))
+    store = tcp(tmp_path)
+    client, other = Client(store), Client(store)
+    other.put("there", b"value")
+    assert client.get("gone") == b""
+    assert client.take_many(["there", "gone"]) == [b"", b""]
+    assert client.get("there") == b"value"
+    waits = []
+    multi_get = client._store.multi_get
+
+    def slow_once(keys: list[str]) -> list[bytes]:
+        waits.append(keys)
+        if len(waits) == 1:
+            raise dist.DistStoreError("wait timeout")
+        return multi_get(keys)
+
+    monkeypatch.setattr(client, "_store", SimpleNamespace(multi_get=slow_once, check=client._store.check))
+    assert client.get("there") == b"value"
+    assert len(waits) == 2
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_the_first_to_put_wins(kind: str, tmp_path: Path) -> None:
+    """Two clients put one key; the first value stays, and is read as any other."""
+    store = STORES[kind](tmp_path)
+    clients = [Client(store) for _ in range(2)]
+    clients[1].put_first("k", b"\x00first")
+    clients[0].put_first("k", b"second")
+    assert clients[0].get("k") == b"\x00first"
+
+
+@pytest.mark.parametrize("there", [[], [0], [39], list(range(40)), [3, 4, 17, 33]])
+def test_which_keys_are_there(there: list[int]) -> None:
+    """Ask for forty keys, of which these exist."""
+    client = Client(dist.HashStore())
+    for number in there:
+        client.put(str(number), b"")
+    assert client.present([str(number) for number in range(40)]) == {str(number) for number in there}
+
+
+def test_a_file_store_outlives_the_connections_to_it(tmp_path: Path) -> None:
+    """A clone of a FileStore is a store of its own, whose end might delete the file."""
+    store = file(tmp_path)
+    Client(store).put("k", b"v")
+    assert Client(store).get("k") == b"v"
+    assert (tmp_path / "store").exists()

@@ -1,0 +1,410 @@
+"""Ends of a collective operation: in the commit phase, under other numbers, and of one rank. Ranks are threads."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+
+from dcp_remote.coordination.collective import Collective
+from dcp_remote.coordination.group import RankGroup
+from dcp_remote.coordination.heartbeat import RankStatus
+from dcp_remote.coordination.key_value import Client
+from dcp_remote.coordination.outcome import GRACE_SECONDS, Outcome
+from dcp_remote.errors import CommitUnknownError, FencedError, SaveFailedError, SaveTimeoutError
+from tests.support.parties import Clock, Ended, expected, held, join, party, together, wait_until
+
+pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
+
+
+# ---- the commit phase
+
+
+def test_a_coordinator_that_is_refused_the_commit_phase_is_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator in the commit phase cares for the shards of a commit that fails; no other rank does."""
+    clock, enter_commit = Clock(), Outcome.enter_commit
+
+    def delayed(outcome: Outcome) -> None:
+        enter_commit(outcome)
+        clock.now += 10.0 + GRACE_SECONDS
+
+    monkeypatch.setattr(Outcome, "enter_commit", delayed)
+    with join(RankGroup(0, 1, None, clock=clock), seconds=10.0) as collective:
+        collective.begin_commit()
+        assert collective.is_committing
+        assert collective.deadline.expired()
+
+    def too_late(outcome: Outcome) -> None:
+        outcome.cancel(SaveFailedError("Interrupted."))
+        enter_commit(outcome)
+
+    monkeypatch.setattr(Outcome, "enter_commit", too_late)
+    with pytest.raises(SaveFailedError, match="Interrupted"), join(RankGroup(0, 1, None)) as collective:
+        collective.begin_commit()
+    assert collective.ended_before_commit
+
+
+def test_no_rank_is_needed_in_the_commit_phase() -> None:
+    """A rank fails, another falls silent; the coordinator commits, and the rank that still waits is told."""
+    met = threading.Barrier(4)
+    over = threading.Event()
+
+    def part(ranks: RankGroup) -> str:
+        with join(ranks, silence_seconds=0.5) as collective:
+
+            def commit(values: list[None]) -> str:
+                collective.begin_commit()
+                met.wait(30)
+                wait_until(lambda: them.store.check(["party/1/failed"]))
+                wait_until(lambda: ranks.heartbeat.silent_ranks(0.5))  # type: ignore[union-attr]
+                time.sleep(0.2)
+                assert collective.cancelled is None
+                return "committed"
+
+            if ranks.rank in (1, 2):
+                threading.Thread(target=lambda: Ended(lambda: collective.gather(None, len)), daemon=True).start()
+                met.wait(30)
+                if ranks.rank == 1:
+                    raise ValueError("boo")
+                with held(ranks):
+                    assert over.wait(30)
+                return "silent"
+            if ranks.rank == 3:
+                threading.Thread(target=met.wait, args=(30,), daemon=True).start()
+            try:
+                return collective.gather(None, commit)
+            finally:
+                if ranks.rank == 3:
+                    over.set()
+
+    with party(4) as them:
+        ended = them.run(part)
+    assert ended[0].value == "committed"
+    assert ended[3].value == "committed"
+
+
+def test_a_failure_before_the_commit_phase_counts() -> None:
+    """The heartbeat's thread has not looked yet: `begin_commit` does."""
+    failed = threading.Event()
+
+    def part(ranks: RankGroup) -> None:
+        with join(ranks) as collective:
+            collective.gather(None, len)
+            if ranks.rank == 1:
+                failed.set()
+                raise FencedError("Stop.")
+            with held(ranks):
+                assert failed.wait(30)
+                wait_until(lambda: them.store.check(["party/1/failed"]))
+                assert collective.cancelled is None
+                collective.begin_commit()
+
+    with party(2) as them:
+        ended = them.run(part)
+        assert [type(result.error) for result in ended] == 2 * [FencedError]
+
+
+def test_no_commit_phase_after_the_deadline() -> None:
+    """`begin_commit` raises even if nothing has cancelled the operation yet."""
+    clock = Clock()
+
+    def part() -> None:
+        with join(RankGroup(0, 1, None, clock=clock), seconds=10.0) as collective:
+            clock.now += 10.5
+            assert collective.cancelled is None
+            collective.begin_commit()
+
+    assert type(Ended(part).error) is SaveTimeoutError
+
+
+def test_the_deadline_counts_in_the_commit_phase() -> None:
+    """A commit takes longer than the deadline: other ranks do not know its outcome; the coordinator raises its own."""
+    collectives: list[Collective] = []
+
+    def part(ranks: RankGroup) -> None:
+        with join(ranks, seconds=0.3) as collective:
+            collectives.append(collective)
+
+            def commit(values: list[None]) -> None:
+                collective.begin_commit()
+                wait_until(collective.deadline.expired)
+                wait_until(ended_others.is_set)
+                raise CommitUnknownError("The store never said.")
+
+            try:
+                collective.gather(None, commit)
+            finally:
+                if ranks.rank == 1:
+                    ended_others.set()
+
+    ended_others = threading.Event()
+    with party(2) as them:
+        ended = them.run(part)
+    assert [type(result.error) for result in ended] == [CommitUnknownError, SaveTimeoutError]
+    assert {collective._member.rank: collective.coordinator_lost for collective in collectives} == {0: False, 1: True}
+
+
+def test_a_commit_within_the_grace_is_told() -> None:
+    """A commit ends after the deadline, but within the grace: nothing was cancelled, and all ranks get the answer."""
+
+    def part(ranks: RankGroup) -> str:
+        with join(ranks, seconds=0.5) as collective:
+
+            def commit(values: list[None]) -> str:
+                collective.begin_commit()
+                wait_until(collective.deadline.expired)
+                time.sleep(0.2)
+                return "committed"
+
+            return collective.gather(None, commit)
+
+    with party(2) as them:
+        assert [result.value for result in them.run(part)] == ["committed", "committed"]
+
+
+def test_another_round_needs_all_ranks_again() -> None:
+    """The commit is to be repeated in another round; a rank that fails before it ends the operation."""
+
+    def part(ranks: RankGroup) -> None:
+        with join(ranks) as collective:
+
+            def again(values: list[None]) -> str:
+                collective.begin_commit()
+                return "again"
+
+            assert collective.gather(None, again) == "again"
+            if ranks.rank == 1:
+                raise ValueError("boo")
+            collective.gather(None, len)
+
+    with party(3) as them:
+        ended = them.run(part)
+        assert [type(result.error) for result in ended] == [SaveFailedError, ValueError, SaveFailedError]
+
+
+def test_commit_phase_and_cancellation_exclude_each_other() -> None:
+    """Both at once, a hundred times: the coordinator goes on and is not cancelled, or is, and raises."""
+    for _ in range(100):
+        ranks = RankGroup(0, 1, None)
+        collective = join(ranks)
+        start = threading.Barrier(2)
+
+        def cancel(collective: Collective = collective, start: threading.Barrier = start) -> None:
+            start.wait(30)
+            collective.cancel(SaveFailedError("No."))
+
+        thread = threading.Thread(target=cancel)
+        thread.start()
+        start.wait(30)
+        ended = Ended(collective.begin_commit)
+        thread.join(30)
+        assert (ended.error is None) == (collective.cancelled is None)
+
+
+# ---- numbers
+
+
+def test_a_rank_that_missed_a_failed_operation_takes_part_in_the_next() -> None:
+    """A rank raised before it began an operation, which failed without it: the next one works with all ranks."""
+    with party(3) as them:
+        for missing in (2, 0):
+            ended = them.run(
+                lambda ranks: together(ranks, "the save of step 1", seconds=0.3),
+                ranks=[rank for rank in range(3) if rank != missing],
+            )
+            assert [type(result.error) for result in ended] == 2 * [SaveTimeoutError]
+            assert [
+                result.value for result in them.run(lambda ranks: together(ranks, "the save of step 2"))
+            ] == expected(3)
+        assert [result.value for result in them.run(lambda ranks: together(ranks, "the save of step 2"))] == expected(3)
+        assert not [key for key in them.left() if int(re.split("[-/]", key)[0]) < them.ranks[0]._number]
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_an_operation_repeated_at_once(failing: int) -> None:
+    """An operation fails and is repeated by its name before other ranks have seen that: they end the first one."""
+
+    def part(number: int, ranks: RankGroup) -> tuple[int, int]:
+        if ranks.rank == failing:
+            with pytest.raises(ValueError, match="boo"), join(ranks):
+                raise ValueError("boo")
+        else:
+            first = Ended(lambda: late(number, ranks))
+            assert type(first.error) is SaveFailedError
+            assert f"rank={failing} cause='ValueError: boo'" in str(first.error)
+        return together(ranks)
+
+    with party(3) as them:
+
+        def late(number: int, ranks: RankGroup) -> None:
+            """Contribute when the coordinator is in the next operation, or this one was cancelled."""
+            client = Client(dist.PrefixStore("party", them.store))
+            with join(ranks) as collective:
+                if ranks.rank != 0:
+                    wait_until(
+                        lambda: (
+                            RankStatus.decode(client.get("beat/0")).operation > number
+                            or collective.cancelled is not None
+                        )
+                    )
+                collective.gather(None, len)
+
+        for number in range(1, 40, 2):
+            assert [result.value for result in them.run(partial(part, number))] == expected(3)
+
+
+def test_a_rank_that_missed_several() -> None:
+    """Nothing is left of the operations it missed: it takes part once the others are in the same operation."""
+    with party(2) as them:
+        for step in range(4):
+            them.run(lambda ranks, step=step: together(ranks, f"the save of step {step}", seconds=0.1), ranks=[0])  # type: ignore[misc]
+        arrived = threading.Event()
+
+        def part(ranks: RankGroup) -> tuple[int, int]:
+            if ranks.rank == 1:
+                wait_until(lambda: them.ranks[0]._collective is not None)
+                wait_until(lambda: b"of step 9" in Client(dist.PrefixStore("party", them.store)).get("beat/0"))
+            arrived.set()
+            return together(ranks, "the save of step 9")
+
+        assert [result.value for result in them.run(part)] == expected(2)
+        assert [result.value for result in them.run(together)] == expected(2)
+
+
+def test_a_rank_that_is_two_operations_behind() -> None:
+    """It begins the operations that failed without it: each raises at once; then it takes part in the next."""
+    with party(2) as them:
+        for step in (1, 2):
+            them.run(lambda ranks, step=step: together(ranks, f"the save of step {step}", seconds=0.2), ranks=[0])  # type: ignore[misc]
+        for step in (1, 2):
+            (late,) = them.run(lambda ranks, step=step: together(ranks, f"the save of step {step}"), ranks=[1])  # type: ignore[misc]
+            assert type(late.error) is SaveTimeoutError
+            assert f"the save of step {step}" in str(late.error)
+        assert [result.value for result in them.run(lambda ranks: together(ranks, "the save of step 3"))] == expected(2)
+
+
+def delete_when_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Delete keys of this kind whenever a rank has seen them and is about to read them."""
+    read_all = Client._read_all
+
+    def deleted(client: Client, keys: list[str]) -> list[bytes] | None:
+        if any(kind in key for key in keys):
+            client.delete(keys)
+            return None
+        return read_all(client, keys)
+
+    monkeypatch.setattr(Client, "_read_all", deleted)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_answer_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyPatch, *, shared: bool) -> None:
+    """A rank is slow to read an answer, while the coordinator goes two operations on: told that it is behind."""
+
+    def part(ranks: RankGroup) -> object:
+        with join(ranks) as collective:
+            answer: object = collective.gather(1, sum) if shared else collective.scatter(1, lambda values: values)
+        for _ in range(2):  # only the coordinator gets here
+            with pytest.raises(ValueError, match="boo"), join(ranks):
+                raise ValueError("boo")
+        return answer
+
+    delete_when_seen(monkeypatch, "/out")
+    with party(2) as them:
+        _, slow = them.run(part)
+        assert type(slow.error) is SaveFailedError
+        assert "This rank is behind" in str(slow.error)
+
+
+def test_a_verdict_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank sees that there is a verdict and is slow to read it: told that it is behind."""
+
+    def part(ranks: RankGroup) -> object:
+        if ranks.rank == 0:
+            for _ in range(3):
+                with pytest.raises(ValueError, match="boo"), join(ranks):
+                    raise ValueError("boo")
+            return None
+        with join(ranks) as collective:
+            return collective.gather(1, len)
+
+    delete_when_seen(monkeypatch, "/verdict")
+    with party(2) as them:
+        _, slow = them.run(part)
+        assert type(slow.error) is SaveFailedError
+        assert "This rank is behind" in str(slow.error) or "has closed" in str(slow.error), slow
+
+
+def test_a_rank_that_is_far_behind_is_told_so() -> None:
+    """Its operation is over for the others, and no key of it is left."""
+    with party(2) as them:
+        for step in range(4):
+            them.run(lambda ranks, step=step: together(ranks, f"the save of step {step}", seconds=0.1), ranks=[0])  # type: ignore[misc]
+        (late,) = them.run(lambda ranks: together(ranks, "the save of step 0"), ranks=[1])
+        assert type(late.error) is SaveFailedError
+        assert "This rank is behind: the save of step 0 is over for the others" in str(late.error)
+
+
+def test_ranks_that_disagree_on_the_rounds() -> None:
+    """One rank has a round more: an error at once, and no answer of another round."""
+
+    def part(ranks: RankGroup) -> int:
+        with join(ranks) as collective:
+            collective.gather(None, len)
+            if ranks.rank == odd:
+                collective.gather("one more", len)
+        return 1
+
+    with party(3) as them:
+        for odd in (0, 1):
+            ended = them.run(part)
+            assert type(ended[odd].error) is SaveFailedError
+            assert "did something else" in str(ended[odd].error) or "has left" in str(ended[odd].error)
+        assert [result.value for result in them.run(together)] == expected(3)
+
+
+# ---- one rank by itself
+
+
+def test_a_rank_that_was_suspended_gives_up() -> None:
+    """No thread of this process ran for more than `silence_seconds`: the others have given up, so this rank does.
+
+    The time is not counted as silence of the others.
+    """
+    clock = Clock()
+    ranks = RankGroup(0, 2, dist.HashStore(), beat_seconds=60.0, clock=clock)
+
+    def part() -> None:
+        with join(ranks, seconds=1000.0, silence_seconds=60.0) as collective:
+            clock.now += 59
+            collective.look()
+            assert collective.cancelled is None
+            clock.now += 61
+            collective.begin_commit()
+
+    ended = Ended(part)
+    ranks.close()
+    assert type(ended.error) is SaveFailedError
+    assert "Rank 0 was stopped or stuck for 61 s" in str(ended.error)
+
+
+def test_the_deadline_of_a_rank_alone() -> None:
+    """A thread that waits for the operation calls `look`; what the operation then raises is a consequence."""
+    clock = Clock()
+
+    def part() -> None:
+        with join(RankGroup(0, 1, None, clock=clock), seconds=10.0) as collective:
+            clock.now += 10 + GRACE_SECONDS - 0.1
+            collective.look()
+            assert collective.cancelled is None
+            clock.now += 0.2
+            collective.look()
+            assert collective.deadline.expired()
+            raise SaveFailedError("In consequence.")
+
+    error = Ended(part).error
+    assert type(error) is SaveTimeoutError
+    assert isinstance(error.__cause__, SaveFailedError)

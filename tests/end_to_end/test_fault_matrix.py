@@ -1,0 +1,348 @@
+"""Every way to fail, at every request of every operation: what was told is true, and the next attempt succeeds.
+
+For each operation (a fresh save, an overwrite, a failed save that removes its shards, a load, the removal of orphans)
+and each way to fail: the first request fails, then the second, until one is through before its fault is reached.
+`check` looks, past the faults, at what is in the store: at once, when late requests have been carried out, after the
+next attempt, and after orphans were removed. Ranks are simulated in one process, and pauses are those of retries.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeAlias
+
+import pytest
+
+from dcp_remote import RemoteReader
+from dcp_remote.common.deadline import RetryPolicy
+from dcp_remote.errors import (
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    ConditionFailedError,
+    DcpRemoteError,
+    PermissionDeniedError,
+    SaveFailedError,
+    StorageError,
+)
+from dcp_remote.format.manifest import MANIFEST_KEY
+from dcp_remote.run import conditional_put
+from dcp_remote.run.gc import remove_orphans
+from dcp_remote.saving import uploads
+from dcp_remote.storage import MemoryStore, retrying
+from dcp_remote.storage.wrapper import Verb
+from dcp_remote.testing import Fault, FaultyStore, matching, nth
+from tests.support.figures import count
+from tests.support.histories import run_histories
+from tests.support.simulated_ranks import load_as_ranks
+from tests.support.valued_states import found, named, put_orphans, save, shards_in, states, value_of
+
+pytestmark = pytest.mark.torture
+
+OLD, NEW, NEXT = 1.0, 2.0, 3.0
+
+# Of one operation: three failures in a row take milliseconds. What fails for ever is given up soon.
+PATIENCE_SECONDS = 30.0
+FOR_EVER_SECONDS = 0.3
+
+Way: TypeAlias = Literal[
+    "request lost",
+    "response lost",
+    "late by one request",
+    "late by three requests",
+    "late by all requests",
+    "409",  # S3's answer to a conditional write while another is under way; nothing was written
+    "412 on our own write",  # carried out, repeated by a client that lost the answer, and refused then
+    "503 for a while",
+    "503 for ever",
+    "responses lost for ever",
+]
+ONCE: tuple[Way, ...] = (
+    "request lost",
+    "response lost",
+    "late by one request",
+    "late by three requests",
+    "late by all requests",
+    "409",
+    "412 on our own write",
+    "503 for a while",
+)
+FOR_EVER: tuple[Way, ...] = ("503 for ever", "responses lost for ever")
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses a fortieth of what they are, so that thousands of failures take a minute."""
+    policy = partial(RetryPolicy, first_delay_seconds=0.005, delay_seconds_max=0.05)
+    monkeypatch.setattr(retrying, "RetryPolicy", policy)
+    monkeypatch.setattr(conditional_put, "_FIRST_PAUSE_SECONDS", 0.0025)
+    monkeypatch.setattr(uploads, "CLEANUP_SECONDS", FOR_EVER_SECONDS)
+
+
+def _is_conditional(verb: Verb, key: str) -> bool:
+    return verb == "put" and key == MANIFEST_KEY
+
+
+def fault(way: Way, number: int) -> Fault:
+    """The `number`-th request fails in this way; it and two more for a while; it and all that follow for ever."""
+
+    def conditional(verb: Verb, key: str, now: int) -> bool:
+        return now >= number and _is_conditional(verb, key)
+
+    def refusal() -> ConditionFailedError:
+        return ConditionFailedError("An injected refusal.", key=MANIFEST_KEY)
+
+    faults: dict[Way, Fault] = {
+        "request lost": nth(number, "request"),
+        "response lost": nth(number, "response"),
+        "late by one request": nth(number, "late", later_by=1),
+        "late by three requests": nth(number, "late", later_by=3),
+        "late by all requests": nth(number, "late"),
+        "409": matching(conditional, "request", error=refusal),
+        "412 on our own write": matching(conditional, "response", error=refusal),
+        "503 for a while": matching(lambda verb, key, now: number <= now < number + 3, "request", persistent=True),
+        "503 for ever": nth(number, "request", persistent=True),
+        "responses lost for ever": nth(number, "response", persistent=True),
+    }
+    return faults[way]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """How an operation ended, and which states its caller may find after that.
+
+    Attributes:
+        error: None if it succeeded.
+        now: What may be there.
+        later: What may be there once all that was on its way has arrived.
+    """
+
+    error: DcpRemoteError | None
+    now: set[float | None]
+    later: set[float | None]
+
+
+def told(save_it: Callable[[], None], *, before: float | None, value: float) -> Told:
+    """Carry out a save, and say what it promised."""
+    try:
+        save_it()
+    except CommitUnknownError as error:
+        return Told(error, {before, value}, {before, value})
+    except DcpRemoteError as error:
+        return Told(error, {before}, {before})
+    return Told(None, {value}, {value})
+
+
+def check(store: MemoryStore, faulty: FaultyStore, promise: Told, world_size: int, *, settle_last: bool) -> None:
+    """Hold the store to a promise; save once more; remove the orphans.
+
+    Args:
+        store: Past the faults.
+        faulty: In front of it; may hold requests that are late.
+        promise: Of the operation that met the fault.
+        world_size: Of the next save.
+        settle_last: Carry out what is late after the next save, not before.
+    """
+    count("requests failed", len(faulty.hits))
+    assert found(store) in promise.now
+    if not settle_last:
+        faulty.settle()
+        assert found(store) in promise.later
+    save(store, NEXT, world_size)
+    assert found(store) == NEXT
+    if settle_last:
+        faulty.settle()
+        assert found(store) == NEXT
+    removal = remove_orphans(store, grace_seconds=0.0)
+    assert removal.failed == {}
+    assert removal.kept == ()
+    assert shards_in(store) == named(store)
+    assert found(store) == NEXT
+
+
+def prepared(*, overwriting: bool, world_size: int) -> tuple[MemoryStore, float | None]:
+    store = MemoryStore()
+    if overwriting:
+        save(store, OLD, world_size)
+    return store, OLD if overwriting else None
+
+
+@pytest.mark.parametrize("settle_last", [False, True])
+@pytest.mark.parametrize("overwriting", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("way", ONCE)
+def test_a_save_survives_what_happens_once(way: Way, world_size: int, *, overwriting: bool, settle_last: bool) -> None:
+    """Each request fails in turn, once or for a while: the save succeeds, whatever was on its way."""
+    for number in itertools.count(1):
+        store, before = prepared(overwriting=overwriting, world_size=world_size)
+        faulty = FaultyStore(store, [fault(way, number)])
+        promise = told(
+            partial(save, faulty, NEW, world_size, timeout_seconds=PATIENCE_SECONDS), before=before, value=NEW
+        )
+        assert promise.error is None
+        check(store, faulty, promise, world_size, settle_last=settle_last)
+        if not faulty.hits:
+            assert number > 2 + world_size
+            return
+
+
+@pytest.mark.parametrize("overwriting", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("way", FOR_EVER)
+def test_a_save_that_cannot_go_on_says_what_is_true(way: Way, world_size: int, *, overwriting: bool) -> None:
+    """From each request on nothing is answered: it fails by its deadline, unless it was committed before.
+
+    On a machine that is busy a save may not come as far as its commit in so short a time: then it is given more.
+    """
+    seen: list[DcpRemoteError | None] = []
+    for times in (1, 4, 16):
+        for number in itertools.count(1):
+            store, before = prepared(overwriting=overwriting, world_size=world_size)
+            faulty = FaultyStore(store, [fault(way, number)])
+            attempt = partial(save, faulty, NEW, world_size, timeout_seconds=times * FOR_EVER_SECONDS)
+            promise = told(attempt, before=before, value=NEW)
+            seen.append(promise.error)
+            check(store, faulty, promise, world_size, settle_last=False)
+            if not faulty.hits:
+                break
+        if any(isinstance(error, CommitUnknownError) for error in seen):
+            break
+    assert any(isinstance(error, SaveFailedError) for error in seen)
+    assert any(isinstance(error, CommitUnknownError) for error in seen)
+
+
+def _puts_the_last_shard_of(rank: int) -> Callable[[Verb, str, int], bool]:
+    def when(verb: Verb, key: str, number: int) -> bool:
+        return verb == "put" and f"rank-{rank:05d}" in key and key.endswith("-0001.safetensors")
+
+    return when
+
+
+@pytest.mark.parametrize("way", [*ONCE, *FOR_EVER])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_failed_save_that_removes_its_shards(way: Way, world_size: int) -> None:
+    """A rank's last shard is refused for good, so that it deletes the others, at each request of which more goes wrong.
+
+    The old checkpoint stays; whatever is left is removed as orphans.
+    """
+    refused = matching(
+        _puts_the_last_shard_of(world_size - 1),
+        "request",
+        persistent=True,
+        error=lambda: PermissionDeniedError("This may not be written."),
+    )
+    for number in itertools.count(1):
+        store, before = prepared(overwriting=True, world_size=world_size)
+        refusing = FaultyStore(store, [refused])
+        faulty = FaultyStore(refusing, [fault(way, number)])
+        timeout_seconds = FOR_EVER_SECONDS if way in FOR_EVER else PATIENCE_SECONDS
+        attempt = partial(save, faulty, NEW, world_size, timeout_seconds=timeout_seconds)
+        promise = told(attempt, before=before, value=NEW)
+        assert promise.error is not None
+        if way in ONCE and refusing.hits:
+            assert isinstance(promise.error, SaveFailedError)
+            assert promise.error.details["rank"] == world_size - 1
+            faulty.settle()
+        check(store, faulty, promise, world_size, settle_last=False)
+        if not faulty.hits:
+            return
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("way", ["request lost", "response lost", "503 for a while", "503 for ever"])
+def test_a_load_is_right_or_fails(way: Way, world_size: int) -> None:
+    """Each request of a load by so many ranks of what two saved: right to the bit, or an error that says how often."""
+    store = MemoryStore()
+    save(store, NEW, 2)
+    for number in itertools.count(1):
+        faulty = FaultyStore(store, [fault(way, number)])
+        templates = states(0.0, world_size)
+        timeout_seconds = FOR_EVER_SECONDS if way in FOR_EVER else PATIENCE_SECONDS
+        failures: list[StorageError] = []
+        make_reader = partial(RemoteReader, faulty, timeout_seconds=timeout_seconds)
+        try:
+            load_as_ranks(templates, make_reader)
+        except StorageError as error:
+            failures.append(error)
+        assert bool(failures) == (way in FOR_EVER and bool(faulty.hits))
+        assert all("attempts" in error.details for error in failures)
+        if not failures:
+            assert all(value_of(template) == NEW for template in templates)
+        count("requests failed", len(faulty.hits))
+        if not faulty.hits:
+            assert number > 2 * world_size
+            return
+
+
+@pytest.mark.parametrize("settle_last", [False, True])
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("way", [*ONCE, *FOR_EVER])
+def test_removing_orphans_harms_nothing(way: Way, *, committed: bool, settle_last: bool) -> None:
+    """Each request of it fails in turn, beside a checkpoint or where only orphans are: what was there is there."""
+    for number in itertools.count(1):
+        store, before = prepared(overwriting=committed, world_size=2)
+        put_orphans(store)
+        faulty = FaultyStore(store, [fault(way, number)])
+        timeout_seconds = FOR_EVER_SECONDS if way in FOR_EVER else PATIENCE_SECONDS
+        removed: Sequence[object] = ()
+        try:
+            removed = remove_orphans(faulty, grace_seconds=0.0, timeout_seconds=timeout_seconds).removed
+        except DcpRemoteError:
+            assert way in FOR_EVER
+        else:
+            assert way in FOR_EVER or len(removed) == 2
+        check(store, faulty, Told(None, {before}, {before}), 2, settle_last=settle_last)
+        if not faulty.hits:
+            assert number > 3
+            return
+
+
+def test_many_things_go_wrong(torture_seconds: float) -> None:
+    """Saves at 1 to 3 ranks and removals of orphans in a row on one store, each with faults drawn from a seed.
+
+    After each: what was told holds for what is there now.
+    """
+    run_histories(history, torture_seconds)
+
+
+def history(seed: int) -> None:
+    """Five operations and their faults, decided by a seed; then all that is late arrives, and one save more."""
+    draw = random.Random(seed)
+    store = MemoryStore()
+    possible: set[float | None] = {None}
+    faulties: list[FaultyStore] = []
+    for step in range(5):
+        value = float(step + 10)
+        faults = [fault(draw.choice(ONCE), draw.randint(1, 12)) for _ in range(draw.randint(1, 4))]
+        faulty = FaultyStore(store, faults)
+        faulties.append(faulty)
+        # What is late of earlier operations arrives now, or still later.
+        for earlier in faulties[:-1]:
+            if draw.random() < 0.5:
+                earlier.settle()
+                assert found(store) in possible
+        try:
+            if draw.random() < 0.25:
+                remove_orphans(faulty, grace_seconds=0.0, timeout_seconds=PATIENCE_SECONDS)
+            else:
+                save(faulty, value, draw.randint(1, 3), timeout_seconds=PATIENCE_SECONDS)
+                possible = {value}
+        except CommitUnknownError:
+            possible |= {value}
+        except CheckpointNotFoundError:  # by a removal of orphans where nothing is
+            assert possible == {None}
+        except DcpRemoteError as error:
+            error.add_note(f"step={step}")
+            raise
+        count("requests failed", len(faulty.hits))
+        assert found(store) in possible
+    for faulty in faulties:
+        faulty.settle()
+    assert found(store) in possible
+    save(store, NEXT, 2)
+    remove_orphans(store, grace_seconds=0.0)
+    assert shards_in(store) == named(store)
+    assert found(store) == NEXT

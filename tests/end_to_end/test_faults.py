@@ -1,0 +1,313 @@
+"""What a user is told when a save or a load fails, and what lies in the store: crashes, refusals, stalls, deadlines.
+
+What lies in the store is read past the faults. Ranks are simulated in one process; the pauses of retries are real, and
+short. `test_fault_matrix.py` fails every request in every way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Literal, TypeVar
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from dcp_remote import RemoteWriter, load
+from dcp_remote.errors import (
+    CommitConflictError,
+    CommitUnknownError,
+    PermissionDeniedError,
+    SaveFailedError,
+    SaveTimeoutError,
+    StorageError,
+    TransientStorageError,
+)
+from dcp_remote.format.manifest import MANIFEST_KEY
+from dcp_remote.saving import uploads
+from dcp_remote.storage import MemoryStore, ObjectStore
+from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
+from dcp_remote.testing import FaultyStore, matching, nth
+from tests.support.figures import count
+from tests.support.valued_states import found, save, shards_in
+
+_Answer = TypeVar("_Answer")
+
+OLD, NEW, THIRD = 1.0, 2.0, 3.0
+
+pytestmark = pytest.mark.torture
+
+
+class CrashError(BaseException):
+    """Stands for the end of the process: nothing catches it, and every later request raises it, too."""
+
+
+def stores(*, overwriting: bool, world_size: int) -> Iterator[tuple[int, MemoryStore]]:
+    """Fresh ones, with or without a checkpoint, and the number of the request that is to fail."""
+    for number in range(1, 100):
+        store = MemoryStore()
+        if overwriting:
+            save(store, OLD, world_size)
+        yield number, store
+
+
+@pytest.mark.parametrize("overwriting", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("lost", ["request", "response"])
+def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(
+    *, lost: Literal["request", "response"], world_size: int, overwriting: bool
+) -> None:
+    """The process ends at each request in turn, before it or after it was carried out; then the next save succeeds.
+
+    Only after the manifest was put is it the new one.
+    """
+    seen = set()
+    for number, store in stores(overwriting=overwriting, world_size=world_size):
+        faulty = FaultyStore(store, [nth(number, lost, persistent=True, error=CrashError)])
+        crashed = False
+        try:
+            save(faulty, NEW, world_size)
+        except (CrashError, SaveFailedError):
+            crashed = True
+        assert crashed == bool(faulty.hits)
+        seen.add(found(store))
+        count("crashes", crashed)
+        committing = bool(faulty.hits) and faulty.hits[0].key == MANIFEST_KEY and faulty.hits[0].verb == "put"
+        if crashed and not (committing and lost == "response"):
+            assert found(store) == (OLD if overwriting else None)
+        else:
+            assert found(store) == NEW
+        save(store, THIRD, world_size)
+        assert found(store) == THIRD
+        if not crashed:
+            assert seen == {OLD if overwriting else None, NEW}
+            return
+    pytest.fail("a save has not a hundred requests")
+
+
+def _puts_a_shard_of_rank_1(verb: Verb, key: str, number: int) -> bool:
+    return verb == "put" and "rank-00001" in key
+
+
+def _puts_a_shard(verb: Verb, key: str, number: int) -> bool:
+    return verb == "put" and key != MANIFEST_KEY
+
+
+def _puts_the_manifest(verb: Verb, key: str, number: int) -> bool:
+    return verb == "put" and key == MANIFEST_KEY
+
+
+def _gets(verb: Verb, key: str, number: int) -> bool:
+    return verb == "get"
+
+
+def _deletes(verb: Verb, key: str, number: int) -> bool:
+    return verb == "delete"
+
+
+@pytest.mark.parametrize("lost", ["request", "response"])
+def test_shards_that_never_go_through(lost: Literal["request", "response"]) -> None:
+    """Rank 1 of 3 fails until its deadline: named with its shard and its attempts; its shards are gone again.
+
+    The old checkpoint is there, and the next save replaces it.
+    """
+    store = MemoryStore()
+    save(store, OLD, 3)
+    before = shards_in(store)
+    faulty = FaultyStore(store, [matching(_puts_a_shard_of_rank_1, lost, persistent=True)])
+    with pytest.raises(SaveFailedError) as caught:
+        save(faulty, NEW, 3, timeout_seconds=0.6)
+    details = caught.value.details
+    assert details["rank"] == 1
+    assert "rank-00001" in str(details["shard"])
+    assert isinstance(details["attempts"], int)
+    assert details["attempts"] >= 2
+    assert "was lost" in str(caught.value)
+    assert found(store) == OLD
+    # Rank 0 had finished: nobody tells it, and its shards are left to gc.
+    assert {PurePosixPath(key).name[:10] for key in shards_in(store) - before} == {"rank-00000"}
+    save(store, NEW, 3)
+    assert found(store) == NEW
+
+
+@pytest.mark.parametrize(
+    ("refusal", "word"),
+    [
+        (PermissionDeniedError("This may not be written."), "PermissionDeniedError"),
+        (StorageError("The disk is full."), "The disk is full"),
+    ],
+)
+def test_refusals_are_not_repeated(refusal: StorageError, word: str) -> None:
+    """Access denied and a full disk: one attempt, the cause in the message, nothing left."""
+    store = MemoryStore()
+    faulty = FaultyStore(store, [matching(_puts_a_shard, "request", persistent=True, error=lambda: refusal)])
+    with pytest.raises(SaveFailedError) as caught:
+        save(faulty, NEW, 1)
+    assert caught.value.details["attempts"] == 1
+    assert word in str(caught.value)
+    assert caught.value.__cause__ is refusal
+    assert list(store.list()) == []
+
+
+def test_a_manifest_whose_put_never_arrives() -> None:
+    """Until the deadline; then it is said to be unknown, with the id to look for. The old checkpoint is there."""
+    for overwriting in (False, True):
+        store = MemoryStore()
+        if overwriting:
+            save(store, OLD, 2)
+        faulty = FaultyStore(store, [matching(_puts_the_manifest, "request", persistent=True)])
+        with pytest.raises(CommitUnknownError) as caught:
+            save(faulty, NEW, 2, timeout_seconds=0.6)
+        assert len(str(caught.value.details["save_id"])) == 32
+        assert found(store) == (OLD if overwriting else None)
+        save(store, NEW, 2)
+        assert found(store) == NEW
+
+
+def test_a_manifest_whose_put_is_never_answered() -> None:
+    """It was carried out: reading settles it, and the save succeeds, although no put was ever answered."""
+    for overwriting in (False, True):
+        store = MemoryStore()
+        if overwriting:
+            save(store, OLD, 2)
+        save(FaultyStore(store, [matching(_puts_the_manifest, "response", persistent=True)]), NEW, 2)
+        assert found(store) == NEW
+
+
+class InTheMeantimeStore(WrappedStore):
+    """Another save is committed just before the manifest of this one is put."""
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        if request.verb == "put" and request.key == MANIFEST_KEY:
+            save(self._store, THIRD, 2)
+        return send()
+
+
+@pytest.mark.parametrize("overwriting", [False, True])
+def test_another_save_that_is_committed_first(*, overwriting: bool) -> None:
+    """It is not overwritten, also by a save that may overwrite what it saw: the later one is told of the conflict."""
+    store = MemoryStore()
+    if overwriting:
+        save(store, OLD, 2)
+    with pytest.raises(CommitConflictError):
+        save(InTheMeantimeStore(store), NEW, 2)
+    assert found(store) == THIRD
+
+
+def test_a_manifest_that_cannot_be_read_back() -> None:
+    """The answer to the put is lost, and then nothing can be read: unknown; and it is committed all the same."""
+    store = MemoryStore()
+    faulty = FaultyStore(
+        store,
+        [
+            matching(_puts_the_manifest, "response", persistent=True),
+            matching(lambda verb, key, number: verb == "get" and number > 1, "request", persistent=True),
+        ],
+    )
+    with pytest.raises(CommitUnknownError):
+        save(faulty, NEW, 1, timeout_seconds=0.6)
+    assert found(store) == NEW
+
+
+def test_a_place_that_cannot_be_looked_at() -> None:
+    """The first request of a save, until the deadline: the attempts are named, and no shard was put."""
+    store = MemoryStore()
+    save(store, OLD, 1)
+    before = shards_in(store)
+    faulty = FaultyStore(store, [matching(_gets, "request", persistent=True)])
+    with pytest.raises(TransientStorageError) as caught:
+        save(faulty, NEW, 1, timeout_seconds=0.6)
+    assert caught.value.details["key"] == MANIFEST_KEY
+    assert isinstance(caught.value.details["attempts"], int)
+    assert caught.value.details["attempts"] >= 2
+    assert shards_in(store) == before
+    assert found(store) == OLD
+
+
+def test_shards_that_cannot_be_deleted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The save fails by its own cause, not by the cleaning up, which is given up and logged; gc does the rest."""
+    monkeypatch.setattr(uploads, "CLEANUP_SECONDS", 0.3)
+    store = MemoryStore()
+    faulty = FaultyStore(
+        store,
+        [matching(_puts_a_shard, "response", persistent=True), matching(_deletes, "request", persistent=True)],
+    )
+    with pytest.raises(SaveFailedError, match="shard"):
+        save(faulty, NEW, 1, timeout_seconds=0.5)
+    assert found(store) is None
+    assert shards_in(store)
+    assert any("stay as orphans" in record.getMessage() for record in caplog.records)
+
+
+class StallingStore(WrappedStore):
+    """Puts of shards wait until they are let go; a delete of keys is announced."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self.let_go = threading.Event()
+        self.deleted: set[str] = set()
+        self.changed = threading.Condition()
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        if request.verb == "put" and request.key != MANIFEST_KEY:
+            self.let_go.wait(30)
+        answer = send()
+        if request.verb == "delete":
+            with self.changed:
+                self.deleted.update(request.keys)
+                self.changed.notify_all()
+        return answer
+
+    def wait_until_deleted(self, keys: Sequence[str]) -> bool:
+        """False if it takes half a minute."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.deleted.issuperset(keys), timeout=30)
+
+
+def test_a_stalled_shard_ends_by_the_deadline() -> None:
+    """It never fails, and never ends: the error names it; when it arrives after all, it is deleted again."""
+    store = MemoryStore()
+    stalling = StallingStore(store)
+    with pytest.raises(SaveTimeoutError) as caught:
+        save(stalling, NEW, 1, timeout_seconds=0.3)
+    assert caught.value.details["rank"] == 0
+    assert "rank-00000" in str(caught.value.details["shard"])
+    assert isinstance(caught.value.details["unfinished"], int)
+    assert found(store) is None
+    with stalling.changed:
+        stalling.deleted.clear()  # what was deleted before it arrived
+    stalling.let_go.set()
+    assert stalling.wait_until_deleted([str(caught.value.details["shard"])])
+    assert str(caught.value.details["shard"]) not in shards_in(store)
+
+
+def test_under_torch_every_error_keeps_its_class_and_details() -> None:
+    """What `dcp.save` raises holds our error, with the rank and the shard, and its words are in the message."""
+    store = MemoryStore()
+    faulty = FaultyStore(store, [matching(_puts_a_shard, "request", persistent=True)])
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"w": torch.ones(2)}, storage_writer=RemoteWriter(faulty, timeout_seconds=0.3))
+    error = caught.value.failures[0][0]
+    assert isinstance(error, SaveFailedError)
+    assert {"rank", "shard", "attempts", "cause"} <= error.details.keys()
+    assert "could not write a shard" in str(caught.value)
+
+
+def test_loads_that_cannot_go_on_are_errors_of_ours() -> None:
+    """Reads that are refused for good, and that fail until the time for one range is over: at each request in turn."""
+    store = MemoryStore()
+    save(store, NEW, 1)
+    refusal = PermissionDeniedError("This may not be read.")
+    for number in (1, 2, 3):
+        faulty = FaultyStore(store, [nth(number, "request", persistent=True, error=lambda: refusal)])
+        with pytest.raises(PermissionDeniedError):
+            load(faulty)
+    for number, key in ((1, MANIFEST_KEY), (2, "shards/")):
+        faulty = FaultyStore(store, [nth(number, "request", persistent=True)])
+        with pytest.raises(TransientStorageError) as caught:
+            load(faulty, timeout_seconds=0.3)
+        assert key in str(caught.value.details["key"])
+        assert caught.value.details["attempts"]

@@ -1,0 +1,249 @@
+"""Saves and loads that overlap, end badly, or are about a state that does not keep still."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+
+from dcp_remote import RemoteReader, RemoteWriter, load
+from dcp_remote.common.arrays import Buffer
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError
+from dcp_remote.storage import LocalStore
+from dcp_remote.storage.base import Condition, Version
+from dcp_remote.storage.memory import MemoryStore
+from dcp_remote.testing import RecordingStore
+from tests.support.simulated_ranks import save_as_ranks
+
+WAIT_SECONDS = 30.0
+
+
+class GatedSavePlanner(DefaultSavePlanner):
+    """Waits in the middle of a save until somebody opens the gate."""
+
+    def __init__(self, reached: threading.Event, gate: threading.Event) -> None:
+        super().__init__()
+        self._reached, self._gate = reached, gate
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self._reached.set()
+        assert self._gate.wait(WAIT_SECONDS)
+        return super().finish_plan(new_plan)
+
+
+class GatedLoadPlanner(DefaultLoadPlanner):
+    """The same for a load."""
+
+    def __init__(self, reached: threading.Event, gate: threading.Event) -> None:
+        super().__init__()
+        self._reached, self._gate = reached, gate
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        self._reached.set()
+        assert self._gate.wait(WAIT_SECONDS)
+        return super().finish_plan(new_plan)
+
+
+def meanwhile(first: Callable[[threading.Event, threading.Event], Any], second: Callable[[], Any]) -> None:
+    """Run `second` in this thread while `first` waits in the middle of its work in another."""
+    reached, gate = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(first, reached, gate)
+        try:
+            assert reached.wait(WAIT_SECONDS)
+            second()
+        finally:
+            gate.set()
+        future.result()
+
+
+def test_two_saves_by_one_writer_are_never_mixed(tmp_path: Path) -> None:
+    """One waits in the middle while the other is done from beginning to end, to another URL: both are there."""
+    writer = RemoteWriter(tmp_path / "base")
+
+    def first(reached: threading.Event, gate: threading.Event) -> None:
+        dcp.save(
+            {"x": torch.full((3,), 1.0)},
+            checkpoint_id=tmp_path / "1",
+            storage_writer=writer,
+            planner=GatedSavePlanner(reached, gate),
+            no_dist=True,
+        )
+
+    def second() -> None:
+        dcp.save({"x": torch.full((3,), 2.0)}, checkpoint_id=tmp_path / "2", storage_writer=writer, no_dist=True)
+
+    meanwhile(first, second)
+    assert load(tmp_path / "1")["x"].tolist() == [1.0] * 3
+    assert load(tmp_path / "2")["x"].tolist() == [2.0] * 3
+
+
+def test_two_saves_by_one_writer_to_one_url_are_one_checkpoint(tmp_path: Path) -> None:
+    """The one that comes late is told so; the other's stays."""
+    writer = RemoteWriter(tmp_path)
+
+    def first(reached: threading.Event, gate: threading.Event) -> None:
+        with pytest.raises(CheckpointException, match="Another save was committed"):
+            dcp.save({"x": 1}, storage_writer=writer, planner=GatedSavePlanner(reached, gate), no_dist=True)
+
+    meanwhile(first, lambda: dcp.save({"x": 2}, storage_writer=writer, no_dist=True))
+    assert load(tmp_path) == {"x": 2}
+
+
+def test_two_loads_by_one_reader_are_never_mixed(tmp_path: Path) -> None:
+    """Each gets what it asked for."""
+    for number in (1, 2):
+        dcp.save(
+            {"x": torch.full((3,), float(number))}, storage_writer=RemoteWriter(tmp_path / str(number)), no_dist=True
+        )
+    reader = RemoteReader(tmp_path / "base")
+    found = {1: {"x": torch.zeros(3)}, 2: {"x": torch.zeros(3)}}
+
+    def first(reached: threading.Event, gate: threading.Event) -> None:
+        planner = GatedLoadPlanner(reached, gate)
+        dcp.load(found[1], checkpoint_id=tmp_path / "1", storage_reader=reader, planner=planner, no_dist=True)
+
+    meanwhile(first, lambda: dcp.load(found[2], checkpoint_id=tmp_path / "2", storage_reader=reader, no_dist=True))
+    assert found[1]["x"].tolist() == [1.0] * 3
+    assert found[2]["x"].tolist() == [2.0] * 3
+
+
+def test_a_background_save_outlives_the_script(tmp_path: Path) -> None:
+    """The last statement of a script is `async_save`: the interpreter exits, and the checkpoint is there."""
+    script = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from dcp_remote import RemoteWriter
+dcp.async_save({"x": torch.arange(300_000)}, storage_writer=RemoteWriter(sys.argv[1]), no_dist=True)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], check=True, timeout=120)
+    assert torch.equal(load(tmp_path)["x"], torch.arange(300_000))
+
+
+class MeddlingStore(LocalStore):
+    """Changes a tensor of the state while its shard is under way, as a careless training loop does."""
+
+    tensor: torch.Tensor
+
+    def put(self, key: str, buffers: Any, *, condition: Condition = "any") -> Version:
+        if key.startswith("shards/"):
+            self.tensor.add_(1)
+        return super().put(key, buffers, condition=condition)
+
+
+def test_a_state_that_changes_while_it_is_saved_is_refused(tmp_path: Path) -> None:
+    """Or it would be committed with digests that nothing fits, and be told damaged when somebody needs it."""
+    store = MeddlingStore(tmp_path)
+    store.tensor = torch.zeros(100_000)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"model": {"w": store.tensor}}, storage_writer=RemoteWriter(store), no_dist=True)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, SaveFailedError)
+    assert "changed while it was being saved" in str(error)
+    assert "model.w" in str(error)
+    assert list(store.list()) == []
+
+
+class BadError(Exception):
+    """Can be pickled, and not be unpickled."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+
+
+class BadPlanner(DefaultSavePlanner):
+    """Raises it where the writer asks."""
+
+    def resolve_data(self, _write_item: object) -> Any:
+        raise BadError("bro", "ken")
+
+
+class BadStore(MemoryStore):
+    """Raises it at the first request."""
+
+    def get(self, key: str, *, limit_bytes: int) -> Any:
+        raise BadError("bro", "ken")
+
+
+@pytest.mark.parametrize("what", ["planner", "store"])
+def test_what_cannot_cross_ranks_is_told_as_an_error_of_ours(what: str) -> None:
+    """Torch would leave the other ranks waiting in a collective for it."""
+    planner = BadPlanner() if what == "planner" else DefaultSavePlanner()
+    store = MemoryStore() if what == "planner" else BadStore()
+    with pytest.raises(DcpRemoteError, match="BadError: broken"):
+        save_as_ranks([{"x": torch.zeros(3)}], lambda: RemoteWriter(store), lambda: planner)
+
+
+def test_a_flat_state_dict_is_packed_like_any_other() -> None:
+    """`module.state_dict()` has hundreds of names at the top; they are no hundreds of shards."""
+    store = RecordingStore(MemoryStore())
+    save_as_ranks([{f"layers.{n}.weight": torch.zeros(10) for n in range(300)}], lambda: RemoteWriter(store))
+    assert store.count("put") == 2
+
+
+class CountingStore(MemoryStore):
+    """Notes how many bytes are under way at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self._counting = threading.Lock()
+
+    def put(self, key: str, buffers: Any, *, condition: Condition = "any") -> Version:
+        size = sum(len(memoryview(buffer).cast("B")) for buffer in buffers)
+        with self._counting:
+            self._now += size
+            self.most = max(self.most, self._now)
+        try:
+            return super().put(key, [bytes(b) for b in _as_buffers(buffers)], condition=condition)
+        finally:
+            with self._counting:
+                self._now -= size
+
+
+def _as_buffers(buffers: Any) -> list[Buffer]:
+    return list(buffers)
+
+
+def test_streams_count_against_the_budget() -> None:
+    """Sparse tensors are encoded to be sent; no more of them than fit is under way at a time."""
+    store = CountingStore()
+    budget_bytes = 4 << 20
+    state = {f"s{n}": torch.ones(1 << 17).to_sparse() for n in range(12)}  # 1.5 MiB each, as a stream
+    save_as_ranks([state], lambda: RemoteWriter(store, memory_budget_bytes=budget_bytes))
+    assert budget_bytes / 4 < store.most <= budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [({"a\ud800": torch.zeros(3)}, "not Unicode"), ({"many": torch.zeros([1] * 65)}, "more dimensions")],
+)
+def test_what_no_manifest_could_say_is_refused_before_it_is_uploaded(state: dict[str, Any], says: str) -> None:
+    """Not when everything is there, on the coordinator alone."""
+    store = RecordingStore(MemoryStore())
+    with pytest.raises(InvalidArgumentError, match=says):
+        save_as_ranks([state], lambda: RemoteWriter(store))
+    assert store.count("put") == 0
+
+
+@pytest.mark.parametrize("timeout_seconds", [0, -1, float("inf"), float("nan"), 1e12])
+def test_timeouts_that_nobody_can_wait_for(timeout_seconds: float, tmp_path: Path) -> None:
+    for make in (RemoteWriter, RemoteReader, load):
+        with pytest.raises(InvalidArgumentError, match="timeout_seconds"):
+            make(tmp_path, timeout_seconds=timeout_seconds)
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5e6, True, None])
+def test_budgets_that_are_no_number_of_bytes(budget: Any, tmp_path: Path) -> None:
+    for make in (RemoteWriter, RemoteReader, load):
+        with pytest.raises(InvalidArgumentError, match="memory_budget_bytes"):
+            make(tmp_path, memory_budget_bytes=budget)

@@ -1,0 +1,311 @@
+"""What any number of ranks saved, any other number loads, bit for bit, however it was cut, dealt out and laid out.
+
+Planner, writer and reader are torch's and ours, called once per rank in one process (`tests.support.simulated_ranks`).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+
+from dcp_remote import RemoteReader, RemoteWriter, load
+from dcp_remote.storage import MemoryStore
+from dcp_remote.testing import RecordingStore
+from tests.support.properties import examples
+from tests.support.simulated_ranks import LocalShards, State, grid, load_as_ranks, save_as_ranks, shard
+from tests.support.strategies import (
+    DTYPES,
+    LAYOUTS,
+    AnyDtypePlanner,
+    Case,
+    Resharding,
+    Sharding,
+    blank,
+    blank_like,
+    cases,
+    dealt,
+    random_whole,
+    same_bits,
+)
+
+
+def writer(store: MemoryStore | RecordingStore, shard_bytes_max: int) -> RemoteWriter:
+    """A writer of small shards."""
+
+    class SmallShards(RemoteWriter):
+        _shard_bytes_max = shard_bytes_max
+
+    return SmallShards(store)
+
+
+def saved_states(case: Case) -> list[State]:
+    states: list[State] = [{} for _ in range(case.saving)]
+    for number, tensor in enumerate(case.tensors):
+        parts = _parts(tensor, tensor.saved, world_size=case.saving)
+        for state, part in zip(states, parts, strict=True):
+            state[f"t{number}"] = part
+    return states
+
+
+def templates(case: Case) -> list[State]:
+    states: list[State] = [{} for _ in range(case.loading)]
+    for number, tensor in enumerate(case.tensors):
+        parts = _parts(tensor, tensor.loaded, world_size=case.loading)
+        for state, part in zip(states, parts, strict=True):
+            state[f"t{number}"] = (
+                blank_like(part, tensor.layout)
+                if isinstance(part, LocalShards)
+                else blank(part.dtype, part.shape, layout=tensor.layout)
+            )
+    return states
+
+
+def _parts(tensor: Resharding, sharding: Sharding | None, *, world_size: int) -> list[torch.Tensor]:
+    if sharding is None:
+        return [tensor.whole.tensor(layout=tensor.layout) for _ in range(world_size)]
+    return list(dealt(tensor.whole, sharding.parts, sharding.owners, world_size=world_size, layouts=sharding.layouts))
+
+
+def check(case: Case, states: list[State]) -> None:
+    for state in states:
+        for number, tensor in enumerate(case.tensors):
+            part = state[f"t{number}"]
+            for offsets, chunk in part.chunks if isinstance(part, LocalShards) else [((0,) * part.dim(), part)]:
+                expected = tensor.whole.cell((offsets, tuple(chunk.shape)))
+                assert same_bits(chunk, expected), f"t{number} {tensor.whole.dtype} {offsets} {tuple(chunk.shape)}"
+
+
+@examples(250)
+@given(case=cases())
+def test_any_state_comes_back_at_any_world_size(case: Case) -> None:
+    """Save by one dealing of cells to ranks, load by another, and compare every chunk with the bytes that were made.
+
+    The same checkpoint is then loaded without a template.
+    """
+    store = MemoryStore()
+    save_as_ranks(saved_states(case), lambda: writer(store, case.shard_bytes_max), AnyDtypePlanner)
+    loaded = templates(case)
+    load_as_ranks(loaded, lambda: RemoteReader(store))
+    check(case, loaded)
+    whole = load(store)
+    for number, tensor in enumerate(case.tensors):
+        assert same_bits(whole[f"t{number}"], tensor.whole.elements)
+        assert whole[f"t{number}"].dtype == tensor.whole.dtype
+
+
+def test_every_dtype() -> None:
+    """All of torch's, 0-d and not, in every memory layout, saved by three ranks and loaded by two."""
+    store = MemoryStore()
+    wholes = {
+        f"{str(dtype).removeprefix('torch.')}-{layout}-{len(shape)}": (random_whole(dtype, shape, 1), layout)
+        for dtype in DTYPES
+        for layout in LAYOUTS
+        for shape in ((), (7, 3))
+    }
+    assert len(wholes) == 46 * 4 * 2
+    parts = {
+        name: dealt(w, (3, 1)[: len(w.shape)], [(0,), (1,), (2,)], world_size=3, layouts=[layout])
+        for name, (w, layout) in wholes.items()
+    }
+    save_as_ranks(
+        [{name: shards[rank] for name, shards in parts.items()} for rank in range(3)],
+        lambda: RemoteWriter(store),
+        AnyDtypePlanner,
+    )
+    loaded: list[State] = [
+        {name: blank(w.dtype, w.shape, layout=layout) for name, (w, layout) in wholes.items()} for _ in range(2)
+    ]
+    load_as_ranks(loaded, lambda: RemoteReader(store))
+    for state in loaded:
+        for name, (w, _) in wholes.items():
+            assert same_bits(state[name], w.elements), name
+
+
+@pytest.mark.parametrize("shard_bytes_max", [300_000, 1_000_000])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.complex128])
+def test_columns_of_a_large_matrix(shard_bytes_max: int, dtype: torch.dtype) -> None:
+    """Saved in row slices of several pieces each, read in column slices: partial pieces go by their block tables."""
+    store = RecordingStore(MemoryStore())
+    whole = random_whole(dtype, (1200, 1000), 3)
+    save_as_ranks(
+        [{"w": part} for part in dealt(whole, (2, 1), [(0,), (1,)], world_size=2, layouts=["contiguous"])],
+        lambda: writer(store, shard_bytes_max),
+    )
+    store.clear()
+    templates = dealt(whole, (1, 5), [(0,), (1,), (2,)], world_size=3, layouts=["contiguous"])
+    loaded: list[State] = [{"w": blank_like(template, "contiguous")} for template in templates]
+    load_as_ranks(loaded, lambda: RemoteReader(store))
+    for state in loaded:
+        for offsets, chunk in state["w"].chunks:
+            assert same_bits(chunk, whole.cell((offsets, tuple(chunk.shape))))
+    assert {verb for verb, _ in store.calls} == {"get", "get_into"}
+
+
+def test_rows_larger_than_a_shard() -> None:
+    """Three rows of 200,000 bytes in shards of 64,000: pieces begin inside rows; read whole, by rows and by columns."""
+    store = MemoryStore()
+    whole = random_whole(torch.float64, (3, 25_000), 5)
+    save_as_ranks([{"w": whole.tensor()}], lambda: writer(store, 64_000))
+    for parts in [(1, 1), (3, 1), (1, 3), (2, 7)]:
+        loaded: list[State] = [
+            {"w": blank_like(part, "contiguous")}
+            for part in dealt(whole, parts, [(0,), (1,)], world_size=2, layouts=["contiguous"])
+        ]
+        load_as_ranks(loaded, lambda: RemoteReader(store))
+        for state in loaded:
+            for offsets, chunk in state["w"].chunks:
+                assert same_bits(chunk, whole.cell((offsets, tuple(chunk.shape))))
+
+
+def test_a_few_rows_cost_a_few_blocks() -> None:
+    """Of a 16 MiB matrix one rank reads 64 KiB in the middle: at most two blocks more than that, and the table."""
+    store = RecordingStore(MemoryStore())
+    whole = random_whole(torch.float32, (1024, 4096), 6)
+    save_as_ranks([{"w": whole.tensor()}], lambda: RemoteWriter(store))
+    manifest_bytes = store.requests[-1].size_bytes
+    store.clear()
+    rows = LocalShards((1024, 4096), torch.float32, [((510, 0), torch.zeros(4, 4096))])
+    load_as_ranks([{"w": rows}], lambda: RemoteReader(store))
+    assert same_bits(rows.chunks[0][1], whole.cell(((510, 0), (4, 4096))))
+    block_bytes = 256 * 1024  # of a piece of 16 MiB
+    assert store.size_bytes() - manifest_bytes <= 64 * 1024 + 2 * block_bytes + 64 * 16
+    assert [verb for verb, _ in store.calls] == ["get", "get_into", "get_into"]
+
+
+def test_a_chunk_larger_than_a_shard() -> None:
+    """70 MB at the shard size that users have: two shards of equal pieces; read whole and by halves of the columns."""
+    store = MemoryStore()
+    whole = random_whole(torch.uint8, (7000, 10_000), 7)
+    save_as_ranks([{"w": whole.tensor()}], lambda: RemoteWriter(store))
+    assert sum(key.startswith("shards/") for key in store.space.objects) == 2
+    loaded: list[State] = [
+        {"w": blank_like(part, layout)}
+        for part, layout in zip(
+            dealt(whole, (1, 2), [(0,), (1,)], world_size=2, layouts=["contiguous"]),
+            ["contiguous", "strided"],
+            strict=True,
+        )
+    ]
+    load_as_ranks(loaded, lambda: RemoteReader(store))
+    for state in loaded:
+        for offsets, chunk in state["w"].chunks:
+            assert same_bits(chunk, whole.cell((offsets, tuple(chunk.shape))))
+    assert same_bits(load(store)["w"], whole.elements)
+
+
+def test_a_rank_with_nothing() -> None:
+    """Five ranks of which two hold a part, and one an empty state: it writes no shard, and loads nothing."""
+    store = MemoryStore()
+    whole = random_whole(torch.int64, (2, 3), 8)
+    states: list[State] = [{"w": part} for part in shard(whole.tensor(), 5, (2, 1))]
+    states[4] = {}
+    save_as_ranks(states, lambda: RemoteWriter(store))
+    assert sorted(key[10:20] for key in store.space.objects if key.startswith("shards/")) == [
+        "rank-00000",
+        "rank-00001",
+    ]
+    loaded: list[State] = [{"w": blank_like(part, "contiguous")} for part in shard(whole.tensor(), 5, (1, 2))]
+    loaded[3] = {}
+    load_as_ranks(loaded, lambda: RemoteReader(store))
+    for state, cell in zip(loaded, grid((2, 3), (1, 2)), strict=False):
+        assert same_bits(state["w"].chunks[0][1], whole.cell(cell))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_views_of_every_kind_are_saved_as_what_they_show() -> None:
+    """Expanded (stride 0), conjugated and negated lazily, one element with a stride of its own, overlapping windows."""
+    store = MemoryStore()
+    base = torch.arange(24, dtype=torch.float32).view(4, 6)
+    values = torch.complex(base, base + 0.5)
+    views = {
+        "expanded": base[:1].expand(5, 6),
+        "expanded 0-d": base[2, 3].expand(3, 2),
+        "conjugated": values.conj(),
+        "conjugated and transposed": values.mH,
+        "conjugated half": values.to(torch.complex32).conj(),
+        "conjugated double": values.to(torch.complex128).conj(),
+        "negated": values.conj().imag,
+        "negated and strided": values.conj().imag[1:, ::2],
+        "one element": base.view(-1)[3::50],
+        "one column": base[:1, 2:3],
+        "windows": base.view(-1).unfold(0, 6, 2),
+        "flipped": base.flip(0),
+        "no elements": base[:, 2:2],
+    }
+    assert views["negated"].is_neg()
+    assert views["conjugated"].is_conj()
+    assert views["one element"].stride() == (50,)
+    save_as_ranks([dict(views)], lambda: RemoteWriter(store))
+    loaded = load(store)
+    template: State = {name: torch.full(view.shape, 9, dtype=view.dtype) for name, view in views.items()}
+    load_as_ranks([template], lambda: RemoteReader(store))
+    for name, view in views.items():
+        expected = view.clone().resolve_conj().resolve_neg()
+        for found in (loaded[name], template[name]):
+            assert found.dtype == view.dtype
+            assert (
+                torch.equal(found, expected) if view.dtype != torch.complex32 else found.tolist() == expected.tolist()
+            )
+
+
+def test_views_are_loaded_into_as_what_they_show() -> None:
+    """Templates that are conjugated, negated, strided to one element: what they show afterwards is what was saved."""
+    store = MemoryStore()
+    values = torch.complex(torch.arange(6.0), torch.arange(6.0) + 0.5)
+    save_as_ranks(
+        [{"c": values, "f": torch.arange(6.0) - 2.5, "one": torch.tensor([7.0])}], lambda: RemoteWriter(store)
+    )
+    row = torch.zeros(9)
+    template: State = {
+        "c": torch.zeros(6, dtype=torch.complex64).conj(),
+        "f": torch.zeros(6, dtype=torch.complex64).conj().imag,
+        "one": row[4::50],
+    }
+    load_as_ranks([template], lambda: RemoteReader(store))
+    assert template["c"].is_conj()
+    assert template["f"].is_neg()
+    assert torch.equal(template["c"].resolve_conj(), values)
+    assert torch.equal(template["f"].resolve_neg(), torch.arange(6.0) - 2.5)
+    assert row.tolist() == [0, 0, 0, 0, 7, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_dtypes_are_converted_as_torch_does(layout: str) -> None:
+    """bfloat16 into float32, float64 into float32, float32 into int64, uint8 into bool, float32 into complex64."""
+    store = MemoryStore()
+    saved: State = {
+        "up": torch.randn(5, 7).to(torch.bfloat16),
+        "down": torch.randn(5, 7, dtype=torch.float64),
+        "integer": torch.randn(5, 7) * 100,
+        "bool": torch.randint(0, 2, (5, 7), dtype=torch.uint8),
+        "complex": torch.randn(5, 7),
+    }
+    wanted = {
+        "up": torch.float32,
+        "down": torch.float32,
+        "integer": torch.int64,
+        "bool": torch.bool,
+        "complex": torch.complex64,
+    }
+    save_as_ranks([saved], lambda: RemoteWriter(store))
+    template: State = {name: blank(dtype, (5, 7), layout=layout) for name, dtype in wanted.items()}
+    load_as_ranks([template], lambda: RemoteReader(store))
+    for name, dtype in wanted.items():
+        assert template[name].dtype == dtype
+        assert torch.equal(template[name], saved[name].to(dtype)), name
+
+
+def test_parameters_keep_their_memory_and_their_gradient() -> None:
+    """Into a Parameter that requires a gradient, and into one that is not contiguous, in place."""
+    store = MemoryStore()
+    saved = torch.nn.Parameter(torch.randn(4, 6))
+    save_as_ranks([{"w": saved, "t": saved}], lambda: RemoteWriter(store))
+    template: State = {"w": torch.nn.Parameter(torch.zeros(4, 6)), "t": torch.nn.Parameter(torch.zeros(6, 4).t())}
+    places = {name: tensor.data_ptr() for name, tensor in template.items()}
+    load_as_ranks([template], lambda: RemoteReader(store))
+    for name, tensor in template.items():
+        assert isinstance(tensor, torch.nn.Parameter)
+        assert tensor.requires_grad
+        assert tensor.data_ptr() == places[name]
+        assert torch.equal(tensor, saved)

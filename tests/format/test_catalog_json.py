@@ -1,0 +1,327 @@
+"""Stored catalogs: round trips, every check, forged documents with valid digests, and damage to every byte."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
+from dcp_remote.format import catalog_json
+from dcp_remote.format.catalog import Catalog
+from dcp_remote.format.catalog_json import check, decode, encode
+from dcp_remote.format.document import COMPRESS_FROM_BYTES, seal, unseal
+from tests.support.catalogs import catalog, catalogs, entry, identity
+
+NONCE, OTHER_NONCE = "0" * 32, "1" * 32
+
+Document: TypeAlias = dict[str, Any]
+
+EXAMPLE = catalog(
+    entry(1, names=("best", "ünï"), metrics=(("loss", 0.25), ("accuracy", 1.0)), pinned=True),
+    entry(2, thinned=("optim",), abandoned=True),
+    entry(3, began=9),
+    floor=3,
+)
+
+
+def document() -> Document:
+    loaded: Document = json.loads(unseal(encode(EXAMPLE, NONCE)))
+    return loaded
+
+
+def dump(value: object) -> bytes:
+    """Seal a changed document, so that its digest is right and later checks are reached."""
+    return seal(json.dumps(value, separators=(",", ":")).encode())
+
+
+def large() -> Catalog:
+    """Return a catalog large enough to be compressed."""
+    return catalog(*(entry(step) for step in range(1_000)))
+
+
+@given(catalogs())
+def test_round_trip(run: Catalog) -> None:
+    """Any catalog is decoded as it was encoded, metrics in their order and to the last bit."""
+    assert repr(decode(encode(run, NONCE))) == repr(run)
+
+
+def test_round_trip_of_a_large_one() -> None:
+    """Compression makes the repeated fields of a large catalog cost nearly nothing."""
+    data = encode(large(), NONCE)
+    assert len(unseal(data)) > COMPRESS_FROM_BYTES
+    assert len(data) < 50 * len(large().entries)
+    assert decode(data) == large()
+
+
+def test_default_values_are_left_out() -> None:
+    """Fields with default values are left out, since a catalog is read at every access to a run."""
+    assert list(document()["checkpoints"][2]) == [
+        "step",
+        "save_id",
+        "manifest",
+        "size_bytes",
+        "created",
+        "token",
+        "began",
+    ]
+
+
+def test_equal_catalogs_are_different_objects() -> None:
+    """The nonce makes the bytes differ: equal bytes could get an equal version (ETag)."""
+    assert encode(EXAMPLE, NONCE) != encode(EXAMPLE, OTHER_NONCE)
+    assert decode(encode(EXAMPLE, NONCE)) == decode(encode(EXAMPLE, OTHER_NONCE))
+
+
+def changed(at: int, **fields: Any) -> Catalog:
+    """Return a catalog with changed fields in the checkpoint of a step."""
+    entries = tuple(replace(one, **fields) if one.step == at else one for one in EXAMPLE.entries)
+    return replace(EXAMPLE, entries=entries)
+
+
+WRONG: dict[str, Catalog] = {
+    "run_id is short": replace(EXAMPLE, run_id="f" * 31),
+    "run_id is upper case": replace(EXAMPLE, run_id="F" * 32),
+    "run_id ends a line": replace(EXAMPLE, run_id="f" * 31 + "\n"),
+    "run_id in other digits": replace(EXAMPLE, run_id="\u0661" * 32),
+    "revision below zero": replace(EXAMPLE, revision=-1),
+    "revision too high": replace(EXAMPLE, revision=2**53 + 1),
+    "token below zero": replace(EXAMPLE, token=-1),
+    "token too high": replace(EXAMPLE, token=2**53 + 1),
+    "floor below zero": replace(EXAMPLE, floor=-1),
+    "floor above the revision": replace(EXAMPLE, floor=11),
+    "step below zero": changed(1, step=-1),
+    "step too high": changed(3, step=2**53 + 1),
+    "size below zero": changed(1, size_bytes=-1),
+    "size too high": changed(1, size_bytes=2**53 + 1),
+    "token of a checkpoint below zero": changed(1, token=-1),
+    "token of a checkpoint above the run's": changed(1, token=2),
+    "began below zero": changed(1, began=-1),
+    "began when it was committed": changed(1, began=10),
+    "save_id is no identity": changed(1, save_id="best"),
+    "save_id twice": changed(1, save_id=identity(2)),
+    "manifest twice": changed(1, manifest=entry(2).manifest),
+    "name twice": changed(2, names=("best",)),
+    "name twice at one checkpoint": changed(2, names=("last", "last")),
+    "not in order": replace(EXAMPLE, entries=EXAMPLE.entries[::-1]),
+    "step twice": changed(1, step=2),
+    "metric twice": changed(1, metrics=(("loss", 1.0), ("loss", 2.0))),
+    "metric is NaN": changed(1, metrics=(("loss", float("nan")),)),
+    "metric is infinite": changed(1, metrics=(("loss", float("-inf")),)),
+    "long name": changed(1, names=("x" * 1_001,)),
+    "long name of a metric": changed(1, metrics=(("x" * 1_001, 1.0),)),
+    "long time": changed(1, created="x" * 1_001),
+    "long key": changed(1, thinned=("x" * 1_001,)),
+    "name is not Unicode": changed(1, names=("\ud800",)),
+    "metric is not Unicode": changed(1, metrics=(("\udfff", 1.0),)),
+    **{
+        f"manifest {key!r}"[:60]: changed(1, manifest=key)
+        for key in (
+            "",
+            "manifest.json",
+            "manifests/.json",
+            "manifests/..json",
+            "manifests/a..json",
+            "manifests/../a.json",
+            "manifests/a/b.json",
+            "manifests//a.json",
+            "/manifests/a.json",
+            "manifests/a.json/",
+            "manifests/a.json\n",
+            "manifests/ä.json",
+            "manifests/a\0.json",
+            "manifests/a b.json",
+            "manifests/a%2f.json",
+            "manifests/a.JSON",
+            "shards/a.json",
+            f"manifests/{'a' * 201}.json",
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_invalid_catalogs(what: str) -> None:
+    """An invalid catalog is refused before it is written, and again when its bytes are read."""
+    wrong = WRONG[what]
+    with pytest.raises(CorruptCheckpointError):
+        check(wrong)
+    with pytest.raises(CorruptCheckpointError):
+        encode(wrong, NONCE)
+
+
+@pytest.mark.parametrize(
+    "what", [what for what in WRONG if "metric is" not in what and "Unicode" not in what and what != "metric twice"]
+)
+def test_forged_catalogs(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forged document with a valid digest is refused: JSON has no NaN and no lone surrogates."""
+    with monkeypatch.context() as careless:
+        careless.setattr(catalog_json, "check", lambda run, **_known: run)
+        data = encode(WRONG[what], NONCE)
+    with pytest.raises(CorruptCheckpointError):
+        decode(data)
+
+
+def test_too_many_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A catalog with one checkpoint above the limit (lowered here) is refused."""
+    monkeypatch.setattr(catalog_json, "ENTRIES_MAX", 3)
+    assert check(EXAMPLE) == EXAMPLE
+    with pytest.raises(CorruptCheckpointError, match="limit=3"):
+        check(replace(EXAMPLE, entries=(*EXAMPLE.entries, entry(4))))
+
+
+def test_too_large_catalogs_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A catalog above the size limit (lowered here) is not written, since the run could never be read again."""
+    length = len(encode(EXAMPLE, NONCE))
+    monkeypatch.setattr(catalog_json, "STORED_BYTES_MAX", length)
+    encode(EXAMPLE, NONCE)
+    monkeypatch.setattr(catalog_json, "STORED_BYTES_MAX", length - 1)
+    with pytest.raises(InvalidArgumentError, match=f"stored_bytes={length}"):
+        encode(EXAMPLE, NONCE)
+
+
+def change(path: str, value: object) -> Callable[[Document], object]:
+    """Set a field; "checkpoints.0.step" is a field of the first checkpoint."""
+
+    def carry_out(of: Any) -> None:
+        *parents, last = path.split(".")
+        for name in parents:
+            of = of[int(name)] if name.isdigit() else of[name]
+        of[last] = value
+
+    return carry_out
+
+
+def without(path: str) -> Callable[[Document], object]:
+    """Remove a field."""
+
+    def carry_out(of: Any) -> None:
+        *parents, last = path.split(".")
+        for name in parents:
+            of = of[int(name)] if name.isdigit() else of[name]
+        del of[last]
+
+    return carry_out
+
+
+HOSTILE: dict[str, Callable[[Document], object]] = {
+    **{f"without {name}": without(name) for name in document()},
+    **{f"checkpoint without {name}": without(f"checkpoints.2.{name}") for name in document()["checkpoints"][2]},
+    "another format": change("format", "dcp_remote manifest"),
+    "format is null": change("format", None),
+    "requires is text": change("requires", "dedup"),
+    "nonce is a number": change("nonce", 1),
+    "revision is text": change("revision", "1"),
+    "revision is a fraction": change("revision", 1.5),
+    "revision is true": change("revision", True),
+    "revision is huge": change("revision", 10**400),
+    "checkpoints are an object": change("checkpoints", {}),
+    "checkpoints are null": change("checkpoints", None),
+    "a checkpoint is null": change("checkpoints", [None]),
+    "a checkpoint is a list": change("checkpoints", [[1]]),
+    "step is null": change("checkpoints.0.step", None),
+    "step is a fraction": change("checkpoints.0.step", 0.5),
+    "pinned is a number": change("checkpoints.0.pinned", 1),
+    "abandoned is text": change("checkpoints.0.abandoned", "yes"),
+    "names are text": change("checkpoints.0.names", "best"),
+    "a name is a number": change("checkpoints.0.names", [1]),
+    "metrics are a list": change("checkpoints.0.metrics", [["loss", 1]]),
+    "a metric is text": change("checkpoints.0.metrics", {"loss": "low"}),
+    "a metric is null": change("checkpoints.0.metrics", {"loss": None}),
+    "a metric is huge": change("checkpoints.0.metrics", {"loss": 10**400}),
+    "deep": change("checkpoints", json.loads("[" * 900 + "]" * 900)),
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_a_hostile_document(how: str) -> None:
+    """Each single change to a sealed document is refused, with an error of dcp_remote."""
+    hostile = document()
+    HOSTILE[how](hostile)
+    with pytest.raises(CorruptCheckpointError):
+        decode(dump(hostile))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"a":1}',
+        b'{"format":NaN}',
+        b'{"format":"\xff"}',
+        b'{"format":"\\ud800"}',
+        b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        unseal(encode(EXAMPLE, NONCE))[:-1],
+        unseal(encode(EXAMPLE, NONCE)) + b"{}",
+    ],
+    ids=["another object", "NaN", "not UTF-8", "half a character", "very deep", "cut", "two"],
+)
+def test_a_sealed_text_that_is_no_document(text: bytes) -> None:
+    """A text whose digest is right, but that is no catalog, is refused."""
+    with pytest.raises(CorruptCheckpointError):
+        decode(seal(text))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("version", "2"), ("version", "1-draft.0"), ("version", ""), ("requires", ["wings"])]
+)
+def test_another_version(field: str, value: object) -> None:
+    """Another version is refused as such, whatever other fields the document has."""
+    newer = document() | {field: value, "checkpoints": "elsewhere"}
+    with pytest.raises(UnsupportedFormatError):
+        decode(dump(newer))
+
+
+def test_unknown_fields_are_ignored() -> None:
+    """Fields that a reader must know are listed in `requires`; other unknown fields are ignored."""
+    newer = document() | {"colour": "blue"}
+    newer["checkpoints"][0]["mood"] = {"good": True}
+    assert decode(dump(newer)) == EXAMPLE
+
+
+def test_numbers_of_metrics() -> None:
+    """An integer is accepted as a metric: other writers may leave out the fraction."""
+    written = document()
+    written["checkpoints"][0]["metrics"] = {"loss": 1}
+    assert decode(dump(written)).entries[0].metrics == (("loss", 1.0),)
+
+
+def test_damage_to_any_byte() -> None:
+    """Flip one bit or all bits of each byte of a small catalog, and truncate it at each byte."""
+    data = encode(EXAMPLE, NONCE)
+    for index in range(len(data)):
+        for flip in (1 << index % 8, 0xFF):
+            damaged = bytearray(data)
+            damaged[index] ^= flip
+            with pytest.raises(CorruptCheckpointError):
+                decode(bytes(damaged))
+        with pytest.raises(CorruptCheckpointError):
+            decode(data[:index])
+    with pytest.raises(CorruptCheckpointError):
+        decode(data + b" ")
+
+
+def test_damage_to_a_compressed_one() -> None:
+    """Flip bits of a few hundred bytes: refused, or decoded as written (zstd has unused bits)."""
+    data, draw = encode(large(), NONCE), random.Random(7)
+    for _ in range(300):
+        damaged = bytearray(data)
+        damaged[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        try:
+            assert decode(bytes(damaged)) == large()
+        except CorruptCheckpointError:
+            continue
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes(data: bytes) -> None:
+    """Random bytes are refused, sealed or not."""
+    with pytest.raises(CorruptCheckpointError):
+        decode(data)
+    with pytest.raises(CorruptCheckpointError):
+        decode(seal(b'{"format":' + data))

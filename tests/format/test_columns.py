@@ -1,0 +1,91 @@
+"""Columns against plain Python: round trips, the bytes of an example, and texts that are no columns."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_remote.errors import CorruptCheckpointError
+from dcp_remote.format import columns
+from dcp_remote.format.columns import VALUE_MAX, decode_bytes, decode_column, encode_bytes, encode_column
+
+
+def column(width: int, differences: list[int]) -> str:
+    """Encode a column without the code under test."""
+    packed = b"".join(d.to_bytes(width, "little", signed=True) for d in differences)
+    return f"{width}:{base64.standard_b64encode(packed).decode()}"
+
+
+@given(st.lists(st.integers(0, VALUE_MAX) | st.integers(0, 300), max_size=20))
+def test_round_trip(values: list[int]) -> None:
+    """Decoding returns the encoded values; the width is the least that holds every difference."""
+    text = encode_column(np.array(values, dtype=np.int64))
+    assert decode_column(text, name="c", count=len(values)).tolist() == values
+    assert decode_column(text, name="c").dtype == np.int64
+    differences = [b - a for a, b in itertools.pairwise([0, *values])]
+    width = next(w for w in (1, 2, 4, 8) if all(-(2 ** (8 * w - 1)) <= d < 2 ** (8 * w - 1) for d in differences))
+    assert text == column(width, differences)
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6))
+def test_any_differences(width: int, differences: list[int]) -> None:
+    """Values out of bounds are refused, also where int64 sums wrap around; Python's integers are the oracle."""
+    bound = 2 ** (8 * width - 1)
+    differences = [(d + bound) % (2 * bound) - bound for d in differences]
+    values = list(itertools.accumulate(differences))
+    text = column(width, differences)
+    if all(0 <= value <= VALUE_MAX for value in values):
+        assert decode_column(text, name="c").tolist() == values
+    else:
+        with pytest.raises(CorruptCheckpointError, match="out of bounds") as caught:
+            decode_column(text, name="c")
+        assert caught.value.details == {"column": "c"}
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("", None),
+        ("1", 1),
+        ("3:AAAA", None),
+        (" 1:AAAA", None),
+        ("1:AAA", None),
+        ("1:AA==AA==", None),
+        ("1:ÄÄÄÄ", None),
+        ("1:AA A", None),
+        ("1:-_-_", None),
+        ("2:AAAB", 3),
+        ("2:AA==", None),
+        ("1:AAAA", 2),
+        ("1:AAAA", 4),
+        ("1:", 1),
+        ("8:AAAAAAAAAIA=", None),
+    ],
+)
+def test_invalid_columns(text: str, count: int | None) -> None:
+    """Unknown widths, text that is not base64, and lengths that do not fit."""
+    with pytest.raises(CorruptCheckpointError):
+        decode_column(text, name="c", count=count)
+
+
+def test_more_entries_than_any_column_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound counts entries, not bytes, and is checked before decoding: the text is not even base64."""
+    monkeypatch.setattr(columns, "ENTRIES_MAX", 1000)
+    assert len(decode_column(column(2, [1] * 1000), name="c")) == 1000
+    for width in (1, 2, 4, 8):
+        with pytest.raises(CorruptCheckpointError, match="too many entries"):
+            decode_column(f"{width}:" + "!" * (1100 * width * 4 // 3), name="c")
+
+
+def test_bytes() -> None:
+    """Base64 is decoded as it was encoded; other texts are refused."""
+    for data in (b"", b"\x00", bytes(range(256))):
+        assert decode_bytes(encode_bytes(data), name="f") == data
+    for text in ("AA", "A", "ä", "AA=A"):
+        with pytest.raises(CorruptCheckpointError):
+            decode_bytes(text, name="f")

@@ -1,0 +1,59 @@
+"""Selection of entries by name and pattern, and their top-level keys."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.entry_names import chosen_names, top_level_key
+
+NAMES = st.lists(st.text("ab.[]*?!0", max_size=5), unique=True, max_size=8)
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [(None, ""), ((), ""), (("step",), ""), (("a.b",), ""), (("model", "w"), "model"), (("optim", 0, "lr"), "optim")],
+)
+def test_top_level_key(path: Sequence[str | int] | None, key: str) -> None:
+    """Entries at the top of the state dict share one group."""
+    assert top_level_key(path) == key
+
+
+@given(NAMES, NAMES)
+def test_exact_names_first_then_globs(names: list[str], patterns: list[str]) -> None:
+    """Matches agree with the definition, for names and patterns of the same few characters."""
+    fits = {p: {p} if p in names else {n for n in names if fnmatch.fnmatchcase(n, p)} for p in patterns}
+    if not all(fits.values()):
+        with pytest.raises(InvalidArgumentError) as caught:
+            chosen_names(names, patterns, paths=None)
+        assert caught.value.details["key"] == next(p for p in patterns if not fits[p])
+        return
+    chosen = chosen_names(names, patterns, paths=None)
+    assert chosen == [n for n in names if any(n in found for found in fits.values())]
+
+
+def test_error_says_what_is_near_and_what_is_at_the_top() -> None:
+    """The error has similar names and the top-level keys; an entry at the top is shown by its name."""
+    paths = {"model.weight": ("model", "weight"), "model.bias": ("model", "bias"), "a.b": ("a.b",), "n": ("n",)}
+    with pytest.raises(InvalidArgumentError) as caught:
+        chosen_names(list(paths), ["model.*", "model.wieght"], paths=paths)
+    assert caught.value.details == {
+        "key": "model.wieght",
+        "near": "model.weight, model.bias",
+        "top_level": "a.b, model, n",
+    }
+
+
+def test_error_stays_short() -> None:
+    """With 100,000 names, some of them very long, the message stays readable."""
+    names = [f"layer{n}" for n in range(100_000)] + ["y" * 1_000_000]
+    for wrong in ("layre7", "y" * 999_999):
+        with pytest.raises(InvalidArgumentError) as caught:
+            chosen_names(names, [wrong], paths=None)
+        assert len(str(caught.value)) < len(wrong) + 1_000
+        assert str(caught.value.details["top_level"]).endswith("…")

@@ -1,0 +1,252 @@
+"""Transfer of units between ranks: the ranks are threads of this process, with real sockets between them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dcp_remote.common.units import KiB, MiB
+from dcp_remote.loading import peer_sockets, peers
+from dcp_remote.loading.peers import Address, PeerClient, PeerServer, host_towards
+from dcp_remote.storage.request_context import BufferLease
+
+HERE = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def server(request: pytest.FixtureRequest) -> Iterator[PeerServer]:
+    """Give a server that is reached by either kind of socket."""
+    with PeerServer(HERE, kept_bytes_max=MiB) as server:
+        if request.param == "unix" and not server.address.name:
+            pytest.skip("this system has no Unix sockets without a file")
+        if request.param == "tcp":
+            server.address = replace(server.address, name=b"")
+        yield server
+
+
+def client_of(*addresses: Address) -> PeerClient:
+    return PeerClient(dict(enumerate(addresses)), HERE, is_over=lambda: False)
+
+
+def data_of(number: int, length: int = 3 * MiB + 5) -> memoryview:
+    return memoryview((number.to_bytes(4, "little") * (length // 4 + 1))[:length])
+
+
+def fetch(client: PeerClient, rank: int, number: int, length: int = 3 * MiB + 5) -> bytes | None:
+    into = memoryview(bytearray(length))
+    return bytes(into) if client.fetch(rank, number, into) else None
+
+
+def test_units_are_served_to_many_at_a_time(server: PeerServer) -> None:
+    """Units that are requested before they are offered, over several connections, arrive whole and unmixed."""
+    found: dict[tuple[int, int], bytes | None] = {}
+    with client_of(server.address) as one, client_of(server.address) as other:
+
+        def ask(client: int, number: int) -> None:
+            found[client, number] = fetch((one, other)[client], 0, number)
+
+        threads = [threading.Thread(target=ask, args=(client, number)) for client in range(2) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for number in (3, 0, 2, 1):
+            server.offer(number, data_of(number), receivers=2, stays=True)
+        for thread in threads:
+            thread.join()
+        assert found == {(client, number): bytes(data_of(number)) for client in range(2) for number in range(4)}
+        assert one.received_bytes == other.received_bytes == 4 * len(data_of(0))
+        # All receivers have unit 1: it is dropped.
+        assert fetch(one, 0, 1) is None
+        server.offer(7, data_of(7), receivers=2, stays=True)
+        assert fetch(one, 0, 7) == bytes(data_of(7))
+
+
+def test_a_copy_is_kept_of_data_that_does_not_stay(server: PeerServer) -> None:
+    """Units beyond the room for copies are declined; there is room again when all receivers have a unit."""
+    size = 600 * KiB
+    with client_of(server.address) as client:
+        memory = bytearray(data_of(1, size))
+        server.offer(1, memoryview(memory), receivers=2, stays=False)
+        memory[:] = data_of(9, size)
+        server.offer(2, data_of(2, size), receivers=1, stays=False)
+        assert fetch(client, 0, 2, size) is None
+        assert fetch(client, 0, 1, size) == bytes(data_of(1, size))
+        assert server._kept_bytes == size
+        assert fetch(client, 0, 1, size) == bytes(data_of(1, size))
+        server.offer(4, data_of(4, 0), receivers=1, stays=True)
+        assert fetch(client, 0, 4, 0) == b""  # answered only when the request before has been counted
+        server.offer(3, data_of(3, size), receivers=1, stays=False)
+        assert fetch(client, 0, 3, size) == bytes(data_of(3, size))
+
+
+def test_a_client_without_the_secret_gets_nothing(server: PeerServer) -> None:
+    """Its connection is closed, and other clients go on."""
+    server.offer(1, data_of(1), receivers=1, stays=True)
+    with client_of(replace(server.address, secret=bytes(16))) as stranger, client_of(server.address) as client:
+        assert fetch(stranger, 0, 1) is None
+        assert fetch(client, 0, 1) == bytes(data_of(1))
+
+
+def test_waiting_clients_return_when_the_server_closes(server: PeerServer, caplog: pytest.LogCaptureFixture) -> None:
+    """At once, with one warning; no more requests go to that server."""
+    found = []
+    with client_of(server.address) as client:
+        threads = [threading.Thread(target=lambda: found.append(fetch(client, 0, 1))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        while len(server._connections) < 3:
+            threads[0].join(0.01)
+        server.close()
+        for thread in threads:
+            thread.join()
+        assert found == [None] * 3
+        assert fetch(client, 0, 2) is None
+        assert len(caplog.records) == 1
+        server.__init__(HERE, kept_bytes_max=0)  # type: ignore[misc]  # for the fixture to close
+
+
+def test_patience_ends(server: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that never has the unit is given up after a while, or at once when the load is over."""
+    monkeypatch.setattr(peer_sockets, "CHECK_SECONDS", 0.02)
+    over = threading.Event()
+    with PeerClient({0: server.address}, HERE, is_over=over.is_set) as client:
+        monkeypatch.setattr(peers, "PATIENCE_SECONDS", 0.1)
+        assert fetch(client, 0, 1) is None
+    monkeypatch.setattr(peers, "PATIENCE_SECONDS", 1e9)
+    with PeerClient({0: server.address}, HERE, is_over=over.is_set) as client:
+        over.set()
+        assert fetch(client, 0, 1) is None
+
+
+def test_unreachable_hosts_are_not_tried_for_ever(server: PeerServer, caplog: pytest.LogCaptureFixture) -> None:
+    """After three failures no rank is tried any more, unless one was reached."""
+    server.offer(1, data_of(1), receivers=2, stays=True)
+    with socket.create_server((HERE, 0)) as closed:
+        unreachable = Address(HERE, closed.getsockname()[1], b"", bytes(16))
+    with client_of(unreachable, unreachable, unreachable, server.address) as client:
+        assert [fetch(client, number, 1) for number in range(4)] == [None] * 4
+    with client_of(server.address, unreachable, unreachable, unreachable) as client:
+        assert fetch(client, 0, 1) == bytes(data_of(1))
+        assert [fetch(client, number, 1) for number in (1, 2, 3)] == [None] * 3
+        server.offer(2, data_of(2), receivers=1, stays=True)
+        assert fetch(client, 0, 2) == bytes(data_of(2))
+    assert len(caplog.records) == 6
+
+
+def test_a_load_that_failed_waits_for_no_server(
+    server: PeerServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When the buffers are reclaimed after a failure, a pending request ends, without a warning about the server."""
+    monkeypatch.setattr(peer_sockets, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(peers, "PATIENCE_SECONDS", 1e9)
+    lease, asking = BufferLease(), threading.Event()
+    found: list[bytes | None] = []
+
+    def ask() -> None:
+        with lease.used():
+            asking.set()
+            found.append(fetch(client, 0, 1))
+
+    with client_of(server.address) as client:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert asking.wait(30)
+        lease.close()
+        thread.join()
+    assert found == [None]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("patience_seconds", [0.1, 1e9])
+def test_a_trickle_counts_as_silence(patience_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server sends a byte every few milliseconds for ever: the client stops waiting, or the load is over."""
+    monkeypatch.setattr(peer_sockets, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(peers, "PATIENCE_SECONDS", patience_seconds)
+    over = threading.Event()
+
+    def trickle() -> None:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            while True:
+                connection.sendall(b"\1")
+                if over.wait(0.005):
+                    raise ConnectionAbortedError
+
+    with socket.create_server((HERE, 0)) as listening:
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        address = Address(HERE, listening.getsockname()[1], b"", bytes(16))
+        asked = itertools.count()
+        with PeerClient({0: address}, HERE, is_over=lambda: patience_seconds > 1 and next(asked) > 2) as client:
+            assert fetch(client, 0, 1) is None
+        over.set()
+        thread.join()
+
+
+def test_unreachable_hosts_do_not_count_for_this_host(server: PeerServer) -> None:
+    """After three failures on other hosts no other host is tried; ranks of this host still are."""
+    server.offer(1, data_of(1), receivers=9, stays=True)
+    with socket.create_server(("127.0.0.2", 0)) as closed:
+        unreachable = Address("127.0.0.2", closed.getsockname()[1], b"", bytes(16))
+    with socket.create_server(("127.0.0.2", 0)) as waiting:
+        far = Address("127.0.0.2", waiting.getsockname()[1], b"", bytes(16))
+        with client_of(server.address, unreachable, unreachable, unreachable, far) as client:
+            assert fetch(client, 0, 1) == bytes(data_of(1))
+            assert [fetch(client, number, 1) for number in (1, 2, 3, 4)] == [None] * 4
+            assert fetch(client, 0, 1) == bytes(data_of(1))
+        waiting.settimeout(0)
+        with pytest.raises(BlockingIOError):  # no client has connected
+            waiting.accept()
+
+
+def test_the_address_towards_a_host() -> None:
+    """The address is that of the interface on the route; the loopback address if the host is unknown."""
+    assert host_towards(HERE) == HERE
+    assert host_towards("localhost") in {HERE, "::1"}
+    assert host_towards(None) == HERE
+    assert host_towards("no-such-host.invalid") == HERE
+
+
+@pytest.mark.parametrize(
+    ("host", "ways", "own"),
+    [
+        ("node1", {"node1": HERE, "192.0.2.1": "10.1.2.3"}, "10.1.2.3"),
+        ("node1", {"node1": HERE, "2001:db8::1": "fd00::2"}, "fd00::2"),
+        ("node1", {"node1": HERE}, HERE),
+        ("node2", {"node2": "10.1.2.3", "192.0.2.1": "10.9.9.9"}, "10.1.2.3"),
+        ("localhost", {"localhost": "::1", "192.0.2.1": "10.1.2.3"}, "::1"),
+        ("127.0.0.1", {"127.0.0.1": HERE, "192.0.2.1": "10.1.2.3"}, HERE),
+    ],
+)
+def test_a_host_whose_own_name_is_a_loopback_address(
+    host: str, ways: dict[str, str], own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Debian: the address is that of the default route, if there is one."""
+    monkeypatch.setattr(peers, "_address_towards", ways.get)
+    assert host_towards(host) == own
+
+
+def test_too_few_descriptors_for_connections() -> None:
+    """With a limit of a hundred more open files, no server starts: it would leave none for the store."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 100, hard))
+    try:
+        with pytest.raises(OSError, match="too few files may be opened"):
+            PeerServer("127.0.0.1", kept_bytes_max=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,150 @@
+"""A process whose store does not answer ends when it has to: within the notice after SIGTERM, and at the second Ctrl-C.
+
+Each is a process of its own. What kills a job at the end of its notice is an alarm there, set by the signal.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from dcp_remote import CheckpointManager
+from dcp_remote.coordination.group import RankGroup
+from dcp_remote.errors import SaveTimeoutError
+from dcp_remote.manager.preemption import Preemption
+from dcp_remote.storage import MemoryStore
+from tests.support.parties import Clock
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
+
+NOTICE_SECONDS = 20.0
+
+BEGINNING = f"""
+import signal, sys, threading, time
+import torch
+from dcp_remote import CheckpointManager
+from dcp_remote.storage import LocalStore
+from dcp_remote.storage.wrapper import WrappedStore
+
+class Stalled(WrappedStore):
+    def _request(self, request, send):
+        if request.verb == "put" and request.key.startswith(sys.argv[2]):
+            print("stalled", flush=True)
+            time.sleep(1e6)
+        return send()
+
+def killed_at_the_end_of_the_notice(number, frame):
+    signal.setitimer(signal.ITIMER_REAL, {NOTICE_SECONDS})
+
+signal.signal(signal.SIGTERM, killed_at_the_end_of_the_notice)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+checkpoints = CheckpointManager(Stalled(LocalStore(sys.argv[1])), notice_seconds={NOTICE_SECONDS})
+checkpoints.reached_preemption(0)
+checkpoints.save(1, {{"w": torch.ones(1000)}})
+"""
+
+
+@contextmanager
+def process(path: Path, prefix: str, script: str) -> Iterator[subprocess.Popen[str]]:
+    """One whose first save is stalled."""
+    code = BEGINNING + textwrap.dedent(script)
+    command = [sys.executable, "-c", code, str(path), prefix]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "stalled\n"
+            yield child
+        finally:
+            child.kill()
+
+
+def processes(folder: Path, cases: Sequence[tuple[str, str]], stack: ExitStack) -> list[subprocess.Popen[str]]:
+    """One for each case, of a prefix and a script, at a time."""
+    with ThreadPoolExecutor(len(cases)) as pool:
+        begun = [
+            pool.submit(stack.enter_context, process(folder / str(number), *case)) for number, case in enumerate(cases)
+        ]
+        return [one.result() for one in begun]
+
+
+def test_sigterm(tmp_path: Path) -> None:
+    """Whatever waits already, and whatever does not answer: the process has ended before it is killed, and says why."""
+    cases = {
+        ("shards/", "checkpoints.wait()"): "SaveTimeoutError",
+        ("manifests/", "checkpoints.close()"): "CommitUnknownError",
+        ("shards/", ""): "SaveTimeoutError",  # the end of the process
+    }
+    with ExitStack() as stack:
+        children = processes(tmp_path, list(cases), stack)
+        for child in children:
+            child.send_signal(signal.SIGTERM)
+        for child, (case, error) in zip(children, cases.items(), strict=True):
+            _, told = child.communicate(timeout=100)
+            assert child.returncode == 1, (case, told)
+            assert error in told, (case, told)
+
+
+def test_ctrl_c_twice(tmp_path: Path) -> None:
+    """The first says what is waited for, and until when; the second ends the process, half an hour before that."""
+    cases = [
+        ("shards/", "with checkpoints: time.sleep(1e6)"),
+        ("manifests/", "time.sleep(1e6)"),
+        ("manifests/", "checkpoints.close()"),
+        ("shards/", "checkpoints.wait()"),
+    ]
+    with ExitStack() as stack:
+        children = processes(tmp_path, cases, stack)
+        for child in children:
+            child.send_signal(signal.SIGINT)
+        for child, case in zip(children, cases, strict=True):
+            assert child.stderr is not None
+            told = ""
+            while "waiting for the save of step 1, until" not in told:
+                line = child.stderr.readline()
+                assert line, (case, told)
+                told += line
+            child.send_signal(signal.SIGINT)
+            _, rest = child.communicate(timeout=100)
+            assert child.returncode not in (0, None), (case, told + rest)
+
+
+def test_seconds_for_work() -> None:
+    """All but eight seconds of the notice, or three fifths of a short one; never less than none."""
+    for notice_seconds, work_seconds in ((30.0, 22.0), (10.0, 6.0)):
+        clock = Clock()
+        preemption = Preemption(RankGroup(0, 1, None), notice_seconds, clock=clock)
+        assert preemption.working_seconds() == math.inf
+        preemption.hear()
+        assert preemption.working_seconds() == work_seconds
+        clock.now += 5.0
+        assert preemption.working_seconds() == work_seconds - 5.0
+        clock.now += notice_seconds
+        assert preemption.working_seconds() == 0.0
+
+
+def test_a_process_that_outlives_its_notice_saves_and_restores() -> None:
+    """A step of training was longer than the notice, or nobody killed it after SIGTERM: what begins then is done."""
+    store, clock = MemoryStore(), Clock()
+    with CheckpointManager(store, notice_seconds=1.0) as checkpoints:
+        preemption = checkpoints._preemption
+        preemption._clock = clock
+        checkpoints.save(1, {"n": 1}, wait=True)
+        preemption.hear()
+        clock.now += 0.9
+        with pytest.raises(SaveTimeoutError):
+            checkpoints.save(2, {"n": 2}, wait=True)
+        clock.now += 0.3
+        checkpoints.save(2, {"n": 2}, wait=True)
+        state = {"n": 0}
+        assert checkpoints.restore(state) == 2
+        assert state == {"n": 2}
+        assert preemption.remaining_seconds() is None

@@ -1,0 +1,221 @@
+"""Ctrl-C, and threads that cannot start, anywhere in a call of a manager: nothing is committed of a state that changes.
+
+A strike raises KeyboardInterrupt at a line of this package or of `threading`, in the main thread, as a signal's handler
+does. The lines are those that a call passes when nothing strikes, each of them in turn. Not those of a `with`: a tracer
+comes there before a lock is released, where no signal's handler is ever called.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from linecache import getline
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+import dcp_remote
+from dcp_remote import CheckpointManager, load
+from dcp_remote.coordination.group import RankGroup
+from dcp_remote.errors import DcpRemoteError, SaveFailedError
+from dcp_remote.manager.background_save import BackgroundSave
+from dcp_remote.storage import MemoryStore
+from tests.support.parties import managers_of, party, wait_until
+
+# File, line, and how often it was passed before. What is passed more often is a loop that waits.
+Place: TypeAlias = tuple[str, int, int]
+_PASSES_MAX = 2
+
+FILES = str(Path(dcp_remote.__file__).parent), threading.__file__
+
+
+@pytest.fixture(autouse=True)
+def other_tests_are_left_alone() -> Iterator[None]:
+    """A strike in the middle of closing leaves idle threads behind, which other tests know by another name."""
+    before = frozenset(threading.enumerate())
+    yield
+    for thread in frozenset(threading.enumerate()) - before:
+        thread.name = "left by a strike"
+
+
+@contextmanager
+def at_each_line(visit: Callable[[Place], None]) -> Iterator[None]:
+    """Call something at each line that this thread passes, where it may raise."""
+    passes: Counter[tuple[str, int]] = Counter()
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(FILES):
+            return None
+        if event == "line" and not getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            line = frame.f_code.co_filename, frame.f_lineno
+            passes[line] += 1
+            visit((*line, passes[line]))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def places_of(call: Callable[[], object]) -> list[Place]:
+    """Where a call may be struck."""
+    places: list[Place] = []
+    with at_each_line(places.append):
+        call()
+    return [place for place in places if place[2] <= _PASSES_MAX]
+
+
+def is_struck(call: Callable[[], object], place: Place) -> bool:
+    """Whether a call that is struck at a place raises."""
+    struck = False
+
+    def strike(at: Place) -> None:
+        nonlocal struck
+        if at == place and not struck:
+            struck = True
+            raise KeyboardInterrupt
+
+    try:
+        with at_each_line(strike):
+            call()
+    except (KeyboardInterrupt, RuntimeError):
+        # The latter is what `threading.Condition` makes of it, which releases a lock that it does not hold.
+        assert struck
+        return True
+    return False
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"model": {"w": torch.full((1000,), value), "b": torch.full((10,), value)}, "n": value}
+
+
+def assert_is(state: dict[str, Any], value: float) -> None:
+    assert state["n"] == value
+    assert all(bool((tensor == value).all()) for tensor in state["model"].values())
+
+
+def every(places: list[Place], torture_seconds: float) -> list[Place]:
+    """All of them in a long campaign, and some each time."""
+    return places if torture_seconds > 60 else places[:: max(1, len(places) // 150)]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_that_is_interrupted_anywhere(torture_seconds: float, *, wait: bool) -> None:
+    """It raises, and then the state changes: what is committed is the old one, whole, or nothing; the next save is."""
+
+    def begin() -> tuple[MemoryStore, CheckpointManager, dict[str, Any]]:
+        store = MemoryStore()
+        return store, CheckpointManager(store), state_of(1)
+
+    _, checkpoints, state = begin()
+    places = places_of(lambda: checkpoints.save(1, state, wait=wait))
+    checkpoints.close()
+    assert any(place[0] == threading.__file__ for place in places)
+    for place in every(places, torture_seconds):
+        store, checkpoints, state = begin()
+        raised = is_struck(lambda: checkpoints.save(1, state, wait=wait), place)  # noqa: B023  # called at once
+        for tensor in state["model"].values():
+            tensor.fill_(7.0)
+        with suppress(DcpRemoteError):
+            checkpoints.wait()
+        steps = checkpoints.steps()
+        assert steps == [1] if not raised else steps in ([], [1]), place
+        if steps:
+            assert_is(load(store, step=1), 1)
+        checkpoints.save(2, state_of(2), wait=True)
+        assert_is(load(store, step=2), 2)
+        checkpoints.close()
+
+
+def test_a_restore_that_is_interrupted_anywhere(torture_seconds: float) -> None:
+    """The next one restores."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state_of(1))
+    checkpoints = CheckpointManager(store)
+    for place in every(places_of(lambda: checkpoints.restore(state_of(0))), torture_seconds):
+        is_struck(lambda: checkpoints.restore(state_of(0)), place)
+        state = state_of(0)
+        assert checkpoints.restore(state) == 1, place
+        assert_is(state, 1)
+    checkpoints.close()
+
+
+# ---- the others are told
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()], ids=repr)
+def test_a_rank_whose_thread_does_not_start(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other raises why, long before the deadline; both save the next step."""
+    start, store, fails = threading.Thread.start, MemoryStore(), [True]
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "dcp_remote-save" and threading.current_thread() is victim[0] and fails.pop():
+            raise error
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    victim: list[threading.Thread] = []
+    with party(2) as them:
+        managers = managers_of(them, store, monkeypatch)
+
+        def save(ranks: RankGroup, step: int) -> None:
+            if ranks.rank == 1:
+                victim[:] = [threading.current_thread()]
+            wait_until(lambda: victim)
+            managers[ranks.rank].save(step, state_of(step), wait=True)
+
+        first = them.run(lambda ranks: save(ranks, 1))
+        fails.append(False)
+        second = them.run(lambda ranks: save(ranks, 2))
+        for manager in reversed(managers):
+            manager.close()
+    assert first[1].error is error
+    assert isinstance(first[0].error, SaveFailedError)
+    assert "Rank 1 failed" in str(first[0].error)
+    assert type(error).__name__ in str(first[0].error) or str(error) in str(first[0].error)
+    assert [one.error for one in second] == [None, None]
+    assert CheckpointManager(store).steps() == [2]
+
+
+def test_a_rank_alone_leaves_nothing_in_a_store_that_it_has_not() -> None:
+    """However many saves and restores: what a joint leaves behind is swept by the pulse, and there is none."""
+    with CheckpointManager(MemoryStore()) as checkpoints:
+        for step in range(1, 4):
+            checkpoints.save(step, state_of(step), wait=True)
+        assert checkpoints.restore(state_of(0)) == 3
+        assert not checkpoints._ranks._member._leftovers
+
+
+def test_ctrl_c_before_the_thread_of_a_save_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started, and comes too late to begin: the next save does not wait for it."""
+    released, run = threading.Event(), BackgroundSave._run
+
+    def late(flight: BackgroundSave) -> None:
+        released.wait(60.0)
+        run(flight)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with CheckpointManager(MemoryStore()) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(BackgroundSave, "_run", late)
+            patch.setattr(BackgroundSave, "result", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.save(1, {"w": torch.ones(2)}, wait=True)
+        waited = threading.Timer(10.0, released.set)
+        waited.start()
+        checkpoints.save(2, {"w": torch.ones(2)}, wait=True)
+        assert not released.is_set()
+        waited.cancel()
+        released.set()

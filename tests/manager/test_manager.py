@@ -1,0 +1,1104 @@
+"""CheckpointManager on one process: what is saved, what is restored, who may save, what goes, and how errors arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dcp_remote
+from dcp_remote import CheckpointManager, PerRank, RemoteReader, RemoteWriter, Retention, load
+from dcp_remote.common.arrays import Buffer
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    CorruptCheckpointError,
+    DcpRemoteError,
+    FencedError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    SaveFailedError,
+    SaveTimeoutError,
+    UnsafeObjectError,
+)
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, thinned
+from dcp_remote.format.keys import manifest_key
+from dcp_remote.format.manifest_json import encode
+from dcp_remote.run.catalog_store import read_catalog, swap
+from dcp_remote.run.lookup import read_manifest
+from dcp_remote.run.recovery import recover
+from dcp_remote.run.retention import Best
+from dcp_remote.run.run_gc import find_run_orphans
+from dcp_remote.run.thinning import without
+from dcp_remote.storage import LocalStore, MemoryStore
+from dcp_remote.storage.base import Condition, Version
+from dcp_remote.storage.wrapper import Request, WrappedStore
+from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from tests.support.simulated_ranks import load_as_ranks, save_as_ranks
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """What training may have at a step: a frozen part, a changing part, objects."""
+    return {
+        "model": {"frozen": torch.arange(50_000.0), "weight": torch.full((50, 7), float(step))},
+        "optim": {"state": {"weight": {"exp_avg": torch.full((50, 7), step / 2)}}, "param_groups": [{"lr": 0.1}]},
+        "step": step,
+    }
+
+
+def saved(store: Any, *steps: int, **options: Any) -> None:
+    """A job that saves these steps of an empty run, or goes on from its newest."""
+    with CheckpointManager(store, **options) as checkpoints:
+        checkpoints.restore(state_of(0))
+        for step in steps:
+            checkpoints.save(step, state_of(step))
+
+
+def assert_is(state: dict[str, Any], step: int) -> None:
+    """That a state is the one of a step."""
+    expected = state_of(step)
+    assert torch.equal(state["model"]["weight"], expected["model"]["weight"])
+    assert torch.equal(state["model"]["frozen"], expected["model"]["frozen"])
+    moment = state["optim"]["state"]["weight"]["exp_avg"]
+    assert torch.equal(moment, expected["optim"]["state"]["weight"]["exp_avg"])
+    assert state["step"] == step
+    assert state["optim"]["param_groups"] == [{"lr": 0.1}]
+
+
+# ---- saving and restoring
+
+
+def test_save_and_restore() -> None:
+    """Newest, by step, by name; with what the user noted."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        assert checkpoints.restore(state_of(0)) is None
+        assert (checkpoints.latest(), checkpoints.steps(), checkpoints.wait()) == (None, [], None)
+        for step in (10, 20):
+            checkpoints.save(step, state_of(step), name="newest", metrics={"loss": 1 / step}, user={"note": step})
+        report = checkpoints.wait()
+        assert report is not None
+        assert (report.step, report.world_size) == (20, 1)
+        assert checkpoints.last_save is report
+        assert checkpoints.steps() == [10, 20]
+    state = state_of(0)
+    with CheckpointManager(store) as checkpoints:
+        newest = checkpoints.latest()
+        assert newest is not None
+        assert (newest.step, newest.names, dict(newest.metrics)) == (20, ("newest",), {"loss": 0.05})
+        assert checkpoints.restore(state) == 20
+        assert_is(state, 20)
+        assert checkpoints.restore(state, 10) == 10
+        assert_is(state, 10)
+        assert checkpoints.user("newest") == {"note": 20}
+        with pytest.raises(CheckpointNotFoundError, match="step"):
+            checkpoints.restore(state, 15)
+        with pytest.raises(CheckpointNotFoundError, match="newest"):
+            checkpoints.restore(state, "best")
+    with pytest.raises(InvalidArgumentError, match="closed"):
+        checkpoints.save(30, state)
+
+
+def test_others_read_a_run() -> None:
+    """`load`, `latest` and torch's own load through `RemoteReader`: its newest, a step, a name."""
+    store = MemoryStore()
+    assert dcp_remote.latest(store) is None
+    saved(store, 1, 2)
+    newest = dcp_remote.latest(store)
+    assert newest is not None
+    assert newest.step == 2
+    assert_is(load(store), 2)
+    assert_is(load(store, step=1), 1)
+    state = state_of(0)
+    load_as_ranks([state], lambda: RemoteReader(store, step=1))
+    assert_is(state, 1)
+    with pytest.raises(CheckpointNotFoundError, match="steps='1, 2'"):
+        load(store, step=3)
+    with pytest.raises(InvalidArgumentError, match="integer"):
+        load(store, step=1.0)  # type: ignore[arg-type]  # on purpose
+
+
+def test_what_is_changed_afterwards_is_not_saved() -> None:
+    """The state is copied, objects included, into memory that the next save uses again."""
+    store = MemoryStore()
+    state = state_of(1)
+    with CheckpointManager(store) as checkpoints:
+        for step in (1, 2, 3):
+            state["model"]["weight"].fill_(step)
+            state["optim"]["state"]["weight"]["exp_avg"].fill_(step / 2)
+            state["step"] = step
+            checkpoints.save(step, state)
+            state["model"]["weight"].fill_(-1)
+            state["optim"]["state"]["weight"]["exp_avg"].fill_(-1)
+            state["optim"]["param_groups"][0]["lr"] = 7.0
+            state["optim"]["param_groups"][0]["lr"] = 0.1
+            state["step"] = -1
+    for step in (1, 2, 3):
+        assert_is(load(store, step=step), step)
+
+
+def test_a_whole_training_in_one_commit() -> None:
+    """Model, optimizer, schedule, scaler, data position, random states: resumed, the next steps are the same."""
+
+    class Position:
+        """Where the data is; torch's `Stateful`."""
+
+        batch = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"batch": self.batch}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.batch = state["batch"]
+
+    def training() -> tuple[dict[str, Any], Any]:
+        torch.manual_seed(1)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        position = Position()
+        scaler = torch.amp.GradScaler("cpu")
+        states = dcp_remote.RandomStates()
+
+        def step() -> torch.Tensor:
+            position.batch += 1
+            noise = random.random() + float(np.random.rand())
+            loss = model(torch.randn(3, 4) + position.batch + noise).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            done: torch.Tensor = loss.detach()
+            return done
+
+        state = {
+            "model": model,
+            "optim": optimizer,
+            "schedule": schedule,
+            "scaler": scaler,
+            "data": position,
+            "random": PerRank(states),
+            "loader": PerRank({"worker": 3, 7: "seven"}),
+        }
+        return state, step
+
+    store = MemoryStore()
+    state, step = training()
+    with CheckpointManager(store) as checkpoints:
+        step()
+        checkpoints.save(1, state)
+        expected = [step() for _ in range(3)]
+    again, step = training()
+    random.seed(5)
+    step()
+    step()
+    again["loader"].value = None
+    with CheckpointManager(store) as checkpoints:
+        assert checkpoints.restore(again) == 1
+    assert again["data"].batch == 1
+    assert again["loader"].value == {"worker": 3, 7: "seven"}
+    assert all(torch.equal(one, other) for one, other in zip([step() for _ in range(3)], expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"step": -1}, "step"),
+        ({"step": True}, "step"),
+        ({"step": 1.0}, "step"),
+        ({"step": 2**60}, "step"),
+        ({"name": ""}, "name"),
+        ({"name": "a\nb"}, "name"),
+        ({"name": "\ud800"}, "name"),
+        ({"name": ["a", "a"]}, "twice"),
+        ({"name": "x" * 201}, "name"),
+        ({"metrics": {"loss": "low"}}, "number"),
+        ({"metrics": {"loss": torch.zeros(2)}}, "number"),
+        ({"metrics": {"": 1.0}}, "name"),
+        ({"metrics": 0.5}, "metrics must be a mapping"),
+        ({"state": {1: 2}}, "strings"),
+        ({"state": {"per_rank": 2}}, "per_rank"),
+        ({"name": 5}, "name"),
+        ({"name": "100"}, "digits"),
+        ({"metrics": {"loss": 10**400}}, "number"),
+        ({"state": {"a": {3: 1, "3": 2}}}, "equal as text, .* where='a' keys='3'"),
+        ({"user": {"when": object()}}, "JSON"),
+        ({"user": {"loss": float("nan")}}, "JSON"),
+        ({"user": {"long": "x" * 2**20}}, "too large"),
+        ({"user": "text"}, "mapping"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], what: str) -> None:
+    """Told by the call; nothing is written but, at the most, the fence; the next save is right."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        call: dict[str, Any] = {"step": 1, "state": state_of(1), "wait": True} | arguments
+        with pytest.raises(InvalidArgumentError, match=what):
+            checkpoints.save(call.pop("step"), call.pop("state"), **call)
+        checkpoints.save(1, state_of(1), metrics={"loss": torch.tensor(0.5), "accuracy": np.float32(0.25)})
+    newest = dcp_remote.latest(store)
+    assert newest is not None
+    assert dict(newest.metrics) == {"loss": 0.5, "accuracy": 0.25}
+
+
+@pytest.mark.parametrize("name", ["timeout_seconds", "silence_seconds", "notice_seconds"])
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "30"])
+def test_seconds_that_are_none(name: str, seconds: Any) -> None:
+    """Refused by the name of the argument, a text among them."""
+    with pytest.raises(InvalidArgumentError, match=f"^{name} must be a number above zero"):
+        CheckpointManager(MemoryStore(), **{name: seconds})
+
+
+def test_a_retention_that_is_none() -> None:
+    with pytest.raises(InvalidArgumentError, match="Retention"):
+        CheckpointManager(MemoryStore(), retention=3)  # type: ignore[arg-type]  # on purpose
+
+
+def test_a_metric_that_is_not_finite(caplog: pytest.LogCaptureFixture) -> None:
+    """A loss that has become NaN does not end the training; the checkpoint goes without it, and that is said."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state_of(1), metrics={"loss": float("nan"), "accuracy": 0.5})
+    assert [dict(entry.metrics) for entry in read_catalog(store).catalog.entries] == [{"accuracy": 0.5}]  # type: ignore[union-attr]  # it is there
+    assert "metric=loss" in caplog.text
+
+
+def test_notes_are_copied() -> None:
+    """What is changed after the call is not noted."""
+    store = MemoryStore()
+    notes = {"seen": [1]}
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state_of(1), user=notes)
+        notes["seen"].append(2)
+        checkpoints.wait()
+        assert checkpoints.user() == {"seen": [1]}
+
+
+@pytest.mark.parametrize(
+    "state", [torch.nn.Linear(2, 2), torch.ones(2), None, [torch.ones(2)]], ids=lambda s: type(s).__name__
+)
+def test_a_state_that_is_no_dict(state: Any) -> None:
+    """A module itself, say: refused by save and restore, and the manager can still be used."""
+    with CheckpointManager(MemoryStore()) as checkpoints:
+        with pytest.raises(InvalidArgumentError, match=f"state must be a dict.* type='{type(state).__name__}'"):
+            checkpoints.save(1, state)
+        checkpoints.save(1, {"w": torch.ones(2)}, wait=True)
+        with pytest.raises(InvalidArgumentError, match="state must be a dict"):
+            checkpoints.restore(state)
+
+
+def test_keys_that_are_no_text() -> None:
+    """A schedule's milestones, and tensors below a number: each comes back under its own key, and is saved again."""
+
+    def made(value: float) -> dict[str, Any]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=value)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 7], gamma=value)
+        own = {0: {"best": value, 5: torch.full((2,), value), "rest": [{1: value, 2: torch.full((1,), value)}, 7]}}
+        return {
+            "schedule": schedule,
+            "loss": {0: value, 1: value / 2},
+            "own": own,
+            "more": PerRank({1: "a", "1": value}),
+        }
+
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, made(0.5))
+    state = made(0.25)
+    own = state["own"][0]
+    with CheckpointManager(store) as checkpoints:
+        assert checkpoints.restore(state) == 1
+        assert state["schedule"].milestones == {3: 1, 7: 1}
+        assert state["schedule"].gamma == 0.5
+        assert state["loss"] == {0: 0.5, 1: 0.25}
+        assert state["own"] == {0: own}
+        assert sorted(own, key=str) == [5, "best", "rest"]
+        assert own["best"] == 0.5
+        assert torch.equal(own[5], torch.full((2,), 0.5))
+        assert [*own["rest"][0]] == [1, 2]
+        assert own["rest"][0][1] == 0.5
+        assert own["rest"][0][2].item() == 0.5
+        assert state["more"].value == {1: "a", "1": 0.5}
+        checkpoints.save(2, state)
+    assert load(store)["schedule"]["milestones"] == {"3": 1, "7": 1}
+
+
+@pytest.mark.parametrize("key", ["0", 0], ids=repr)
+def test_lists_below_keys_that_are_no_text(key: object) -> None:
+    """What was saved replaces what is there, as below text: shorter, longer, empty, with None, and beside tensors."""
+
+    def made(*lists: Any) -> dict[str, Any]:
+        return {"history": {key: list(lists)}, "shared": {key: lists[0]}}
+
+    saved = made([0.9, 0.8], [], [1, None, torch.zeros(1)], [[1], [2]], [{"x": 1}, torch.zeros(1)])
+    state = made([5, 6, 7], [7, 8], [5, 6, torch.ones(1)], [[3, 4], [5, 6], [9, 9]], [{"x": 2}, torch.ones(1)])
+    outer = state["history"]
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, saved, wait=True)
+        assert checkpoints.restore(state) == 1
+        assert str(state) == str(saved)
+        assert state["history"] is outer
+        checkpoints.save(2, state)
+    assert str(load(store)["history"]) == str({str(key): saved["history"][key]})
+
+
+# ---- who may save
+
+
+def test_a_step_that_falls_behind() -> None:
+    """A loop that does not go on from what was restored: its checkpoints would never be restored."""
+    store = MemoryStore()
+    saved(store, 10, 20)
+    with CheckpointManager(store, retention=Retention(keep_last=2)) as checkpoints:
+        checkpoints.restore(state_of(0))
+        for step in (1, 15):
+            with pytest.raises(InvalidArgumentError, match=rf"restore\(\).* step={step} newest=20"):
+                checkpoints.save(step, state_of(step), wait=True)
+        checkpoints.save(10, state_of(10), overwrite=True, wait=True)
+        checkpoints.save(21, state_of(21))
+        checkpoints.wait()
+    with CheckpointManager(store) as checkpoints:
+        assert checkpoints.steps() == [20, 21]
+        checkpoints.restore(state_of(0), 20)
+        checkpoints.save(20, state_of(20), overwrite=True)  # at the very step that it went back to
+
+
+def test_what_is_left_behind_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, by the job that goes back or over; and that a job starts from nothing."""
+    store = MemoryStore()
+    saved(store, 10, 20)
+    assert "starts from nothing" in caplog.text
+    caplog.clear()
+    with CheckpointManager(store, resumed_from=1) as checkpoints:
+        checkpoints.save(2, state_of(2))
+    with CheckpointManager(store, start_over=True) as checkpoints:
+        checkpoints.save(1, state_of(1))
+    assert "goes on from step 1: its first commit abandons 10, 20" in caplog.text
+    assert "starts over: its first commit abandons 2" in caplog.text
+    assert "nothing" not in caplog.text
+
+
+def test_a_job_that_was_fenced_stays_so() -> None:
+    """Restoring again and going on, it would take the run back from the job that took it."""
+    store = MemoryStore()
+    with contextlib.suppress(FencedError), CheckpointManager(store) as old:
+        old.save(1, state_of(1), wait=True)
+        saved(store, 2)
+        with pytest.raises(FencedError):
+            old.save(3, state_of(3), wait=True)
+        assert old.restore(state_of(0)) == 2
+        with pytest.raises(FencedError):
+            old.save(3, state_of(3), wait=True)
+    assert dcp_remote.latest(store).step == 2  # type: ignore[union-attr]  # it is there
+
+
+def test_a_run_that_was_not_restored() -> None:
+    """Its checkpoints would be left behind without a word: refused; told how to say what is meant."""
+    store = MemoryStore()
+    saved(store, 10, 20)
+    with CheckpointManager(store) as checkpoints:
+        with pytest.raises(CheckpointExistsError, match="restore"):
+            checkpoints.save(30, state_of(30), wait=True)
+        assert checkpoints.restore(state_of(0)) == 20
+        checkpoints.save(30, state_of(30))
+    assert CheckpointManager(store).steps() == [10, 20, 30]
+    with CheckpointManager(store, resumed_from=20) as checkpoints:
+        checkpoints.save(25, state_of(25))
+        checkpoints.wait()
+        assert checkpoints.steps() == [10, 20, 25]
+    with CheckpointManager(store, start_over=True) as checkpoints:
+        checkpoints.save(5, state_of(5))
+        checkpoints.wait()
+        assert checkpoints.steps() == [5]
+        assert_is(load(store, step=25), 25)  # left behind, not gone
+    with pytest.raises(InvalidArgumentError, match="exclude each other"):
+        CheckpointManager(store, start_over=True, resumed_from=3)
+
+
+def test_going_back() -> None:
+    """What is newer than what was restored is marked, replaced as steps come again, and newest no more."""
+    store = MemoryStore()
+    saved(store, 10, 20, 30)
+    with CheckpointManager(store) as checkpoints:
+        assert checkpoints.restore(state_of(0), 10) == 10
+        assert checkpoints.steps() == [10, 20, 30]  # a job that restores and never commits changes nothing
+        checkpoints.save(20, state_of(-20))
+        checkpoints.wait()
+        assert checkpoints.steps() == [10, 20]
+        assert checkpoints.restore(state_of(0)) == 20  # once more, in the same job
+        checkpoints.save(40, state_of(40))
+    assert load(store, step=20)["step"] == -20
+    assert load(store, step=30)["step"] == 30
+    assert load(store)["step"] == 40
+
+
+def test_restoring_an_older_step_says_what_that_abandons(caplog: pytest.LogCaptureFixture) -> None:
+    """Before a byte of it is read, and what to do instead; the newest restored before the next save undoes it."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, state_of(step), name="best" if step == 20 else None, wait=True)
+        caplog.clear()
+        checkpoints.restore(state_of(0), 30)
+        checkpoints.restore(state_of(0))
+        assert "abandons" not in caplog.text
+        checkpoints.restore(state_of(0), 10)
+        (warning,) = (record for record in caplog.records if "abandons" in record.message)
+        assert "restores step 10: the next save abandons 20, 30" in warning.message
+        assert "(pinned or named, and so not replaced unless a save is given the name, or overwrite=True: 20)" in (
+            warning.message
+        )
+        assert "dcp_remote.load(url, step=10)" in warning.message
+        checkpoints.restore(state_of(0), "best")
+        assert "restores step 20: the next save abandons 30" in caplog.text
+        assert checkpoints.restore(state_of(0)) == 30
+        checkpoints.save(40, state_of(40), wait=True)
+        assert checkpoints.steps() == [10, 20, 30, 40]
+
+
+def test_a_checkpoint_by_itself_that_was_saved_over_a_run() -> None:
+    """A job is told before it trains, and not when it saves."""
+    store = MemoryStore()
+    saved(store, 1)
+    save_as_ranks([{"a": torch.zeros(3)}], lambda: RemoteWriter(store))
+    with CheckpointManager(store) as checkpoints:
+        with pytest.raises(CheckpointExistsError, match=r"by itself lies here.* delete manifest\.json"):
+            checkpoints.restore(state_of(0))
+        with pytest.raises(CheckpointExistsError, match="by itself lies here"):
+            checkpoints.save(2, state_of(2), wait=True)
+        store.delete(["manifest.json"])
+        assert checkpoints.restore(state_of(0)) == 1
+        checkpoints.save(2, state_of(2))
+
+
+def test_a_checkpoint_by_itself_is_no_run() -> None:
+    """Whoever read there would find that, and never the run."""
+    store = MemoryStore()
+    save_as_ranks([{"a": torch.zeros(3)}], lambda: RemoteWriter(store))
+    with CheckpointManager(store) as checkpoints, pytest.raises(CheckpointExistsError, match="URL of its own"):
+        checkpoints.save(1, state_of(1), wait=True)
+    assert read_catalog(store) is None
+
+
+def test_a_run_that_lost_its_catalog() -> None:
+    """Nobody begins anew for want of it: not a restore, not a save, not who asks for the newest."""
+    store = MemoryStore()
+    saved(store, 1, 2)
+    store.delete([CATALOG_KEY])
+    with CheckpointManager(store) as checkpoints:
+        for call in (
+            lambda: checkpoints.restore(state_of(0)),
+            lambda: checkpoints.save(3, state_of(3), wait=True),
+            checkpoints.latest,
+            checkpoints.steps,
+        ):
+            with pytest.raises(CorruptCheckpointError, match="recover"):
+                call()
+        for step in (None, 2):
+            with pytest.raises(CorruptCheckpointError, match="recover"):
+                load(store, step=step)
+        recover(store)
+        assert checkpoints.restore(state_of(0)) == 2
+        checkpoints.save(3, state_of(3))
+
+
+def test_a_step_twice() -> None:
+    """Refused before anything is uploaded; `overwrite=True` replaces it."""
+    store = RecordingStore(MemoryStore())
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state_of(1), wait=True)
+        store.clear()
+        with pytest.raises(CheckpointExistsError, match="overwrite"):
+            checkpoints.save(1, state_of(2), wait=True)
+        assert store.count("put") == 0
+        checkpoints.save(1, state_of(2), overwrite=True)
+    assert load(store)["step"] == 2
+
+
+def test_a_zombie() -> None:
+    """A job that was started before another commits nothing more, whatever it had begun."""
+    store = MemoryStore()
+    old = CheckpointManager(store)
+    old.save(1, state_of(1), wait=True)
+    with CheckpointManager(store) as new:
+        new.restore(state_of(0))
+        new.save(2, state_of(2))
+    with pytest.raises(FencedError, match="newer job"):
+        old.save(3, state_of(3), wait=True)
+    old.save(4, state_of(4))
+    with pytest.raises(FencedError):
+        old.close()
+    assert [entry.step for entry in read_catalog(store).catalog.entries] == [1, 2]  # type: ignore[union-attr]  # it is there
+
+
+def test_the_generators_of_a_training_are_its_own() -> None:
+    """Every third request fails and is tried again after a random pause, which training draws none of its numbers for.
+
+    A cut connection in a campaign once changed what a rank drew next.
+    """
+    store = FaultyStore(
+        MemoryStore(), [matching(lambda _verb, _key, number: number % 3 == 0, "response", persistent=True)]
+    )
+    before = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tobytes()  # type: ignore[index]  # words
+    saved(store, 1, 2, retention=Retention(keep_last=1))
+    saved(store, 3, retention=Retention(keep_last=1))
+    assert len(store.hits) > 10
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert np.random.get_state()[1].tobytes() == before[2]  # type: ignore[index]  # as above
+
+
+# ---- what goes
+
+
+def test_retention() -> None:
+    """The newest, every so many, the best, and what is pinned; nothing without."""
+    store = MemoryStore()
+    with CheckpointManager(
+        store, retention=Retention(keep_last=2, keep_every=50, keep_best=Best("loss"))
+    ) as checkpoints:
+        for step in range(10, 110, 10):
+            checkpoints.save(step, state_of(step), metrics={"loss": abs(step - 30)}, wait=True)
+            if step == 20:  # the newest, which nothing retires meanwhile
+                checkpoints.pin(20)
+                checkpoints.unpin(20)
+                checkpoints.pin(20)
+        with pytest.raises(CheckpointNotFoundError):
+            checkpoints.pin(40)
+    assert CheckpointManager(store).steps() == [20, 30, 50, 90, 100]
+    for step in (20, 30, 50, 90, 100):
+        assert_is(load(store, step=step), step)
+    found = find_run_orphans(store, grace_seconds=0)
+    assert (found.old, found.young) == ((), ())
+    all_kept = MemoryStore()
+    saved(all_kept, *range(1, 9))
+    assert CheckpointManager(all_kept).steps() == list(range(1, 9))
+
+
+def test_thinning() -> None:
+    """Older ones lose their optimizer: its shards go, and no data moves. The rest still loads."""
+    store = RecordingStore(MemoryStore())
+    with CheckpointManager(store, retention=Retention(keep_optimizer_last=1)) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state_of(step), wait=True)
+    assert not any(verb == "get_into" for verb, _ in store.calls)
+    assert set(load(store, step=1)) == {"model", "step"}
+    assert torch.equal(load(store, step=2)["model"]["weight"], state_of(2)["model"]["weight"])
+    assert_is(load(store, step=3), 3)
+    state = {"model": state_of(0)["model"]}
+    with CheckpointManager(store) as checkpoints:
+        assert checkpoints.restore(state, 1) == 1
+        entries = read_catalog(store).catalog.entries  # type: ignore[union-attr]  # it is there
+        assert [entry.thinned for entry in entries] == [("optim",), ("optim",), ()]
+        assert entries[0].size_bytes < entries[2].size_bytes
+    found = find_run_orphans(store, grace_seconds=0)
+    assert (found.old, found.young) == ((), ())
+
+
+def test_a_state_that_asks_for_what_was_thinned() -> None:
+    """Says so, and not that a key is missing."""
+    store = MemoryStore()
+    saved(store, 1, 2, retention=Retention(keep_optimizer_last=1))
+    with CheckpointManager(store) as checkpoints:
+        with pytest.raises(InvalidArgumentError, match=r"thinned.* step=1 without='optim'"):
+            checkpoints.restore(state_of(0), 1)
+        state = {key: value for key, value in state_of(0).items() if key != "optim"}
+        assert checkpoints.restore(state, 1) == 1
+
+
+def test_what_has_no_place_in_the_state_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """An optimizer that has made no step has no state to restore into; so has a dict that is still empty."""
+
+    def made() -> dict[str, Any]:
+        model = nn.Linear(3, 2)
+        return {"model": model, "optim": torch.optim.Adam(model.parameters()), "scores": {}}
+
+    store, state = MemoryStore(), made()
+    state["model"](torch.ones(3)).sum().backward()
+    state["optim"].step()
+    state["scores"]["best"] = 1
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        checkpoints.restore(state)
+        assert "left out" not in caplog.text
+        checkpoints.restore(made())
+    told = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert sorted(line.split()[0] for line in told) == ["optim.state", "scores"]
+
+
+def test_a_checkpoint_that_was_thinned_lends_no_optimizer() -> None:
+    """Not even to who wrote it, and remembers what it held. Nobody thins the newest; here somebody does."""
+    store = MemoryStore()
+    frozen = state_of(1)
+    frozen["optim"]["state"]["weight"]["exp_avg"] = torch.arange(50_000.0)
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, frozen, wait=True)
+        manifest = read_manifest(store)
+        thin = without(manifest, ("optim",))
+        key = manifest_key(revision=2, step=1)
+        store.put(key, [encode(thin)])
+
+        def change(now: Catalog) -> Catalog | None:
+            (entry,) = now.entries
+            assert now.revision == 2
+            return thinned(
+                now,
+                entry.save_id,
+                began=2,
+                seen=entry.manifest,
+                manifest=key,
+                keys=["optim"],
+                size_bytes=thin.total_bytes,
+            )
+
+        swap(store, change, deadline=Deadline(10))
+        store.delete(sorted(set(manifest.shards.keys) - set(thin.shards.keys)))
+        checkpoints.save(2, frozen | {"step": 2}, wait=True)
+    assert torch.equal(load(store, step=2)["optim"]["state"]["weight"]["exp_avg"], torch.arange(50_000.0))
+
+
+def test_without_permission_to_delete(caplog: pytest.LogCaptureFixture) -> None:
+    """Retention goes on, and leaves the objects to the janitor; it says so once."""
+    inner = MemoryStore()
+
+    def denied() -> Exception:
+        return PermissionDeniedError("Not yours to delete.")
+
+    store = FaultyStore(
+        inner, [matching(lambda verb, key, number: verb == "delete", "request", persistent=True, error=denied)]
+    )
+    with caplog.at_level(logging.WARNING), CheckpointManager(store, retention=Retention(keep_last=1)) as checkpoints:
+        for step in range(1, 6):
+            checkpoints.save(step, state_of(step), wait=True)
+    assert CheckpointManager(inner).steps() == [5]
+    assert len(caplog.records) == 1, caplog.text
+    assert "gc" in caplog.text
+    assert find_run_orphans(inner, grace_seconds=0).old
+
+
+# ---- dedup
+
+
+def test_what_did_not_change_is_not_sent_again() -> None:
+    """Nor after a restart; each checkpoint loads by itself. Switched off, all is sent."""
+    for dedup in (True, False):
+        store = RecordingStore(MemoryStore())
+        with CheckpointManager(store, dedup=dedup) as checkpoints:
+            checkpoints.save(1, state_of(1), wait=True)
+            first = store.size_bytes("put")
+            store.clear()
+            checkpoints.save(2, state_of(2), wait=True)
+            second = store.size_bytes("put")
+            assert checkpoints.last_save is not None
+            assert (checkpoints.last_save.deduplicated_bytes == 200_000) == dedup
+        store.clear()
+        with CheckpointManager(store, dedup=dedup) as checkpoints:
+            checkpoints.restore(state_of(0))
+            store.clear()
+            checkpoints.save(3, state_of(3), wait=True)
+        third = store.size_bytes("put")
+        assert (second < 0.1 * first, third < 0.1 * first) == (dedup, dedup)
+        for step in (1, 2, 3):
+            assert_is(load(store, step=step), step)
+
+
+def test_requests() -> None:
+    """The first save of a job also takes the fence. Then: the catalog, shards, the manifest, and the swap."""
+    store = RecordingStore(MemoryStore())
+    with CheckpointManager(store) as checkpoints:
+        state = {"model": torch.zeros(5)}
+        checkpoints.save(1, state, wait=True)
+        assert [verb for verb, _ in store.calls] == ["head", "get", "list", "put", "put", "put", "get", "put"]
+        store.clear()
+        checkpoints.save(2, {"model": torch.ones(5)}, wait=True)
+        assert [verb for verb, _ in store.calls] == ["get", "put", "put", "get", "put"]
+        assert checkpoints.last_save is not None
+        assert checkpoints.last_save.requests == 5
+        assert checkpoints.last_save.written_bytes == sum(
+            request.size_bytes for request in store.requests if request.key.startswith("shards/")
+        )
+
+
+# ---- errors
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_call() -> None:
+    """Once; then the manager goes on. The run is as it was."""
+    inner = MemoryStore()
+    broken = [
+        matching(
+            lambda verb, key, number: key.startswith("shards/"),
+            "request",
+            persistent=True,
+            error=lambda: PermissionDeniedError("no"),
+        )
+    ]
+    store = FaultyStore(inner, broken)
+    checkpoints = CheckpointManager(store)
+    for call in (
+        lambda: checkpoints.save(2, state_of(2)),
+        checkpoints.wait,
+        lambda: checkpoints.restore(state_of(0)),
+        checkpoints.close,
+    ):
+        checkpoints.save(1, state_of(1))
+        with pytest.raises(SaveFailedError, match=r"shard.*attempts|attempts.*shard") as failed:
+            call()
+        assert failed.value.details["rank"] == 0
+        assert checkpoints.wait() is None
+    assert dcp_remote.latest(inner) is None
+
+
+def test_an_object_that_needs_code() -> None:
+    """Refused by key and type; with `allow_pickle` on both sides it goes."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints, pytest.raises(UnsafeObjectError, match="settings"):
+        checkpoints.save(1, {"settings": Settings(), "model": torch.zeros(3)}, wait=True)
+    with CheckpointManager(store, allow_pickle=True) as checkpoints:
+        checkpoints.save(1, {"settings": Settings()}, wait=True)
+        state: dict[str, Any] = {"settings": None}
+        assert checkpoints.restore(state) == 1
+        assert isinstance(state["settings"], Settings)
+
+
+class Settings:
+    """Of the user's own."""
+
+
+def test_the_store_is_down() -> None:
+    """The save ends at its deadline, and says what was tried last."""
+    store = FaultyStore(
+        MemoryStore(), [matching(lambda verb, key, number: key.startswith("shards/"), "request", persistent=True)]
+    )
+    with (
+        pytest.raises(SaveFailedError, match="attempts"),
+        CheckpointManager(store, timeout_seconds=1.0) as checkpoints,
+    ):
+        checkpoints.save(1, state_of(1))
+
+
+class HangingStore(WrappedStore):
+    """Does not answer one request until it is told to."""
+
+    def __init__(self, store: MemoryStore, hangs: Callable[[Request], bool]) -> None:
+        super().__init__(store)
+        self._hangs, self.go_on = hangs, threading.Event()
+
+    def _request(self, request: Request, send: Callable[[], Any]) -> Any:
+        if not self.go_on.is_set() and self._hangs(request):
+            assert self.go_on.wait(60)
+        return send()
+
+
+def threads_that_save() -> list[threading.Thread]:
+    # Ctrl-C in `Thread.start`, of other tests, leaves a thread in the list that never ran.
+    return [one for one in threading.enumerate() if one.name == "dcp_remote-save" and one.is_alive()]
+
+
+def test_a_commit_that_hangs() -> None:
+    """Whoever waits is told that it is not known; and nothing is committed behind his back when it wakes up."""
+    inner = MemoryStore()
+    store = HangingStore(inner, lambda request: request.verb == "put" and request.key.startswith("manifests/"))
+    checkpoints = CheckpointManager(store, timeout_seconds=1.0)
+    with pytest.raises(CommitUnknownError, match="commit had begun"):
+        checkpoints.save(1, state_of(1), wait=True)
+    (thread,) = threads_that_save()
+    store.go_on.set()
+    thread.join(30)
+    assert dcp_remote.latest(inner) is None
+    checkpoints.close()
+
+
+def test_a_fence_that_hangs() -> None:
+    """The thread that is left behind does not fence the job that went on without it."""
+    inner = MemoryStore()
+    store = HangingStore(inner, lambda request: threading.current_thread() is first[0] and request.verb == "get")
+    first: list[threading.Thread | None] = [None]
+    checkpoints = CheckpointManager(store, timeout_seconds=1.0)
+    began = threading.Thread.run
+
+    def run(thread: threading.Thread) -> None:
+        if thread.name == "dcp_remote-save" and first[0] is None:
+            first[0] = thread
+        began(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "run", run)
+        with pytest.raises(SaveTimeoutError):
+            checkpoints.save(1, state_of(1), wait=True)
+    assert first[0] is not None
+    checkpoints._background_saves.newest = None  # whose thread the next save would wait for, for half a minute
+    checkpoints._timeout_seconds = 60.0
+    checkpoints.save(2, state_of(2), wait=True)
+    store.go_on.set()
+    first[0].join(30)
+    checkpoints.save(3, state_of(3), wait=True)
+    checkpoints.close()
+    assert CheckpointManager(inner).steps() == [2, 3]
+
+
+def test_a_restore_while_a_save_that_was_given_up_hangs() -> None:
+    """The thread that is left behind does not take the job, which went back meanwhile, for one that was fenced."""
+    inner = MemoryStore()
+    hanging = threading.Event()
+
+    def hangs(request: Request) -> bool:
+        return hanging.is_set() and threading.current_thread().name == "dcp_remote-save"
+
+    store = HangingStore(inner, hangs)
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state_of(1), wait=True)
+        checkpoints.save(2, state_of(2), wait=True)
+        hanging.set()
+        checkpoints._timeout_seconds = 1.0
+        with pytest.raises(SaveTimeoutError):
+            checkpoints.save(3, state_of(3), wait=True)
+        (thread,) = threads_that_save()
+        checkpoints._timeout_seconds = 60.0
+        assert checkpoints.restore(state_of(0), 1) == 1
+        hanging.clear()
+        store.go_on.set()
+        thread.join(30)
+        checkpoints.save(2, state_of(2), wait=True)
+        assert checkpoints.steps() == [1, 2]
+
+
+class InterruptedUploadStore(WrappedStore):
+    """A shard that is under way until the test lets it go, and Ctrl-C meanwhile."""
+
+    go_on = threading.Event()
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        if key.startswith("shards/"):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert self.go_on.wait(60)
+        return super().put(key, buffers, condition=condition)
+
+
+class GoOn(logging.Handler):
+    """Lets the shard go once the log has said what is waited for."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "waiting for requests of the save of step 1; Ctrl-C ends this" in record.getMessage():
+            InterruptedUploadStore.go_on.set()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
+def test_ctrl_c_in_a_save_says_what_is_waited_for() -> None:
+    """Before it is waited for: without the line in the log the shard would stay under way."""
+    handler = GoOn()
+    logging.getLogger("dcp_remote.manager.background_save").addHandler(handler)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), CheckpointManager(InterruptedUploadStore(MemoryStore())) as checkpoints:
+            checkpoints.save(1, state_of(1), wait=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        logging.getLogger("dcp_remote.manager.background_save").removeHandler(handler)
+    assert InterruptedUploadStore.go_on.is_set()
+
+
+class InterruptingStore(WrappedStore):
+    """Ctrl-C while a shard is on its way."""
+
+    uploads = 0
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        if key.startswith("shards/"):
+            type(self).uploads += 1
+            if type(self).uploads == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1.0)
+        return super().put(key, buffers, condition=condition)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
+def test_ctrl_c_in_a_save_that_copies_nothing() -> None:
+    """The state changes afterwards: nothing of it may be committed under that step, and the next save is right."""
+    store = MemoryStore()
+    state = state_of(1)
+    with CheckpointManager(InterruptingStore(store)) as checkpoints:
+        # A job in the background of a shell is begun without.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.save(1, state, wait=True)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        state["model"]["weight"].fill_(7.0)
+        assert checkpoints.wait() is None
+        assert checkpoints.steps() == []
+        checkpoints.save(2, state_of(2))
+    assert_is(load(store), 2)
+    assert [entry.step for entry in read_catalog(store).catalog.entries] == [2]  # type: ignore[union-attr]  # it is there
+
+
+def test_the_copy_of_a_state_goes_with_its_save() -> None:
+    """Two copies of one state, each of its size, are too much; so is one for ever."""
+    with CheckpointManager(MemoryStore()) as checkpoints:
+        big = torch.zeros(1_000)
+        gone = weakref.ref(big)
+        checkpoints.save(1, {"a": big}, wait=True)
+        del big
+        gc.collect()
+        assert gone() is None
+
+
+def test_a_child_that_is_forked_leaves_the_save_to_its_parent(tmp_path: Path) -> None:
+    """It has none of the threads, and ends as if there were no manager."""
+    code = f"""
+import os, time, torch
+from dcp_remote import CheckpointManager, latest
+checkpoints = CheckpointManager({str(tmp_path)!r})
+checkpoints.save(1, {{"a": torch.zeros(1000)}})
+pid = os.fork()
+if pid == 0:
+    raise SystemExit(5)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+checkpoints.close()
+assert latest({str(tmp_path)!r}).step == 1
+"""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_manager_made_too_early(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Before torch.distributed was initialized, each rank would take itself for the only one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with CheckpointManager(MemoryStore()) as checkpoints:
+        assert "WORLD_SIZE is set" in caplog.text
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        with pytest.raises(InvalidArgumentError, match=r"before torch\.distributed was initialized"):
+            checkpoints.save(1, state_of(1))
+        monkeypatch.undo()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
+def test_preemption_after_going_back() -> None:
+    """Steps that are done again count, and so does one that is asked about several times."""
+    store = MemoryStore()
+    saved(store, 4)
+    with CheckpointManager(store) as checkpoints:
+        assert not any(checkpoints.reached_preemption(step) for step in range(1, 30))
+        assert checkpoints.restore(state_of(0)) == 4
+        assert not any(checkpoints.reached_preemption(step) for step in (5, 6, 6))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert checkpoints.reached_preemption(6)
+        checkpoints.save(6, state_of(6))
+
+
+def test_leaving_the_block() -> None:
+    """It waits, and raises; but an error of the block itself comes first."""
+    store = FaultyStore(
+        MemoryStore(),
+        [
+            matching(
+                lambda verb, key, number: key.startswith("shards/"),
+                "request",
+                persistent=True,
+                error=lambda: PermissionDeniedError("no"),
+            )
+        ],
+    )
+    with pytest.raises(SaveFailedError), CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state_of(1))
+
+    def fails() -> None:
+        with CheckpointManager(store) as checkpoints:
+            checkpoints.save(1, state_of(1))
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fails()
+
+
+def test_a_state_dict_that_raises() -> None:
+    """Raised as it is; the manager goes on."""
+
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise ZeroDivisionError
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            """Nothing."""
+
+    with CheckpointManager(MemoryStore()) as checkpoints:
+        with pytest.raises(ZeroDivisionError):
+            checkpoints.save(1, {"broken": Broken()})
+        checkpoints.save(1, state_of(1))
+
+
+def test_a_template_that_does_not_fit() -> None:
+    """Torch says what is missing; the manager goes on, and counts nothing as restored."""
+    store = MemoryStore()
+    saved(store, 1)
+    with CheckpointManager(store) as checkpoints:
+        with pytest.raises(RuntimeError, match="Missing key"):
+            checkpoints.restore({"other": torch.zeros(3)})
+        with pytest.raises(CheckpointExistsError, match="restore"):
+            checkpoints.save(2, state_of(2), wait=True)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_of_the_process(tmp_path: Path, *, fails: bool) -> None:
+    """Nobody closes the manager: the last save is waited for; if it fails, the process says so by its exit code."""
+    program = f"""
+        import torch
+        from dcp_remote import CheckpointManager
+        from dcp_remote.errors import PermissionDeniedError
+        from dcp_remote.storage import LocalStore
+        from dcp_remote.testing import FaultyStore, matching
+        fault = matching(lambda verb, key, number: {fails} and key.startswith("manifests/"), "request",
+                         persistent=True, error=lambda: PermissionDeniedError("not yours"))
+        CheckpointManager(FaultyStore(LocalStore({str(tmp_path)!r}), [fault])).save(1, {{"model": torch.zeros(3)}})
+        print("training is done")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+    assert done.stdout == "training is done\n"
+    newest = dcp_remote.latest(LocalStore(tmp_path))
+    if fails:
+        assert (done.returncode, newest) == (1, None)
+        assert "not yours" in done.stderr
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
+        assert newest is not None
+        assert newest.step == 1
+
+
+@pytest.mark.parametrize("key", ["manifest.json", "catalog.json", "manifests/"])
+def test_a_restore_asks_no_longer_than_it_has_time(key: str) -> None:
+    """A store that answers nothing but 503, from any question on; not for the five minutes that a load may ask."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)}, wait=True)
+    busy = matching(lambda _verb, asked, _number: asked.startswith(key), "request", persistent=True)
+    with CheckpointManager(FaultyStore(store, [busy]), timeout_seconds=0.5) as checkpoints:
+        began_seconds = time.monotonic()
+        with pytest.raises(DcpRemoteError):
+            checkpoints.restore({"w": torch.zeros(3)})
+        assert time.monotonic() - began_seconds < 30

@@ -1,0 +1,833 @@
+"""Every way to fail, at every request of a manager's saves and restores: what was told is true, and the run goes on.
+
+For each scene (a first save, a later one, a new job's, an overwrite, a rollback, a new beginning, retention at work, an
+attempt after one that failed, ground that is taken away meanwhile, a restore) and each way to fail: the first request
+fails, then the second, until one is through before its fault is reached. Then, past the faults, it is looked at what
+the run holds, each checkpoint loaded bit for bit; the same manager saves once more; a new job restores and saves, and
+the old one is told so; orphans are removed. What is late arrives at once, or in the middle of the next save, or last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
+
+import pytest
+import torch
+
+from dcp_remote import CheckpointManager, Retention, load
+from dcp_remote.common.deadline import Deadline, RetryPolicy
+from dcp_remote.coordination import outcome
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    CommitUnknownError,
+    ConditionFailedError,
+    DcpRemoteError,
+    FencedError,
+    PermissionDeniedError,
+    SaveFailedError,
+    TransientStorageError,
+)
+from dcp_remote.format import catalog_json
+from dcp_remote.format.catalog import CATALOG_KEY, Attempt, Catalog, Entry, committed, refreshed
+from dcp_remote.format.keys import manifest_key
+from dcp_remote.manager import background_save, coordinator, rank_restore
+from dcp_remote.manager.coordinator import Coordinator
+from dcp_remote.run import background_maintenance, catalog_store, job
+from dcp_remote.run.catalog_store import Change, read_catalog
+from dcp_remote.run.job import JobSession, SaveTicket
+from dcp_remote.run.lookup import read_entry, read_manifest_at
+from dcp_remote.run.maintenance import Maintenance
+from dcp_remote.run.run import catalog_of
+from dcp_remote.run.run_gc import remove_run_orphans
+from dcp_remote.saving import uploads
+from dcp_remote.storage import MemoryStore, ObjectStore, retrying
+from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
+from tests.support.catalogs import stored
+from tests.support.figures import LONG_SECONDS, count
+from tests.support.manifests import decode
+from tests.support.runs import keys, named, thin
+
+pytestmark = pytest.mark.torture
+
+_Answer = TypeVar("_Answer")
+
+# Of one operation: three failures in a row take milliseconds. What fails for ever is given up soon.
+PATIENCE_SECONDS = 30.0
+FOR_EVER_SECONDS = 0.2
+
+
+# ---- what is saved, and what is found
+
+
+def state_of(value: float) -> dict[str, Any]:
+    """What training may have: parts that never change, in the model and in its optimizer; parts that always do."""
+    return {
+        "model": {"frozen": torch.arange(300.0), "w": torch.full((6, 3), value)},
+        "optim": {"frozen": torch.arange(200.0) + 0.5, "m": torch.full((6,), value)},
+        "n": float(value),
+    }
+
+
+def value_of(state: dict[str, Any], *, thinned: bool = False) -> float:
+    """The one value of a state, whose every bit is as it should be."""
+    value = state["n"]
+    assert isinstance(value, float)
+    expected = state_of(value)
+    if thinned:
+        del expected["optim"]
+    assert state.keys() == expected.keys()
+    for top in expected.keys() - {"n"}:
+        assert state[top].keys() == expected[top].keys()
+        assert all(torch.equal(state[top][name], tensor) for name, tensor in expected[top].items()), (value, top)
+    return value
+
+
+def seen(store: MemoryStore) -> tuple[str, ...]:
+    """What the run holds, each checkpoint loaded: `3=103` is step 3 with the state of 103."""
+    run = stored(store)
+    return tuple(_seen(store, entry) for entry in run.entries) if run is not None else ()
+
+
+def _seen(store: MemoryStore, entry: Entry) -> str:
+    objects = store.space.objects
+    manifest = objects[entry.manifest].data
+    # Of equal bytes it is known; a shard that is not there is of none.
+    content = (entry, manifest, *(getattr(objects.get(key), "data", None) for key in _shards_of(manifest)))
+    if content not in _known:
+        value = value_of(load(store, step=entry.step), thinned=bool(entry.thinned))
+        marks = [mark for mark in ("thinned", "abandoned") if getattr(entry, mark)]
+        _known[content] = " ".join([f"{entry.step}={value:g}", *marks])
+    return _known[content]
+
+
+_known: dict[object, str] = {}
+
+
+@cache
+def _shards_of(manifest: bytes) -> tuple[str, ...]:
+    return decode(manifest).shards.keys
+
+
+# ---- scenes
+
+
+class Gate(WrappedStore):
+    """Leads to one store now and to another later. Somebody may act on the run just before a manifest is put."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self.meanwhile: Callable[[], object] | None = None
+
+    def lead_to(self, store: ObjectStore) -> None:
+        """From the next request on."""
+        self._store = store
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        if request.verb == "put" and request.key.startswith("manifests/") and self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
+        return send()
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """An operation of a manager.
+
+    Attributes:
+        before: What the run holds before it, as `seen` says it.
+        after: What it holds when all is done.
+        act: The operation.
+        earlier: Steps that an earlier job has saved.
+        options: Of the manager.
+        ready: What the manager has done before, when nothing fails; told by the gate that it goes through.
+        meanwhile: What somebody else does just before the first manifest is put.
+        between: What else the run may hold in between; those that hold the new checkpoint are from `committed_from` on.
+        committed_from: Index among all of what the run may hold; None if nothing is to be committed.
+    """
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    act: Callable[[CheckpointManager, bool], object]
+    earlier: tuple[int, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    ready: Callable[[CheckpointManager, Gate], object] = lambda manager, gate: None
+    meanwhile: Callable[[MemoryStore], object] | None = None
+    between: tuple[tuple[str, ...], ...] = ()
+    committed_from: int | None = 1
+
+    @property
+    def held(self) -> list[tuple[str, ...]]:
+        """What the run may hold, in this order."""
+        return list(dict.fromkeys((self.before, *self.between, self.after)))
+
+
+def saves(step: int, **options: Any) -> Callable[[CheckpointManager, bool], None]:
+    """In the background, or not."""
+
+    def act(manager: CheckpointManager, background: bool) -> None:
+        manager.save(step, state_of(step + 100), wait=not background, **options)
+        manager.wait()
+
+    return act
+
+
+def has_saved(*steps: int) -> Callable[[CheckpointManager, Gate], None]:
+    def ready(manager: CheckpointManager, gate: Gate) -> None:
+        for step in steps:
+            manager.save(step, state_of(step), wait=True)
+            tidied(manager)
+
+    return ready
+
+
+def has_restored(step: int | None = None) -> Callable[[CheckpointManager, Gate], object]:
+    return lambda manager, gate: manager.restore(state_of(0), step)
+
+
+def has_failed(manager: CheckpointManager, gate: Gate) -> None:
+    """Saved a step; failed to save another, whose shards were refused."""
+    has_saved(1)(manager, gate)
+    inner = gate._store
+    gate.lead_to(FaultyStore(inner, [matching(is_shard_put, "request", error=denied)]))
+    with pytest.raises(SaveFailedError):
+        manager.save(2, state_of(2), wait=True)
+    gate.lead_to(inner)
+
+
+def restores(manager: CheckpointManager, background: bool) -> None:
+    state = state_of(0)
+    assert manager.restore(state) == 2
+    assert value_of(state) == 2
+
+
+def is_shard_put(verb: Verb, key: str, _number: int) -> bool:
+    return verb == "put" and key.startswith("shards/")
+
+
+def denied() -> PermissionDeniedError:
+    return PermissionDeniedError("An injected refusal.")
+
+
+def tidied(manager: CheckpointManager) -> None:
+    """What follows a save in the background is done, or given up."""
+    if manager._background_saves.newest is not None:
+        manager._background_saves.newest.finish()
+
+
+def remove_orphans(store: MemoryStore) -> None:
+    removal = remove_run_orphans(store, grace_seconds=0)
+    assert removal.failed == {}
+    assert removal.kept == ()
+
+
+def retire_newest(store: MemoryStore) -> None:
+    upkeep, run = Maintenance(store), stored(store)
+    assert run is not None
+    upkeep.retire([run.entries[-1].step], deadline=Deadline(PATIENCE_SECONDS), force=True)
+    upkeep.delete(deadline=Deadline(PATIENCE_SECONDS))
+
+
+def thin_oldest(store: MemoryStore) -> None:
+    upkeep, run = Maintenance(store), stored(store)
+    assert run is not None
+    thin(upkeep, [run.entries[0].step], deadline=Deadline(PATIENCE_SECONDS))
+    upkeep.delete(deadline=Deadline(PATIENCE_SECONDS))
+
+
+SCENES: dict[str, Scene] = {
+    "first save of a run": Scene((), ("1=101",), saves(1)),
+    "later save": Scene(("1=1",), ("1=1", "2=102"), saves(2), ready=has_saved(1)),
+    "first save of a new job": Scene(
+        ("1=1", "2=2"), ("1=1", "2=2", "3=103"), saves(3), earlier=(1, 2), ready=has_restored()
+    ),
+    "overwrite": Scene(("1=1", "2=2"), ("1=1", "2=102"), saves(2, overwrite=True), ready=has_saved(1, 2)),
+    "rollback": Scene(
+        ("1=1", "2=2", "3=3"),
+        ("1=1", "2=102", "3=3 abandoned"),
+        saves(2),
+        earlier=(1, 2, 3),
+        ready=has_restored(1),
+    ),
+    "start over": Scene(
+        ("1=1", "2=2"),
+        ("1=1 abandoned", "2=2 abandoned", "5=105"),
+        saves(5),
+        earlier=(1, 2),
+        options={"start_over": True},
+    ),
+    "retention": Scene(
+        ("1=1 thinned", "2=2"),
+        ("2=2 thinned", "3=103"),
+        saves(3),
+        options={"retention": Retention(keep_last=2, keep_optimizer_last=1)},
+        ready=has_saved(1, 2),
+        between=(("1=1 thinned", "2=2", "3=103"),),
+    ),
+    "keeping one": Scene(
+        ("1=1",),
+        ("2=102",),
+        saves(2),
+        options={"retention": Retention(keep_last=1)},
+        ready=has_saved(1),
+        between=(("1=1", "2=102"),),
+    ),
+    "after a failed save": Scene(("1=1",), ("1=1", "3=103"), saves(3), ready=has_failed),
+    "its shards are removed meanwhile": Scene(
+        ("1=1",), ("1=1", "2=102"), saves(2), ready=has_saved(1), meanwhile=remove_orphans
+    ),
+    "what it borrows is retired meanwhile": Scene(
+        ("1=1", "2=2"),
+        ("1=1", "3=103"),
+        saves(3),
+        earlier=(1, 2),
+        ready=has_restored(),
+        meanwhile=retire_newest,
+        between=(("1=1",),),
+        committed_from=2,
+    ),
+    "what it borrows is thinned meanwhile": Scene(
+        ("1=1", "2=2", "3=3"),
+        ("1=1 thinned", "2=102", "3=3 abandoned"),
+        saves(2),
+        earlier=(1, 2, 3),
+        ready=has_restored(1),
+        meanwhile=thin_oldest,
+        between=(("1=1 thinned", "2=2", "3=3"),),
+        committed_from=2,
+    ),
+    "restore": Scene(("1=1", "2=2"), ("1=1", "2=2"), restores, earlier=(1, 2), committed_from=None),
+}
+
+
+@cache
+def _objects_of(steps: tuple[int, ...]) -> tuple[tuple[str, bytes], ...]:
+    """What an earlier job left, each checkpoint with shards of its own: what one of them names goes with it."""
+    store = MemoryStore()
+    with CheckpointManager(store, dedup=False) as manager:
+        has_saved(*steps)(manager, Gate(store))
+    return tuple((key, found.data) for key, found in store.space.objects.items())
+
+
+# ---- ways to fail
+
+
+Way: TypeAlias = Literal[
+    "request lost",
+    "response lost",
+    "late by one request",
+    "late by three requests",
+    "late by all requests",
+    "409",  # S3's answer to a conditional write while another is under way; nothing was written
+    "412 on our own write",  # carried out, repeated by a client that lost the answer, and refused then
+    "503 for a while",
+    "503 for ever",
+    "responses lost for ever",
+    "409 for ever",
+    "403 for ever",
+    "killed before it",
+    "killed after it",
+    "killed while it is on its way",
+]
+WAYS: tuple[Way, ...] = get_args(Way)
+ONCE = WAYS[:8]
+FOR_EVER = WAYS[8:12]
+KILLED = WAYS[12:]
+LATE = ("late by one request", "late by three requests", "late by all requests", "killed while it is on its way")
+
+# When what is late arrives, if nothing brings it before.
+Moment: TypeAlias = Literal["at once", "in the next save", "last"]
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
+
+
+class Killed(BaseException):
+    """The process ends here; nothing catches it but what catches all."""
+
+
+def faults(way: Way, number: int) -> list[Fault]:
+    """The `number`-th request fails in this way; it and two more for a while; it and all that follow for ever."""
+
+    def swap(verb: Verb, key: str, now: int) -> bool:
+        return now >= number and verb == "put" and key == CATALOG_KEY
+
+    def refusal() -> ConditionFailedError:
+        return ConditionFailedError("An injected refusal.", key=CATALOG_KEY)
+
+    dead = nth(number + 1, "request", persistent=True, error=Killed)
+    known: dict[Way, list[Fault]] = {
+        "request lost": [nth(number, "request")],
+        "response lost": [nth(number, "response")],
+        "late by one request": [nth(number, "late", later_by=1)],
+        "late by three requests": [nth(number, "late", later_by=3)],
+        "late by all requests": [nth(number, "late")],
+        "409": [matching(swap, "request", error=refusal)],
+        "412 on our own write": [matching(swap, "response", error=refusal)],
+        "503 for a while": [matching(lambda _verb, _key, now: number <= now < number + 3, "request", persistent=True)],
+        "503 for ever": [nth(number, "request", persistent=True)],
+        "responses lost for ever": [nth(number, "response", persistent=True)],
+        "409 for ever": [matching(swap, "request", error=refusal, persistent=True)],
+        "403 for ever": [nth(number, "request", error=denied, persistent=True)],
+        "killed before it": [nth(number, "request", error=Killed), dead],
+        "killed after it": [nth(number, "response", error=Killed), dead],
+        "killed while it is on its way": [nth(number, "late", error=Killed), dead],
+    }
+    return known[way]
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses a fortieth of what they are: hundreds of cases a minute."""
+    policy = partial(RetryPolicy, first_delay_seconds=0.005, delay_seconds_max=0.05)
+    monkeypatch.setattr(retrying, "RetryPolicy", policy)
+    monkeypatch.setattr(catalog_store, "_FIRST_PAUSE_SECONDS", 0.00125)
+    monkeypatch.setattr(uploads, "CLEANUP_SECONDS", FOR_EVER_SECONDS)
+    # A process that is killed leaves no thread behind; here the thread is left, and says what ended it.
+    monkeypatch.setattr(threading, "excepthook", _Hook(threading.excepthook))
+
+
+class _Hook:
+    def __init__(self, otherwise: Callable[[Any], Any]) -> None:
+        self._otherwise = otherwise
+
+    def __call__(self, arguments: Any) -> None:
+        if arguments.exc_type is not Killed:
+            self._otherwise(arguments)
+
+
+def _defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
+    defaults = getattr(function, "__kwdefaults__", None)
+    assert isinstance(defaults, dict)
+    return defaults
+
+
+@contextmanager
+def impatient(manager: CheckpointManager, *, patience_seconds: float = FOR_EVER_SECONDS) -> Iterator[None]:
+    """Whatever asks the store gives up so soon; a save by its deadline, the rest by patience of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "_timeout_seconds", patience_seconds)
+        patch.setattr(background_maintenance, "_ROUND_SECONDS", patience_seconds)
+        for function in (catalog_of, read_entry, read_manifest_at):
+            patch.setitem(_defaults_of(function), "retry_seconds", patience_seconds)
+        patch.setattr(rank_restore, "RANGE_RETRY_SECONDS", patience_seconds)
+        yield
+
+
+# ---- a case
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What goes wrong.
+
+    Attributes:
+        store: That the manager goes through while it acts.
+        hit: How many requests it has hit.
+        arrive: Carries out what is late.
+        kills: The process ends by it.
+        harmless: The operation succeeds all the same.
+        around: While the manager acts.
+    """
+
+    store: ObjectStore
+    hit: Callable[[], int]
+    arrive: Callable[[], object]
+    kills: bool = False
+    harmless: bool = False
+    around: Callable[[CheckpointManager], AbstractContextManager[None]] = lambda manager: nullcontext()
+
+
+def failing(way: Way, number: int) -> Callable[[MemoryStore], Trouble]:
+    """The `number`-th request fails in this way."""
+
+    def trouble(store: MemoryStore) -> Trouble:
+        faulty = FaultyStore(store, faults(way, number))
+        return Trouble(
+            store=faulty,
+            hit=lambda: len(faulty.hits),
+            arrive=faulty.settle,
+            kills=way in KILLED,
+            harmless=way in ONCE,
+            around=impatient if way in FOR_EVER else lambda manager: nullcontext(),
+        )
+
+    return trouble
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """How an operation ended.
+
+    Attributes:
+        error: None if it succeeded.
+        possible: What the run may hold then, also when all that was late has arrived.
+    """
+
+    error: BaseException | None
+    possible: list[tuple[str, ...]]
+
+
+class Case:
+    """A scene in which one thing goes wrong, and what follows."""
+
+    def __init__(
+        self, scene: Scene, trouble: Callable[[MemoryStore], Trouble], moment: Moment, *, background: bool
+    ) -> None:
+        self.scene, self.moment, self.background = scene, moment, background
+        self.store = MemoryStore()
+        for key, data in _objects_of(scene.earlier) if scene.earlier else ():
+            self.store.put(key, [data])
+        self.gate = Gate(self.store)
+        self.trouble = trouble(self.store)
+
+    def run(self) -> bool:
+        """Whether anything went wrong."""
+        manager = CheckpointManager(self.gate, timeout_seconds=PATIENCE_SECONDS, **self.scene.options)
+        try:
+            self._run(manager)
+        finally:
+            self.trouble.arrive()
+            self.gate.lead_to(FaultyStore(self.store, [nth(1, "request", error=Killed, persistent=True)]))
+            with suppress(DcpRemoteError):
+                manager.close()
+        return bool(self.trouble.hit())
+
+    def _run(self, manager: CheckpointManager) -> None:
+        scene, trouble = self.scene, self.trouble
+        scene.ready(manager, self.gate)
+        assert seen(self.store) == scene.before
+        if scene.meanwhile is not None:
+            self.gate.meanwhile = partial(scene.meanwhile, self.store)
+        self.gate.lead_to(trouble.store)
+        with trouble.around(manager):
+            outcome = self._told(manager)
+        count("requests failed", trouble.hit())
+        self.gate.lead_to(self.store)
+        if trouble.harmless:
+            assert outcome.error is None, outcome.error
+        self._assert_holds(outcome.possible)
+        if not trouble.hit() and outcome.error is None:  # a busy machine may not even come so far in so little time
+            assert seen(self.store) == scene.after
+        if self.moment == "at once":
+            trouble.arrive()
+            self._assert_holds(outcome.possible)
+        killed = trouble.kills and bool(trouble.hit())
+        if not killed:
+            self._same_manager(manager, outcome)
+        self._new_job()
+        if not killed:
+            with pytest.raises(FencedError):
+                manager.save(50, state_of(50), wait=True)
+        self._removed()
+
+    def _told(self, manager: CheckpointManager) -> Told:
+        """Act. An error means that nothing is committed, but for one that says that it does not know."""
+        held, first = self.scene.held, self.scene.committed_from
+        try:
+            self.scene.act(manager, self.background)
+            tidied(manager)
+        except (Killed, DcpRemoteError) as error:
+            unknown = isinstance(error, CommitUnknownError) or self.trouble.kills
+            return Told(error, held if unknown else held[:first])
+        return Told(None, held if first is None else held[first:])
+
+    def _assert_holds(self, possible: Sequence[tuple[str, ...]]) -> None:
+        holds = seen(self.store)
+        assert holds in possible, (holds, possible)
+
+    def _same_manager(self, manager: CheckpointManager, outcome: Told) -> None:
+        """It tries the same again, as far as that makes sense, and then saves another step."""
+        scene = self.scene
+        if outcome.error is not None and self.moment == "at once":
+            try:
+                scene.act(manager, self.background)
+            except CheckpointExistsError:
+                self._assert_holds(scene.held[scene.committed_from :])
+            else:
+                tidied(manager)
+                assert seen(self.store) == scene.after
+        elif scene.committed_from is None and manager.last_load is None:
+            with pytest.raises(CheckpointExistsError, match="restore"):
+                manager.save(10, state_of(10), wait=True)
+            assert manager.restore(state_of(0)) == 2
+        self.gate.meanwhile = self.trouble.arrive if self.moment == "in the next save" else None
+        manager.save(10, state_of(110), wait=self.background)
+        manager.wait()
+        tidied(manager)
+        holds = seen(self.store)
+        assert holds[-1] == "10=110"
+        # What was to be left behind is: by the commit that failed, or by this one.
+        assert {one for one in scene.after if "abandoned" in one} <= set(holds)
+        if self._retention is not None:
+            assert len(holds) == self._retention.keep_last
+            assert self._retention.keep_optimizer_last is None or all("thinned" in one for one in holds[:-1])
+
+    def _new_job(self) -> None:
+        """Restores the newest that counts, and saves."""
+        expected = [one for one in seen(self.store) if "abandoned" not in one]
+        with CheckpointManager(self.gate, timeout_seconds=PATIENCE_SECONDS) as manager:
+            state = state_of(0)
+            step = manager.restore(state)
+            assert ([] if step is None else [f"{step}={value_of(state):g}"]) == expected[-1:]
+            self.gate.meanwhile = self.trouble.arrive if self.moment == "in the next save" else None
+            manager.save(20, state_of(120))
+        self.gate.meanwhile = None
+        assert seen(self.store)[-1] == "20=120"
+
+    def _removed(self) -> None:
+        """Orphans go, and nothing else; whatever comes after that can be removed as well."""
+        holds = seen(self.store)
+        remove_orphans(self.store)
+        assert keys(self.store) == named(self.store)
+        self.trouble.arrive()
+        # A thread that tidies up, and was stuck, goes on with what the retention of its job says.
+        assert seen(self.store) == holds or (self._retention is not None and seen(self.store) == holds[-1:])
+        holds = seen(self.store)
+        remove_orphans(self.store)
+        assert keys(self.store) == named(self.store)
+        assert seen(self.store) == holds
+
+    @property
+    def _retention(self) -> Retention | None:
+        return self.scene.options.get("retention")
+
+
+def run_case(title: str, trouble: Callable[[MemoryStore], Trouble], moment: Moment, *labels: object) -> bool:
+    """Whether anything went wrong. In the background or not, whatever the label is: the same each time."""
+    try:
+        return Case(SCENES[title], trouble, moment, background=len(repr(labels)) % 2 == 0).run()
+    except BaseException as error:
+        error.add_note(f"{title}: {', '.join(map(str, labels))}; what is late arrives {moment}")
+        raise
+
+
+def run_cases(title: str, way: Way, moment: Moment) -> None:
+    """The first request fails, then the second, until one is through before its fault is reached."""
+    requests = itertools.count(1)
+    while run_case(title, failing(way, request := next(requests)), moment, way, request):
+        pass
+
+
+@cache
+def requests_of(title: str) -> int:
+    """How many requests a scene has when nothing fails."""
+    recorded: list[RecordingStore] = []
+
+    def recording(store: MemoryStore) -> Trouble:
+        recorded.append(RecordingStore(store))
+        return Trouble(recorded[0], hit=lambda: 0, arrive=lambda: None)
+
+    run_case(title, recording, "at once")
+    return recorded[0].count()
+
+
+@pytest.mark.parametrize("title", SCENES)
+def test_a_scene_in_which_nothing_fails(title: str) -> None:
+    """It ends as it should, and has requests enough for something to go wrong."""
+    assert requests_of(title) >= 4
+
+
+@pytest.mark.parametrize("ways", [ONCE, FOR_EVER, KILLED], ids=["once", "for-ever", "killed"])
+@pytest.mark.parametrize("title", SCENES)
+def test_what_was_told_is_true(title: str, ways: tuple[Way, ...], torture_seconds: float) -> None:
+    """See the module. What happens once or for a while harms nothing. Short: every other way, one request of each."""
+    if torture_seconds < LONG_SECONDS:
+        place = list(SCENES).index(title)
+        for number, way in enumerate(ways[place % 2 :: 2], start=3 * place):
+            request = 1 + number % requests_of(title)
+            run_case(title, failing(way, request), MOMENTS[number % len(MOMENTS)], way, request)
+        return
+    for way, moment in itertools.product(ways, MOMENTS):
+        if way in LATE or moment == MOMENTS[0]:
+            run_cases(title, way, moment)
+
+
+# ---- a store that does not answer
+
+
+class StuckStore(WrappedStore):
+    """One of its requests gets no answer until it is released; it was carried out before, or is only then."""
+
+    def __init__(self, store: ObjectStore, number: int, when: Literal["before", "after"]) -> None:
+        super().__init__(store)
+        self._numbers = itertools.count(1)
+        self._number, self._when = number, when
+        self.reached, self._released = threading.Event(), threading.Event()
+        self._others = frozenset(threading.enumerate())  # of other tests: one that is interrupted leaves threads behind
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        if next(self._numbers) != self._number:
+            return send()
+        if self._when == "before":
+            self._wait()
+            return send()
+        answer = send()
+        self._wait()
+        return answer
+
+    def release(self) -> None:
+        """Returns when whoever was stuck has ended."""
+        self._released.set()
+        for thread in frozenset(threading.enumerate()) - self._others - {threading.current_thread()}:
+            if thread.name.startswith("dcp_remote-"):
+                thread.join(PATIENCE_SECONDS)
+
+    def _wait(self) -> None:
+        self.reached.set()
+        assert self._released.wait(PATIENCE_SECONDS), "nobody released it"
+
+
+@contextmanager
+def not_waiting(manager: CheckpointManager) -> Iterator[None]:
+    """Nor for a thread that is stuck."""
+    with impatient(manager), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outcome, "GRACE_SECONDS", 0.05)
+        for name in ("_LOOK_SECONDS", "_UNWIND_SECONDS", "_FINISH_SECONDS", "_FINISH_FAILED_SECONDS"):
+            patch.setattr(background_save, name, 0.02)
+        yield
+
+
+def stuck(number: int, when: Literal["before", "after"]) -> Callable[[MemoryStore], Trouble]:
+    """The `number`-th request is not answered; whoever sent it hangs."""
+
+    def trouble(store: MemoryStore) -> Trouble:
+        stuck = StuckStore(store, number, when)
+        return Trouble(stuck, hit=lambda: int(stuck.reached.is_set()), arrive=stuck.release, around=not_waiting)
+
+    return trouble
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("title", [title for title in SCENES if title != "restore"])
+def test_a_store_that_does_not_answer(
+    title: str, when: Literal["before", "after"], torture_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request hangs, and the thread that sent it: the save ends by its deadline, and what it told stays true.
+
+    Also when the thread wakes up: at once, in the middle of the next save, or long after. Short: two requests a scene.
+    """
+    monkeypatch.setattr(background_save, "_STOP_SECONDS", 0.02)
+    monkeypatch.setattr(coordinator, "_WAIT_SECONDS", 0.02)
+    every, place = torture_seconds >= LONG_SECONDS, list(SCENES).index(title) + (when == "after")
+    requests = range(1, requests_of(title) + 1)
+    for request in requests if every else (requests[place % len(requests)], requests[-1 - place % 4]):
+        for moment in MOMENTS if every else (MOMENTS[(place + request) % len(MOMENTS)],):
+            run_case(title, stuck(request, when), moment, "stuck", when, request)
+
+
+# ---- planted bugs
+
+
+def not_settled(store: ObjectStore, change: Change, *, create: bool = False, **_others: Any) -> Catalog:
+    """A swap whose answer counts as it came: nobody looks whether it was carried out."""
+    found = read_catalog(store)
+    now = found.catalog if found is not None else Catalog("f" * 32)
+    wanted = change(now)
+    if wanted is None:
+        return now
+    body = catalog_json.encode(wanted, uuid.uuid4().hex)
+    store.put(CATALOG_KEY, [body], condition="absent" if found is None else found.version)
+    return wanted
+
+
+def taken_for_granted(store: ObjectStore, change: Change, **others: Any) -> Catalog:
+    """A swap that was not answered counts as carried out."""
+    made: list[Catalog] = []
+
+    def noted(now: Catalog) -> Catalog | None:
+        made.append(change(now) or now)
+        return made[-1]
+
+    try:
+        return not_settled(store, noted, **others)
+    except TransientStorageError:
+        if not made:
+            raise
+        return made[-1]
+
+
+def compared_by_save_id(now: Catalog, attempt: Attempt) -> Catalog | None:
+    """What is borrowed is taken to be as it was, if the checkpoint is live."""
+    live = {entry.save_id: entry for entry in now.entries}
+    base = live.get(attempt.borrowed[0]) if attempt.borrowed is not None else None
+    return committed(now, attempt if base is None else replace(attempt, borrowed=(base.save_id, base.manifest)))
+
+
+def not_compared(now: Catalog, attempt: Attempt) -> Catalog | None:
+    return committed(now, replace(attempt, borrowed=None))
+
+
+def below_the_floor(now: Catalog, attempt: Attempt) -> Catalog | None:
+    after = committed(replace(now, floor=0), attempt)
+    return after and replace(after, floor=now.floor)
+
+
+def nothing_left_behind(now: Catalog, attempt: Attempt) -> Catalog | None:
+    there = now.at(attempt.entry.step)
+    return committed(now, replace(attempt, abandons=None, before=there.save_id if there is not None else None))
+
+
+def retired_first(self: Coordinator, *arguments: Any, commit: Callable[..., Any] = Coordinator.commit) -> Any:
+    """Retention at work before the commit, as if that could not fail."""
+    run = catalog_of(self._store)
+    assert run is not None
+    upkeep = Maintenance(self._store)
+    upkeep.retire([entry.step for entry in run.entries], deadline=Deadline(PATIENCE_SECONDS), force=True)
+    upkeep.delete(deadline=Deadline(PATIENCE_SECONDS))
+    return commit(self, *arguments)
+
+
+def cleaned_up(
+    self: JobSession, begun: SaveTicket, *arguments: Any, commit: Callable[..., Any] = JobSession.commit, **others: Any
+) -> Any:
+    """What nobody knows the end of counts as failed, and its manifest as garbage."""
+    try:
+        return commit(self, begun, *arguments, **others)
+    except CommitUnknownError:
+        self._store.delete([manifest_key(revision=begun.run.revision, step=begun.run.step)])
+        raise
+
+
+PLANTED: dict[str, tuple[object, str, object, str, Way]] = {
+    "an answer is not settled by reading": (job, "swap", not_settled, "later save", "response lost"),
+    "no answer is a good answer": (job, "swap", taken_for_granted, "later save", "request lost"),
+    "no fence": (job, "fenced", refreshed, "later save", "request lost"),
+    "borrowed of a checkpoint that was thinned": (
+        job,
+        "committed",
+        compared_by_save_id,
+        "what it borrows is thinned meanwhile",
+        "request lost",
+    ),
+    "borrowed of a checkpoint that is gone": (
+        job,
+        "committed",
+        not_compared,
+        "what it borrows is retired meanwhile",
+        "request lost",
+    ),
+    "no floor": (job, "committed", below_the_floor, "its shards are removed meanwhile", "request lost"),
+    "what is newer is not left behind": (job, "committed", nothing_left_behind, "rollback", "request lost"),
+    "retired before the commit": (Coordinator, "commit", retired_first, "keeping one", "killed before it"),
+    "cleaned up after an unknown end": (JobSession, "commit", cleaned_up, "later save", "responses lost for ever"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At some request of a scene that was chosen for it. Without the bug, the same is what is tested above.
+
+    An attempt that follows one that failed, and does not raise the revision, is not found here: it harms nobody, and
+    may only have to begin again if orphans are removed meanwhile.
+    """
+    where, name, wrong, title, way = PLANTED[bug]
+    monkeypatch.setattr(where, name, wrong)
+    with pytest.raises((AssertionError, DcpRemoteError, pytest.fail.Exception)) as found:
+        run_cases(title, way, "at once")
+    assert title in "".join(found.value.__notes__)

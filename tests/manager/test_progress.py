@@ -1,0 +1,485 @@
+"""Progress, as it is seen: what is written is played to a small terminal, or to a real one of the kernel's."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import pty
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_remote.common.units import MiB
+from dcp_remote.manager import progress as progress_module
+from dcp_remote.manager.progress import Progress, can_redraw
+
+REPOSITORY = Path(__file__).parent.parent.parent
+LOGGER = logging.getLogger("dcp_remote.manager.progress")
+
+
+class Clock:
+    """Stands still until it is told to move on."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def screen(written: str, *, columns: int = 80) -> list[str]:
+    """The lines of a terminal that knows letters, carriage returns and line feeds; wraps at its edge."""
+    lines, column = [""], 0
+    for character in written:
+        assert character.isprintable() or character in "\r\n", "no command but these two"
+        if character == "\n":
+            lines.append("")
+            column = 0
+        elif character == "\r":
+            column = 0
+        else:
+            if column == columns:
+                lines.append("")
+                column = 0
+            lines[-1] = lines[-1][:column].ljust(column) + character + lines[-1][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(autouse=True)
+def _without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tqdm is installed, torch imports it; what bars of it change is a test of its own."""
+    monkeypatch.delitem(sys.modules, "tqdm", raising=False)
+
+
+def on_terminal(clock: Clock, total_bytes: int | None = 1000 * MiB) -> tuple[Progress, io.StringIO]:
+    out = io.StringIO()
+    return Progress("saving step 1000", total_bytes, out, is_terminal=True, clock=clock), out
+
+
+def test_line_of_a_terminal(clock: Clock) -> None:
+    """From the first byte to the last line: share, rate, what is left, what the others do; the line gets shorter."""
+    progress, out = on_terminal(clock)
+    seen = []
+    for seconds, done_bytes, others in (
+        (0.0, 0, "3 ranks are planning"),
+        (0.5, 10 * MiB, ""),
+        (9.5, 240 * MiB, "rank 3 is late"),
+        (20.0, 740 * MiB, ""),
+        (1.0, 10 * MiB, ""),
+    ):
+        clock.seconds += seconds
+        progress.add(done_bytes)
+        clock.seconds += 0.1
+        progress.tell(others)
+        seen += screen(out.getvalue())
+        clock.seconds -= 0.1
+    assert seen == [
+        "saving step 1000 [....................] 0% of 1000.0 MiB, 3 ranks are planning",
+        "saving step 1000 [..............................] 1% of 1000.0 MiB",
+        "saving step 1000: 25% of 1000.0 MiB, 24.8 MiB/s, 30 s left, rank 3 is late",
+        "saving step 1000 [###################.] 99% of 1000.0 MiB, 32.9 MiB/s, 0 s left",
+        "saving step 1000 [####################] 100% of 1000.0 MiB, 32.2 MiB/s",
+    ]
+    progress.close("saved step 1000: 1000.0 MiB")
+    assert screen(out.getvalue()) == ["saved step 1000: 1000.0 MiB", ""]
+    assert "\x1b" not in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("done_bytes", "total_bytes", "seconds", "line"),
+    [
+        (0, 0, 9, "100% of 0 B"),
+        (5, 3, 5, "100% of 3 B, 1 B/s"),
+        (5 * MiB, None, 0, "5.0 MiB"),
+        (60 * MiB, None, 60, "60.0 MiB, 1.0 MiB/s"),
+        (999, 1000, 9, "99% of 1000 B, 111 B/s, 0 s left"),
+        (MiB, 1001 * MiB, 10, "0% of 1001.0 MiB, 102.4 KiB/s, 2.8 h left"),
+        (MiB, 301 * MiB, 1, "0% of 301.0 MiB, 1.0 MiB/s, 5 min left"),
+    ],
+)
+def test_figures(done_bytes: int, total_bytes: int | None, seconds: float, line: str, clock: Clock) -> None:
+    """Nothing to do, more than was said, an unknown total; 100% only when all is done; hours and minutes."""
+    progress, out = on_terminal(clock, total_bytes)
+    clock.seconds += seconds
+    progress.add(done_bytes)
+    [drawn] = screen(out.getvalue())
+    assert drawn.endswith(line)
+
+
+def test_at_most_ten_redraws_a_second(clock: Clock) -> None:
+    """A thousand calls in two seconds."""
+    progress, out = on_terminal(clock)
+    for _ in range(1000):
+        progress.add(1)
+        progress.tell("x")
+        clock.seconds += 0.002
+    assert 19 <= out.getvalue().count("saving") <= 20
+
+
+@pytest.mark.parametrize("foreign", ["INFO a line of the log\n", "two\nlines\n", "\rsomebody else's bar", ""])
+def test_other_output(foreign: str, clock: Clock) -> None:
+    """Whatever is printed meanwhile begins in the first column; the rest of our line may stand behind it."""
+    progress, out = on_terminal(clock)
+    progress.add(MiB)
+    before = len(screen(out.getvalue()))
+    out.write(foreign)
+    found = screen(out.getvalue())[before - 1 :]
+    for line, expected in zip(found, foreign.strip("\r").splitlines(), strict=False):
+        assert line.startswith(expected)
+    clock.seconds += 1
+    progress.add(MiB)
+    progress.close("saved")
+    # Of ours, nothing is left below it.
+    assert screen(out.getvalue())[-2:] == ["saved", ""]
+
+
+def test_after_an_error_nothing_remains(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """The block raises: the line is taken away, and the error is the caller's."""
+    caplog.set_level(logging.INFO)
+    progress, out = on_terminal(clock)
+
+    def save() -> None:
+        with progress:
+            progress.add(MiB)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        save()
+    assert screen(out.getvalue()) == [""]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_nothing_comes_after_the_last_line(is_terminal: bool, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Uploads that were given up may still count; closing again says nothing."""
+    caplog.set_level(logging.INFO, LOGGER.name)
+    out = io.StringIO()
+    with Progress("saving", 1000 * MiB, out, is_terminal=is_terminal, clock=clock) as progress:
+        progress.close("saved")
+        clock.seconds += 100
+        progress.add(MiB)
+        progress.tell("x")
+        progress.close("saved twice")
+    assert screen(out.getvalue()) == (["saved", ""] if is_terminal else [""])
+    assert caplog.messages == ["saved"]
+
+
+def test_text_of_others_gives_no_commands(clock: Clock) -> None:
+    """Names of ranks' shards and the like: no line breaks, no ANSI sequences."""
+    out = io.StringIO()
+    progress = Progress("saving\x1b[2J", 10, out, is_terminal=True, clock=clock)
+    progress.tell("rank 3\n\x1b]0;title\x07")
+    progress.close("saved\x1b[2J\nstep 3")
+    assert screen(out.getvalue()) == ["saved\\x1b[2J\\nstep 3", ""]
+
+
+# ---- logs
+
+
+def test_without_a_terminal_a_line_a_minute(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Three minutes of adding each second, and the end; nothing is written to the file that stands for the terminal."""
+    caplog.set_level(logging.INFO, LOGGER.name)
+    out = io.StringIO()
+    with Progress("saving step 7", 200 * MiB, out, is_terminal=False, clock=clock) as progress:
+        for _ in range(185):
+            clock.seconds += 1
+            progress.add(MiB)
+        progress.close("saved step 7: 200.0 MiB")
+    assert caplog.messages == [
+        "saving step 7: 30% of 200.0 MiB, 1.0 MiB/s, 2 min left",
+        "saving step 7: 60% of 200.0 MiB, 1.0 MiB/s, 1 min left",
+        "saving step 7: 90% of 200.0 MiB, 1.0 MiB/s, 20 s left",
+        "saved step 7: 200.0 MiB",
+    ]
+    assert out.getvalue() == ""
+
+
+def test_a_short_save_says_one_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Of less than a minute, without a terminal, even without a stream."""
+    caplog.set_level(logging.INFO, LOGGER.name)
+    progress = Progress("saving step 7", 200 * MiB, None, is_terminal=True, clock=clock)
+    progress.add(MiB)
+    clock.seconds += 59
+    progress.add(MiB)
+    progress.close("saved")
+    assert caplog.messages == ["saved"]
+
+
+@pytest.mark.parametrize(
+    ("level", "handled_level", "propagate"),
+    [
+        (logging.INFO, logging.INFO, True),
+        (logging.WARNING, logging.INFO, True),
+        (logging.INFO, logging.WARNING, True),
+        (logging.INFO, logging.INFO, False),
+    ],
+)
+def test_the_last_line_is_seen_once(
+    level: int, handled_level: int, propagate: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logs that are shown on the same terminal say it themselves; logs that are not do not."""
+    progress, out = on_terminal(clock)
+    handler = logging.StreamHandler(out)
+    handler.setLevel(handled_level)
+    package = logging.getLogger("dcp_remote")
+    monkeypatch.setattr(LOGGER, "level", level)
+    monkeypatch.setattr(LOGGER, "propagate", propagate)
+    LOGGER.manager._clear_cache()  # type: ignore[attr-defined]  # of levels
+    package.addHandler(handler)
+    try:
+        progress.add(MiB)
+        progress.close("saved")
+    finally:
+        package.removeHandler(handler)
+        monkeypatch.undo()
+        LOGGER.manager._clear_cache()  # type: ignore[attr-defined]
+    assert screen(out.getvalue()) == ["saved", ""]
+
+
+# ---- streams that fail
+
+
+class Broken(io.StringIO):
+    """Raises whatever it was given, from the n-th write on."""
+
+    def __init__(self, error: BaseException, number: int) -> None:
+        super().__init__()
+        self._error = error
+        self._left = number
+
+    def write(self, text: str) -> int:
+        self._left -= 1
+        if self._left < 0:
+            raise self._error
+        return super().write(text)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize(
+    "error",
+    [
+        BrokenPipeError(),
+        OSError(errno.EIO, "the terminal is gone"),
+        ValueError("I/O operation on closed file"),
+        UnicodeEncodeError("ascii", "é", 0, 1, "no such letter"),
+        RuntimeError("somebody's own"),
+    ],
+)
+def test_streams_that_fail(error: Exception, number: int, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """At the first line, the second, or the last: nobody hears of it, and the log has the last line."""
+    caplog.set_level(logging.INFO, LOGGER.name)
+    with Progress("saving", 10, Broken(error, number), is_terminal=True, clock=clock) as progress:
+        for _ in range(2):
+            progress.add(1)
+            clock.seconds += 0.1
+        progress.close("saved")
+    assert caplog.messages[-1] == "saved"
+
+
+def test_a_stream_that_is_closed_meanwhile(clock: Clock) -> None:
+    """As daemons do with standard error."""
+    progress, out = on_terminal(clock)
+    progress.add(1)
+    out.close()
+    clock.seconds += 1
+    progress.add(1)
+    progress.close("saved")
+
+
+class Stuck(io.StringIO):
+    """A terminal that was stopped with Ctrl-S: a write lasts until it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_stuck = threading.Event()
+        self.goes_on = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.is_stuck.set()
+        assert self.goes_on.wait(60)
+        return super().write(text)
+
+
+def test_a_terminal_that_was_stopped(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread is held up; the others count on, and the save ends."""
+    monkeypatch.setattr(progress_module, "_LAST_LINE_SECONDS", 0.01)
+    out = Stuck()
+    progress = Progress("saving", 10, out, is_terminal=True, clock=clock)
+    held_up = threading.Thread(target=progress.add, args=(1,), daemon=True)
+    held_up.start()
+    assert out.is_stuck.wait(60)
+    clock.seconds += 10
+    progress.add(1)
+    progress.tell("x")
+    progress.close("saved")
+    out.goes_on.set()
+    held_up.join(60)
+    assert not held_up.is_alive()
+
+
+def test_many_threads(clock: Clock) -> None:
+    """Nothing is lost, and no line is torn by another."""
+    progress, out = on_terminal(clock, 8 * 2000)
+
+    def count() -> None:
+        for _ in range(2000):
+            clock.seconds += 0.01
+            progress.add(1)
+
+    threads = [threading.Thread(target=count) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    clock.seconds += 1000  # threads that add at a time may have put it back
+    progress.tell("")
+    assert " 100% of " in screen(out.getvalue())[-1]
+    assert all(drawn.startswith("saving") for drawn in out.getvalue().split("\r") if drawn)
+
+
+# ---- real terminals
+
+SCRIPT = """
+import logging, sys
+from dcp_remote.manager.progress import Progress, can_redraw
+now = 0.0
+with Progress("saving step 1000", 100, sys.stderr, is_terminal=can_redraw(sys.stderr), clock=lambda: now) as progress:
+    for done in range(10):
+        progress.add(10)
+        now += 0.5
+    progress.tell("rank 3 is late, and so is the other one that it waits for")
+    progress.close("saved step 1000")
+"""
+
+
+def shown(environment: dict[str, str], *, columns: int) -> str:
+    """What the script writes to a terminal of this width."""
+    ours, its = pty.openpty()
+    termios.tcsetwinsize(its, (24, columns))
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", SCRIPT], stderr=its, env=os.environ | environment, cwd=REPOSITORY
+        ) as process:
+            os.close(its)
+            written = b"".join(_chunks(ours))
+        assert process.returncode == 0, written
+        return written.decode().replace("\r\n", "\n")
+    finally:
+        os.close(ours)
+
+
+def _chunks(descriptor: int) -> Iterator[bytes]:
+    while True:
+        try:
+            chunk = os.read(descriptor, 4096)
+        except OSError:  # Linux's way to say that nobody writes any more
+            return
+        if not chunk:
+            return
+        yield chunk
+
+
+@pytest.mark.parametrize(
+    ("environment", "columns"), [({}, 100), ({}, 40), ({"TERM": "dumb", "COLUMNS": "200"}, 20), ({}, 0)]
+)
+def test_a_terminal_of_the_kernel_s(environment: dict[str, str], columns: int) -> None:
+    """Wide, narrow, and one that does not know: never a wrapped line, and in the end the last one alone."""
+    written = shown(environment, columns=columns)
+    columns = columns or 80
+    drawn = [part for part in written.replace("\n", "\r").split("\r") if part.strip()]
+    assert len(drawn) > 5
+    longest = max(map(len, drawn))
+    assert longest == columns - 1 or (columns == 100 and longest < columns)
+    assert "\x1b" not in written
+    assert screen(written, columns=columns) == ["saved step 1000", ""]
+    assert ("[#" in written) == (columns > 40)
+
+
+FULL_DISK = ["2>/dev/full"] if Path("/dev/full").exists() else []  # Linux has one
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/null", "2>&1 1>/dev/null | cat", *FULL_DISK])
+def test_no_terminal_at_all(redirection: str) -> None:
+    """Standard error is closed, a file, a full disk, a pipe: nothing is drawn, and nothing fails."""
+    command = f'set -o pipefail; "$0" -c "$1" {redirection}'
+    ended = subprocess.run(
+        ["bash", "-c", command, sys.executable, SCRIPT], capture_output=True, check=False, text=True, cwd=REPOSITORY
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_what_can_be_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process's own terminal; not what was put in its place, which may say that it is one, nor a closed one."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return super().isatty() or True
+
+    own, proxy = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "__stderr__", own)
+    assert can_redraw(own)
+    assert not can_redraw(proxy)
+    assert not can_redraw(None)
+    own.close()
+    assert not can_redraw(own)
+
+
+# ---- tqdm
+
+
+def _tqdm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = pytest.importorskip("tqdm", reason="not installed")
+    monkeypatch.setitem(sys.modules, "tqdm", module)
+    return module
+
+
+def test_bars_of_tqdm_are_not_drawn_over(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training loop has a bar: nothing of ours but the last line, above it, and the bar is whole."""
+    module = _tqdm(monkeypatch)
+    progress, out = on_terminal(clock)
+    with module.tqdm(total=4, file=out, desc="training", ncols=60) as bar:
+        for _ in range(4):
+            clock.seconds += 1
+            progress.add(MiB)
+            bar.update()
+        assert "saving" not in out.getvalue()
+        progress.close("saved step 1000")
+    lines: Sequence[str] = screen(out.getvalue())
+    assert lines[0] == "saved step 1000"
+    assert lines[1].startswith("training: 100%")
+    assert lines[2:] == [""]
+
+
+def test_a_bar_that_begins_later_is_not_taken_away(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has taken our line's place; after an error, nothing of ours is written any more."""
+    module = _tqdm(monkeypatch)
+    progress, out = on_terminal(clock)
+    progress.add(MiB)
+    with module.tqdm(total=4, file=out, desc="training", ncols=60):
+        progress.close()
+        assert screen(out.getvalue())[0].startswith("training:   0%")
+
+
+def test_without_bars_tqdm_changes_nothing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is loaded, as by torch where it is installed, and has shown a bar before."""
+    module = _tqdm(monkeypatch)
+    progress, out = on_terminal(clock)
+    list(module.tqdm(range(3), file=io.StringIO()))
+    progress.add(MiB)
+    assert screen(out.getvalue())[-1].startswith("saving step 1000 [")
+    progress.close("saved step 1000")
+    assert screen(out.getvalue()) == ["saved step 1000", ""]

@@ -1,0 +1,105 @@
+"""What one rank keeps of a save, beside the thread of an earlier one that was left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.coordination.group import RankGroup
+from dcp_remote.errors import SaveFailedError
+from dcp_remote.manager.rank_save import RankSaver, Task
+from dcp_remote.manager.reports import RankFigures
+from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
+from dcp_remote.saving.plan_cache import RankPlan
+from dcp_remote.storage import MemoryStore
+from dcp_remote.storage.counting import CountingStore
+
+LOST = SaveFailedError("Rank 0 has been silent for a minute.")
+
+
+class _Joint:
+    """Loses the coordinator as soon as this rank has put its shards."""
+
+    ended_before_commit = False
+
+    def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self._meanwhile = meanwhile
+
+    def note(self, text: str) -> None:
+        pass
+
+    def gather(self, value: object, decide: object) -> NoReturn:
+        self._meanwhile()
+        raise LOST
+
+
+def _task(step: int) -> Task:
+    operation: Any = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
+    return Task(
+        CheckpointLabels.of(step), {}, DefaultSavePlanner(), {}, 0.0, 0.0, 0.0, 60.0, operation, background=False
+    )
+
+
+def _saver(store: MemoryStore, begun: dict[int, SaveTicket], monkeypatch: pytest.MonkeyPatch) -> RankSaver:
+    """Rank 1's, which has nothing to write."""
+    ranks = RankGroup(1, 2, dist.HashStore())
+    saver = RankSaver(ranks, CountingStore(store), None, memory_budget_bytes=2**30, allow_pickle=False)
+    figures = RankFigures(rank=1)
+    report = SimpleNamespace(shards=SimpleNamespace(keys=()), put=0)
+    agreed = {step: SimpleNamespace(begun=one, plan=RankPlan(SavePlan([]))) for step, one in begun.items()}
+    monkeypatch.setattr(saver, "_plan", lambda _joint, task, **_: agreed[task.note.step])
+    monkeypatch.setattr(saver, "_upload", lambda *_: report)
+    monkeypatch.setattr(saver, "_figures", lambda *_: figures)
+    return saver
+
+
+def _failed(saver: RankSaver, joint: Any, task: Task) -> None:
+    with pytest.raises(SaveFailedError):
+        saver._attempt(joint, task, 1, saver._store.counts)
+
+
+def test_whether_a_lost_coordinator_committed_is_asked_of_this_save_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the one before, whose thread was stuck, and puts its last shard meanwhile."""
+    store = MemoryStore()
+    job, begun = JobSession(store), dict[int, SaveTicket]()
+    for step in (1, 2):
+        begun[step] = job.begin(CheckpointLabels.of(step), borrow=False, deadline=Deadline(60.0))
+    job.commit(begun[2], b"a manifest", size_bytes=1, deadline=Deadline(60.0))
+    saver, before, now = _saver(store, begun, monkeypatch), _task(1), _task(2)
+    _failed(saver, _Joint(lambda: _failed(saver, _Joint(), before)), now)
+    assert saver.settle(now, LOST).step == 2
+    _failed(saver, _Joint(), before)
+    with pytest.raises(SaveFailedError) as caught:
+        saver.settle(_task(3), LOST)
+    assert caught.value is LOST
+
+
+def test_shards_that_a_late_thread_leaves_while_ranks_agree_are_told_of_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread of an earlier save fails just when this one has said which shards are unclear."""
+    store = MemoryStore()
+    begun = {1: JobSession(store).begin(CheckpointLabels.of(1), borrow=False, deadline=Deadline(60.0))}
+    saver = _saver(store, begun, monkeypatch)
+    monkeypatch.undo()  # it plans as ever
+    told: list[int] = []
+
+    class Agreeing(_Joint):
+        def gather(self, value: Any, decide: object) -> Any:
+            told.append(len(pickle.loads(pickle.dumps(value.unclear))))
+            saver._give_up(_Joint(), begun[1], ("shards/a",))  # type: ignore[arg-type]
+            return SimpleNamespace(begun=begun[1], is_known=True)
+
+    for _ in range(2):
+        with contextlib.suppress(AttributeError):  # no plan was kept
+            saver._plan(Agreeing(), _task(2), borrow=False)  # type: ignore[arg-type]
+    assert told == [0, 1]

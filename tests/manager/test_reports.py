@@ -1,0 +1,141 @@
+"""Reports: what the figures of the ranks come to, and how that reads."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_remote.common.units import MiB
+from dcp_remote.manager.reports import (
+    LoadReport,
+    LoadSeconds,
+    RankFigures,
+    SaveReport,
+    Seconds,
+    SlowRank,
+    SlowShard,
+    combine,
+)
+
+GiB = 1024 * MiB
+
+SAVE_ID = "0123456789abcdef0123456789abcdef"
+
+# Rank 1 copies slowly, and the others wait for it in planning; rank 2 uploads slowest; rank 0 commits.
+FIGURES = [
+    RankFigures(0, 10, 5, 4, 0, Seconds(0.5, 1.0, 3.0, 2.0, 0.25), SlowShard("shards/c", 1.5, 0)),
+    RankFigures(1, 20, 0, 3, 1, Seconds(0.5, 3.5, 0.5, 3.0), SlowShard("shards/b", 0.75, 1)),
+    RankFigures(2, 30, 7, 2, 2, Seconds(0.0, 1.0, 3.5, 5.0), SlowShard("shards/a", 4.0, 2)),
+    RankFigures(3, 0, 60, 0, 0, Seconds(0.25, 0.75, 3.5, 0.0), None),
+]
+
+
+def test_combined() -> None:
+    """Four ranks, in each of several orders: sums, the slowest, and phases that add up to the time that passed."""
+    expected = SaveReport(
+        step=7,
+        save_id=SAVE_ID,
+        world_size=4,
+        total_bytes=132,
+        written_bytes=60,
+        deduplicated_bytes=72,
+        seconds=Seconds(0.5, 3.5, 0.5, 5.0, 0.25),
+        requests=9,
+        retries=3,
+        slowest_rank=SlowRank(1, 6.5),
+        slowest_shard=SlowShard("shards/a", 4.0, 2),
+        attempts=2,
+        retired=(3, 4),
+    )
+    # Everybody has the plan 4.5 s after the call, rank 2 is through 5 s later, and rank 0 commits.
+    assert expected.seconds.total == 4.5 + 5.0 + 0.25
+    assert expected.seconds.blocked == 4.0
+    for seed in range(4):
+        shuffled = random.Random(seed).sample(FIGURES, len(FIGURES))
+        report = combine(shuffled, step=7, save_id=SAVE_ID, total_bytes=132, attempts=2, retired=[3, 4])
+        assert report == expected
+
+
+def test_nothing_was_put() -> None:
+    """All of it lies in the bucket already: there is no slowest shard, and still a slowest rank."""
+    report = combine([RankFigures(0, deduplicated_bytes=5)], step=0, save_id=SAVE_ID, total_bytes=5)
+    assert (report.slowest_shard, report.slowest_rank) == (None, SlowRank(0, 0.0))
+    assert (report.attempts, report.retired, report.background) == (1, (), True)
+
+
+@given(
+    st.lists(
+        st.tuples(*(st.integers(0, 1000) for _ in range(4))),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_phases_add_up_to_the_time_that_passed(ranks: list[tuple[int, int, int, int]]) -> None:
+    """Ranks as they come, called at once: the plan is there `planning` after the last has its state copied."""
+    planning = ranks[0][2]
+    agreed = max(waiting + staging for waiting, staging, _, _ in ranks) + planning
+    figures = [
+        RankFigures(rank, seconds=Seconds(waiting, staging, agreed - waiting - staging, uploading))
+        for rank, (waiting, staging, _, uploading) in enumerate(ranks)
+    ]
+    report = combine(figures, step=0, save_id=SAVE_ID, total_bytes=0)
+    assert report.seconds.planning == planning
+    assert report.seconds.total == agreed + max(uploading for _, _, _, uploading in ranks)
+
+
+REPORT = replace(
+    combine(FIGURES, step=1000, save_id=SAVE_ID, total_bytes=12 * GiB + 300 * MiB),
+    world_size=8,
+    deduplicated_bytes=11 * GiB + 900 * MiB,
+    seconds=Seconds(0.1, 0.2, 0.9, 12.5, 0.5),
+    retries=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("report", "line"),
+    [
+        (REPORT, "saved step 1000: 12.3 GiB by 8 ranks in 14.2 s (0.3 s of it blocked), 11.9 GiB not sent again"),
+        (
+            replace(REPORT, deduplicated_bytes=0, world_size=1, background=False),
+            "saved step 1000: 12.3 GiB by 1 rank in 14.2 s",
+        ),
+        (
+            replace(REPORT, deduplicated_bytes=0, attempts=2, retries=3, requests=40, retired=(100, 200)),
+            (
+                "saved step 1000: 12.3 GiB by 8 ranks in 14.2 s (0.3 s of it blocked)"
+                ", 2 attempts, 3 of 40 requests repeated, retired steps 100, 200"
+            ),
+        ),
+        (
+            replace(REPORT, deduplicated_bytes=0, retired=(100,)),
+            "saved step 1000: 12.3 GiB by 8 ranks in 14.2 s (0.3 s of it blocked), retired step 100",
+        ),
+        (
+            LoadReport(1000, SAVE_ID, 8, 3, 4 * GiB + 100 * MiB, LoadSeconds(0.2, 3.0), 520, 0),
+            "loaded step 1000: read 4.1 GiB in 3.2 s, one of 3 ranks; 8 ranks had saved it",
+        ),
+        (
+            LoadReport(1000, SAVE_ID, 8, 3, 4 * GiB, LoadSeconds(0.2, 3.0), 520, 0, received_bytes=8 * GiB),
+            "loaded step 1000: read 4.0 GiB in 3.2 s, one of 3 ranks, which gave it 8.0 GiB; 8 ranks had saved it",
+        ),
+        (
+            LoadReport(0, SAVE_ID, 1, 1, 10, LoadSeconds(0.0, 0.04), 2, 1),
+            "loaded step 0: read 10 B in 0.0 s, 1 of 2 requests repeated; 1 rank had saved it",
+        ),
+    ],
+)
+def test_one_line(report: SaveReport | LoadReport, line: str) -> None:
+    """What is zero, or goes without saying, is not said."""
+    assert str(report) == line
+
+
+@pytest.mark.parametrize("record", [*FIGURES, REPORT, LoadReport(1, SAVE_ID, 8, 3, 4, LoadSeconds(0.2, 3.0), 5, 0)])
+def test_records_cross_ranks(record: RankFigures | SaveReport | LoadReport) -> None:
+    """Pickled and back."""
+    assert pickle.loads(pickle.dumps(record)) == record

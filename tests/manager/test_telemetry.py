@@ -1,0 +1,430 @@
+"""Spans and metrics, as OpenTelemetry's own SDK collects them in memory; and that nothing happens without it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry import baggage, context, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricReader, NumberDataPoint
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from dcp_remote.errors import SaveFailedError, StorageError
+from dcp_remote.manager import telemetry as telemetry_module
+from dcp_remote.manager.reports import LoadReport, LoadSeconds, SaveReport, Seconds, SlowRank, SlowShard
+from dcp_remote.manager.telemetry import Telemetry
+from dcp_remote.storage import MemoryStore, open_store
+
+REPOSITORY = Path(__file__).parent.parent.parent
+SAVE_ID = "0123456789abcdef0123456789abcdef"
+
+SAVED = SaveReport(
+    step=7,
+    save_id=SAVE_ID,
+    world_size=8,
+    total_bytes=1000,
+    written_bytes=300,
+    deduplicated_bytes=700,
+    seconds=Seconds(0.25, 0.5, 0.125, 4.0, 0.0625),
+    requests=20,
+    retries=3,
+    slowest_rank=SlowRank(5, 4.5),
+    slowest_shard=SlowShard("shards/ab/x.safetensors", 2.0, 5),
+    attempts=2,
+)
+LOADED = LoadReport(7, SAVE_ID, 8, 3, 400, LoadSeconds(0.5, 2.0), 10, 1)
+
+
+class Collected:
+    """A `Telemetry`, and what it has told."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        self._reader = InMemoryMetricReader()
+        self.tracer_provider = TracerProvider()
+        self.tracer_provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.meter_provider = MeterProvider([self._reader])
+        self.telemetry = Telemetry(self.tracer_provider, self.meter_provider)
+
+    @property
+    def spans(self) -> dict[str, ReadableSpan]:
+        """By name; of what has ended."""
+        found = self._exporter.get_finished_spans()
+        assert len({span.name for span in found}) == len(found)
+        return {span.name: span for span in found}
+
+    def points(self) -> dict[str, dict[tuple[Any, ...], NumberDataPoint | HistogramDataPoint]]:
+        """By the name of the metric and the values of its attributes, these sorted by name."""
+        data = self._reader.get_metrics_data()
+        metrics = [
+            metric
+            for resource in (data.resource_metrics if data is not None else [])
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+        ]
+        assert len({metric.name for metric in metrics}) == len(metrics)
+        return {
+            metric.name: {
+                tuple(value for _, value in sorted((point.attributes or {}).items())): point
+                for point in metric.data.data_points
+                if isinstance(point, (NumberDataPoint, HistogramDataPoint))
+            }
+            for metric in metrics
+        }
+
+    def numbers(self) -> dict[str, dict[tuple[Any, ...], float]]:
+        """The values of counters, the sums of histograms."""
+        return {
+            name: {
+                of: point.sum if isinstance(point, HistogramDataPoint) else point.value for of, point in each.items()
+            }
+            for name, each in self.points().items()
+        }
+
+
+@pytest.fixture
+def collected() -> Collected:
+    return Collected()
+
+
+def in_thread(act: Callable[[], object]) -> None:
+    """Somewhere else, where no span is current."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            assert trace.get_current_span() is trace.INVALID_SPAN
+            act()
+            assert trace.get_current_span() is trace.INVALID_SPAN
+        except BaseException as error:  # noqa: BLE001  # raised below
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
+def parent_of(span: ReadableSpan) -> int | None:
+    return span.parent.span_id if span.parent is not None else None
+
+
+def id_of(span: ReadableSpan) -> int:
+    own: trace.SpanContext | None = span.get_span_context()
+    assert own is not None
+    return own.span_id
+
+
+def test_a_save_in_the_background(collected: Collected) -> None:
+    """Begun below the caller's span, which has ended long before the save does in another thread."""
+    tracer = collected.tracer_provider.get_tracer("training")
+    with tracer.start_as_current_span("train") as train:
+        saving = collected.telemetry.save(MemoryStore("run"), step=7, rank=3)
+        assert trace.get_current_span() is train
+        with saving.phase("staging"):
+            tracer.start_span("copy").end()
+        assert trace.get_current_span() is train
+
+    def upload() -> None:
+        with saving.phase("uploading"):
+            tracer.start_span("request").end()
+        saving.end(SAVED)
+
+    in_thread(upload)
+    spans = collected.spans
+    top = spans["dcp_remote.save"]
+    assert parent_of(top) == id_of(spans["train"])
+    assert parent_of(spans["dcp_remote.save.staging"]) == parent_of(spans["dcp_remote.save.uploading"]) == id_of(top)
+    assert parent_of(spans["copy"]) == id_of(spans["dcp_remote.save.staging"])
+    assert parent_of(spans["request"]) == id_of(spans["dcp_remote.save.uploading"])
+    assert all(span.status.status_code is StatusCode.UNSET for span in spans.values())
+    assert (top.end_time or 0) >= (spans["dcp_remote.save.uploading"].end_time or 0) > (spans["train"].end_time or 0)
+    assert dict(top.attributes or {}) == {
+        "dcp_remote.storage.url": "memory://run",
+        "dcp_remote.step": 7,
+        "dcp_remote.rank": 3,
+        "dcp_remote.save_id": SAVE_ID,
+        "dcp_remote.world_size": 8,
+        "dcp_remote.requests": 20,
+        "dcp_remote.retries": 3,
+        "dcp_remote.bytes.total": 1000,
+        "dcp_remote.bytes.written": 300,
+        "dcp_remote.bytes.deduplicated": 700,
+        "dcp_remote.attempts": 2,
+        "dcp_remote.slowest.rank": 5,
+        "dcp_remote.slowest.shard": "shards/ab/x.safetensors",
+    }
+
+
+def test_what_the_caller_carries_is_there_in_the_background(collected: Collected) -> None:
+    """Baggage, as other instrumentation reads it."""
+    token = context.attach(baggage.set_baggage("job", "a"))
+    saving = collected.telemetry.save(MemoryStore("run"), step=7)
+    context.detach(token)
+    seen = []
+
+    def upload() -> None:
+        with saving.phase("uploading"):
+            seen.append(baggage.get_baggage("job"))
+
+    in_thread(upload)
+    assert seen == ["a"]
+
+
+def test_a_load(collected: Collected) -> None:
+    """Of the newest checkpoint, whose step is known in the end; in one thread, below nothing."""
+    loading = collected.telemetry.load(MemoryStore("run"))
+    for phase in ("planning", "reading"):
+        with loading.phase(phase):
+            pass
+    loading.end(LOADED)
+    spans = collected.spans
+    top = spans["dcp_remote.load"]
+    assert parent_of(top) is None
+    assert parent_of(spans["dcp_remote.load.planning"]) == parent_of(spans["dcp_remote.load.reading"]) == id_of(top)
+    assert dict(top.attributes or {}) == {
+        "dcp_remote.storage.url": "memory://run",
+        "dcp_remote.step": 7,
+        "dcp_remote.rank": 0,
+        "dcp_remote.save_id": SAVE_ID,
+        "dcp_remote.world_size": 3,
+        "dcp_remote.requests": 10,
+        "dcp_remote.retries": 1,
+        "dcp_remote.saved_world_size": 8,
+        "dcp_remote.bytes.read": 400,
+        "dcp_remote.rereads": 0,
+    }
+
+
+def test_metrics(collected: Collected) -> None:
+    """Two saves, one of them without a shard, a load, two failures, and a save on a rank without a report."""
+    store = MemoryStore("run")
+    collected.telemetry.save(store, step=7).end(SAVED)
+    collected.telemetry.save(store, step=7).end(replace(SAVED, slowest_shard=None, written_bytes=1, retries=0))
+    collected.telemetry.save(store, step=7, rank=1).end()
+    collected.telemetry.load(store, step=7).end(LOADED)
+    collected.telemetry.save(store, step=8).fail(SaveFailedError("No."))
+    collected.telemetry.load(store, step=8).fail(KeyboardInterrupt())
+    assert collected.numbers() == {
+        "dcp_remote.bytes.written": {(): 301},
+        "dcp_remote.bytes.deduplicated": {(): 1400},
+        "dcp_remote.bytes.read": {(): 400},
+        "dcp_remote.requests": {("save",): 40, ("load",): 10},
+        "dcp_remote.retries": {("save",): 3, ("load",): 1},
+        "dcp_remote.failures": {("save", "SaveFailedError"): 1, ("load", "KeyboardInterrupt"): 1},
+        "dcp_remote.duration": {("save",): 2 * 4.9375, ("load",): 2.5},
+        "dcp_remote.phase.duration": {
+            ("save", "waiting"): 0.5,
+            ("save", "staging"): 1.0,
+            ("save", "planning"): 0.25,
+            ("save", "uploading"): 8.0,
+            ("save", "committing"): 0.125,
+            ("load", "planning"): 0.5,
+            ("load", "reading"): 2.0,
+        },
+    }
+    staging = collected.points()["dcp_remote.phase.duration"]["save", "staging"]
+    assert isinstance(staging, HistogramDataPoint)
+    assert staging.count == 2
+    # Half a second is not in the first of the buckets, as it would be in OpenTelemetry's own.
+    assert staging.bucket_counts[0] == 0
+    assert 0.3 in staging.explicit_bounds
+
+
+def test_one_of_everything_although_there_are_several_managers(
+    collected: Collected, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each makes its own instruments of the same names: the SDK takes them for the same, and does not complain."""
+    for _ in range(2):
+        telemetry = Telemetry(collected.tracer_provider, collected.meter_provider)
+        telemetry.save(MemoryStore("run"), step=7).end(SAVED)
+    assert collected.numbers()["dcp_remote.bytes.written"] == {(): 600}
+    assert caplog.messages == []
+
+
+# ---- failures
+
+
+def failed_with(collected: Collected, error: BaseException) -> list[ReadableSpan]:
+    """The spans of a save that raises in a phase."""
+    saving = collected.telemetry.save(MemoryStore("run"), step=7)
+
+    def save() -> None:
+        with saving.phase("uploading"):
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        save()
+    saving.fail(caught.value)
+    return list(collected.spans.values())
+
+
+def test_a_save_that_fails(collected: Collected) -> None:
+    """The phase and the save have failed, with the message of an error of ours."""
+    error = SaveFailedError("It failed.", rank=3, shard="shards/x")
+    for span in failed_with(collected, error):
+        assert span.status.status_code is StatusCode.ERROR
+        assert span.status.description == str(error)
+        assert (span.attributes or {})["error.type"] == "SaveFailedError"
+        [event] = span.events
+        assert event.name == "exception"
+        assert dict(event.attributes or {}) == {"exception.type": "SaveFailedError", "exception.message": str(error)}
+    assert len(collected.spans) == 2
+
+
+def test_errors_of_others_are_told_by_their_type_alone(collected: Collected) -> None:
+    """A client's message may hold a signed URL; so may the stack below an error of ours."""
+
+    class ClientError(Exception):
+        pass
+
+    secret = "X-Amz-Signature=5ecre7"
+    for span in failed_with(collected, ClientError(secret)):
+        assert secret not in span.to_json()
+        assert (span.attributes or {})["error.type"] == f"{__name__}.{ClientError.__qualname__}"
+    assert list(collected.numbers()["dcp_remote.failures"]) == [("save", f"{__name__}.{ClientError.__qualname__}")]
+
+    again = Collected()
+    error = StorageError("It failed.")
+    error.__cause__ = ClientError(secret)
+    assert not any(secret in span.to_json() for span in failed_with(again, error))
+
+
+def test_urls_without_credentials(collected: Collected) -> None:
+    """As the store prints them, whatever it was opened with."""
+    options = {"key": "AKIAIOSFODNN7EXAMPLE", "secret": "5ecre7", "region_name": "us-east-1"}
+    collected.telemetry.save(open_store("s3://bucket/run", options), step=7).end(SAVED)
+    [span] = collected.spans.values()
+    assert (span.attributes or {})["dcp_remote.storage.url"] == "s3://bucket/run"
+    assert "5ecre7" not in span.to_json()
+    assert "AKIA" not in span.to_json()
+
+
+def test_it_ends_once(collected: Collected, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever comes after the first end, or the first failure, is not counted."""
+    saving = collected.telemetry.save(MemoryStore("run"), step=7)
+    saving.end(SAVED)
+    saving.end(SAVED)
+    saving.fail(KeyError())
+    numbers = collected.numbers()
+    assert numbers["dcp_remote.bytes.written"] == {(): 300}
+    assert "dcp_remote.failures" not in numbers
+    assert collected.spans["dcp_remote.save"].status.status_code is StatusCode.UNSET
+    assert caplog.messages == []
+
+
+class Failing(SpanProcessor):
+    """Somebody's own, with a mistake."""
+
+    def on_start(self, span: Any, parent_context: Any = None) -> None:
+        raise RuntimeError("on_start")
+
+    def on_end(self, span: Any) -> None:
+        raise RuntimeError("on_end")
+
+
+def test_what_fails_in_opentelemetry_fails_no_save(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor that raises, then a meter: told once, and the block is carried out, or raises what it raises."""
+    provider = TracerProvider()
+    provider.add_span_processor(Failing())
+    telemetry = Telemetry(provider, MeterProvider())
+    monkeypatch.setattr(MeterProvider, "get_meter", lambda *_: 1 / 0)
+    saving = telemetry.save(MemoryStore("run"), step=7)
+    done = []
+    with saving.phase("staging"):
+        done.append("staging")
+    with pytest.raises(KeyError), saving.phase("uploading"):
+        raise KeyError
+    saving.end(SAVED)
+    telemetry.load(MemoryStore("run")).fail(ValueError())
+    assert done == ["staging"]
+    [told] = [record for record in caplog.records if record.name == telemetry_module.__name__]
+    assert told.levelno == logging.WARNING
+    assert "on_start" in told.getMessage()
+
+
+# ---- without it
+
+
+def test_without_an_sdk() -> None:
+    """The API alone, as the extra installs it, with the application's global providers: there are none."""
+    saving = Telemetry().save(MemoryStore("run"), step=7)
+    with saving.phase("staging"):
+        pass
+    saving.end(SAVED)
+    Telemetry().load(MemoryStore("run")).fail(KeyError())
+
+
+WITHOUT = """
+import sys
+sys.modules["opentelemetry"] = None
+import dcp_remote.manager.telemetry as telemetry
+from dcp_remote.storage import MemoryStore
+saving = telemetry.Telemetry().save(MemoryStore("run"), step=7, rank=3)
+with saving.phase("staging"):
+    pass
+try:
+    with saving.phase("uploading"):
+        raise KeyError("of the block")
+except KeyError as error:
+    saving.fail(error)
+telemetry.Telemetry().load(MemoryStore("run")).end()
+print(telemetry.is_installed(), [name for name in sys.modules if name.startswith("opentelemetry.")])
+"""
+
+LATE = """
+import sys
+import dcp_remote.manager.telemetry as telemetry
+telemetry.Telemetry()
+print([name for name in sys.modules if name.startswith("opentelemetry")])
+"""
+
+
+@pytest.mark.parametrize(("script", "printed"), [(WITHOUT, "False []"), (LATE, "[]")])
+def test_in_a_fresh_process(script: str, printed: str) -> None:
+    """Where it cannot be imported, everything does nothing; where it can, it is imported by the first save."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, check=False, text=True, cwd=REPOSITORY
+    )
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, printed, "")
+
+
+# ---- the docstring
+
+
+def test_the_docstring_names_everything(collected: Collected) -> None:
+    """Every metric, attribute and phase, and nothing else."""
+    for operation, report in (("save", SAVED), ("load", LOADED)):
+        running = getattr(collected.telemetry, operation)(MemoryStore("run"), step=7)
+        for phase in fields(report.seconds):
+            with running.phase(phase.name):
+                pass
+        running.end(report)
+    failing = Collected()
+    failing.telemetry.save(MemoryStore("run"), step=7).fail(StorageError("No."))
+    spans = [*collected.spans.values(), *failing.spans.values()]
+    told = {attribute for span in spans for attribute in span.attributes or {}}
+    told |= {attribute for span in spans for event in span.events for attribute in event.attributes or {}}
+    for one in (collected, failing):
+        for name, points in one.points().items():
+            told |= {name, *(attribute for point in points.values() for attribute in point.attributes or {})}
+    text = telemetry_module.__doc__ or ""
+    named = set(re.findall(r"\b(?:dcp_remote|error|exception)\.[a-z_.]+[a-z]\b", text))
+    assert named == told | {"dcp_remote.save", "dcp_remote.load"}
+    phases = {span.name.rpartition(".")[2] for span in spans if span.name.count(".") == 2}
+    assert phases <= set(re.findall(r"[a-z]+", text))

@@ -1,0 +1,538 @@
+"""What saves leave in the bucket: nothing that no live checkpoint names, whatever failed, if nobody was killed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
+import torch
+
+from dcp_remote import CheckpointManager, Retention, load
+from dcp_remote.common.deadline import Deadline, RetryPolicy
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    ConditionFailedError,
+    DcpRemoteError,
+    FencedError,
+    PermissionDeniedError,
+    TransientStorageError,
+)
+from dcp_remote.format.catalog import CATALOG_KEY, Entry, committed, raised
+from dcp_remote.format.catalog_json import encode
+from dcp_remote.manager import background_save, coordinator
+from dcp_remote.run import catalog_store
+from dcp_remote.run.background_maintenance import BackgroundMaintenance
+from dcp_remote.run.catalog_store import read_catalog, swap
+from dcp_remote.run.maintenance import Maintenance
+from dcp_remote.storage import MemoryStore, ObjectStore, retrying
+from dcp_remote.storage.wrapper import Request, WrappedStore
+from dcp_remote.testing import FaultyStore, RecordingStore, nth
+from tests.support.catalogs import stored
+from tests.support.manifests import decode
+from tests.support.runs import (
+    FROZEN,
+    TRAINED,
+    MeanwhileStore,
+    a_run,
+    assert_sound,
+    begin,
+    keys,
+    live,
+    named,
+    save,
+    shard_at,
+    thin,
+)
+
+_Answer = TypeVar("_Answer")
+
+PATIENCE_SECONDS = 30.0
+HISTORIES = 60
+
+
+def state_of(value: float) -> dict[str, Any]:
+    """What training may have: a part that never changes, parts that do."""
+    return {
+        "model": {"frozen": torch.arange(300.0), "w": torch.full((6, 3), value)},
+        "optim": {"m": torch.full((6,), value)},
+        "n": float(value),
+    }
+
+
+def deadline() -> Deadline:
+    return Deadline(PATIENCE_SECONDS)
+
+
+def assert_nothing_is_left(store: MemoryStore) -> None:
+    """The bucket holds what the catalog names, and every live checkpoint loads."""
+    assert keys(store) == named(store)
+    for entry in live(store):
+        assert load(store, step=entry.step)["n"] >= 0
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = partial(RetryPolicy, first_delay_seconds=0.005, delay_seconds_max=0.02)
+    monkeypatch.setattr(retrying, "RetryPolicy", policy)
+    monkeypatch.setattr(catalog_store, "_FIRST_PAUSE_SECONDS", 0.00125)
+
+
+# ---- back to back
+
+
+class Fullest(WrappedStore):
+    """Takes two milliseconds for each request, as stores do, and notes the most objects that ever lay there."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.most = 0
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        time.sleep(0.002)
+        answer = send()
+        assert isinstance(self._store, MemoryStore)
+        self.most = max(self.most, len(self._store.space.objects))
+        return answer
+
+
+def test_back_to_back_saves_keep_what_is_kept() -> None:
+    """Twenty saves of which one is kept: never more than three checkpoints' objects, while the job still runs."""
+    store = MemoryStore()
+    fullest = Fullest(store)
+    checkpoints = CheckpointManager(fullest, retention=Retention(keep_last=1), dedup=False)
+    checkpoints.save(0, state_of(0), wait=True)
+    each = len(store.space.objects) - 1
+    for step in range(1, 20):
+        checkpoints.save(step, state_of(step))
+    checkpoints.wait()
+    assert fullest.most <= 3 * each + 1
+    checkpoints.close()
+    assert len(store.space.objects) == each + 1
+    assert_nothing_is_left(store)
+
+
+def test_deletions_are_no_requests_of_a_save() -> None:
+    """The report of a save beside which is deleted counts what it counts without."""
+    requests: list[int] = []
+    for retention in (None, Retention(keep_last=1)):
+        with CheckpointManager(MemoryStore(), retention=retention, dedup=False) as checkpoints:
+            for step in range(6):
+                checkpoints.save(step, state_of(step))
+            report = checkpoints.wait()
+            assert report is not None
+            requests.append(report.requests)
+    assert requests[0] == requests[1]
+
+
+# ---- one thread at a time
+
+
+class StuckStore(WrappedStore):
+    """Its first request of a verb hangs until it is released."""
+
+    def __init__(self, store: ObjectStore, verb: str) -> None:
+        super().__init__(store)
+        self._verb = verb
+        self.reached, self.released = threading.Event(), threading.Event()
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        if request.verb == self._verb and not self.reached.is_set():
+            self.reached.set()
+            assert self.released.wait(PATIENCE_SECONDS)
+        return send()
+
+
+@pytest.fixture
+def strangers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls of an `Maintenance` by one thread while another was in it."""
+    inside: dict[int, tuple[threading.Thread, int]] = {}
+    lock = threading.Lock()
+    found: list[str] = []
+
+    def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Maintenance, *arguments: Any, **others: Any) -> Any:
+            thread = threading.current_thread()
+            with lock:
+                owner, depth = inside.get(id(self), (thread, 0))
+                if depth and owner is not thread:
+                    found.append(f"{name} in {thread.name}, beside {owner.name}")
+                    return method(self, *arguments, **others)
+                inside[id(self)] = thread, depth + 1
+            try:
+                return method(self, *arguments, **others)
+            finally:
+                with lock:
+                    inside[id(self)] = thread, depth
+
+        return call
+
+    for name in ("remember", "apply", "delete", "note", "let_go", "settle"):
+        monkeypatch.setattr(Maintenance, name, watched(name, getattr(Maintenance, name)))
+    return found
+
+
+def test_a_thread_that_is_stuck_shares_nothing(strangers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deletion hangs; saves that follow commit, and touch nothing that its thread holds. It goes on when it wakes."""
+    for where, name in ((background_save, "_STOP_SECONDS"), (coordinator, "_WAIT_SECONDS")):
+        monkeypatch.setattr(where, name, 0.02)
+    store = MemoryStore()
+    stuck = StuckStore(store, "delete")
+    checkpoints = CheckpointManager(stuck, retention=Retention(keep_last=1))
+    for step in range(4):
+        checkpoints.save(step, state_of(step), wait=True)
+    assert stuck.reached.is_set()
+    assert [entry.step for entry in live(store)][-1] == 3
+    assert strangers == []
+    stuck.released.set()
+    checkpoints.close()
+    assert strangers == []
+    assert_nothing_is_left(store)
+
+
+# ---- nothing is left
+
+
+class Faulty(WrappedStore):
+    """Fails what it is told to, in the way that it is told, and lets somebody act before a manifest is put."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self.fault: tuple[str, str, str] | None = None
+        self.meanwhile: Callable[[], object] | None = None
+        self.hits = 0
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        if request.verb == "put" and request.key.startswith("manifests/") and self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
+        if self.fault is None or (request.verb, request.key.split("/")[0]) != self.fault[:2]:
+            return send()
+        self.hits += 1
+        way = self.fault[2]
+        if way in ("refused", "answer lost"):  # once
+            self.fault = None
+        if way == "answer lost":
+            send()
+        if way in ("refused", "always refused"):
+            raise PermissionDeniedError("An injected refusal.")
+        raise TransientStorageError("An injected failure.")
+
+
+FAULTS = (
+    ("put", "shards", "refused"),
+    ("put", "shards", "always refused"),
+    ("put", "manifests", "refused"),
+    ("put", CATALOG_KEY, "refused"),
+    ("put", CATALOG_KEY, "always refused"),
+    ("put", CATALOG_KEY, "answer lost"),
+    ("put", CATALOG_KEY, "silent"),
+    ("put", "shards", "silent"),
+    ("get", CATALOG_KEY, "refused"),
+    ("get", "manifests", "refused"),
+    ("delete", "shards", "answer lost"),
+    ("delete", "manifests", "answer lost"),
+)
+
+
+class Training:
+    """A job whose saves fail now and then, and which goes back now and then. Nobody is killed."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.store = MemoryStore()
+        self.faulty = Faulty(self.store)
+        self.did: list[str] = []
+        retention = self.rng.choice(
+            [
+                None,
+                Retention(keep_last=1),
+                Retention(keep_last=3, keep_optimizer_last=1),
+                Retention(keep_optimizer_last=2),
+            ]
+        )
+        self.checkpoints = CheckpointManager(
+            self.faulty,
+            retention=retention,
+            dedup=self.rng.random() < 0.7,
+            timeout_seconds=PATIENCE_SECONDS,
+            memory_budget_bytes=1,
+        )
+        self.step = 0
+
+    def play(self) -> None:
+        self.save()
+        self.checkpoints.wait()
+        for _ in range(self.rng.randint(3, 9)):
+            act = self.rng.choice(
+                [self.save, self.save, self.overwrite, self.go_back, self.fail, self.fail, self.disturb]
+            )
+            self.did.append(act.__name__)
+            try:
+                act()
+            except FencedError:
+                break
+            finally:
+                self.faulty.fault, self.faulty.meanwhile = None, None
+                self.checkpoints._timeout_seconds = PATIENCE_SECONDS
+        with suppress(DcpRemoteError):
+            self.checkpoints.close()
+
+    def tidied(self) -> None:
+        assert self.checkpoints._coordinator is not None
+        assert self.checkpoints._coordinator.background_maintenance.wait(PATIENCE_SECONDS)
+
+    def save(self, **how: Any) -> None:
+        self.step += 0 if "overwrite" in how else 1
+        self.checkpoints.save(self.step, state_of(self.rng.randrange(100)), wait=self.rng.random() < 0.5, **how)
+        if self.rng.random() < 0.5:
+            self.checkpoints.wait()
+
+    def overwrite(self) -> None:
+        self.save(overwrite=True)
+
+    def go_back(self) -> None:
+        with suppress(DcpRemoteError):
+            self.checkpoints.wait()
+        self.tidied()  # or what it goes back to may be retired meanwhile
+        entries = [entry for entry in live(self.store) if not entry.thinned]
+        if entries:
+            self.step = self.rng.choice(entries).step
+            assert self.checkpoints.restore(state_of(0), self.step) == self.step
+            self.save()
+
+    def fail(self) -> None:
+        """A save that something goes wrong with, and another as the job goes on."""
+        with suppress(DcpRemoteError):
+            self.checkpoints.wait()
+        if self.rng.random() < 0.5:
+            self.tidied()  # or it is a deletion that fails
+        fault = self.rng.choice(FAULTS)
+        self.did[-1] += " " + " ".join(fault)
+        self.faulty.fault = fault
+        if fault[2] == "silent":
+            self.checkpoints._timeout_seconds = 0.3
+        try:
+            self.save(overwrite=True) if self.rng.random() < 0.3 else self.save()
+            self.checkpoints.wait()
+        except FencedError:
+            raise
+        except DcpRemoteError as error:
+            self.did.append(type(error).__name__)
+
+    def disturb(self) -> None:
+        """Somebody acts on the run just before a manifest is put."""
+        with suppress(DcpRemoteError):
+            self.checkpoints.wait()
+        act = self.rng.choice([self.retire_newest, self.thin_oldest, self.raise_floor, self.take_over])
+        self.did[-1] += f" {act.__name__}"
+        self.faulty.meanwhile = act
+        try:
+            self.save()
+            self.checkpoints.wait()
+        except FencedError:
+            raise
+        except DcpRemoteError as error:
+            self.did.append(type(error).__name__)
+
+    def retire_newest(self) -> None:
+        self._by_hand(-1, lambda maintenance, step: maintenance.retire([step], deadline=deadline(), force=True))
+
+    def thin_oldest(self) -> None:
+        if len(live(self.store)) > 1:
+            self._by_hand(0, lambda maintenance, step: thin(maintenance, [step], deadline=deadline()))
+
+    def raise_floor(self) -> None:
+        catalog = stored(self.store)
+        assert catalog is not None
+        swap(self.store, lambda now: raised(now, catalog.revision + 1), deadline=deadline())
+
+    def take_over(self) -> None:
+        """Another job goes on with the run, from what is newest."""
+        with CheckpointManager(self.store) as other:
+            other.restore(state_of(0))
+            other.save(self.step + 1, state_of(7))
+
+    def _by_hand(self, place: int, act: Callable[[Maintenance, int], object]) -> None:
+        entries = live(self.store)
+        if entries:
+            maintenance = Maintenance(self.store)
+            with suppress(DcpRemoteError):  # not what is abandoned and newest, for one
+                act(maintenance, entries[place].step)
+            maintenance.delete(deadline=deadline())
+
+
+def test_a_run_without_kills_leaves_nothing() -> None:
+    """Saves, overwrites, steps back, thinning, failures of every request: in the end the bucket is what is named."""
+    failed = 0
+    for seed in range(HISTORIES):
+        training = Training(seed)
+        try:
+            training.play()
+            assert_nothing_is_left(training.store)
+        except BaseException as error:
+            error.add_note(f"seed={seed}: {training.did}")
+            raise
+        failed += training.faulty.hits
+    assert failed > HISTORIES
+
+
+# ---- what may still be live
+
+
+class Unheard(NamedTuple):
+    """A save whose swap is on its way, and nobody knows how it ends."""
+
+    arrive: Callable[[], object]
+    entry: Entry
+    shards: tuple[str, ...]
+    run_id: str
+
+
+def unheard(store: MemoryStore, step: int) -> Unheard:
+    attempt = begin(store, step)
+    seen = read_catalog(store)
+    assert seen is not None
+    after = committed(seen.catalog, attempt)
+    assert after is not None
+    body = encode(after, "f" * 32)
+
+    def arrive() -> None:
+        with suppress(ConditionFailedError):
+            store.put(CATALOG_KEY, [body], condition=seen.version)
+
+    shards = decode(store.space.objects[attempt.entry.manifest].data).shards.keys
+    return Unheard(arrive, attempt.entry, shards, attempt.run_id)
+
+
+def settle(store: ObjectStore, told: Unheard) -> Maintenance:
+    maintenance = Maintenance(store)
+    maintenance.note(told.run_id, told.entry, told.shards)
+    maintenance.settle(deadline=deadline())
+    maintenance.delete(deadline=deadline())
+    return maintenance
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_swap_that_is_late(*, after: bool) -> None:
+    """It arrives at each request that settles the save, or last: it is whole and live, or nothing of it is left."""
+    outcomes: set[tuple[int, ...]] = set()
+    for number in itertools.count(1):
+        store = a_run(1)
+        told = unheard(store, 2)
+        busy = MeanwhileStore(store, number, told.arrive, after=after)
+        maintenance = settle(busy, told)
+        told.arrive()
+        assert_sound(store)
+        assert keys(store) == named(store)
+        assert maintenance.is_done
+        outcomes.add(tuple(entry.step for entry in live(store)))
+        if not busy.acted:
+            break
+    assert outcomes == {(1,), (1, 2)}
+
+
+def test_what_was_borrowed_meanwhile_stays() -> None:
+    """The save was committed, lent what it wrote, and was retired, before the job that was not told looks."""
+    store = a_run(1, borrow=False)
+    told = unheard(store, 2)
+    told.arrive()
+    save(store, 3, base=2, borrows=(FROZEN, TRAINED))
+    Maintenance(store).retire([2], deadline=deadline())
+    lent = shard_at(store, 3, TRAINED)
+    assert lent in told.shards
+    settle(store, told)
+    assert lent in keys(store)
+    assert_sound(store)
+    assert keys(store) == named(store)
+
+
+def test_what_is_of_another_run_is_left_alone() -> None:
+    """Its revisions say nothing of those of this one."""
+    store = a_run(1)
+    told = unheard(store, 2)._replace(run_id="0" * 32)
+    before = keys(store)
+    assert settle(store, told).is_done
+    assert keys(store) == before
+
+
+def test_requests_of_an_overwrite() -> None:
+    """A swap of the catalog and the manifest that was replaced; none of the checkpoints that are older than it."""
+    store = a_run(1, 2, 3, 4, borrow=False)
+    recording = RecordingStore(store)
+    old = live(store)[-1]
+    run = stored(store)
+    assert run is not None
+    new = save(store, 4, letter="b", overwrite=True)
+    maintenance = Maintenance(recording)
+    maintenance.remember(new.manifest, decode(store.space.objects[new.manifest].data).shards.keys)
+    maintenance.note(run.run_id, old)
+    maintenance.settle(deadline=deadline(), catalog=stored(store))
+    maintenance.delete(deadline=deadline())
+    assert recording.calls == [
+        ("get", CATALOG_KEY),
+        ("put", CATALOG_KEY),
+        ("get", old.manifest),
+        ("delete", recording.calls[-1][1]),
+    ]
+    assert keys(store) == named(store)
+
+
+def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing fails by it, and the next one that starts deletes for both."""
+    store = MemoryStore()
+    for key in ("a", "b"):
+        store.put(key, [b""])
+    tidying = BackgroundMaintenance(store)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        tidying.delete(["a"])
+    assert "deleted later" in caplog.text
+    tidying.delete(["b"])
+    assert tidying.wait(PATIENCE_SECONDS)
+    assert keys(store) == set()
+
+
+def no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_what_failed_is_tried_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store does not delete while a round lasts; closing deletes, and nothing was forgotten until then."""
+    store = MemoryStore()
+    store.put("a", [b""])
+    tidying = BackgroundMaintenance(FaultyStore(store, [nth(1, "request")]))
+    # The first delay is longer than any deadline here, so nothing is retried.
+    monkeypatch.setattr(retrying, "RetryPolicy", partial(RetryPolicy, first_delay_seconds=1e6, delay_seconds_max=1e6))
+    tidying.delete(["a"])
+    assert tidying.wait(PATIENCE_SECONDS)
+    assert keys(store) == {"a"}
+    tidying.finish(PATIENCE_SECONDS)
+    assert keys(store) == set()
+
+
+def test_closing_waits_less_for_deletions_after_a_save_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may be dead: whoever closes is told of the failure, and not kept for a minute."""
+    waits: list[float] = []
+    finish = BackgroundMaintenance.finish
+
+    def noted(tidying: BackgroundMaintenance, seconds: float) -> None:
+        waits.append(seconds)
+        finish(tidying, seconds)
+
+    monkeypatch.setattr(BackgroundMaintenance, "finish", noted)
+    with CheckpointManager(MemoryStore()) as checkpoints:
+        checkpoints.save(1, {"n": 1}, wait=True)
+    with CheckpointManager(MemoryStore()) as checkpoints:
+        checkpoints.save(1, {"n": 1}, wait=True)
+        with pytest.raises(CheckpointExistsError):
+            checkpoints.save(1, {"n": 2}, wait=True)
+    committed_seconds, failed_seconds = waits
+    assert committed_seconds > 30
+    assert failed_seconds <= 5

@@ -1,0 +1,234 @@
+"""One job's side of a run: what a save may replace, what is refused before a byte is sent, how much work it makes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from dcp_remote.common.arrays import Buffer
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.errors import CheckpointExistsError, CommitConflictError, CorruptCheckpointError, SaveTimeoutError
+from dcp_remote.format import catalog_json
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, pinned, retired
+from dcp_remote.run import catalog_store
+from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
+from dcp_remote.run.maintenance import Maintenance
+from dcp_remote.run.retention import Retention
+from dcp_remote.run.run import latest
+from dcp_remote.storage import MemoryStore
+from dcp_remote.storage.base import Condition, Version
+from tests.support.catalogs import NONCE, catalog, entry, store_of, stored, swapped
+
+
+def begin(job: JobSession, step: int, **note: Any) -> SaveTicket:
+    return job.begin(CheckpointLabels.of(step, **note), borrow=False, deadline=Deadline(60.0))
+
+
+def commit(job: JobSession, begun: SaveTicket) -> Entry:
+    return job.commit(begun, b"a manifest", size_bytes=1, deadline=Deadline(60.0))[1]
+
+
+def save(job: JobSession, step: int, **note: Any) -> Entry:
+    return commit(job, begin(job, step, **note))
+
+
+def live(store: MemoryStore) -> dict[int, str]:
+    catalog = stored(store)
+    assert catalog is not None
+    return {entry.step: entry.save_id for entry in catalog.entries}
+
+
+def pin(store: MemoryStore, step: int) -> None:
+    swapped(store, lambda now: pinned(now, step, pin=True))
+
+
+def went_back(store: MemoryStore, step: int) -> JobSession:
+    """A job that goes on from a step."""
+    job = JobSession(store)
+    job.go_on_from(step)
+    return job
+
+
+def a_run(**note: Any) -> MemoryStore:
+    """Of steps 100 and 200; the latter is noted so."""
+    store = MemoryStore()
+    job = JobSession(store)
+    save(job, 100)
+    save(job, 200, **note)
+    return store
+
+
+# ---- what a save may replace ----
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(("how", "note"), [("pinned", {}), ("named", {"name": ["best", "last"]})])
+def test_what_is_held_is_not_replaced_after_going_back(how: str, note: dict[str, Any], *, later: bool) -> None:
+    """A pin and a name hold an abandoned checkpoint, at a job's first save and at later ones; nothing is sent."""
+    store = a_run(**note)
+    if how == "pinned":
+        pin(store, 200)
+    before, job = live(store), went_back(store, 100)
+    if later:
+        before[150] = save(job, 150).save_id
+    objects = set(store.space.objects)
+    with pytest.raises(CheckpointExistsError, match=r"pinned or has a name.* overwrite=True.* step=200"):
+        begin(job, 200, name="last")
+    assert (live(store), set(store.space.objects)) == (before, objects)
+    assert save(job, 201).save_id in live(store).values()
+    assert live(store)[200] == before[200]
+
+
+def test_what_is_held_is_replaced_by_an_explicit_call() -> None:
+    """By `overwrite=True`, and, where nothing but names holds it, by giving them to the new one."""
+    store = a_run(name="step200")
+    new = save(went_back(store, 100), 200, name=["step200", "best"])
+    assert live(store)[200] == new.save_id
+    pin(store, 200)
+    new = save(went_back(store, 100), 200, overwrite=True)
+    assert live(store)[200] == new.save_id
+
+
+def test_what_nothing_holds_is_replaced_after_going_back() -> None:
+    """As ever."""
+    store = a_run()
+    new = save(went_back(store, 100), 200)
+    assert live(store)[200] == new.save_id
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_pin_that_comes_in_between(*, later: bool) -> None:
+    """Between the beginning of a save and its commit: it holds, unless the save was told to overwrite."""
+    store = a_run()
+    job = went_back(store, 100)
+    if later:
+        save(job, 150)
+    begun, before = begin(job, 200), live(store)
+    pin(store, 200)
+    with pytest.raises(
+        CommitConflictError, match=r"pinned or named, so this save was not committed.* step=200 pinned=True"
+    ):
+        commit(job, begun)
+    assert live(store) == before
+    told = begin(job, 200, overwrite=True)
+    pin(store, 200)
+    assert commit(job, told).save_id == live(store)[200]
+
+
+def test_what_was_to_be_replaced_is_removed_meanwhile() -> None:
+    """The step of an abandoned checkpoint that somebody removes is free: no reason to refuse the save."""
+    store = a_run()
+    job = went_back(store, 100)
+    save(job, 150)
+    begun = begin(job, 200)
+    swapped(store, lambda now: retired(now, [live(store)[200]]))
+    assert commit(job, begun).save_id == live(store)[200]
+
+
+# ---- how much work a catalog is ----
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a catalog was decoded and encoded, and a checkpoint of one checked, in a process that knows none."""
+    monkeypatch.setattr(catalog_store, "_KNOWN", catalog_store._Known())
+    counts: Counter[str] = Counter()
+
+    def counting(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **named: object) -> object:
+            counts[name] += 1
+            return real(*arguments, **named)
+
+        return call
+
+    for name in ("decode", "encode", "_check_entry"):
+        monkeypatch.setattr(catalog_json, name, counting(name, getattr(catalog_json, name)))
+    return counts
+
+
+def a_long_run() -> MemoryStore:
+    """Of a thousand checkpoints, which nobody in this process has looked at."""
+    return store_of(catalog(*map(entry, range(1_000)), revision=1_000))
+
+
+def test_a_job_that_is_alone_decodes_the_catalog_once(work: Counter[str]) -> None:
+    """And checks what it adds; retention encodes it once more where something goes."""
+    store = a_long_run()
+    work.clear()
+    job, maintenance = went_back(store, 999), Maintenance(store)
+    save(job, 1_000)
+    # The fence and the commit.
+    assert work == {"decode": 1, "encode": 2, "_check_entry": 1_001}
+    work.clear()
+    for step in range(1_001, 1_011):
+        save(job, step)
+    assert work == {"encode": 10, "_check_entry": 10}
+    assert latest(store).step == 1_010  # type: ignore[union-attr]  # it is there
+    assert work["decode"] == 0
+    run = stored(store)
+    assert run is not None
+    for one in run.entries:
+        maintenance.remember(one.manifest, ())
+    work.clear()
+    assert maintenance.apply(Retention(keep_last=1_000), deadline=Deadline(60.0)).retired == tuple(range(11))
+    save(job, 1_011)
+    assert work == {"encode": 2, "_check_entry": 1}
+
+
+def test_what_somebody_else_wrote_is_decoded(work: Counter[str]) -> None:
+    """Once, whatever lay there before; damage is found as ever, and what is right again is read again."""
+    store = a_long_run()
+    job = went_back(store, 999)
+    save(job, 1_000)
+    good = bytes(store.space.objects[CATALOG_KEY].data)
+    run = stored(store)
+    assert run is not None
+    theirs = catalog_json.encode(pinned(run, 999, pin=True) or Catalog(""), NONCE)
+    store.put(CATALOG_KEY, [theirs])
+    work.clear()
+    save(job, 1_001)
+    assert work == {"decode": 1, "encode": 1, "_check_entry": 1_002}
+    assert stored(store).at(999).pinned  # type: ignore[union-attr]  # it is there
+    store.put(CATALOG_KEY, [good[:-1] + bytes([good[-1] ^ 1])])
+    with pytest.raises(CorruptCheckpointError):
+        save(job, 1_002)
+    store.put(CATALOG_KEY, [good])
+    assert latest(store).step == 1_000  # type: ignore[union-attr]  # it is there
+
+
+# ---- a thread that was left behind
+
+
+class _AnsweringLate(MemoryStore):
+    """Writes the catalog, and before it answers has something done, once."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        super().__init__()
+        self._meanwhile: list[Callable[[], object]] = [meanwhile]
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        version = super().put(key, buffers, condition=condition)
+        if key == CATALOG_KEY and self._meanwhile:
+            self._meanwhile.pop()()
+        return version
+
+
+def test_an_old_fence_that_is_answered_late_leaves_the_job_its_newer_one() -> None:
+    """The save that took it was given up, and the next one took its own."""
+    given_up = threading.Event()
+
+    def next_save() -> None:
+        given_up.set()
+        save(job, 100)
+
+    job = JobSession(_AnsweringLate(next_save))
+    deadline = Deadline(60.0, lambda: math.inf if given_up.is_set() else 0.0)
+    with pytest.raises(SaveTimeoutError):
+        job.begin(CheckpointLabels.of(100), borrow=False, deadline=deadline)
+    assert job.token == 2
+    save(job, 200)

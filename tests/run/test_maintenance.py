@@ -1,0 +1,575 @@
+"""Keeping a run tidy: what goes, what of it is deleted, and what others do at each request of it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.errors import (
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    StorageError,
+    TransientStorageError,
+)
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pinned
+from dcp_remote.run.catalog_store import swap
+from dcp_remote.run.live_shards import LiveShards
+from dcp_remote.run.maintenance import Applied, Maintenance
+from dcp_remote.run.retention import Candidate, Retention, decide
+from dcp_remote.run.run_gc import remove_run_orphans
+from dcp_remote.storage import MemoryStore, ObjectStore
+from dcp_remote.storage.wrapper import Verb, WrappedStore
+from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from tests.support.catalogs import Clock, stored
+from tests.support.runs import (
+    FROZEN,
+    OPTIMIZER,
+    TRAINED,
+    MeanwhileStore,
+    a_run,
+    assert_sound,
+    copied,
+    keys,
+    live,
+    manifest_at,
+    named,
+    save,
+    shard_at,
+    steps,
+    thin,
+)
+
+PATIENCE_SECONDS = 30.0
+
+
+def deadline() -> Deadline:
+    return Deadline(PATIENCE_SECONDS)
+
+
+def pin(store: ObjectStore, step: int) -> Catalog:
+    return swap(store, partial(pinned, step=step, pin=True), deadline=deadline())
+
+
+def apply(store: ObjectStore, retention: Retention) -> Applied:
+    """Apply it, and delete what goes."""
+    maintenance = Maintenance(store)
+    applied = maintenance.apply(retention, deadline=deadline())
+    assert maintenance.delete(deadline=deadline(), pause_seconds=0).failed == {}
+    assert maintenance.pending == 0
+    return applied
+
+
+def damage(store: MemoryStore, step: int) -> str:
+    """The manifest of a checkpoint; its key."""
+    (entry,) = (entry for entry in live(store) if entry.step == step)
+    store.put(entry.manifest, [store.space.objects[entry.manifest].data[:-1]])
+    return entry.manifest
+
+
+def verbs(recording: RecordingStore) -> list[str]:
+    """With the catalog named, and the rest not."""
+    return [f"{verb} catalog" if key == CATALOG_KEY else verb for verb, key in recording.calls]
+
+
+# ---- what goes ----
+
+
+def test_what_retention_lets_go_is_deleted() -> None:
+    """Of five checkpoints three go, but for the frozen shard that all share, and the optimizer of one that stays."""
+    store = a_run(1, 2, 3, 4, 5)
+    frozen, optimizer = shard_at(store, 1, FROZEN), shard_at(store, 4, OPTIMIZER)
+    applied = apply(store, Retention(keep_last=2, keep_optimizer_last=1))
+    assert (applied.retired, applied.thinned, applied.reason) == ((1, 2, 3), (4,), None)
+    assert applied.catalog == stored(store)
+    assert steps(store) == [4, 5]
+    assert_sound(store)
+    assert keys(store) == named(store)
+    assert frozen in keys(store)
+    assert optimizer not in keys(store)
+    assert [entry.thinned for entry in live(store)] == [("optim",), ()]
+
+
+def test_one_swap_is_one_revision() -> None:
+    """Two go, and one is thinned; the floor is above what went."""
+    store = a_run(1, 2, 3, 4)
+    before = stored(store)
+    after = apply(store, Retention(keep_last=2, keep_optimizer_last=1)).catalog
+    assert before is not None
+    assert after.revision == before.revision + 1
+    assert after.floor == before.entries[1].began + 1
+
+
+def test_what_is_borrowed_stays() -> None:
+    """An optimizer that a later checkpoint names again stays when its own is thinned, and when it goes."""
+    store = a_run(1)
+    save(store, 2, base=1, borrows=(FROZEN, OPTIMIZER))
+    optimizer = shard_at(store, 1, OPTIMIZER)
+    thin(Maintenance(store), [1], deadline=deadline())
+    apply(store, Retention(keep_last=1))
+    assert_sound(store)
+    assert shard_at(store, 2, OPTIMIZER) == optimizer
+    assert optimizer in keys(store)
+
+
+def test_nothing_goes_twice() -> None:
+    """Applied again, nothing is written, and nothing but the catalog is read; nor that where the caller knows it."""
+    retention = Retention(keep_last=2, keep_optimizer_last=1)
+    store = a_run(1, 2, 3)
+    apply(store, retention)
+    recording = RecordingStore(store)
+    maintenance = Maintenance(recording)
+    applied = maintenance.apply(retention, deadline=deadline())
+    assert (applied.retired, applied.thinned) == ((), ())
+    assert verbs(recording) == ["get catalog"]
+    recording.clear()
+    assert maintenance.apply(retention, deadline=deadline(), catalog=applied.catalog) == applied
+    assert recording.calls == []
+
+
+def test_requests() -> None:
+    """What this process knows, because it wrote it or read it before, is not read; each object goes in one DELETE."""
+    store = a_run(1, 2, 3)
+    recording = RecordingStore(store)
+    maintenance = Maintenance(recording)
+    for entry in live(store)[1:]:
+        maintenance.remember(entry.manifest, manifest_at(store, entry.step).shards.keys)
+    maintenance.apply(Retention(keep_last=2), deadline=deadline(), catalog=stored(store))
+    assert verbs(recording) == ["get", "get catalog", "put catalog"]
+    recording.clear()
+    assert maintenance.pending == 3
+    maintenance.delete(deadline=deadline())
+    assert verbs(recording) == ["delete"]
+    save(store, 4)
+    recording.clear()
+    maintenance.apply(Retention(keep_last=2), deadline=deadline())
+    assert verbs(recording) == ["get catalog", "get", "get catalog", "put catalog"]
+    recording.clear()
+    maintenance.apply(Retention(keep_last=2, keep_optimizer_last=1), deadline=deadline())
+    assert verbs(recording) == ["get catalog", "get", "put", "get catalog", "put catalog"]
+
+
+def test_what_has_no_optimizer_is_left_alone() -> None:
+    """Not marked, since nothing went; and in this process not looked at again."""
+    store = a_run(1, 2)
+    recording = RecordingStore(store)
+    maintenance = Maintenance(recording)
+    retention = Retention(keep_optimizer_last=1, optimizer_keys=("momentum",))
+    before = stored(store)
+    for expected in (["get catalog", "get", "get"], ["get catalog"]):
+        recording.clear()
+        applied = maintenance.apply(retention, deadline=deadline())
+        assert (applied.thinned, applied.reason) == ((), None)
+        assert verbs(recording) == expected
+    assert stored(store) == before
+    assert maintenance.apply(Retention(keep_optimizer_last=1), deadline=deadline()).thinned == (1,)
+
+
+def test_many_are_thinned_in_turn() -> None:
+    """Sixteen at once."""
+    store = a_run(*range(20))
+    maintenance = Maintenance(store)
+    retention = Retention(keep_optimizer_last=1)
+    assert len(maintenance.apply(retention, deadline=deadline()).thinned) == 16
+    assert len(maintenance.apply(retention, deadline=deadline()).thinned) == 3
+    assert maintenance.apply(retention, deadline=deadline()).thinned == ()
+    maintenance.delete(deadline=deadline())
+    assert_sound(store)
+    assert keys(store) == named(store)
+
+
+def test_pinned_and_abandoned_ones_stay() -> None:
+    """As `retention.decide` says; and the newest in any case."""
+    store = a_run(1, 2, 3)
+    pin(store, 1)
+    assert apply(store, Retention(keep_last=1, keep_optimizer_last=1)).retired == (2,)
+    assert steps(store) == [1, 3]
+    assert [entry.thinned for entry in live(store)] == [(), ()]
+
+
+def test_named_ones_stay_until_their_name_moves() -> None:
+    """With their optimizer; a person may remove one, and a retention may be told that names keep nothing."""
+    store = a_run(1)
+    save(store, 2, names=("best",))
+    save(store, 3)
+    keep = Retention(keep_last=1, keep_optimizer_last=1)
+    assert apply(store, keep).retired == (1,)
+    assert [(entry.step, entry.thinned) for entry in live(store)] == [(2, ()), (3, ())]
+    save(store, 4, names=("best", "last"))
+    assert apply(store, keep).retired == (2, 3)
+    save(store, 5)
+    assert apply(copied(store), replace(keep, keep_named=False)).retired == (4,)
+    assert Maintenance(store).retire([4], deadline=deadline()).retired == (4,)
+
+
+# ---- a person ----
+
+
+def test_some_go_by_name() -> None:
+    """Of three, the first and the last, which is forced; deleted is what only they named."""
+    store = a_run(1, 2, 3)
+    maintenance = Maintenance(store)
+    with pytest.raises(InvalidArgumentError, match="newest"):
+        maintenance.retire([1, 3], deadline=deadline())
+    assert steps(store) == [1, 2, 3]
+    assert maintenance.retire([1, 3], deadline=deadline(), force=True).retired == (1, 3)
+    maintenance.delete(deadline=deadline())
+    assert steps(store) == [2]
+    assert_sound(store)
+    assert keys(store) == named(store)
+
+
+def test_what_a_person_may_not_retire() -> None:
+    """Refused whole: a step that is not live, beside one that is; a pinned one."""
+    store = a_run(1, 2, 3)
+    pin(store, 1)
+    before = dict(store.space.objects)
+    with pytest.raises(CheckpointNotFoundError, match="step=7"):
+        Maintenance(store).retire([2, 7], deadline=deadline())
+    with pytest.raises(InvalidArgumentError, match="pinned"):
+        Maintenance(store).retire([1, 2], deadline=deadline())
+    assert store.space.objects == before
+    with pytest.raises(CheckpointNotFoundError, match="no run here"):
+        Maintenance(MemoryStore()).retire([1], deadline=deadline())
+
+
+def test_thinned_by_name() -> None:
+    """Twice is once."""
+    store = a_run(1, 2)
+    maintenance = Maintenance(store)
+    assert thin(maintenance, [1], deadline=deadline()).thinned == (1,)
+    assert thin(maintenance, [1], deadline=deadline()).thinned == ()
+    maintenance.delete(deadline=deadline())
+    assert_sound(store)
+    assert keys(store) == named(store)
+
+
+# ---- what cannot be read ----
+
+
+def test_who_has_lost_one_checkpoint_needs_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    """A live manifest is damaged: nothing goes, which is said once; when it is gone itself, everything goes on."""
+    store = a_run(1, 2, 3, 4)
+    manifest = damage(store, 4)
+    before = dict(store.space.objects)
+    maintenance = Maintenance(store)
+    for retention in (Retention(keep_last=1), Retention(keep_optimizer_last=2)):
+        applied = maintenance.apply(retention, deadline=deadline())
+        assert (applied.retired, applied.thinned) == ((), ())
+        assert applied.reason is not None
+        assert "step 4 cannot be read" in applied.reason
+    assert store.space.objects == before
+    assert maintenance.pending == 0
+    # Beside those of reading the manifest once more.
+    told = [record.levelno for record in caplog.records if record.name == "dcp_remote.run.leftovers"]
+    assert told == [logging.WARNING]
+    maintenance.retire([4], deadline=deadline(), force=True)
+    maintenance.apply(Retention(keep_last=1), deadline=deadline())
+    maintenance.delete(deadline=deadline())
+    assert steps(store) == [3]
+    assert manifest not in keys(store)
+    assert_sound(store)
+    remove_run_orphans(store, grace_seconds=0)
+    assert keys(store) == named(store)
+
+
+def test_a_damaged_one_goes_as_any_other() -> None:
+    """What it named cannot be known, and is left to gc; what the other named that went is deleted."""
+    store = a_run(1, 2, 3, borrow=False)
+    lost, other = manifest_at(store, 1).shards.keys, manifest_at(store, 2).shards.keys
+    manifest = damage(store, 1)
+    applied = apply(store, Retention(keep_last=1))
+    assert applied.retired == (1, 2)
+    assert applied.reason is not None
+    assert keys(store) == named(store) | set(lost)
+    assert manifest not in keys(store)
+    assert not set(other) & keys(store)
+    remove_run_orphans(store, grace_seconds=0)
+    assert keys(store) == named(store)
+
+
+def test_beside_a_damaged_one_shards_are_left_to_gc() -> None:
+    """It may name them. A person retires another: its manifest is deleted, which nobody else names."""
+    store = a_run(1, 2, 3)
+    damage(store, 2)
+    gone = manifest_at(store, 1)
+    maintenance = Maintenance(store)
+    applied = maintenance.retire([1], deadline=deadline())
+    assert applied.retired == (1,)
+    assert applied.reason is not None
+    maintenance.delete(deadline=deadline())
+    assert set(gone.shards.keys) <= keys(store)
+    assert len([key for key in keys(store) if key.startswith("manifests/")]) == 2
+
+
+def test_a_manifest_that_fails_for_now_is_waited_for() -> None:
+    """And if it never answers, the store's error is raised, and nothing was changed."""
+    store = a_run(1, 2)
+    before = dict(store.space.objects)
+
+    def is_manifest(verb: Verb, key: str, number: int) -> bool:
+        return verb == "get" and key.startswith("manifests/")
+
+    apply(FaultyStore(a_run(1, 2), [matching(is_manifest, "request")]), Retention(keep_last=1))
+    faulty = FaultyStore(store, [matching(is_manifest, "request", persistent=True)])
+    with pytest.raises(TransientStorageError):
+        Maintenance(faulty).apply(Retention(keep_last=1), deadline=Deadline(0.1))
+    assert store.space.objects == before
+
+
+def test_what_is_live_cannot_be_read_after_the_swap() -> None:
+    """Somebody's commit came before the swap's look, and may not be read: what went is retired, and left to gc."""
+    store = a_run(1, 2, 3)
+    busy = MeanwhileStore(store, 5, lambda: save(store, 4, base=1))
+    denied = matching(
+        lambda verb, key, number: verb == "get" and "000004" in key,
+        "request",
+        persistent=True,
+        error=lambda: PermissionDeniedError("An injected 403."),
+    )
+    maintenance = Maintenance(FaultyStore(busy, [denied]))
+    applied = maintenance.apply(Retention(keep_last=2), deadline=deadline())
+    assert applied.retired == (1, 2)
+    assert applied.reason is not None
+    maintenance.delete(deadline=deadline())
+    assert_sound(store)
+    assert len(remove_run_orphans(store, grace_seconds=0).removed) == 4
+    assert keys(store) == named(store)
+
+
+def test_the_store_never_said_whether_it_was_swapped() -> None:
+    """It was; what went is left to gc."""
+    store = a_run(1, 2)
+    lost = matching(lambda verb, key, number: verb == "put", "response")
+    silent = matching(lambda verb, key, number: number > 4, "request", persistent=True)
+    maintenance = Maintenance(FaultyStore(store, [lost, silent]))
+    with pytest.raises(CommitUnknownError):
+        maintenance.apply(Retention(keep_last=1), deadline=Deadline(0.1))
+    assert steps(store) == [2]
+    assert maintenance.pending == 0
+
+
+# ---- what others do meanwhile ----
+
+
+def candidates(catalog: Catalog) -> list[Candidate]:
+    return [
+        Candidate(one.step, one.pinned, one.abandoned, bool(one.thinned), one.metrics, one.names)
+        for one in catalog.entries
+    ]
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("title", ["pin", "commit", "borrow", "overwrite"])
+def test_it_is_decided_on_what_is_swapped(title: str, *, after: bool) -> None:
+    """Another job acts at each request in turn: what the swap wrote has nothing left to let go.
+
+    Nothing pinned went; a checkpoint that borrowed from one that goes is whole, or its commit was refused.
+    """
+    retention = Retention(keep_last=2, keep_optimizer_last=1)
+    acts: dict[str, Callable[[MemoryStore], object]] = {
+        "pin": lambda store: pin(store, 2),
+        "commit": lambda store: save(store, 5),
+        "borrow": lambda store: save(store, 5, base=1, borrows=(FROZEN, TRAINED, OPTIMIZER)),
+        "overwrite": lambda store: save(store, 3, letter="b", base=2, borrows=(OPTIMIZER,), overwrite=True),
+    }
+    outcomes: set[tuple[int, ...]] = set()
+    for number in itertools.count(1):
+        store = a_run(1, 2, 3, 4)
+        missed: list[int] = []
+
+        def act(store: MemoryStore = store, missed: list[int] = missed) -> None:
+            try:
+                acts[title](store)
+            except CheckpointNotFoundError:  # what it was to act on is gone
+                missed.append(1)
+
+        busy = MeanwhileStore(store, number, act, after=after)
+        maintenance = Maintenance(busy)
+        applied = maintenance.apply(retention, deadline=deadline())
+        assert decide(retention, candidates(applied.catalog)).retire == ()
+        if title == "pin" and not missed and busy.acted:
+            assert 2 in steps(store)
+        maintenance.delete(deadline=deadline(), pause_seconds=0)
+        assert_sound(store)
+        outcomes.add(applied.retired)
+        if not busy.acted:
+            break
+    assert number > 8
+    expected = {"pin": {(1,), (1, 2)}, "commit": {(1, 2), (1, 2, 3)}, "borrow": {(1, 2), (1, 2, 3)}}
+    assert outcomes == expected.get(title, {(1, 2)})
+
+
+def test_meant_is_what_was_seen() -> None:
+    """A person retires a step; before the swap it is saved anew: the new checkpoint stays, and nothing is told gone."""
+    store = a_run(1, 2)
+    busy = MeanwhileStore(store, 2, lambda: save(store, 1, letter="b", overwrite=True))
+    maintenance = Maintenance(busy)
+    applied = maintenance.retire([1], deadline=deadline())
+    assert applied.retired == ()
+    maintenance.delete(deadline=deadline())
+    assert steps(store) == [1, 2]
+    assert_sound(store)
+
+
+def test_a_thinned_manifest_that_gc_took() -> None:
+    """Orphans are removed at each request in turn: the checkpoint stays whole, or is thinned, and at last it is."""
+    retention = Retention(keep_optimizer_last=1)
+    outcomes: list[tuple[int, ...]] = []
+    for number in itertools.count(1):
+        store = a_run(1, 2)
+
+        def collect(store: MemoryStore = store) -> None:
+            remove_run_orphans(store, grace_seconds=0)
+
+        busy = MeanwhileStore(store, number, collect, after=True)
+        maintenance = Maintenance(busy)
+        outcomes.append(maintenance.apply(retention, deadline=deadline()).thinned)
+        assert [bool(entry.thinned) for entry in live(store)] == [bool(outcomes[-1]), False]
+        maintenance.delete(deadline=deadline(), pause_seconds=0)
+        assert_sound(store)
+        assert keys(store) == named(store)
+        maintenance.apply(retention, deadline=deadline())
+        assert [bool(entry.thinned) for entry in live(store)] == [True, False]
+        if not busy.acted:
+            break
+    assert set(outcomes) == {(), (1,)}
+
+
+# ---- deleting ----
+
+
+def ready_to_delete(store: ObjectStore, clock: Clock) -> Maintenance:
+    maintenance = Maintenance(store, sleep=clock.sleep, uniform=lambda low, high: high)
+    maintenance.apply(Retention(keep_last=1), deadline=deadline())
+    return maintenance
+
+
+def test_deleted_in_batches_with_pauses() -> None:
+    """Nine objects, four a request."""
+    store, clock = a_run(1, 2, 3, 4), Clock()
+    recording = RecordingStore(store)
+    maintenance = ready_to_delete(recording, clock)
+    assert maintenance.pending == 9
+    recording.clear()
+    deleted = maintenance.delete(deadline=deadline(), batch=4, pause_seconds=0.25)
+    assert (deleted.removed, deleted.failed, deleted.left) == (9, {}, 0)
+    assert [len(request.keys) for request in recording.requests] == [4, 4, 1]
+    assert [request.keys[0].partition("/")[0] for request in recording.requests] == ["manifests", "shards", "shards"]
+    assert clock.pauses == [0.25, 0.25]
+    assert keys(store) == named(store)
+
+
+def test_deleting_stops_when_told() -> None:
+    """Before a request; the rest goes the next time."""
+    store, clock = a_run(1, 2, 3, 4), Clock()
+    maintenance = ready_to_delete(store, clock)
+    told = iter([False, True])
+    assert maintenance.delete(deadline=deadline(), stop=lambda: next(told), batch=4).left == 5
+    assert maintenance.delete(deadline=deadline(), stop=lambda: True).left == 5
+    assert maintenance.delete(deadline=Deadline(0)).left == 5
+    assert maintenance.delete(deadline=deadline()).left == 0
+    assert keys(store) == named(store)
+
+
+def is_delete(verb: Verb, key: str, number: int) -> bool:
+    return verb == "delete"
+
+
+def test_what_fails_for_now_is_tried_again() -> None:
+    """Within the deadline, and the next time."""
+    store, clock = a_run(1, 2, 3), Clock()
+    faulty = FaultyStore(store, [matching(is_delete, "response"), *[matching(is_delete, "request")] * 3])
+    maintenance = ready_to_delete(faulty, clock)
+    deleted = maintenance.delete(deadline=Deadline(0.3, clock))
+    assert deleted.removed == 0
+    assert len(deleted.failed) == deleted.left == maintenance.pending == 6
+    assert all(isinstance(error, TransientStorageError) for error in deleted.failed.values())
+    assert maintenance.delete(deadline=Deadline(PATIENCE_SECONDS, clock)).left == 0
+    assert keys(store) == named(store)
+
+
+class KeepingStore(WrappedStore):
+    """Deletes what it is told, but for the keys that it may not."""
+
+    def __init__(self, store: ObjectStore, kept: set[str]) -> None:
+        super().__init__(store)
+        self._kept = kept
+
+    def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
+        failed = dict(super().delete([key for key in keys if key not in self._kept]))
+        return failed | {key: PermissionDeniedError("Kept.", key=key) for key in keys if key in self._kept}
+
+
+def test_what_fails_for_good_is_reported_and_left_to_gc() -> None:
+    """One object is under a lock; the others go, and it is not tried again."""
+    store, clock = a_run(1, 2, 3), Clock()
+    kept = shard_at(store, 1, TRAINED)
+    maintenance = ready_to_delete(KeepingStore(store, {kept}), clock)
+    deleted = maintenance.delete(deadline=deadline())
+    assert set(deleted.failed) == {kept}
+    assert (deleted.removed, deleted.left) == (5, 0)
+    assert keys(store) == named(store) | {kept}
+    save(store, 4)
+    maintenance.apply(Retention(keep_last=1), deadline=deadline())
+    assert maintenance.delete(deadline=deadline()).removed == 4  # the frozen one, too
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_job_that_may_not_delete(caplog: pytest.LogCaptureFixture, *, whole: bool) -> None:
+    """Said once, and left to gc, now and later; whether the request is denied or each of its keys."""
+    store, clock = a_run(1, 2, 3), Clock()
+    refused = matching(is_delete, "request", persistent=True, error=lambda: PermissionDeniedError("An injected 403."))
+    denying: ObjectStore = FaultyStore(store, [refused]) if whole else KeepingStore(store, keys(store))
+    recording = RecordingStore(denying)
+    maintenance = ready_to_delete(recording, clock)
+    deleted = maintenance.delete(deadline=deadline(), batch=4)
+    assert (len(deleted.failed), deleted.removed, deleted.left) == (4, 0, 0)
+    save(store, 4)
+    recording.clear()
+    maintenance.apply(Retention(keep_last=1), deadline=deadline())
+    assert steps(store) == [4]
+    assert maintenance.delete(deadline=deadline()).removed == maintenance.pending == 0
+    assert "delete" not in verbs(recording)
+    (told,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    assert "dcp-remote gc --delete" in told.getMessage()
+
+
+# ---- what is remembered ----
+
+
+def test_names_are_held_in_little_memory() -> None:
+    """Ten thousand shards of a hundred ranks, as they are named in a run: at most 24 bytes each."""
+    draw = random.Random(1)
+    tokens = [f"{draw.getrandbits(64):016x}" for _ in range(100)]
+    shards = [
+        f"shards/{draw.getrandbits(8):02x}/17-step-000000001000-rank-{rank:05d}-{tokens[rank]}-{number:04d}.safetensors"
+        for rank in range(100)
+        for number in range(100)
+    ]
+    known = LiveShards()
+    known.remember("manifests/a", shards)
+    assert sum(map(len, known._keys.values())) < 24 * len(shards)
+
+
+def test_maintenance_at_exit() -> None:
+    """In a process of its own, when the interpreter starts no thread any more: the last save's maintenance is done."""
+    script = (
+        "import atexit\n"
+        "from dcp_remote.run.retention import Retention\n"
+        "from tests.run import test_maintenance as here\n"
+        "store = here.a_run(1, 2, 3, 4)\n"
+        "atexit.register(lambda: print(here.apply(store, Retention(keep_last=1)).retired))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("(1, 2, 3)\n", "")

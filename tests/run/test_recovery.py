@@ -1,0 +1,431 @@
+"""A catalog made again: what it says, what it cannot know, and what others do at each request of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.errors import (
+    CheckpointNotFoundError,
+    CommitConflictError,
+    CommitUnknownError,
+    ConditionFailedError,
+    FencedError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    StorageError,
+    UnsupportedFormatError,
+)
+from dcp_remote.format import catalog_json, manifest_json
+from dcp_remote.format.catalog import CATALOG_KEY, BeginAgainError, Catalog, Entry
+from dcp_remote.format.keys import manifest_key
+from dcp_remote.format.manifest import MANIFEST_KEY, RunInfo
+from dcp_remote.run.maintenance import Maintenance
+from dcp_remote.run.recovery import FoundManifest, LeftOut, Recovered, find_recovery, rebuild_catalog, recover
+from dcp_remote.run.retention import Retention
+from dcp_remote.run.run_gc import remove_run_orphans
+from dcp_remote.storage import LocalStore, MemoryStore, ObjectStore
+from dcp_remote.storage.wrapper import Verb
+from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from tests.support.catalogs import IDENTITIES, RUN, identity, stored
+from tests.support.runs import (
+    OPTIMIZER,
+    TRAINED,
+    MeanwhileStore,
+    a_run,
+    assert_sound,
+    begin,
+    fence,
+    keys,
+    live,
+    manifest_at,
+    manifest_of,
+    named,
+    put_catalog,
+    put_shards,
+    save,
+    shard_at,
+    steps,
+    thin,
+)
+
+
+def lost(store: MemoryStore) -> MemoryStore:
+    store.delete([CATALOG_KEY])
+    return store
+
+
+def damaged(store: MemoryStore) -> MemoryStore:
+    store.put(CATALOG_KEY, [store.space.objects[CATALOG_KEY].data[:-1]])
+    return store
+
+
+def catalog_at(store: MemoryStore) -> Catalog:
+    catalog = stored(store)
+    assert catalog is not None
+    return catalog
+
+
+@pytest.mark.parametrize("lose", [lost, damaged])
+def test_the_same_checkpoints(lose: Callable[[MemoryStore], MemoryStore]) -> None:
+    """With names and metrics; thinned ones as they were left. The plan changes nothing, and says what is written."""
+    store = a_run(1, 2)
+    fence(store)
+    save(store, 3, base=2, names=("best", "new"), metrics=(("loss", 0.5),))
+    maintenance = Maintenance(store)
+    maintenance.apply(Retention(keep_last=2, keep_optimizer_last=1), deadline=Deadline(30))
+    maintenance.delete(deadline=Deadline(30))
+    before = catalog_at(store)
+    lose(store)
+    objects = dict(store.space.objects)
+    plan = find_recovery(store)
+    assert store.space.objects == objects
+    recovered = recover(store)
+    assert recovered == plan
+    after = catalog_at(store)
+    assert after == recovered.catalog
+    assert (after.entries, after.run_id, after.token) == (before.entries, before.run_id, before.token + 1_000)
+    assert [entry.thinned for entry in after.entries] == [("optim",), ()]
+    assert (recovered.left, recovered.damaged) == ((), lose is damaged)
+    assert_sound(store)
+
+
+def test_requests() -> None:
+    """The catalog, two LISTs, each manifest; and one PUT."""
+    store = lost(a_run(1, 2))
+    recording = RecordingStore(store)
+    find_recovery(recording)
+    calls = [("get", CATALOG_KEY), ("list", "shards/"), ("list", "manifests/")]
+    assert recording.calls[:3] == calls
+    assert sorted(recording.calls[3:]) == sorted(("get", key) for key in keys(store) if key.startswith("manifests/"))
+    recording.clear()
+    recover(recording)
+    assert recording.calls[5:] == [("put", CATALOG_KEY)]
+
+
+def test_nobody_goes_on_below_it() -> None:
+    """A job that held the run is fenced, also one that left no manifest; were it not, what it began would not commit.
+
+    What it puts afterwards, by names of a revision below the floor, is removed as orphans.
+    """
+    store = a_run(1)
+    token = fence(store).token
+    busy = MeanwhileStore(store, 4, lambda: recover(lost(store)))
+    with pytest.raises(FencedError):
+        save(busy, 2)
+    assert busy.acted
+    assert catalog_at(store).token > token
+    assert catalog_at(store).floor == catalog_at(store).revision
+
+    def recover_with_an_equal_token() -> None:
+        token = catalog_at(store).token
+        recover(lost(store))
+        put_catalog(store, replace(catalog_at(store), token=token))
+
+    with pytest.raises(BeginAgainError):
+        save(MeanwhileStore(store, 4, recover_with_an_equal_token), 3)
+    save(store, 4)
+    assert steps(store) == [1, 2, 4]
+    remove_run_orphans(store, grace_seconds=0)
+    assert keys(store) == named(store)
+    assert_sound(store)
+
+
+def test_a_checkpoint_that_lacks_a_shard_is_left_out() -> None:
+    """Or whose shard has another size, or whose manifest is damaged; the others are there."""
+    store = a_run(1, 2, 3, 4)
+    manifests = {entry.step: entry.manifest for entry in live(store)}
+    store.delete([shard_at(store, 1, TRAINED)])
+    store.put(shard_at(store, 2, OPTIMIZER), [b"short"])
+    store.put(manifests[3], [b"{}"])
+    recovered = recover(lost(store))
+    assert steps(store) == [4]
+    assert [(left.key, left.step) for left in recovered.left] == [
+        (manifests[1], 1),
+        (manifests[2], 2),
+        (manifests[3], None),
+    ]
+    assert [left.reason.partition(" ")[0] for left in recovered.left] == ["of", "of", "This"]
+    assert_sound(store)
+
+
+def test_a_save_that_was_never_committed_is_a_checkpoint_if_it_is_whole() -> None:
+    """Nobody can tell it from one that was."""
+    store = a_run(1)
+    begin(store, 2)
+    recover(lost(store))
+    assert steps(store) == [1, 2]
+    assert_sound(store)
+
+
+def test_the_newest_of_two_manifests_of_a_save() -> None:
+    """Thinned, and nothing deleted yet: the thinned one; if it is not whole, the other."""
+    store = a_run(1, 2)
+    before = live(store)
+    thin(Maintenance(store), [1], deadline=Deadline(30))
+    after = live(store)
+    recovered = recover(lost(store))
+    assert live(store) == after
+    assert [(left.key, left.reason) for left in recovered.left] == [
+        (before[0].manifest, "its checkpoint has a newer manifest")
+    ]
+    store.put(after[0].manifest, [b"{}"])
+    recover(lost(store))
+    assert live(store) == before
+
+
+def test_the_last_of_two_saves_of_a_step() -> None:
+    """One was overwritten, and nothing of it is deleted yet."""
+    store = a_run(1, 2)
+    (first, *_) = live(store)
+    save(store, 1, letter="b", overwrite=True)
+    before = live(store)
+    recovered = recover(lost(store))
+    assert live(store) == before
+    assert recovered.left == (LeftOut(first.manifest, 1, "a later save of its step is there"),)
+
+
+def test_after_a_rollback_the_later_job_s_branch_is_the_run() -> None:
+    """A job went back to step 1 and saved step 2: step 3 of the earlier job is marked abandoned, as it was."""
+    store = a_run(1, 3)
+    fence(store)
+    save(store, 2, base=1, abandons=1)
+    before = live(store)
+    assert [entry.abandoned for entry in before] == [False, False, True]
+    recover(lost(store))
+    assert live(store) == before
+    assert catalog_at(store).latest() == before[1]
+
+
+def test_a_name_belongs_to_one() -> None:
+    """To the last that was given it, whatever its step."""
+    store = a_run(1)
+    save(store, 9, names=("best", "first"))
+    save(store, 5, names=("best",))
+    before = live(store)
+    recover(lost(store))
+    assert live(store) == before
+    assert [entry.names for entry in before] == [(), ("best",), ("first",)]
+
+
+def test_pins_are_lost() -> None:
+    """No manifest says them."""
+    store = a_run(1, 2)
+    catalog = catalog_at(store)
+    put_catalog(store, replace(catalog, entries=tuple(replace(entry, pinned=True) for entry in catalog.entries)))
+    recover(lost(store))
+    assert live(store) == catalog.entries
+
+
+def test_of_two_runs_the_newer() -> None:
+    """Another was begun in the place of one that lost its catalog: its tokens say nothing to those of the former."""
+    store = a_run(1, 2)
+    old = live(store)
+    lost(store)
+    info = RunInfo(RUN, step=7, token=1, revision=1)
+    manifest = replace(manifest_of(info), created="2027-01-01T00:00:00+00:00")
+    put_shards(store, manifest)
+    key = manifest_key(revision=1, step=7)
+    store.put(key, [manifest_json.encode(manifest)])
+    recovered = recover(store)
+    assert recovered.catalog.run_id == RUN
+    assert steps(store) == [7]
+    assert recovered.left == tuple(LeftOut(entry.manifest, entry.step, "it is of another run") for entry in old)
+
+
+def test_nothing_that_is_whole() -> None:
+    """Where the catalog is damaged, an empty one is written, since no job could begin otherwise."""
+    for store in (MemoryStore(), a_run(1)):
+        store.delete(sorted(keys(store)))
+        store.put(CATALOG_KEY, [b"{}"])
+        assert recover(store).catalog.entries == ()
+        save(store, 1)
+        assert_sound(store)
+
+
+def test_what_is_no_run() -> None:
+    """Nothing there; a checkpoint by itself; a run whose catalog can be read, or was written by a newer version."""
+    with pytest.raises(CheckpointNotFoundError):
+        recover(MemoryStore())
+    alone = MemoryStore()
+    alone.put(MANIFEST_KEY, [b""])
+    alone.put("shards/ab/rank-00000-0123456789abcdef-0000.safetensors", [b""])
+    with pytest.raises(CheckpointNotFoundError):
+        recover(alone)
+    store = a_run(1)
+    before = dict(store.space.objects)
+    for act in (find_recovery, recover):
+        with pytest.raises(InvalidArgumentError, match="nothing to recover"):
+            act(store)
+    assert store.space.objects == before
+
+
+def test_a_catalog_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not damaged, and stays."""
+    store = a_run(1)
+    before = dict(store.space.objects)
+    monkeypatch.setattr(catalog_json, "VERSION", "another")
+    with pytest.raises(UnsupportedFormatError, match="another version"):
+        recover(store)
+    assert store.space.objects == before
+
+
+def test_a_catalog_that_is_larger_than_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not read, and replaced."""
+    store = a_run(1)
+    store.put(CATALOG_KEY, [b"x" * 10_000])
+    monkeypatch.setattr(catalog_json, "STORED_BYTES_MAX", 9_999)
+    assert recover(store).damaged
+    assert steps(store) == [1]
+
+
+def test_a_store_without_swaps_is_refused(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run cannot live there."""
+    monkeypatch.setattr("dcp_remote.storage.local.swap_refusal", lambda path: "it is on a network file system")
+    with pytest.raises(InvalidArgumentError, match="on condition"):
+        recover(LocalStore(str(tmp_path)))
+
+
+# ---- numbers and names that somebody made up ----
+
+
+def test_numbers_that_no_run_has() -> None:
+    """A manifest of a token that cannot be counted on from, and a name of such a revision: the one is left out."""
+    store = a_run(1)
+    for info in (
+        RunInfo(RUN, step=2, token=2**53, revision=1),
+        RunInfo(RUN, step=2, token=1, revision=2**53),
+        RunInfo(RUN, step=2, token=1, revision=1, names=("n" * 2_000,)),
+    ):
+        manifest = manifest_of(info)
+        store.put(manifest_key(revision=1, step=2), [manifest_json.encode(manifest)])
+    store.put(manifest_key(revision=10**30, step=3), [manifest_json.encode(manifest_at(store, 1))])
+    recovered = recover(lost(store))
+    assert steps(store) == [1]
+    assert len(recovered.left) == 4
+    assert recovered.catalog.revision < 10_000
+    save(store, 2)
+    remove_run_orphans(store, grace_seconds=0)
+    assert_sound(store)
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> FoundManifest:
+    small = st.integers(0, 4)
+    revision, began = draw(small) + 5, draw(small)
+    entry = Entry(
+        step=draw(small),
+        save_id=draw(st.sampled_from([identity(number) for number in range(6)])),
+        manifest=f"manifests/{draw(IDENTITIES)}.json",
+        size_bytes=1,
+        created=draw(st.sampled_from(["2026", "2027"])),
+        token=draw(small),
+        began=began,
+        names=tuple(draw(st.lists(st.sampled_from("xyz"), unique=True))),
+    )
+    whole = draw(st.booleans())
+    run_id = draw(st.sampled_from([RUN, "e" * 32]))
+    return FoundManifest(entry.manifest, revision, run_id, entry, reason=None if whole else "not whole")
+
+
+@given(st.lists(entries(), max_size=8, unique_by=lambda one: one.key), st.lists(st.integers(0, 100)))
+def test_any_manifests_make_a_catalog(found: list[FoundManifest], revisions: list[int]) -> None:
+    """Each is in it or left out, with a reason; it is one that can be written, above every number that was found."""
+    catalog, left = rebuild_catalog(found, revisions, run_id=RUN)
+    assert catalog_json.decode(catalog_json.encode(catalog, "0" * 32)) == catalog
+    assert sorted([*(entry.manifest for entry in catalog.entries), *(one.key for one in left)]) == sorted(
+        one.key for one in found
+    )
+    whole = {one.key: one for one in found if one.reason is None}
+    assert {entry.manifest for entry in catalog.entries} <= set(whole)
+    ours = [one for one in whole.values() if one.run_id == catalog.run_id]
+    assert {entry.step for entry in catalog.entries} <= {one.entry.step for one in ours if one.entry}
+    assert bool(catalog.entries) == bool(whole)
+    for one in found:
+        assert one.entry is not None
+        assert one.entry.token < catalog.token
+        assert one.entry.began < catalog.floor
+    assert all(revision < catalog.floor == catalog.revision for revision in revisions)
+    given_names = {name for one in ours if one.entry for name in one.entry.names}
+    assert {name for entry in catalog.entries for name in entry.names} <= given_names
+
+
+# ---- while it is written ----
+
+
+def is_put(verb: Verb, key: str, number: int) -> bool:
+    return verb == "put"
+
+
+def quick(store: ObjectStore, *, seconds: float = 30.0) -> Recovered:
+    return recover(store, timeout_seconds=seconds, sleep=lambda _: None)
+
+
+def test_somebody_else_writes_a_catalog() -> None:
+    """Begins a run at each request: it stays, and whoever would recover the former is told; two may recover it at once.
+
+    The catalogs of two who do are equal, since they are made of the same manifests.
+    """
+    for number in itertools.count(1):
+        store = lost(a_run(1, 2))
+
+        def begin(store: MemoryStore = store) -> None:
+            fence(store)
+
+        busy = MeanwhileStore(store, number, begin)
+        try:
+            quick(busy)
+        except (CommitConflictError, InvalidArgumentError):
+            assert catalog_at(store).entries == ()
+        else:
+            assert not busy.acted
+            break
+    assert number > 5
+    store = lost(a_run(1, 2))
+    quick(MeanwhileStore(store, 6, lambda: quick(store)))
+    assert steps(store) == [1, 2]
+
+
+def test_a_refusal_of_what_was_carried_out() -> None:
+    """It is looked at, and seen to be written; so it is where the answer was lost."""
+    for error in (None, lambda: ConditionFailedError("An injected 412.")):
+        store = damaged(a_run(1))
+        recovered = quick(FaultyStore(store, [matching(is_put, "response", error=error)]))
+        assert catalog_at(store) == recovered.catalog
+
+
+def test_a_store_that_refuses_for_ever() -> None:
+    """Given up after a dozen; or at the deadline, and then it is not known, unless nothing was ever sent."""
+    store = damaged(a_run(1))
+    before = dict(store.space.objects)
+
+    def refusal() -> ConditionFailedError:
+        return ConditionFailedError("An injected 412.")
+
+    with pytest.raises(StorageError, match="may not support"):
+        quick(FaultyStore(store, [matching(is_put, "request", persistent=True, error=refusal)]))
+    with pytest.raises(CommitUnknownError):
+        quick(FaultyStore(store, [matching(is_put, "request", persistent=True)]), seconds=0.1)
+    with pytest.raises(PermissionDeniedError):
+        quick(
+            FaultyStore(store, [matching(is_put, "request", error=lambda: PermissionDeniedError("An injected 403."))])
+        )
+    assert store.space.objects == before
+
+
+def test_what_is_on_its_way_is_not_denied() -> None:
+    """The answer to the first PUT is lost, and later ones are refused for good: the first may still arrive."""
+    store = damaged(a_run(1))
+    late = matching(is_put, "late")
+    refused = matching(is_put, "request", persistent=True, error=lambda: PermissionDeniedError("An injected 403."))
+    faulty = FaultyStore(store, [late, refused])
+    with pytest.raises(CommitUnknownError):
+        quick(faulty, seconds=0.5)
+    faulty.settle()
+    assert steps(store) == [1]

@@ -1,0 +1,240 @@
+"""What retention lets go: tables of decisions, and what holds for every policy and every set of checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.run.retention import Best, Candidate, Decision, Retention, decide
+
+LOSS = "loss"
+
+
+def candidates(*steps: int) -> list[Candidate]:
+    return [Candidate(step) for step in steps]
+
+
+def with_losses(**losses: float | None) -> list[Candidate]:
+    """`s3=0.5`: the checkpoint of step 3, with that loss; None for one without."""
+    return [Candidate(int(name[1:]), metrics=() if loss is None else ((LOSS, loss),)) for name, loss in losses.items()]
+
+
+def retired(retention: Retention, of: Sequence[Candidate]) -> list[int]:
+    return list(decide(retention, of).retire)
+
+
+@pytest.mark.parametrize(
+    ("retention", "retire", "thin"),
+    [
+        (Retention(), [], []),
+        (Retention(keep_last=1), [0, 10, 15, 20, 25], []),
+        (Retention(keep_last=4), [0, 10], []),
+        (Retention(keep_last=6), [], []),
+        (Retention(keep_last=100), [], []),
+        (Retention(keep_last=1, keep_every=10), [15, 25], []),
+        (Retention(keep_last=2, keep_every=7), [10, 15, 20], []),
+        (Retention(keep_optimizer_last=1), [], [0, 10, 15, 20, 25]),
+        (Retention(keep_optimizer_last=6), [], []),
+        (Retention(keep_last=3, keep_optimizer_last=1), [0, 10, 15], [20, 25]),
+        (Retention(keep_last=1, keep_every=10, keep_optimizer_last=2), [15, 25], [0, 10]),
+    ],
+)
+def test_what_goes(retention: Retention, retire: list[int], thin: list[int]) -> None:
+    """Of six checkpoints, given in any order. Every step is a multiple of all numbers, if it is 0."""
+    assert decide(retention, candidates(20, 0, 30, 15, 10, 25)) == Decision(tuple(retire), tuple(thin))
+
+
+def test_nothing_is_live() -> None:
+    """Nothing goes."""
+    assert decide(Retention(keep_last=1, keep_optimizer_last=1), []) == Decision((), ())
+
+
+@pytest.mark.parametrize(
+    ("best", "retire"),
+    [
+        (Best(LOSS), [1, 3, 4, 5]),
+        (Best(LOSS, 2), [1, 4, 5]),
+        (Best(LOSS, 3), [4, 5]),
+        (Best(LOSS, 100), [4, 5]),
+        (Best(LOSS, largest=True), [2, 3, 4, 5]),
+        (Best("accuracy", 100), [1, 2, 3, 4, 5]),
+    ],
+)
+def test_the_best(best: Best, retire: list[int]) -> None:
+    """A missing value and NaN are never the best, whichever end is."""
+    live = with_losses(s1=3.0, s2=1.0, s3=2.0, s4=math.nan, s5=None, s6=None)
+    assert retired(Retention(keep_last=1, keep_best=best), live) == retire
+
+
+@pytest.mark.parametrize("largest", [False, True])
+def test_of_equals_the_newer_is_the_better(*, largest: bool) -> None:
+    """So that a metric that stopped changing does not keep the oldest for ever; 0 and -0 are equal."""
+    live = with_losses(s1=0.0, s2=-0.0, s3=0.0, s4=None)
+    assert retired(Retention(keep_last=1, keep_best=Best(LOSS, 2, largest=largest)), live) == [1]
+
+
+def test_infinities_are_values() -> None:
+    """The worst there are, or the best."""
+    live = with_losses(s1=math.inf, s2=-math.inf, s3=0.0, s4=None)
+    assert retired(Retention(keep_last=1, keep_best=Best(LOSS)), live) == [1, 3]
+    assert retired(Retention(keep_last=1, keep_best=Best(LOSS, largest=True)), live) == [2, 3]
+
+
+def test_pinned_are_kept_whole() -> None:
+    """They count among the newest, and lose nothing."""
+    live = [replace(one, pinned=one.step in (1, 4)) for one in candidates(1, 2, 3, 4, 5)]
+    assert decide(Retention(keep_last=3, keep_optimizer_last=1), live) == Decision(retire=(2,), thin=(3,))
+
+
+def test_named_are_kept_whole() -> None:
+    """As what is pinned is; a name that moves on, or `keep_named=False`, lets them go."""
+    live = [replace(one, names=("best",) if one.step == 1 else ()) for one in candidates(1, 2, 3, 4, 5)]
+    assert decide(Retention(keep_last=3, keep_optimizer_last=1), live) == Decision(retire=(2,), thin=(3, 4))
+    moved = [replace(one, names=("best",) if one.step == 4 else ()) for one in live]
+    assert decide(Retention(keep_last=1), moved) == Decision(retire=(1, 2, 3), thin=())
+    assert decide(Retention(keep_last=3, keep_named=False, keep_optimizer_last=1), live) == Decision((1, 2), (3, 4))
+
+
+def test_abandoned_count_for_nothing() -> None:
+    """The newest that counts is kept, and those after it are not retention's to judge."""
+    live = [replace(one, abandoned=one.step > 3) for one in candidates(1, 2, 3, 4, 5)]
+    assert decide(Retention(keep_last=1), live) == Decision(retire=(1, 2), thin=())
+    assert decide(Retention(keep_optimizer_last=1), live) == Decision(retire=(), thin=(1, 2))
+
+
+def test_what_goes_does_not_decide_what_is_thinned() -> None:
+    """Two are to keep their optimizer, and two are kept: that a third was there a moment ago is no matter."""
+    retention = Retention(keep_last=1, keep_every=10, keep_optimizer_last=2)
+    assert decide(retention, candidates(10, 19, 20, 29)) == Decision(retire=(19,), thin=(10,))
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 1.0, "1"])
+@pytest.mark.parametrize("name", ["keep_last", "keep_every", "keep_optimizer_last"])
+def test_counts_that_keep_nothing(name: str, count: Any) -> None:
+    """Refused, by name; so is what is no integer."""
+    with pytest.raises(InvalidArgumentError, match=name):
+        Retention(**{"keep_last": 1, name: count})
+    with pytest.raises(InvalidArgumentError, match="keep_best"):
+        Best(LOSS, count)
+
+
+@pytest.mark.parametrize("part", [{"keep_every": 10}, {"keep_best": Best(LOSS)}])
+def test_parts_that_add_nothing(part: dict[str, Any]) -> None:
+    """Without keep_last everything is kept anyway, and whoever says more has misunderstood."""
+    with pytest.raises(InvalidArgumentError, match="keep_last"):
+        Retention(**part)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"keep_best": LOSS}, {"keep_best": (LOSS, 2)}, {"optimizer_keys": "optim"}, {"optimizer_keys": (1,)}],
+    ids=str,
+)
+def test_parts_of_another_type(part: dict[str, Any]) -> None:
+    """Refused by name when the policy is written, and not in the background after each save."""
+    with pytest.raises(InvalidArgumentError, match=next(iter(part))):
+        Retention(**{"keep_last": 1, **part})
+
+
+def test_a_metric_without_a_name() -> None:
+    """Refused."""
+    with pytest.raises(InvalidArgumentError, match="name"):
+        Best("")
+
+
+METRICS = st.dictionaries(
+    st.sampled_from([LOSS, "accuracy"]),
+    st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, 2.0]) | st.floats(),
+).map(lambda metrics: tuple(metrics.items()))
+LIVE = st.lists(
+    st.builds(
+        Candidate,
+        step=st.integers(min_value=0, max_value=60),
+        pinned=st.booleans(),
+        abandoned=st.booleans(),
+        thinned=st.booleans(),
+        metrics=METRICS,
+        names=st.sampled_from([(), ("best",), ("best", "last")]),
+    ),
+    unique_by=lambda one: one.step,
+    max_size=12,
+)
+COUNTS = st.integers(min_value=1, max_value=6)
+BESTS = st.builds(Best, metric=st.sampled_from([LOSS, "accuracy"]), count=COUNTS, largest=st.booleans())
+RETENTIONS = st.builds(
+    Retention,
+    keep_last=COUNTS,
+    keep_every=st.none() | COUNTS,
+    keep_best=st.none() | BESTS,
+    keep_optimizer_last=st.none() | COUNTS,
+    keep_named=st.booleans(),
+) | st.builds(Retention, keep_optimizer_last=st.none() | COUNTS)
+
+
+def carried_out(decision: Decision, live: Sequence[Candidate]) -> list[Candidate]:
+    return [
+        replace(one, thinned=one.thinned or one.step in decision.thin)
+        for one in live
+        if one.step not in decision.retire
+    ]
+
+
+@given(RETENTIONS, LIVE)
+def test_what_is_never_touched(retention: Retention, live: list[Candidate]) -> None:
+    """The newest that counts, what is pinned, named or abandoned; what is thinned stays, and was whole."""
+    decision = decide(retention, live)
+    counted = {one.step for one in live if not one.abandoned}
+    touched = {*decision.retire, *decision.thin}
+    assert touched <= counted - {one.step for one in live if one.pinned or (one.names and retention.keep_named)}
+    assert not counted or max(counted) not in touched
+    assert not set(decision.retire) & set(decision.thin)
+    assert not set(decision.thin) & {one.step for one in live if one.thinned}
+    assert list(decision.retire) == sorted(set(decision.retire))
+    assert list(decision.thin) == sorted(set(decision.thin))
+
+
+@given(RETENTIONS, LIVE)
+def test_deciding_again_changes_nothing(retention: Retention, live: list[Candidate]) -> None:
+    """When a decision was carried out, nothing more goes; if only in part, just the rest."""
+    decision = decide(retention, live)
+    assert decide(retention, carried_out(decision, live)) == Decision((), ())
+    first = Decision(decision.retire[:1], decision.thin[:1])
+    assert decide(retention, carried_out(first, live)) == Decision(decision.retire[1:], decision.thin[1:])
+
+
+@given(RETENTIONS, LIVE, st.randoms(use_true_random=False))
+def test_order_and_abandoned_are_no_matter(retention: Retention, live: list[Candidate], random: Any) -> None:
+    """The same decision for the same checkpoints in another order, and without those that are abandoned."""
+    shuffled = [one for one in live if not one.abandoned]
+    random.shuffle(shuffled)
+    assert decide(retention, shuffled) == decide(retention, live)
+
+
+@given(RETENTIONS, LIVE)
+def test_each_part_keeps_what_it_says(retention: Retention, live: list[Candidate]) -> None:
+    """Written anew from the documentation: what stays is what some part keeps."""
+    counted = sorted((one for one in live if not one.abandoned), key=lambda one: -one.step)
+    newest = {one.step for one in counted[: retention.keep_last]}
+    every = {one.step for one in counted if retention.keep_every and one.step % retention.keep_every == 0}
+    best: set[int] = set()
+    if retention.keep_best is not None:
+        sign = -1 if retention.keep_best.largest else 1
+        metric = retention.keep_best.metric
+        valued = [(sign * value, -one.step) for one in counted for name, value in one.metrics if name == metric]
+        best = {
+            -step for value, step in sorted(pair for pair in valued if pair[0] == pair[0])[: retention.keep_best.count]
+        }
+    kept = newest | every | best | {one.step for one in counted if one.pinned or (one.names and retention.keep_named)}
+    assert set(decide(retention, live).retire) == {one.step for one in counted} - kept
+
+
+def test_keys_of_the_optimizer_in_a_list() -> None:
+    """Taken as the tuple that they stand for: what is hashed later must not fail there."""
+    assert Retention(optimizer_keys=["a", "b"]) == Retention(optimizer_keys=("a", "b"))  # type: ignore[arg-type]

@@ -1,0 +1,368 @@
+"""Plans of all ranks as columns, compared with what torch's planner decides; plans that are refused."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from dcp_remote.common.arrays import group_offsets
+from dcp_remote.common.geometry import Box
+from dcp_remote.common.units import KiB
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.saving import plan_cache as plans_module
+from dcp_remote.saving.dcp_metadata import planned_of
+from dcp_remote.saving.manifest_assembly import Planned
+from dcp_remote.saving.plan_cache import Proposal, plan_all, plan_of, propose, table_of
+from dcp_remote.saving.plan_table import Arrangement, arrange, shrink_integers
+from tests.support.simulated_ranks import LocalShards, shard
+
+SHARD_BYTES_MAX = 4 * KiB
+
+State = dict[str, Any]
+
+
+def proposal(state: State) -> Proposal:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, None, is_coordinator=True)
+    return propose(planner, shard_bytes_max=SHARD_BYTES_MAX)
+
+
+def arranged(proposals: Sequence[Proposal], **options: Any) -> tuple[list[SavePlan], Arrangement]:
+    tables = [pickle.loads(pickle.dumps(table_of(proposed))) for proposed in proposals]
+    arrangement = arrange(tables, shard_bytes_max=SHARD_BYTES_MAX, **options)
+    shares = pickle.loads(pickle.dumps(arrangement.shares))
+    return [plan_of(proposed, share).plan for proposed, share in zip(proposals, shares, strict=True)], arrangement
+
+
+def torchs(proposals: Sequence[Proposal]) -> tuple[list[SavePlan], Planned]:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({}, None, is_coordinator=True)
+    plans, metadata = plan_all(planner, [proposed.plan for proposed in proposals])
+    return plans, planned_of(metadata)
+
+
+def chunks_of(planned: Planned) -> dict[str, list[Box]]:
+    """Return the chunks of each tensor, in the order of their hints."""
+    first = 0
+    boxes: dict[str, list[Box]] = {}
+    chunk_first = group_offsets(planned.chunks)
+    offsets, sizes = planned.chunk_offsets.tolist(), planned.chunk_sizes.tolist()
+    for number, (name, dimensions) in enumerate(zip(planned.names, planned.dimensions.tolist(), strict=True)):
+        boxes[name] = []
+        for _ in range(int(chunk_first[number + 1] - chunk_first[number])):
+            stop = first + dimensions
+            boxes[name].append(Box(tuple(offsets[first:stop]), tuple(sizes[first:stop])))
+            first = stop
+    return boxes
+
+
+def described(planned: Planned) -> object:
+    """Return all that does not depend on which rank writes an entry, or on the order of entries."""
+    first = group_offsets(planned.dimensions)
+    shapes = [planned.shape[a:b].tolist() for a, b in itertools.pairwise(first.tolist())]
+    boxes = {name: set(found) for name, found in chunks_of(planned).items()}
+    return (
+        dict(zip(planned.names, zip(planned.kinds, shapes, strict=True), strict=True)),
+        boxes,
+        set(planned.objects),
+        planned.flatten,
+    )
+
+
+def require_consistent(states: Sequence[State], plans: Sequence[SavePlan], planned: Planned) -> None:
+    """Check that every planned chunk is written once, by a rank that holds it, and that its hint is right."""
+    boxes, written, objects = chunks_of(planned), set(), []
+    for state, plan in zip(states, plans, strict=True):
+        own = {item.index for item in proposal(state).plan.items}
+        for item in plan.items:
+            assert item.index in own
+            if item.tensor_data is None:
+                objects.append(item.index.fqn)
+                continue
+            chunk = item.tensor_data.chunk
+            assert item.index.index is not None
+            assert boxes[item.index.fqn][item.index.index] == Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            assert (item.index.fqn, item.index.index) not in written
+            written.add((item.index.fqn, item.index.index))
+    assert written == {(name, number) for name, found in boxes.items() for number in range(len(found))}
+    assert sorted(objects) == sorted(planned.objects)
+    entries = list(planned.names) + list(planned.objects)
+    assert all(0 <= place < len(entries) for place in planned.positions.values())
+    assert len(set(planned.positions.values())) == len(planned.objects)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> list[State]:
+    """Draw states of some ranks: sharded, replicated, on one rank only, objects, empty tensors."""
+    ranks = draw(st.integers(1, 6))
+    states: list[State] = [{"model": {}, "step": 3} for _ in range(ranks)]
+    for number in range(draw(st.integers(0, 6))):
+        name = f"t{number}"
+        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        whole = torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape).to(dtype)
+        kind = draw(st.sampled_from(["replicated", "some", "sharded", "replicated shards", "object"]))
+        if kind in ("sharded", "replicated shards") and 0 not in shape and shape:
+            parts = [draw(st.integers(1, size)) for size in shape]
+            shards = shard(whole, int(np.prod(parts)), parts)
+            first = draw(st.integers(0, ranks - 1))
+            held: list[list[Any]] = [[] for _ in range(ranks)]
+            for place, one in enumerate(shards):
+                held[(place + first) % ranks] += one.chunks
+            if kind == "replicated shards":
+                both = [held[rank] + (held[rank - 1] if rank else []) for rank in range(ranks)]
+                held = [list({offsets: (offsets, chunk) for offsets, chunk in one}.values()) for one in both]
+            for state, own in zip(states, held, strict=True):
+                state["model"][name] = LocalShards(shape, dtype, own)
+            continue
+        holders = range(ranks) if kind != "some" else [draw(st.integers(0, ranks - 1))]
+        for rank in holders:
+            states[rank]["model"][name] = {"a": 1} if kind == "object" else whole
+    return states
+
+
+@given(worlds())
+def test_what_is_planned_is_what_torch_plans(states: list[State]) -> None:
+    """The same entries, chunks and flatten mapping; each chunk is written once."""
+    proposals = [proposal(state) for state in states]
+    plans, arrangement = arranged(proposals)
+    _, expected = torchs(proposals)
+    assert described(arrangement.planned) == described(expected)
+    assert not arrangement.shared
+    require_consistent(states, plans, arrangement.planned)
+
+
+def test_entries_stand_in_the_order_of_the_state() -> None:
+    """The order does not depend on which rank writes an entry."""
+    state = {"a": torch.ones(1), "b": 2, "c": torch.ones(4), "d": None, "e": torch.ones(2)}
+    _, arrangement = arranged([proposal(state)] * 3)
+    planned = arrangement.planned
+    assert planned.names == ("a", "c", "e")
+    assert planned.positions == {"b": 1, "d": 3}
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+def test_replicas_are_spread_evenly(ranks: int) -> None:
+    """DDP: the ranks' bytes differ by at most a tenth of the largest tensor."""
+    state = {str(n): torch.zeros(1 + n * 7 % 300) for n in range(90)}
+    plans, arrangement = arranged([proposal(state)] * ranks)
+    require_consistent([state] * ranks, plans, arrangement.planned)
+    written = [sum(4 * item.tensor_data.chunk.sizes[0] for item in plan.items if item.tensor_data) for plan in plans]
+    assert max(written) - min(written) <= 4 * 300 // 10
+
+
+def test_who_has_much_of_its_own_gets_no_replicas() -> None:
+    """Pipeline stages: the rank with the least to write gets the replica."""
+    shared = {"norm": torch.ones(100)}
+    states = [{**shared, "stage0": torch.ones(500)}, {**shared, "stage1": torch.ones(50)}, shared]
+    plans, _ = arranged([proposal(state) for state in states])
+    assert [[item.index.fqn for item in plan.items] for plan in plans] == [["stage0"], ["stage1"], ["norm"]]
+
+
+def test_of_several_holders_the_first_writes_if_that_is_asked_for() -> None:
+    """With `dedup_save_to_lowest_rank` of torch's planner."""
+    state = {"small": torch.ones(3), "large": torch.ones(4 * KiB), "step": 1}
+    plans, arrangement = arranged([proposal(state)] * 3, to_lowest_rank=True)
+    assert [len(plan.items) for plan in plans] == [3, 0, 0]
+    assert not arrangement.shared
+
+
+def test_what_has_no_elements_is_not_what_begins_at_the_same_place() -> None:
+    """A rank without rows of a tensor may give offset 0 for its empty chunk: torch takes both for the same chunk."""
+    full, none = torch.ones(4, 2), torch.ones(0, 2)
+    states = [{"w": LocalShards((4, 2), torch.float32, [((0, 0), chunk)])} for chunk in (none, full, none)]
+    plans, arrangement = arranged([proposal(state) for state in states])
+    written = [item.tensor_data.chunk.sizes for plan in plans for item in plan.items if item.tensor_data]
+    assert torch.Size((4, 2)) in written
+    assert len(written) == 2
+    assert arrangement.planned.chunks.tolist() == [2]
+
+
+# ---- large replicas
+
+
+def test_a_large_replica_is_cut_for_those_who_have_it() -> None:
+    """Five of eight ranks hold the replica; each writes at least a quarter of a shard."""
+    whole = torch.arange(3 * KiB, dtype=torch.float32).reshape(3 * 64, 16)
+    states: list[State] = [{"own": torch.ones(1 + rank)} for rank in range(8)]
+    for rank in (1, 2, 4, 6, 7):
+        states[rank] |= {"w": whole}
+    for rank, state in enumerate(states):
+        state[f"own{rank}"] = state.pop("own")
+    plans, arrangement = arranged([proposal(state) for state in states])
+    assert arrangement.shared == {("w", (0, 0))}
+    require_consistent(states, [strip_parts(plan) for plan in plans], whole_instead(arrangement.planned, "w"))
+    rows = [sum(i.tensor_data.chunk.sizes[0] for i in p.items if i.index.fqn == "w" and i.tensor_data) for p in plans]
+    assert sum(rows) == 192
+    assert [row > 0 for row in rows] == [False, True, True, False, True, False, True, True]
+    assert max(rows) - min(row for row in rows if row) <= 1
+
+
+def strip_parts(plan: SavePlan) -> SavePlan:
+    return SavePlan([item for item in plan.items if item.index.fqn != "w"])
+
+
+def whole_instead(planned: Planned, name: str) -> Planned:
+    """Return the contents without one tensor."""
+    place = planned.names.index(name)
+    first, last = group_offsets(planned.dimensions), group_offsets(np.repeat(planned.dimensions, planned.chunks))
+    chunk = group_offsets(planned.chunks)
+    keep = np.ones(len(planned.names), dtype=bool)
+    keep[place] = False
+    boxes = np.ones(len(planned.chunk_offsets), dtype=bool)
+    boxes[last[chunk[place]] : last[chunk[place + 1]]] = False
+    shape = np.ones(len(planned.shape), dtype=bool)
+    shape[first[place] : first[place + 1]] = False
+    return Planned(
+        names=tuple(one for one in planned.names if one != name),
+        kinds=tuple(kind for kind, kept in zip(planned.kinds, keep.tolist(), strict=True) if kept),
+        dimensions=planned.dimensions[keep],
+        shape=planned.shape[shape],
+        chunks=planned.chunks[keep],
+        chunk_offsets=planned.chunk_offsets[boxes],
+        chunk_sizes=planned.chunk_sizes[boxes],
+        objects=planned.objects,
+        positions=planned.positions,
+        flatten=planned.flatten,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "cut"),
+    [
+        ([30], 2, [30]),
+        ([30, 30, 30], 2, [30, 30, 30]),
+        ([160, 160] + 96 * [10], 8, [160, 160]),  # embeddings of a language model, and its layers
+        (96 * [10], 64, []),  # many alike: they spread evenly enough, and all of them would be digested everywhere
+        ([160, 5, 3], 4, [160, 5]),
+        ([4, 3], 4, []),  # no larger than a shard
+    ],
+    ids=str,
+)
+def test_what_is_cut_is_worth_its_digests(sizes: list[int], ranks: int, cut: list[int]) -> None:
+    """Sizes in KiB, in shards of 4: each rank digests all that is cut, ten times as fast as it uploads."""
+    state = {str(n): torch.zeros(size * KiB // 4) for n, size in enumerate(sizes)}
+    plans, arrangement = arranged([proposal(state)] * ranks)
+    assert sorted((sizes[int(name)] for name, _ in arrangement.shared), reverse=True) == cut
+    assert {share.is_cut for share in arrangement.shares} == {bool(cut)}
+    chunks = [[item.tensor_data.chunk for item in plan.items if item.tensor_data] for plan in plans]
+    written = [sum(4 * chunk.sizes[0] for chunk in of_rank) for of_rank in chunks]
+    assert sum(written) == sum(sizes) * KiB
+    left = max([size for size in sizes if size not in cut], default=1)
+    assert max(written) <= sum(sizes) * KiB / ranks + left * KiB
+
+
+@pytest.mark.parametrize("reason", ["unlike", "described differently", "not large everywhere"])
+def test_a_large_replica_is_written_whole(reason: str) -> None:
+    """Replicas whose parts would not make up one tensor."""
+    whole = torch.ones(3 * KiB)
+    states: list[State] = [{"w": whole}, {"w": whole}]
+    if reason == "described differently":
+        states[1] = {"w": whole.clone().requires_grad_()}
+    proposals = [proposal(state) for state in states]
+    if reason == "not large everywhere":
+        proposals[1] = Proposal(proposals[1].plan, is_regular=True)
+    unlike = {("w", (0,))} if reason == "unlike" else set()
+    plans, arrangement = arranged(proposals, unlike=unlike)
+    assert [len(plan.items) for plan in plans] == [1, 0]
+    assert not arrangement.shared
+    assert arrangement.planned.chunks.tolist() == [1]
+
+
+# ---- what is refused
+
+
+def shards(shape: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> LocalShards:
+    return LocalShards(shape, torch.float32, [(offsets, torch.ones(sizes)) for offsets, sizes in chunks])
+
+
+REFUSED: dict[str, tuple[list[State], str]] = {
+    "a gap": ([{"w": shards((4,), ((0,), (1,)))}, {"w": shards((4,), ((2,), (2,)))}], "in no chunk"),
+    "overlapping": ([{"w": shards((4,), ((0,), (3,)))}, {"w": shards((4,), ((2,), (2,)))}], "overlap"),
+    "outside": ([{"w": shards((4,), ((0,), (2,)))}, {"w": shards((4,), ((2,), (3,)))}], "outside"),
+    "another shape": ([{"w": torch.ones(4)}, {"w": shards((8,), ((4,), (4,)))}], "outside"),
+    "an object and a tensor": ([{"w": torch.ones(4)}, {"w": "four"}], "different things"),
+    "more dimensions": ([{"w": torch.ones(4)}, {"w": torch.ones(4, 1)}], "different things"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_plans_that_make_no_tensor_are_refused(case: str) -> None:
+    """Before anything is sent; torch refuses all of these plans, too."""
+    states, why = REFUSED[case]
+    proposals = [proposal(state) for state in states]
+    with pytest.raises(InvalidArgumentError, match=why) as caught:
+        arranged(proposals)
+    assert caught.value.details.get("tensor", caught.value.details.get("name")) == "w"
+    with pytest.raises((AssertionError, ValueError, IndexError)):
+        torchs(proposals)
+
+
+def test_planners_that_differ_are_refused() -> None:
+    """One planner flattens and one does not, so that their names mean different paths."""
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner({"v": torch.ones(2)}, None, is_coordinator=False)
+    other = propose(planner, shard_bytes_max=SHARD_BYTES_MAX)
+    one = proposal({"w": torch.ones(2)})
+    for proposals in ([one, other], [other, one], [one, one, other]):
+        with pytest.raises(InvalidArgumentError, match="flatten"):
+            arranged(proposals)
+    _, arrangement = arranged([other, other])
+    assert arrangement.planned.flatten is None
+
+
+def test_numbers_of_any_size_are_joined_as_they_are() -> None:
+    """Ranks' columns may differ in integer type, which numpy would concatenate as floats."""
+    huge = 2**53 + 1
+    tensor = torch.empty(0, huge, dtype=torch.int8)
+    _, arrangement = arranged([proposal({"w": tensor}), proposal({"v": torch.ones(3)})])
+    assert arrangement.planned.shape.tolist() == [0, huge, 3]
+
+
+# ---- what a table cannot say
+
+
+def item(*, offset: tuple[int, ...] | None, sizes: tuple[int, ...] = (4,), name: str = "w") -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(sizes)), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=torch.float32), torch.Size((4,)))
+    index = MetadataIndex(name, None if offset is None else torch.Size(offset))
+    return WriteItem(index, WriteItemType.TENSOR, tensor_data=data)
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([], True),
+        ([item(offset=(0,)), item(offset=(0,), name="v")], True),
+        ([WriteItem(MetadataIndex("w"), WriteItemType.BYTE_IO)], True),
+        ([item(offset=(0,)), item(offset=(0,))], False),
+        ([item(offset=None)], False),
+        ([item(offset=(1,))], False),
+        ([item(offset=(0, 0), sizes=(4, 1))], False),
+        ([WriteItem(MetadataIndex("w", torch.Size(())), WriteItemType.BYTE_IO)], False),
+        ([WriteItem(MetadataIndex("w", torch.Size((0,))), WriteItemType.SHARD)], False),
+    ],
+)
+def test_what_a_table_cannot_say_is_known(items: list[WriteItem], expected: bool) -> None:
+    """A tensor subclass may plan such items; all ranks then plan as torch does."""
+    assert plans_module._is_regular(SavePlan(items)) is expected
+
+
+@pytest.mark.parametrize("values", [[], [0], [255], [256, 3], [2**31], [2**32 + 1, 0]])
+def test_numbers_are_small(values: list[int]) -> None:
+    """In the smallest type that holds them, and unchanged."""
+    packed = shrink_integers(np.array(values, dtype=np.int64))
+    assert packed.tolist() == values
+    assert packed.itemsize <= 8
+    assert not values or packed.itemsize == np.min_scalar_type(max(values)).itemsize

@@ -1,0 +1,388 @@
+"""What must hold of a run, looked at each time that something in its store changes.
+
+Shares no code with what swaps the catalog: from what an actor said that it is about, and the catalog that it replaces,
+follows here what the next one must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import msgspec
+
+from dcp_remote.format import catalog_json
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry
+from dcp_remote.format.document import unseal
+from dcp_remote.format.keys import MANIFESTS_PREFIX
+from dcp_remote.run.retention import Candidate, Retention, decide
+from dcp_remote.storage.memory import MemoryObject
+from tests.simulation.world import BrokenError
+
+# Of a tensor, by its name in the flat state dict.
+State: TypeAlias = Mapping[str, bytes]
+
+OPTIMIZER = "optim"
+
+
+# ---- what an actor can be about ----
+
+
+@dataclass(frozen=True, slots=True)
+class Fencing:
+    """Beginning a save. Jobs of one name are one: a program, and its copy that somebody made while it ran."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Committing what was begun.
+
+    Attributes:
+        label: For people.
+        save_id: Of it.
+        job: Whose it is.
+        step: Of training.
+        before: The save_id that it saw at this step, and was told to replace.
+        abandons: What this job went on from, until its first commit; None after that.
+        names: By which it can be asked for.
+        metrics: By name.
+        began: The revision that it saw.
+        state: What it saves.
+    """
+
+    label: str
+    save_id: str
+    job: str
+    step: int
+    before: str | None
+    abandons: int | None
+    names: tuple[str, ...]
+    metrics: tuple[tuple[str, float], ...]
+    began: int
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Retiring and thinning by a retention."""
+
+    retention: Retention
+
+
+@dataclass(frozen=True, slots=True)
+class Removing:
+    """Retiring these steps because a person said so."""
+
+    steps: tuple[int, ...]
+    force: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Thinning:
+    """Thinning these steps."""
+
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Collecting:
+    """Removing orphans that are so old."""
+
+    grace_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settling:
+    """Raising the floor above what may be live no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pinning:
+    """Pinning a step, or not any more."""
+
+    step: int
+    pin: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recovering:
+    """Making a lost catalog again."""
+
+
+class _Named(msgspec.Struct):
+    keys: list[str]
+
+
+class _Document(msgspec.Struct):
+    save_id: str
+    shards: _Named
+
+
+@dataclass
+class Run:
+    """A run, as it really lies in the store.
+
+    Attributes:
+        objects: Of the store.
+        store_seconds: Its clock.
+        catalog: What lies there; None before the first, and after an accident.
+        catalogs: All that ever lay there since the last accident, by revision.
+        saves: All that were begun, by save_id.
+        lived: Those that were ever live, and whether thinned.
+        refused: Those of which somebody was told that they are not committed.
+        answers: What was ever right to be given who asked for a step, a name, or the newest (None), and its save_id.
+        is_lost: The catalog is, and nobody has made it again.
+    """
+
+    objects: Mapping[str, MemoryObject]
+    store_seconds: Callable[[], float]
+    catalog: Catalog | None = None
+    catalogs: dict[int, Catalog] = field(default_factory=dict)
+    saves: dict[str, Save] = field(default_factory=dict)
+    lived: dict[str, bool] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    answers: set[tuple[int | str | None, str]] = field(default_factory=set)
+    is_lost: bool = False
+    _owners: dict[int, str] = field(default_factory=dict)
+    _documents: dict[str, _Document] = field(default_factory=dict)
+    _named: frozenset[str] = frozenset()
+    _first: dict[str, float] = field(
+        default_factory=dict
+    )  # when each object was put; a put that was repeated comes later
+
+    # ---- what actors say ----
+
+    def begin(self, save: Save) -> None:
+        """A save was begun."""
+        _require(save.save_id not in self.saves, f"{save.label} has the save_id of {self.saves.get(save.save_id)}")
+        self.saves[save.save_id] = save
+
+    def committed(self, save: Save, catalog: Catalog) -> None:
+        """Somebody was told that it is."""
+        _require(save.save_id in self.lived, f"{save.label} was told that it is committed, and never was")
+        _require(catalog.holds(save.save_id), f"{save.label} was told of a catalog without it")
+        self.existed(catalog)
+
+    def refuse(self, save: Save, why: BaseException) -> None:
+        """Somebody was told that it is not, and will not be.
+
+        It may have been: committed without hearing of it, and replaced or retired before it looked.
+        """
+        self.refused.add(save.save_id)
+        live = self.catalog is not None and self.catalog.holds(save.save_id)
+        _require(not live, f"{save.label} was told {type(why).__name__}, and is committed")
+
+    def existed(self, catalog: Catalog) -> None:
+        """Somebody was given this catalog."""
+        there = self.catalogs.get(catalog.revision)
+        _require(catalog == there, f"a catalog was told of that never lay there: {self.show(catalog)}")
+
+    def loaded(self, state: State, asked: int | str | None) -> None:
+        """Somebody loaded this: it must be a whole checkpoint that was live, and what was asked for, bit for bit."""
+        found = [save for save in self.saves.values() if save.state.get("model.w") == state.get("model.w")]
+        _require(len(found) == 1, f"what was loaded is nobody's: {state}")
+        (save,) = found
+        _require((asked, save.save_id) in self.answers, f"{save.label} was loaded, and never was what {asked} asks for")
+        left = {name: data for name, data in save.state.items() if not name.startswith(OPTIMIZER)}
+        _require(
+            state == save.state or (self.lived[save.save_id] and state == left),
+            f"{save.label} was loaded with other bytes, or not all",
+        )
+
+    def lose(self) -> None:
+        """An accident: the catalog is gone. What was refused may come back, and so may what was retired."""
+        self.catalog = None
+        self.is_lost = True
+        self.catalogs.clear()
+        self.refused.clear()
+        self._named = frozenset()
+        if not any(key.startswith(MANIFESTS_PREFIX) for key in self.objects):
+            self._owners.clear()  # nobody could know of them: it is a new run
+
+    # ---- what is carried out ----
+
+    def wrote(self, key: str, data: bytes, before: bytes | None, doing: object) -> str:
+        """See `Observer.wrote`."""
+        if key == CATALOG_KEY:
+            return self._swapped(catalog_json.decode(data), doing)
+        _require(before in (None, data), f"{key} was written again, with other bytes")
+        self._first.setdefault(key, self.store_seconds())
+        if key.startswith(MANIFESTS_PREFIX):
+            self._documents[key] = document = msgspec.json.decode(unseal(data), type=_Document)
+            save = self.saves.get(document.save_id)
+            return save.label if save is not None else ""
+        return ""
+
+    def deleted(self, keys: Sequence[str], doing: object) -> None:
+        """See `Observer.deleted`."""
+        live = sorted(self._named.intersection(keys))
+        _require(not live, f"deleted, and named by a live checkpoint: {live}")
+        if isinstance(doing, Collecting):
+            ages = {key: self.store_seconds() - self._first[key] for key in keys if key in self._first}
+            young = {key: age for key, age in ages.items() if age < doing.grace_seconds}
+            _require(not young, f"removed as orphans, and only so many seconds old: {young}")
+
+    def named(self) -> frozenset[str]:
+        """Everything that the catalog names, and the catalog."""
+        return self._named
+
+    def _swapped(self, new: Catalog, doing: object) -> str:
+        old = self.catalog
+        said = self.show(new)
+        if old is None:
+            _require(
+                isinstance(doing, Recovering | Fencing) and (isinstance(doing, Recovering) or not new.entries),
+                f"a run was begun by {doing}: {said}",
+            )
+            # Whoever owns it now is newer than any job before.
+            _require(new.token >= max(self._owners, default=0), f"an older job owns the run: {said}")
+            if isinstance(doing, Fencing):
+                self._owners[new.token] = doing.job
+        else:
+            _require(old.run_id == new.run_id, "another run was begun in the place of one")
+            _require(old.revision < new.revision, f"the revision went down: {said}")
+            _require(old.token <= new.token, f"the token went down: {said}")
+            _require(old.floor <= new.floor, f"the floor went down: {said}")
+            self._check(doing, old, new)
+            self._check_pins_and_names(doing, old, new)
+        self.catalog = self.catalogs[new.revision] = new
+        self.is_lost = False
+        self._look(new, said)
+        return said
+
+    def _look(self, catalog: Catalog, said: str) -> None:
+        """See that everything lies there that the catalog names."""
+        names = [name for entry in catalog.entries for name in entry.names]
+        _require(len(set(names)) == len(names), f"a name stands at two checkpoints: {said}")
+        named = {CATALOG_KEY}
+        for entry in catalog.entries:
+            label = self._label(entry)
+            document = self._documents.get(entry.manifest)
+            _require(document is not None, f"the manifest of {label} was never put: {said}")
+            assert document is not None
+            _require(document.save_id == entry.save_id, f"the manifest of {label} is of another: {said}")
+            mine = {entry.manifest, *document.shards.keys}
+            missing = sorted(key for key in mine if key not in self.objects)
+            _require(not missing, f"live, and missing: {label} {missing}: {said}")
+            named |= mine
+            self.lived[entry.save_id] = self.lived.get(entry.save_id, False) or bool(entry.thinned)
+            self.answers.add((entry.step, entry.save_id))
+            self.answers.update((name, entry.save_id) for name in entry.names)
+        counting = [entry for entry in catalog.entries if not entry.abandoned]
+        if counting:
+            self.answers.add((None, counting[-1].save_id))
+        self._named = frozenset(named)
+        late = [self._label(entry) for entry in catalog.entries if entry.save_id in self.refused]
+        _require(not late, f"refused, and committed: {late}: {said}")
+
+    def _check(self, doing: object, old: Catalog, new: Catalog) -> None:
+        """See that a swap did what it was for, and nothing else."""
+        told = f"{doing} made {self.show(new)} of {self.show(old)}"
+        if not isinstance(doing, Fencing):
+            _require(new.token == old.token, f"the fence was taken by the way: {told}")
+        match doing:
+            case Fencing(job):
+                _require((new.entries, new.floor) == (old.entries, old.floor), told)
+                _require(new.token - old.token in (0, 1), told)
+                if new.token > old.token:
+                    self._owners[new.token] = job
+            case Save():
+                self._check_commit(doing, old, new, told)
+            case Keeping(retention):
+                decision = decide(retention, [_candidate(entry) for entry in old.entries])
+                self._check_maintenance(old, new, gone=decision.retire, thin=decision.thin, told=told)
+            case Removing(steps, force):
+                newest = old.latest()
+                kept = () if force else [one.step for one in old.entries if one.pinned or one == newest]
+                self._check_maintenance(old, new, gone=set(steps).difference(kept), thin=(), told=told)
+            case Thinning(steps):
+                self._check_maintenance(old, new, gone=(), thin=steps, told=told)
+            case Collecting() | Settling():
+                _require(new.entries == old.entries, told)
+            case Pinning(step, pin):
+                entries = tuple(replace(one, pinned=pin) if one.step == step else one for one in old.entries)
+                _require((new.entries, new.floor) == (entries, old.floor), told)
+            case _:
+                raise BrokenError(f"nobody was to swap the catalog: {told}")
+
+    def _check_commit(self, save: Save, old: Catalog, new: Catalog, told: str) -> None:
+        owner = self._owners.get(old.token)
+        _require(owner == save.job, f"a job that was fenced committed; the fence is {owner}'s: {told}")
+        _require(new.floor == old.floor, told)
+        entry = new.at(save.step)
+        _require(entry is not None and entry.save_id == save.save_id, told)
+        assert entry is not None
+        as_noted = (old.token, save.names, save.metrics, save.began, False, (), False)
+        as_is = (entry.token, entry.names, entry.metrics, entry.began, entry.pinned, entry.thinned, entry.abandoned)
+        _require(as_is == as_noted, f"not as it was noted, or of a job that was fenced: {told}")
+        kept: list[Entry] = []
+        for one in old.entries:
+            left = save.abandons is not None and one.step > save.abandons and one.token < old.token
+            if one.step != save.step:
+                names = tuple(name for name in one.names if name not in save.names)
+                kept.append(replace(one, names=names, abandoned=one.abandoned or left))
+            elif not (one.abandoned or left):
+                _require(one.save_id == save.before, f"replaced what it was not told to: {told}")
+        # Among them that what it leaves behind is abandoned.
+        _require([one for one in new.entries if one != entry] == kept, f"others are not as they should be: {told}")
+
+    def _check_pins_and_names(self, doing: object, old: Catalog, new: Catalog) -> None:
+        """See that a pin, and a name, is lost by an explicit call alone, whatever else this swap may do."""
+        after = {entry.save_id: entry for entry in new.entries}
+        for one in old.entries:
+            there = after.get(one.save_id)
+            match doing:
+                case Removing(steps) if one.step in steps:
+                    continue
+                case Save(before=before) if one.save_id == before:  # it was told to overwrite it
+                    continue
+                case Pinning(step, pin=False) if one.step == step:
+                    unpinned = True
+                case _:
+                    unpinned = False
+            told = f"{doing} made {self.show(new)} of {self.show(old)}"
+            if one.pinned and not unpinned:
+                _require(there is not None and there.pinned, f"a pin was lost: {told}")
+            moved = doing.names if isinstance(doing, Save) else ()
+            kept = set(one.names).difference(moved)
+            if kept and not (isinstance(doing, Keeping) and not doing.retention.keep_named):
+                _require(there is not None and kept.issubset(there.names), f"a name was lost: {told}")
+
+    def _check_maintenance(
+        self, old: Catalog, new: Catalog, *, gone: Iterable[int], thin: Iterable[int], told: str
+    ) -> None:
+        gone, thin = frozenset(gone), frozenset(thin)
+        for one in old.entries:
+            there = new.at(one.step)
+            if there is None:
+                _require(one.step in gone, f"let go what was to be kept: {told}")
+            elif there != one:
+                _require(one.step in thin, f"thinned what was to stay whole: {told}")
+                after = replace(one, manifest=there.manifest, thinned=there.thinned, size_bytes=there.size_bytes)
+                _require(there == after and there.thinned == (OPTIMIZER,), f"not only thinned: {told}")
+        _require(all(old.holds(one.save_id) for one in new.entries), told)
+
+    def show(self, catalog: Catalog) -> str:
+        """In a line of the history."""
+        entries = " ".join(map(self._shown, catalog.entries))
+        return f"r{catalog.revision} t{catalog.token} f{catalog.floor} [{entries}]"
+
+    def _shown(self, entry: Entry) -> str:
+        marks = ("+pin" * entry.pinned, "+thin" * bool(entry.thinned), "+left" * entry.abandoned)
+        return f"{entry.step}:{self._label(entry)}{''.join(marks)}{''.join(f'={name}' for name in entry.names)}"
+
+    def _label(self, entry: Entry) -> str:
+        save = self.saves.get(entry.save_id)
+        return save.label if save is not None else entry.save_id
+
+
+def _candidate(entry: Entry) -> Candidate:
+    return Candidate(entry.step, entry.pinned, entry.abandoned, bool(entry.thinned), entry.metrics, entry.names)
+
+
+def _require(condition: object, what: str) -> None:
+    if not condition:
+        raise BrokenError(what)

@@ -1,0 +1,753 @@
+"""Jobs that train, and whatever else goes on in one run at a time, simulated: a history is decided by its seed.
+
+`world.py` decides which actor goes on and what is lost; `invariants.py` says what must hold. Here are the actors:
+jobs that save (and overwrite, and borrow, and go back, and go on though they are fenced), what retires, thins, pins and
+removes orphans, and readers, by the functions of the package.
+
+    python -m tests.simulation.jobs 1234     the history of this seed, one line a request
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dcp_remote.common.digests import digest, piece_digest
+from dcp_remote.common.geometry import Box
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitConflictError,
+    CommitUnknownError,
+    CorruptCheckpointError,
+    DcpRemoteError,
+    FencedError,
+    InvalidArgumentError,
+    SaveFailedError,
+    StorageError,
+)
+from dcp_remote.format import manifest_json
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, pinned
+from dcp_remote.format.columns import encode_bytes
+from dcp_remote.format.document import seal, unseal
+from dcp_remote.format.keys import origin
+from dcp_remote.format.manifest import Manifest, RunInfo, TensorKind
+from dcp_remote.format.shard import HeaderEntry, ShardNames, header
+from dcp_remote.loading.load import load
+from dcp_remote.run.catalog_store import read_catalog, swap
+from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
+from dcp_remote.run.lookup import read_manifest_at
+from dcp_remote.run.maintenance import Maintenance
+from dcp_remote.run.recovery import recover
+from dcp_remote.run.retention import Best, Retention
+from dcp_remote.run.run_gc import remove_run_orphans
+from dcp_remote.storage.retrying import RetryingStore
+from tests.simulation import world
+from tests.simulation.invariants import (
+    Collecting,
+    Fencing,
+    Keeping,
+    Pinning,
+    Recovering,
+    Removing,
+    Run,
+    Save,
+    Settling,
+    State,
+    Thinning,
+)
+from tests.simulation.world import Actor, BrokenError, World
+from tests.support.manifests import Layout, build
+from tests.support.runs import thin
+
+# Long enough for a save in which little goes wrong, and no longer.
+SAVE_SECONDS = 60.0
+
+# How likely it is that the catalog is lost.
+LOSES = 0.15
+
+# How often a save begins anew.
+ATTEMPTS = 3
+
+NAMES = ("model.frozen", "model.w", "optim.m")
+BYTES = 16
+
+# What of a `JobSession` is of the machine that it runs on, and no part of a copy.
+_MACHINE = ("_store", "_sleep", "_uniform", "_new_id")
+
+
+# What an actor may be told. That something is damaged is not among it.
+TOLD = (CheckpointNotFoundError, CommitConflictError, CommitUnknownError, SaveFailedError, StorageError)
+
+
+# ---- what a checkpoint consists of: a shard for each tensor ----
+
+
+@cache
+def pattern(names: tuple[str, ...]) -> Any:
+    """The document of a manifest of tensors of four numbers."""
+    layouts = [Layout(name, TensorKind("float32"), (4,), (Box((0,), (4,)),), ((BYTES,),)) for name in names]
+    manifest = build(layouts, shard_of=range(len(names)))
+    starts = np.array([len(shard_header(name)) for name in names], dtype=np.int64)
+    sizes = starts + BYTES
+    shards = replace(manifest.shards, sizes=sizes, data_starts=starts, table_digests=digest(b"") * len(names))
+    pieces = replace(manifest.pieces, start=starts)
+    flatten: dict[str, tuple[str | int, ...]] = {name: tuple(name.split(".")) for name in names}
+    whole = replace(manifest, replaces=(), shards=shards, pieces=pieces, flatten=flatten)
+    return json.loads(unseal(manifest_json.encode(whole)))
+
+
+@cache
+def shard_header(name: str) -> bytes:
+    """The bytes before the data."""
+    return header([HeaderEntry(name, "float32", (4,), BYTES)], table_length=0)
+
+
+def manifest_of(save_id: str, run: RunInfo, keys: Sequence[str], state: State) -> bytes:
+    """Of a state that lies in these shards, as it is stored.
+
+    Not by way of the encoder, which has its own tests and takes longer than all requests of a save.
+    """
+    of = pattern(tuple(state))
+    digests = b"".join(piece_digest(digest(data)) for data in state.values())
+    fields = {name: getattr(run, name) for name in ("run_id", "step", "token", "revision", "names", "thinned")}
+    changed = {
+        "save_id": save_id,
+        "run": fields | {"metrics": dict(run.metrics)},
+        "shards": of["shards"] | {"keys": keys},
+        "pieces": of["pieces"] | {"digests": encode_bytes(digests)},
+    }
+    return seal(msgspec.json.encode(of | changed))
+
+
+def numbers(*values: float) -> bytes:
+    """The bytes of a tensor."""
+    return np.resize(np.array(values, dtype=np.float32), 4).tobytes()
+
+
+def loaded(actor: Actor | World, run: Run, step: int | str | None) -> State:
+    """Load a checkpoint by the real reader, and see that it is one."""
+    may_be_told = run.is_lost
+    try:
+        nested = load(actor.store, step=step)
+    except CorruptCheckpointError as error:
+        if may_be_told and "recover" in str(error):
+            raise CheckpointNotFoundError(str(error)) from error
+        raise
+    state = {
+        f"{key}.{name}": tensor.numpy().tobytes()
+        for key, tensors in sorted(nested.items())
+        for name, tensor in sorted(tensors.items())
+    }
+    run.loaded(state, step)
+    return state
+
+
+# ---- jobs that train ----
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Who acts. Few, most of the time: what two do to each other is rare among many.
+
+    Attributes:
+        jobs: How many train, at least and at most.
+        keep: How many retire and thin.
+        collect: How many remove orphans.
+        pin: How many pin.
+        read: How many load.
+        doubles: How likely a job is to run twice, at each save.
+        said: How likely who retires and thins is to be told what, rather than by a retention.
+        rounds: How often each does what it does, at most.
+        resumes: From where a job goes on, one of these: the newest, one that is older, none on purpose, or none by
+            mistake.
+        thins: How likely somebody is, while a save borrows, to thin what it borrows from; and who retires and thins, to
+            thin alone, while somebody removes orphans.
+        pins: How likely somebody is, while a save replaces what is abandoned, to pin that.
+    """
+
+    jobs: tuple[int, int]
+    keep: tuple[int, int] = (0, 0)
+    collect: tuple[int, int] = (0, 0)
+    pin: tuple[int, int] = (0, 0)
+    read: tuple[int, int] = (0, 0)
+    doubles: float = 0.0
+    said: float = 0.5
+    rounds: int = 3
+    thins: float = 0.0
+    pins: float = 0.0
+    resumes: tuple[str, ...] = 7 * ("newest",) + 4 * ("older",) + ("none", "mistake")
+
+
+SCENES = (
+    Scene(jobs=(1, 3), keep=(0, 2), collect=(0, 1), pin=(0, 1), read=(0, 1), doubles=0.1),
+    Scene(jobs=(2, 2), read=(0, 1)),
+    Scene(jobs=(1, 1), keep=(1, 2), said=0.8, read=(0, 1)),
+    Scene(jobs=(1, 1), keep=(1, 1), collect=(1, 1)),
+    Scene(jobs=(1, 1), collect=(1, 2), doubles=0.1),
+    Scene(jobs=(1, 1), doubles=0.5),
+    Scene(jobs=(0, 1), keep=(1, 2), said=0.1, pin=(1, 2)),
+    Scene(jobs=(1, 1), keep=(1, 2), said=1.0, rounds=1),
+    Scene(jobs=(0, 1), keep=(1, 1), collect=(1, 1), said=1.0, rounds=1),
+    Scene(jobs=(1, 1), collect=(1, 1), rounds=1),
+    Scene(jobs=(1, 1), doubles=1.0, rounds=2),
+    Scene(jobs=(0, 0), keep=(1, 1), said=0.8, read=(1, 1), rounds=1),
+    Scene(jobs=(1, 2), pin=(0, 1), resumes=("older",), pins=0.5),
+    Scene(jobs=(1, 1), rounds=1, resumes=("older",), thins=1.0),
+    Scene(jobs=(0, 0), keep=(1, 1), rounds=1, thins=1.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a job does.
+
+    Attributes:
+        resumes: From where; as in `Scene`.
+        saves: How many.
+        overwrites: How likely it is to replace what lies there, from 0 to 1.
+        borrows: Whether it names shards of the newest checkpoint again.
+        stubborn: It goes on when it is told that it is fenced.
+        doubles: How likely it is to run twice from a save on.
+        thins: As in `Scene`.
+        pins: As in `Scene`.
+        retention: What it keeps; None keeps all.
+    """
+
+    resumes: str = "newest"
+    saves: int = 1
+    overwrites: float = 0.0
+    borrows: bool = True
+    stubborn: bool = False
+    doubles: float = 0.0
+    thins: float = 0.0
+    pins: float = 0.0
+    retention: Retention | None = None
+
+    @classmethod
+    def drawn(cls, rng: random.Random, scene: Scene) -> Plan:
+        return cls(
+            resumes=rng.choice(scene.resumes),
+            saves=rng.randint(1, scene.rounds + 1),
+            overwrites=rng.choice([0.0, 0.2, 0.7]),
+            borrows=rng.random() < 0.7,
+            stubborn=rng.random() < 0.5,
+            doubles=scene.doubles,
+            thins=scene.thins,
+            pins=scene.pins,
+            retention=retention(rng) if rng.random() < 0.3 else None,
+        )
+
+
+def retention(rng: random.Random) -> Retention:
+    """One that lets go much."""
+    return Retention(
+        keep_last=rng.choice([1, 1, 2]),
+        keep_every=rng.choice([None, None, 2]),
+        keep_best=rng.choice([None, Best("loss")]),
+        keep_optimizer_last=rng.choice([None, 1, 1, 2]),
+        keep_named=rng.random() < 0.5,
+    )
+
+
+class Trainer:
+    """A job, and what it holds in memory. A copy of it is the same job, run twice."""
+
+    def __init__(self, actor: Actor, run: Run, plan: Plan, *, name: str) -> None:
+        self.actor, self.run, self.plan, self.name = actor, run, plan, name
+        self.job = self._job()
+        self.maintenance = _maintenance(self.actor)
+        self.step = 0
+        # What it says at its commits until one succeeds, as `JobSession` does.
+        self.abandons: int | None = None
+
+    def resume(self) -> None:
+        """Go on from a checkpoint."""
+        actor = self.actor
+        seen = read_catalog(RetryingStore(actor.store, actor.deadline(SAVE_SECONDS)))
+        newest = seen.catalog.latest() if seen is not None else None
+        if seen is None or newest is None or self.plan.resumes == "mistake":
+            return
+        entry = newest
+        if self.plan.resumes == "older":
+            entry = actor.rng.choice(seen.catalog.entries)
+        self.step = entry.step
+        if self.plan.resumes == "none":
+            self.step = 0
+            self.abandons = -1
+        else:
+            self.abandons = self.step
+            if actor.rng.random() < 0.3:
+                loaded(actor, self.run, self.step)
+        self.job.go_on_from(self.abandons)
+
+    def train(self) -> None:
+        """Save again and again."""
+        actor, rng = self.actor, self.actor.rng
+        for number in range(self.plan.saves):
+            self.step += rng.choice([0, 0, 1, 1, 1, 2] if number and self.plan.overwrites else [1, 1, 2])
+            if rng.random() < self.plan.doubles:
+                self._double()
+            try:
+                self._save()
+            except FencedError:
+                if not self.plan.stubborn:
+                    return
+            self._tidy()
+            if rng.random() < 0.5:
+                actor.world.rest(actor)
+
+    def _tidy(self) -> None:
+        """As the manager does after a save."""
+        actor, maintenance = self.actor, self.maintenance
+        actor.doing = Settling()
+        said(actor, lambda: maintenance.settle(deadline=actor.deadline(SAVE_SECONDS)))
+        if self.plan.retention is not None:
+            tidy(actor, maintenance, self.plan.retention)
+        else:
+            said(actor, lambda: maintenance.delete(deadline=actor.deadline(SAVE_SECONDS)))
+
+    def copied(self) -> Callable[[Actor], Trainer]:
+        """A snapshot of all that this job holds in memory, which can go on in another actor."""
+        other, known = copy.copy(self), {name: value for name, value in vars(self.job).items() if name not in _MACHINE}
+
+        def started(actor: Actor) -> Trainer:
+            other.actor = actor
+            other.job, other.maintenance = other._job(), _maintenance(actor)
+            vars(other.job).update(known)
+            return other
+
+        return started
+
+    def _double(self) -> None:
+        """From here on this job runs twice, as if a snapshot of its machine were started: both are about to save."""
+        start = self.copied()
+        is_new = self.job.token is None
+
+        def play(actor: Actor) -> None:
+            other = start(actor)
+            if is_new:
+                other.name = actor.name  # it takes a fence of its own
+            other.plan = replace(self.plan, doubles=0.0)
+            other.step -= 1
+            other.train()
+
+        self.actor.world.add(f"{self.name}'", play)
+
+    def _save(self) -> None:
+        rng = self.actor.rng
+        note = CheckpointLabels.of(
+            self.step,
+            name=rng.choice([None, None, "best", ("best", "last")]),
+            metrics={"loss": rng.randrange(4)} if rng.random() < 0.7 else None,
+            overwrite=rng.random() < self.plan.overwrites,
+        )
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                self._attempt(note, borrow=self.plan.borrows and attempt < ATTEMPTS)
+                return
+            except FencedError as error:
+                self.actor.say(f"    is told {type(error).__name__}")
+                raise
+            except (CheckpointExistsError, InvalidArgumentError) as error:  # the latter where its double is ahead
+                self.actor.say(f"    is told {type(error).__name__}")
+                return
+            except TOLD as error:
+                self.actor.say(f"    is told {type(error).__name__}: {error}")
+
+    def _attempt(self, note: CheckpointLabels, *, borrow: bool) -> None:
+        actor, world = self.actor, self.actor.world
+        deadline = actor.deadline(SAVE_SECONDS)
+        actor.doing = Fencing(self.name)
+        begun = self.job.begin(note, borrow=borrow, deadline=deadline)
+        number = world.number()
+        label = f"{self.name}.{number}"
+        base = self._base(begun)
+        state, lent = self._state(number, base)
+        save = Save(
+            label=label,
+            save_id=begun.save_id,
+            job=self.name,
+            step=note.step,
+            before=begun.before if note.overwrite else None,
+            abandons=self.abandons,
+            names=note.names,
+            metrics=note.metrics,
+            began=begun.run.revision,
+            state=state,
+        )
+        actor.doing = save
+        self.run.begin(save)
+        self._disturb(base, note.step)
+        actor.say(f"    begins {label} of step {note.step}" + (f", with {', '.join(lent)} of before" if lent else ""))
+        storing = RetryingStore(actor.store, deadline)
+        names = ShardNames(0, origin(revision=begun.run.revision, step=note.step))
+        keys = [lent.get(name) or names.key(number) for number, name in enumerate(state)]
+        put: list[str] = []
+        try:
+            for name, key in zip(state, keys, strict=True):
+                if name not in lent:
+                    put.append(key)
+                    storing.put(key, [shard_header(name), state[name]])
+        except StorageError as error:
+            self.run.refuse(save, error)
+            storing.delete(put)  # nothing can name them
+            raise
+        body = manifest_of(begun.save_id, begun.run, keys, state)
+        size_bytes = sum(len(shard_header(name)) + BYTES for name in state)
+        replaced: dict[str, Entry] = {}
+
+        def look(now: Catalog) -> None:
+            there = now.at(note.step)
+            if there is not None and there.save_id != begun.save_id:
+                replaced[there.manifest] = there
+
+        try:
+            catalog, entry = self.job.commit(begun, body, size_bytes=size_bytes, deadline=deadline, look=look)
+        except DcpRemoteError as error:
+            if not isinstance(error, CommitUnknownError):
+                self.run.refuse(save, error)
+            run = begun.run
+            tried = Entry(run.step, begun.save_id, begun.manifest, 0, created="", token=run.token, began=run.revision)
+            self.maintenance.note(run.run_id, tried, put)
+            raise
+        finally:
+            for one in replaced.values():
+                self.maintenance.note(begun.run.run_id, one)
+        actor.say(f"    is told that {label} is committed")
+        self.run.committed(save, catalog)
+        self.abandons = None
+        self.maintenance.remember(entry.manifest, keys)
+
+    def _disturb(self, base: Manifest | None, step: int) -> None:
+        """Let others thin what is lent, and pin what is to be replaced, while the save is under way."""
+        rng, world = self.actor.rng, self.actor.world
+        if base is not None and self.plan.thins and rng.random() < self.plan.thins:
+            lender = self.run.saves[base.save_id].step
+            world.add(f"{self.name}-thins", lambda other: said(other, lambda: _thin(other, lender)))
+        before = self.run.catalog.at(step) if self.run.catalog is not None else None
+        if before is not None and self.plan.pins and rng.random() < self.plan.pins:
+            world.add(f"{self.name}-pins", lambda other: said(other, lambda: _pin(other, before.step)))
+
+    def _base(self, begun: SaveTicket) -> Manifest | None:
+        if begun.borrowed is None:
+            return None
+        save_id, key = begun.borrowed
+        try:
+            return read_manifest_at(self.actor.store, key, save_id=save_id)
+        except DcpRemoteError:
+            return None
+
+    def _state(self, number: int, base: Manifest | None) -> tuple[dict[str, bytes], dict[str, str]]:
+        """What is saved, and the shards of before in which some of it lies."""
+        rng = self.actor.rng
+        names = NAMES if rng.random() < 0.9 else NAMES[:2]
+        state = {name: numbers(number, index) for index, name in enumerate(names)}
+        lent: dict[str, str] = {}
+        if base is not None:
+            before = self.run.saves[base.save_id].state
+            for index, name in enumerate(base.tensors.names):
+                if name in state and name != "model.w" and rng.random() < 0.6:
+                    state[name] = before[name]
+                    lent[name] = base.shards.keys[index]
+        return state, lent
+
+    def _job(self) -> JobSession:
+        actor = self.actor
+        return JobSession(
+            actor.store, sleep=actor.sleep, uniform=actor.uniform, new_id=lambda: f"{actor.world.number():032x}"
+        )
+
+
+# ---- what else goes on in a run ----
+
+
+def keep(actor: Actor, *, scene: Scene) -> None:
+    """Retire and thin: by a retention, or because a person says so."""
+    rng = actor.rng
+    maintenance = _maintenance(actor)
+    by = retention(rng)
+    for _ in range(rng.randint(1, scene.rounds)):
+        if scene.thins:
+            said(actor, partial(_thin_beside_gc, actor))
+        elif rng.random() >= scene.said:
+            tidy(actor, maintenance, by)
+        else:
+            said(actor, partial(_remove, actor, maintenance))
+        if scene.rounds > 1:
+            actor.world.rest(actor)
+
+
+def tidy(actor: Actor, maintenance: Maintenance, by: Retention) -> None:
+    """As the manager does after a save."""
+    actor.doing = Keeping(by)
+    said(actor, lambda: maintenance.apply(by, deadline=actor.deadline(SAVE_SECONDS)))
+    if actor.rng.random() < 0.3:
+        actor.world.rest(actor)
+    said(actor, lambda: maintenance.delete(deadline=actor.deadline(SAVE_SECONDS), batch=actor.rng.choice([2, 1000])))
+
+
+def _remove(actor: Actor, maintenance: Maintenance) -> None:
+    rng = actor.rng
+    catalog = _catalog(actor)
+    if not catalog.entries:
+        return
+    # The newest more often: others are most likely to look at it just now.
+    steps = (catalog.entries[-1 if rng.random() < 0.5 else rng.randrange(len(catalog.entries))].step,)
+    force = rng.random() < 0.7
+    deadline = actor.deadline(SAVE_SECONDS)
+    if rng.random() < 0.5:
+        actor.doing = Removing(steps, force)
+        maintenance.retire(steps, deadline=deadline, force=force)
+    else:
+        actor.doing = Thinning(steps)
+        thin(maintenance, steps, deadline=deadline)
+    maintenance.delete(deadline=deadline)
+
+
+def _thin_beside_gc(actor: Actor) -> None:
+    older = [entry.step for entry in _catalog(actor).entries][:-1]
+    if older:
+        step = actor.rng.choice(older)
+        actor.world.add(f"{actor.name}-collects", partial(collect, rounds=1))
+        # About when its new manifest lies there, and the catalog does not name it yet.
+        actor.gives_way_at = frozenset({actor.requests + actor.rng.randint(3, 7)})
+        _thin(actor, step)
+
+
+def _thin(actor: Actor, step: int) -> None:
+    maintenance, deadline = _maintenance(actor), actor.deadline(SAVE_SECONDS)
+    actor.doing = Thinning((step,))
+    thin(maintenance, [step], deadline=deadline)
+    maintenance.delete(deadline=deadline)
+
+
+def _maintenance(actor: Actor) -> Maintenance:
+    return Maintenance(actor.store, sleep=actor.sleep, uniform=actor.uniform)
+
+
+def collect(actor: Actor, *, rounds: int) -> None:
+    """Remove orphans."""
+    for _ in range(actor.rng.randint(1, rounds)):
+        grace_seconds = actor.rng.choice([0.0, 0.0, 30.0])
+        actor.doing = Collecting(grace_seconds)
+        said(
+            actor,
+            partial(
+                remove_run_orphans,
+                actor.store,
+                grace_seconds=grace_seconds,
+                timeout_seconds=100.0,
+                clock=actor.time,
+                sleep=actor.sleep,
+                uniform=actor.uniform,
+            ),
+        )
+        if rounds > 1:
+            actor.world.rest(actor)
+
+
+def pin(actor: Actor, *, rounds: int) -> None:
+    """Pin what is live, or let it go again."""
+    for _ in range(actor.rng.randint(1, rounds)):
+        said(actor, lambda: _pin(actor))
+        if rounds > 1:
+            actor.world.rest(actor)
+
+
+def _pin(actor: Actor, step: int | None = None) -> None:
+    steps = [entry.step for entry in _catalog(actor).entries] if step is None else [step]
+    if steps:
+        doing = Pinning(actor.rng.choice(steps), step is not None or actor.rng.random() < 0.8)
+        actor.doing = doing
+        swap(
+            actor.store,
+            lambda now: pinned(now, doing.step, pin=doing.pin),
+            deadline=actor.deadline(SAVE_SECONDS),
+            sleep=actor.sleep,
+            uniform=actor.uniform,
+        )
+
+
+def read(actor: Actor, run: Run, *, rounds: int) -> None:
+    """Load the newest, or any."""
+    for _ in range(actor.rng.randint(1, rounds)):
+        step: int | str | None = actor.rng.choice([None, None, "best", actor.rng.randrange(5)])
+        said(actor, partial(loaded, actor, run, step))
+        if rounds > 1:
+            actor.world.rest(actor)
+
+
+def said(actor: Actor, act: Callable[[], object]) -> None:
+    """Do it, and say what it failed with; nobody may be told that a checkpoint is damaged."""
+    try:
+        act()
+    except (*TOLD, InvalidArgumentError) as error:
+        actor.say(f"    is told {type(error).__name__}: {error}")
+
+
+def _catalog(actor: Actor) -> Catalog:
+    seen = read_catalog(RetryingStore(actor.store, actor.deadline(SAVE_SECONDS)))
+    if seen is None:
+        raise CheckpointNotFoundError("There is no run here.")
+    return seen.catalog
+
+
+# ---- a history ----
+
+
+class History:
+    """What follows from a seed.
+
+    Attributes:
+        world: Who went on, and what was lost.
+        run: What lies there.
+    """
+
+    def __init__(self, seed: int, scenes: Sequence[Scene] = SCENES) -> None:
+        """Nothing has happened yet."""
+        self.world = World(seed)
+        self._scenes = scenes
+        self._trainers: list[Trainer] = []
+        self.run = Run(self.world.store.space.objects, lambda: self.world.store_seconds)
+        self.world.observer = self.run
+
+    def play(self) -> None:
+        """All of it; raises if something does not hold."""
+        with world.simulated(self.world):
+            self._begin()
+            self._go_on()
+            if self.world.rng.random() < LOSES:
+                self._lose()
+            self._end()
+
+    def _begin(self) -> None:
+        """A job that saves a few checkpoints, in fair weather."""
+        world = self.world
+        weather = world.weather
+        world.calm()
+        plan = Plan(saves=world.rng.choice([0, 1, 1, 1, 1, 2, 2, 2, 3]))
+        self._train("first", plan)
+        world.run()
+        world.weather = weather
+
+    def _go_on(self) -> None:
+        """Several at a time."""
+        world, rng = self.world, self.world.rng
+        scene = rng.choice(self._scenes)
+        rounds = scene.rounds
+        for number in range(rng.randint(*scene.jobs)):
+            self._train(f"job{number}", Plan.drawn(rng, scene), rests=number > 0)
+        others = {
+            "keep": (scene.keep, partial(keep, scene=scene)),
+            "collect": (scene.collect, partial(collect, rounds=rounds)),
+            "pin": (scene.pin, partial(pin, rounds=rounds)),
+            "read": (scene.read, partial(read, rounds=rounds, run=self.run)),
+        }
+        for name, (how_many, play) in others.items():
+            for number in range(rng.randint(*how_many)):
+                actor = world.add(f"{name}{number}", play, rests=rng.random() < 0.8)
+                actor.may_delete = rng.random() < 0.95
+        world.choose_who_gives_way()
+        world.run()
+
+    def _train(self, name: str, plan: Plan, *, rests: bool = False) -> None:
+        def play(actor: Actor) -> None:
+            trainer = Trainer(actor, self.run, plan, name=name)
+            self._trainers.append(trainer)
+            try:
+                trainer.resume()
+            except (StorageError, CheckpointNotFoundError) as error:
+                actor.say(f"    is told {type(error).__name__}: {error}")
+                return
+            trainer.train()
+
+        self.world.add(name, play, rests=rests)
+
+    def _lose(self) -> None:
+        """The catalog is deleted, and made again, by two at a time, while somebody reads, or goes on saving."""
+        world, rng = self.world, self.world.rng
+        if self.run.catalog is None:
+            return
+        world.store.delete([CATALOG_KEY])
+        world.say("", "the catalog is lost")
+        self.run.lose()
+
+        def play(actor: Actor) -> None:
+            actor.doing = Recovering()
+            said(actor, lambda: recover(actor.store, timeout_seconds=100.0, sleep=actor.sleep, uniform=actor.uniform))
+
+        for number in range(rng.randint(1, 2)):
+            world.add(f"recover{number}", play, rests=True)
+        if rng.random() < 0.5:
+            world.add("read", partial(read, rounds=2, run=self.run), rests=True)
+        known = [trainer for trainer in self._trainers if trainer.job.token is not None]
+        if known and rng.random() < 0.5:
+            start = rng.choice(known).copied()
+
+            def go_on(actor: Actor) -> None:
+                zombie = start(actor)
+                # What it lets go it would delete, also if it came back; the rest of it does no harm.
+                zombie.plan = Plan(saves=2, overwrites=0.5, stubborn=True)
+                zombie.train()
+
+            world.add("zombie", go_on, rests=True)
+        world.run()
+
+    def _end(self) -> None:
+        """All is quiet: every checkpoint loads, a new job goes on, and what nobody names can be removed."""
+        world, run = self.world, self.run
+        world.calm()
+        world.say("", "all is quiet")
+
+        def play(actor: Actor) -> None:
+            if run.catalog is None and world.store.space.objects:
+                actor.doing = Recovering()
+                recover(actor.store, timeout_seconds=100.0, sleep=actor.sleep, uniform=actor.uniform)
+            for entry in run.catalog.entries if run.catalog is not None else ():
+                loaded(actor, run, entry.step)
+            newest = run.catalog.latest() if run.catalog is not None else None
+            trainer = Trainer(actor, run, Plan(), name="last")
+            trainer.resume()
+            assert (newest.step if newest is not None else 0) == trainer.step
+            trainer.step += 1
+            while run.catalog is not None and any(
+                one.step == trainer.step and (one.pinned or one.names) for one in run.catalog.entries
+            ):
+                trainer.step += 1
+            trainer._attempt(CheckpointLabels.of(trainer.step), borrow=True)
+            actor.doing = Collecting(0.0)
+            remove_run_orphans(actor.store, grace_seconds=0.0, clock=actor.time, sleep=actor.sleep)
+            left = sorted(set(world.store.space.objects) ^ run.named())
+            if left:
+                raise BrokenError(f"what nobody names is left, after orphans were removed: {left}")
+
+        world.add("last", play)
+        world.run()
+
+
+def play(seed: int) -> History:
+    """A history; one that breaks something says which seed it has, and how to see it again."""
+    history = History(seed)
+    try:
+        history.play()
+    except BaseException as error:
+        error.add_note("\n".join(history.world.lines))
+        error.add_note(f"seed={seed}; again: python -m tests.simulation.jobs {seed}")
+        raise
+    return history
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        told = play(int(argument))
+        sys.stdout.write("\n".join(told.world.lines) + "\n")

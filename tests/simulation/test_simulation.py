@@ -1,0 +1,287 @@
+"""Random histories of one run under several jobs; then the same with each rule of the protocol left out.
+
+`jobs.py` has the actors, `world.py` the faults, and `invariants.py` what must hold. A rule that is
+left out must break something in some history, or it would be no rule, or the histories too tame.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_remote.common.arrays import Buffer
+from dcp_remote.errors import CorruptCheckpointError, TransientStorageError
+from dcp_remote.format import catalog as rules
+from dcp_remote.format import keys
+from dcp_remote.format.catalog import Attempt, Catalog, Entry
+from dcp_remote.run import catalog_store, lookup, maintenance, run_gc
+from dcp_remote.run.catalog_store import read_catalog
+from dcp_remote.run.live_shards import LiveShards
+from dcp_remote.run.maintenance import Maintenance
+from dcp_remote.run.retention import Candidate, Decision, Retention, decide
+from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.base import Condition, ObjectInfo, Version
+from dcp_remote.storage.wrapper import WrappedStore
+from tests.simulation.jobs import SCENES, History, play
+from tests.simulation.rules_left_out import (
+    no_floor_by_retiring,
+    no_floor_for_saves,
+    no_floor_for_thinning,
+    no_look_at_the_lending_manifest,
+    no_look_at_the_pin,
+    no_look_at_what_is_borrowed,
+    no_moving_of_names,
+    no_token,
+)
+from tests.simulation.world import BrokenError
+from tests.support.figures import count
+from tests.support.histories import run_histories
+
+pytestmark = pytest.mark.torture
+
+# In every run of the tests; as many more as there is time for in the campaign.
+HISTORIES = 1_000
+
+
+def test_a_thousand_histories() -> None:
+    """Every live checkpoint loads to the bit after each, and removing orphans leaves what the catalog names."""
+    for seed in range(HISTORIES):
+        requests = sum(is_request(line) for line in play(seed).world.lines)
+        assert requests > 10
+        count("histories simulated")
+        count("requests simulated", requests)
+
+
+def test_as_many_as_there_is_time_for(torture_seconds: float) -> None:
+    """Other ones."""
+
+    def history(seed: int) -> None:
+        play(HISTORIES + seed)
+        count("histories simulated")
+
+    run_histories(history, torture_seconds)
+
+
+def test_a_seed_is_a_history() -> None:
+    """Line by line, in this process and in another one; and each seed is another's."""
+    seeds = range(40)
+    told = ["\n".join(play(seed).world.lines) for seed in seeds]
+    assert ["\n".join(play(seed).world.lines) for seed in reversed(seeds)] == told[::-1]
+    assert len(set(told)) == len(seeds)
+    again = subprocess.run(
+        [sys.executable, "-m", "tests.simulation.jobs", *map(str, seeds)],
+        cwd=Path(__file__).parent.parent.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert again.stdout == "\n".join(told) + "\n"
+
+
+def test_everything_happens() -> None:
+    """What can go wrong does, and everybody is told everything that one can be told, in some of these histories."""
+    lines = [line for seed in range(300) for line in play(seed).world.lines]
+    for part in (": lost", ": unheard", ": late", ": 503", "412", "is lost", "all is quiet", "+pin", "+thin", "+left"):
+        assert any(part in line for line in lines), part
+    for told in ("CommitConflictError", "CommitUnknownError", "FencedError", "CheckpointExistsError", "is committed"):
+        assert any(f"is told {told}" in line or told in line for line in lines), told
+
+
+def is_request(line: str) -> bool:
+    """A line of a history that tells of one."""
+    return any(f" {verb} " in line[:40] for verb in ("get", "put", "head", "list", "delete"))
+
+
+# ---- each rule left out ----
+
+
+def no_look_at_the_step(catalog: Catalog, attempt: Attempt) -> Catalog | None:
+    there = catalog.at(attempt.entry.step)
+    return rules.committed(catalog, replace(attempt, before=there.save_id if there is not None else None))
+
+
+def no_look_at_what_is_replaced(catalog: Catalog, attempt: Attempt) -> Catalog | None:
+    """Who may replace what was there may replace whatever is."""
+    return rules.committed(catalog, attempt) if attempt.before is None else no_look_at_the_step(catalog, attempt)
+
+
+def nothing_abandoned(catalog: Catalog, attempt: Attempt) -> Catalog | None:
+    """What a rollback leaves behind counts as before."""
+    after = rules.committed(catalog, attempt)
+    return after and replace(after, entries=tuple(replace(one, abandoned=False) for one in after.entries))
+
+
+def unpinned(by: Retention, live: Sequence[Candidate]) -> Decision:
+    """Retention lets go what is pinned."""
+    return decide(by, [replace(one, pinned=False) for one in live])
+
+
+def deleting_first(store: ObjectStore, change: catalog_store.Change, **other: Any) -> Catalog:
+    seen = read_catalog(store)
+    after = change(seen.catalog) if seen is not None else None
+    if seen is not None and after is not None:
+        kept = {entry.manifest for entry in after.entries}
+        store.delete([entry.manifest for entry in seen.catalog.entries if entry.manifest not in kept])
+    return catalog_store.swap(store, change, **other)
+
+
+class Selfish(LiveShards):
+    """Takes no account of the shards that others name."""
+
+    def not_named(self, keys: Iterable[str], entries: Iterable[Entry]) -> set[str]:
+        return set(keys).difference(entry.manifest for entry in entries)
+
+
+class DeafStore(WrappedStore):
+    """Takes silence for success."""
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        try:
+            return super().put(key, buffers, condition=condition)
+        except TransientStorageError:
+            return Version(None)
+
+
+def taking_silence_for_success(store: ObjectStore, change: catalog_store.Change, **other: Any) -> Catalog:
+    return catalog_store.swap(DeafStore(store), change, **other)
+
+
+def overwriting_unseen(store: ObjectStore, change: catalog_store.Change, **other: Any) -> Catalog:
+    """A swap that puts without a condition."""
+
+    class Careless(WrappedStore):
+        def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+            return super().put(key, buffers)
+
+    return catalog_store.swap(Careless(store), change, **other)
+
+
+class LocallyDated(WrappedStore):
+    """The catalog is as old as this machine believes."""
+
+    def __init__(self, store: ObjectStore, clock: Callable[[], float]) -> None:
+        super().__init__(store)
+        self._clock = clock
+
+    def head(self, key: str) -> ObjectInfo:
+        return replace(super().head(key), modified_seconds=self._clock())
+
+
+def by_the_local_clock(store: ObjectStore, *, clock: Callable[[], float], **other: Any) -> object:
+    return run_gc.remove_run_orphans(LocallyDated(store, clock), clock=clock, **other)
+
+
+def deciding_once(self: Maintenance, choose: maintenance.Choose, **other: Any) -> maintenance.Applied:
+    decided: list[Any] = []
+
+    def chosen(now: Catalog) -> Any:
+        decided.append(choose(now))
+        return decided[0]
+
+    return CARRY_OUT(self, chosen, **other)
+
+
+CARRY_OUT = Maintenance._carry_out
+LIVE = run_gc._live
+
+
+def looking_once() -> Callable[..., tuple[Catalog, set[str]]]:
+    """Orphans are those of the first look, whoever committed before the floor was raised."""
+    seen: dict[int, tuple[Catalog, set[str]]] = {}
+
+    def live(store: ObjectStore, named: LiveShards, *other: Any) -> tuple[Catalog, set[str]]:
+        if id(named) not in seen:
+            seen.clear()
+            seen[id(named)] = LIVE(store, named, *other)
+        return seen[id(named)]
+
+    return live
+
+
+def no_second_look(store: ObjectStore, entry: Entry, **other: Any) -> object:
+    """A reader that finds nothing takes the checkpoint for damaged."""
+    try:
+        return lookup.read_manifest_at(store, entry.manifest, save_id=entry.save_id, **other)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError("Missing.") from error
+
+
+def key_of_step(*, revision: int, step: int) -> str:
+    return f"manifests/step-{step:012d}-{revision}-{0:016x}.json"
+
+
+LEFT_OUT: dict[str, tuple[str, object]] = {
+    "the token": ("dcp_remote.run.job.committed", no_token),
+    "the floor, of saves": ("dcp_remote.run.job.committed", no_floor_for_saves),
+    "the floor, of thinning": ("dcp_remote.run.maintenance.thinned", no_floor_for_thinning),
+    "raising the floor, of retiring": ("dcp_remote.run.maintenance.retired", no_floor_by_retiring),
+    "raising the floor, of gc": ("dcp_remote.run.run_gc.raised", lambda catalog, floor: None),
+    "looking at the step": ("dcp_remote.run.job.committed", no_look_at_the_step),
+    "looking at what is replaced": ("dcp_remote.run.job.committed", no_look_at_what_is_replaced),
+    "looking at what is borrowed": ("dcp_remote.run.job.committed", no_look_at_what_is_borrowed),
+    "looking at the manifest that lends": ("dcp_remote.run.job.committed", no_look_at_the_lending_manifest),
+    "moving names": ("dcp_remote.run.job.committed", no_moving_of_names),
+    "looking at the pin": ("dcp_remote.run.job.committed", no_look_at_the_pin),
+    "pins, of saves": (
+        "dcp_remote.format.catalog.Entry.is_replaceable_by",
+        lambda there, names: set(there.names).issubset(names),
+    ),
+    "names, of saves": ("dcp_remote.format.catalog.Entry.is_replaceable_by", lambda there, names: not there.pinned),
+    "pins, of retention": ("dcp_remote.run.maintenance.decide", unpinned),
+    "names, of retention": (
+        "dcp_remote.run.maintenance.decide",
+        lambda by, live: decide(replace(by, keep_named=False), live),
+    ),
+    "marking what is abandoned": ("dcp_remote.run.job.committed", nothing_abandoned),
+    "the swap before deletion": ("dcp_remote.run.maintenance.swap", deleting_first),
+    "what others name": ("dcp_remote.run.leftovers.LiveShards", Selfish),
+    "settling a lost answer, of saves": ("dcp_remote.run.job.swap", taking_silence_for_success),
+    "settling a lost answer, of retiring": ("dcp_remote.run.maintenance.swap", taking_silence_for_success),
+    "the condition": ("dcp_remote.run.maintenance.swap", overwriting_unseen),
+    "deciding in the swap": ("dcp_remote.run.maintenance.Maintenance._carry_out", deciding_once),
+    "looking again after the floor was raised": ("dcp_remote.run.run_gc._live", looking_once()),
+    "the store's clock": ("tests.simulation.jobs.remove_run_orphans", by_the_local_clock),
+    "a fresh name for a thinned manifest": (
+        "dcp_remote.run.maintenance.manifest_key",
+        lambda *, revision, step: f"manifests/step-{step:012d}-{revision}-{0:016x}.json",
+    ),
+    "the revision in the name of a thinned manifest": (
+        "dcp_remote.run.maintenance.manifest_key",
+        lambda *, revision, step: keys.manifest_key(revision=0, step=step),
+    ),
+    "the revision in the names of shards": (
+        "tests.simulation.jobs.origin",
+        lambda *, revision, step: f"0-step-{step:012d}-",
+    ),
+    "looking again for what a reader misses": ("dcp_remote.run.lookup.read_entry", no_second_look),
+    "what lacks shards, of recovering": ("dcp_remote.run.recovery._why_not_whole", lambda manifest, shards: None),
+}
+
+
+# Rules that few histories need: those in which somebody does just that.
+SCENES_OF = {
+    "raising the floor, of retiring": SCENES[2:3],
+    "looking at the pin": SCENES[-3:-2],
+    "looking at the manifest that lends": SCENES[-2:-1],
+    "the floor, of thinning": SCENES[-1:],
+    "the revision in the name of a thinned manifest": SCENES[-1:],
+}
+
+
+@pytest.mark.parametrize("rule", LEFT_OUT)
+def test_a_rule_left_out_is_found(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rule is one that some history needs."""
+    target, planted = LEFT_OUT[rule]
+    monkeypatch.setattr(target, planted)
+    for seed in range(2_000):
+        try:
+            History(seed, SCENES_OF.get(rule, SCENES)).play()
+        except (BrokenError, CorruptCheckpointError, LookupError):  # the last where two things have one name
+            return
+    pytest.fail(f"no history needs {rule}")

@@ -1,0 +1,414 @@
+"""S3 on Ceph's gateway: what moto cannot show, since it races, verifies and breaks off nothing."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_remote import RemoteWriter, load
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.errors import (
+    CommitConflictError,
+    ConditionFailedError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    StorageError,
+    TransientStorageError,
+)
+from dcp_remote.run import commit
+from dcp_remote.storage import ObjectStore, open_store
+from dcp_remote.storage.base import Condition
+from dcp_remote.storage.url import parse_url
+from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
+from dcp_remote.testing.store_suite import StoreSuite
+from tests.run.test_commit import body as manifest_body
+from tests.support import ceph as ceph_module
+from tests.support.ceph import CephGateway, ceph_gateway, ceph_is_installed
+from tests.support.figures import count
+from tests.support.rank_pool import RankPool, RanksFailedError
+from tests.support.training import STRATEGIES, Leaves, assert_same, full, load_each, trained
+
+pytestmark = [
+    pytest.mark.torture,
+    pytest.mark.skipif(not ceph_is_installed(), reason="Ceph 16 is not installed; tests/support/ceph.py says how"),
+]
+
+
+@pytest.fixture(scope="module")
+def ceph() -> Iterator[CephGateway]:
+    with ceph_gateway() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(ceph: CephGateway) -> Any:
+    """Client of botocore, which bypasses the store."""
+    return ceph.client()
+
+
+@pytest.fixture
+def bucket(client: Any) -> str:
+    """An empty bucket."""
+    name = f"test-{uuid.uuid4().hex}"
+    client.create_bucket(Bucket=name)
+    return name
+
+
+@pytest.fixture(scope="module")
+def suite_store(ceph: CephGateway) -> ObjectStore:
+    """Store for the whole suite: creating a client takes longer than most tests."""
+    ceph.create_bucket("suite")
+    return open_store("s3://suite", ceph.storage_options)
+
+
+class TestS3OnCeph(StoreSuite):
+    """Run the store suite, each test under a prefix of its own, and check by botocore."""
+
+    version_is_digest = True
+
+    @pytest.fixture
+    def store(self, suite_store: ObjectStore) -> ObjectStore:
+        return suite_store.child(uuid.uuid4().hex)
+
+    @pytest.fixture(autouse=True)
+    def _look_past(self, client: Any) -> None:
+        self.client = client
+
+    def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None:
+        url = parse_url(store.url)
+        self.client.put_object(Bucket=url.bucket, Key=f"{url.prefix}/{key}", Body=data)
+
+    def raw_read(self, store: ObjectStore, key: str) -> bytes:
+        url = parse_url(store.url)
+        return bytes(self.client.get_object(Bucket=url.bucket, Key=f"{url.prefix}/{key}")["Body"].read())
+
+
+def run_at_once(number: int, work: Callable[[int], str]) -> list[str]:
+    """Run `work` in `number` threads that begin together; return their results."""
+    barrier = threading.Barrier(number)
+
+    def run(index: int) -> str:
+        barrier.wait()
+        return work(index)
+
+    with ThreadPoolExecutor(number) as pool:
+        return list(pool.map(run, range(number)))
+
+
+# ---- concurrent writers
+
+
+# Above 4 MiB the gateway stores a tail before it checks the condition.
+@pytest.mark.parametrize("size_bytes", [100, 5_000_000])
+@pytest.mark.parametrize("condition", ["absent", "swap"])
+def test_one_of_eight_writers_wins(ceph: CephGateway, bucket: str, condition: str, size_bytes: int) -> None:
+    """Race eight threads four times: exactly one put succeeds, and the object has its bytes.
+
+    Losers of a swap get a failed condition or 500, the gateway's answer to a writer that read the old object and wrote
+    second. The outcome of a 500 is unknown to the loser, so `commit` reads.
+    """
+    store = open_store(f"s3://{bucket}", ceph.storage_options)
+    for attempt in range(4):
+        key = f"race-{attempt}"
+        before: Condition = store.put(key, [b"before"]) if condition == "swap" else "absent"
+        bodies = [f"writer {index} ".encode() * (size_bytes // 9) for index in range(8)]
+
+        def write(index: int, key: str = key, before: Condition = before, bodies: list[bytes] = bodies) -> str:
+            try:
+                store.put(key, [bodies[index]], condition=before)
+            except (ConditionFailedError, TransientStorageError) as error:
+                return f"{type(error).__name__} {error.details.get('code')}"
+            return "won"
+
+        told = run_at_once(8, write)
+        assert told.count("won") == 1
+        assert set(told) <= {"won", "ConditionFailedError PreconditionFailed"} | (
+            {"TransientStorageError UnknownError"} if condition == "swap" else set()
+        )
+        assert store.get(key, limit_bytes=size_bytes).data == bodies[told.index("won")]
+
+
+def test_one_of_eight_commits_wins(ceph: CephGateway, bucket: str) -> None:
+    """Race eight commits to one slot, five rounds: one returns, the others raise a conflict, even after a 500."""
+    store = open_store(f"s3://{bucket}", ceph.storage_options)
+    for _ in range(5):
+        slot = commit.look(store)
+        save_ids = [uuid.uuid4().hex for _ in range(8)]
+
+        def put_manifest(index: int, slot: commit.Slot = slot, save_ids: list[str] = save_ids) -> str:
+            body = manifest_body(save_ids[index], slot)
+            try:
+                commit.commit(store, slot, body, save_id=save_ids[index], deadline=Deadline(60))
+            except CommitConflictError:
+                return "conflict"
+            return "committed"
+
+        told = run_at_once(8, put_manifest)
+        assert sorted(told) == ["committed"] + ["conflict"] * 7
+        head = commit.look(store).head
+        assert head is not None
+        assert head.save_id == save_ids[told.index("committed")]
+
+
+# ---- bytes damaged in transit
+
+# Headers of the connection, not forwarded; Host stays as the client signed it.
+HOP_HEADERS = {"connection", "date", "server", "transfer-encoding"}
+
+
+def forward(ceph: CephGateway, request: HttpRequest, body: bytes) -> HttpAnswer:
+    """Send a request with another body to the gateway; return the answer."""
+    connection = http.client.HTTPConnection(urlsplit(ceph.endpoint_url).netloc, timeout=30)
+    headers = {name: value for name, value in request.headers.items() if name not in HOP_HEADERS}
+    connection.request(request.method, request.path, body=body, headers=headers)
+    response = connection.getresponse()
+    kept = {name: value for name, value in response.getheaders() if name.lower() not in HOP_HEADERS}
+    answer = HttpAnswer(response.status, response.read(), kept)
+    connection.close()
+    return answer
+
+
+def is_shard_put(request: HttpRequest) -> bool:
+    return request.method == "PUT" and "/shards/" in request.path
+
+
+@contextmanager
+def link_that_flips_a_bit(ceph: CephGateway) -> Iterator[tuple[str, list[int]]]:
+    """Run a proxy that damages the first shard; yield its endpoint and the statuses of the answers to shard puts."""
+    statuses: list[int] = []
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        body = request.body
+        if is_shard_put(request) and not statuses:
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        answered = forward(ceph, request, body)
+        if is_shard_put(request):
+            statuses.append(answered.status)
+        return answered
+
+    with scripted_server(answer) as link:
+        yield link.endpoint_url, statuses
+
+
+STATE = {"weight": torch.arange(1000.0), "bias": torch.ones(3)}
+
+
+def test_a_shard_damaged_in_transit_is_sent_again(ceph: CephGateway, bucket: str) -> None:
+    """Flip one bit of the first attempt: the server refuses it by its SHA-256, and the second attempt is stored."""
+    url = f"s3://{bucket}/checkpoint"
+    with link_that_flips_a_bit(ceph) as (endpoint_url, statuses):
+        options = ceph.storage_options | {"endpoint_url": endpoint_url}
+        dcp.save({"model": STATE}, storage_writer=RemoteWriter(url, storage_options=options))
+    assert statuses == [400, 200]
+    assert_same(full(load(url, storage_options=ceph.storage_options)["model"]), full(STATE))
+
+
+def default_options(ceph: CephGateway) -> dict[str, Any]:
+    """Return the options of a user who gives the endpoint and no setting for Ceph."""
+    habits = ("etag_quotes", "sign_payload", "checksum_algorithm")
+    return {name: value for name, value in ceph.storage_options.items() if name not in habits}
+
+
+def test_a_load_detects_what_ceph_did_not_verify(ceph: CephGateway, bucket: str) -> None:
+    """Flip a bit with default options, whose CRC64NVME this server ignores: it is stored, and the load refuses it."""
+    url = f"s3://{bucket}/checkpoint"
+    with link_that_flips_a_bit(ceph) as (endpoint_url, statuses):
+        options = default_options(ceph) | {"endpoint_url": endpoint_url}
+        dcp.save({"model": STATE}, storage_writer=RemoteWriter(url, storage_options=options))
+    assert statuses == [200]
+    with pytest.raises(CorruptCheckpointError, match="shards/"):
+        load(url, storage_options=default_options(ceph))
+
+
+# ---- error messages
+
+
+def test_default_options_save_and_load(ceph: CephGateway, bucket: str) -> None:
+    """Save and load plainly, without any setting for Ceph."""
+    url, options = f"s3://{bucket}/checkpoint", default_options(ceph)
+    dcp.save({"model": STATE}, storage_writer=RemoteWriter(url, storage_options=options))
+    assert_same(full(load(url, storage_options=options)["model"]), full(STATE))
+
+
+def test_quoted_etags_are_refused_and_the_error_names_the_option(ceph: CephGateway, bucket: str) -> None:
+    """Commit over a commit with default options: nothing is replaced, and the error names `etag_quotes`."""
+    store = open_store(f"s3://{bucket}", default_options(ceph))
+    first, second = uuid.uuid4().hex, uuid.uuid4().hex
+    slot = commit.look(store)
+    commit.commit(store, slot, manifest_body(first, slot), save_id=first, deadline=Deadline(60))
+    slot = commit.look(store)
+    with pytest.raises(StorageError, match="etag_quotes"):
+        commit.commit(
+            store, slot, manifest_body(second, slot), save_id=second, deadline=Deadline(600), sleep=lambda _: None
+        )
+    assert commit.look(store) == slot
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [
+        ({"aws_secret_access_key": "not-the-secret"}, "The secret key is not that of the access key."),
+        ({"aws_access_key_id": "not-the-key"}, "The store does not know this access key."),
+    ],
+)
+def test_wrong_credentials(ceph: CephGateway, bucket: str, wrong: dict[str, str], advice: str) -> None:
+    """Read, write and list with one wrong key each: the error says which of the two, and shows neither."""
+    store = open_store(f"s3://{bucket}", ceph.storage_options | wrong)
+    calls: list[Callable[[], object]] = [
+        lambda: store.get("key", limit_bytes=1),
+        lambda: store.put("key", [b"x"]),
+        lambda: list(store.list()),
+    ]
+    for call in calls:
+        with pytest.raises(PermissionDeniedError, match=advice) as caught:
+            call()
+        assert "not-the-secret" not in str(caught.value)
+
+
+# ---- a job that is killed
+
+
+@pytest.fixture(scope="module")
+def rank_pool() -> Iterator[RankPool]:
+    with RankPool(3) as pool:
+        yield pool
+
+
+def overwrite(strategy: str, url: str, seed: int, storage_options: dict[str, Any]) -> Leaves:
+    """Train and overwrite the checkpoint; return the full state that was saved."""
+    state = trained(strategy, seed).state()
+    dcp.save(state, storage_writer=RemoteWriter(url, storage_options=storage_options, overwrite=True))
+    return full(state)
+
+
+@contextmanager
+def link_that_breaks(ceph: CephGateway, then: Callable[[], None]) -> Iterator[tuple[str, list[str]]]:
+    """Run a proxy that forwards half of the second shard, calls `then` and disconnects.
+
+    Yields its endpoint, and a list that the path of that shard is added to.
+    """
+    shards = itertools.count(1)
+    cut_off: list[str] = []
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if len(request.body) != int(request.headers.get("content-length", "0")):
+            return HttpAnswer(cut_bytes=0)  # the rank was killed while it sent the body
+        if not is_shard_put(request) or next(shards) != 2:
+            return forward(ceph, request, request.body)
+        cut_off.append(request.path)
+        address = urlsplit(ceph.endpoint_url)
+        with socket.create_connection((address.hostname or "", address.port or 0), timeout=30) as connection:
+            lines = [f"PUT {request.path} HTTP/1.1", *(f"{name}: {value}" for name, value in request.headers.items())]
+            connection.sendall("\r\n".join([*lines, "", ""]).encode() + request.body[: len(request.body) // 2])
+            then()
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1000):  # until the gateway has handled the request
+                pass
+        return HttpAnswer(cut_bytes=0)
+
+    with scripted_server(answer) as link:
+        yield link.endpoint_url, cut_off
+
+
+def test_a_job_killed_in_mid_save(ceph: CephGateway, bucket: str, rank_pool: RankPool) -> None:
+    """Kill three ranks that overwrite, with one shard stored and another half sent: the old checkpoint is whole.
+
+    Then two ranks overwrite it, and one rank loads the result.
+    """
+    url, options = f"s3://{bucket}/checkpoint", ceph.storage_options
+    saved = rank_pool.run(overwrite, "fsdp-3", url, 1, options)[0]
+    store = open_store(url, options)
+    before = {info.key for info in store.list()}
+    pids = [pid for pid in rank_pool.pids if pid is not None]
+
+    def kill_ranks() -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        count("ranks killed", len(pids))
+
+    with link_that_breaks(ceph, kill_ranks) as (endpoint_url, cut_off), pytest.raises(RanksFailedError) as caught:
+        rank_pool.run(overwrite, "fsdp-3", url, 2, options | {"endpoint_url": endpoint_url})
+    signals = {rank: failure.signal for rank, failure in caught.value.failures.items()}
+    assert signals == dict.fromkeys(range(3), signal.SIGKILL)
+    orphans = {info.key for info in store.list()} - before
+    assert orphans, "a shard was stored before the kill"
+    assert all(key.startswith("shards/") for key in orphans)
+    assert not [key for key in orphans for path in cut_off if path.endswith(key)]
+    assert_same(full(load(url, storage_options=options)), saved)
+
+    saved = rank_pool.run(overwrite, "tp-2", url, 3, options, ranks=STRATEGIES["tp-2"].ranks)[0]
+    (loaded,) = rank_pool.run(load_each, "plain", [url], options, ranks=STRATEGIES["plain"].ranks)[0]
+    assert_same(loaded, saved)
+
+
+# ---- the gateway of the tests
+
+START = """
+import signal, time
+from tests.support.ceph import ceph_gateway
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without it
+with ceph_gateway():
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGKILL])
+def test_the_gateway_ends_with_its_parent(way: signal.Signals, tmp_path: Path) -> None:
+    """Send SIGINT and SIGKILL to the parent: its three daemons end, and after SIGINT no file is left."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", START],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert parent.stdout is not None
+    try:
+        assert parent.stdout.readline() == b"ready\n"
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        assert len(children) == 3
+        daemons = [os.pidfd_open(int(pid)) for pid in children]
+        parent.send_signal(way)
+        parent.wait(timeout=60)
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    for daemon in daemons:
+        assert select.select([daemon], [], [], 30)[0] == [daemon]
+        os.close(daemon)
+    assert (list(tmp_path.iterdir()) == []) == (way == signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("setting", "wrong", "told"),
+    [
+        ("/mon\n", "/no/such-folder\n", r"Ceph's ceph-mon failed\."),
+        ("=127.0.0.1", "=192.0.2.1", r"Ceph's radosgw died .*192\.0\.2\.1"),  # an address of no host
+    ],
+)
+def test_a_gateway_that_does_not_start(setting: str, wrong: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break its configuration so that a command fails or a daemon exits: the error names and quotes it."""
+    monkeypatch.setattr(ceph_module, "_CONFIGURATION", ceph_module._CONFIGURATION.replace(setting, wrong))
+    with pytest.raises(InvalidArgumentError, match=told), ceph_gateway():
+        raise AssertionError

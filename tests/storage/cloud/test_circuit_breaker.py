@@ -1,0 +1,172 @@
+"""Direct reads that fail, again and again: which way ranges are read, what is counted, and what is logged."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.units import KiB, MiB
+from dcp_remote.errors import TransientStorageError
+from dcp_remote.storage.cloud.circuit_breaker import CircuitBreaker, DirectCounts
+from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
+from dcp_remote.storage.retrying import RetryingStore
+from dcp_remote.storage.url import parse_url
+from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
+from tests.benchmark.server.certificates import make_certificates
+from tests.storage.cloud.range_server import is_direct, range_server
+
+DATA = bytes(range(256)) * 16 * KiB  # 4 MiB
+KEYS = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
+
+
+def open_at(endpoint_url: str, **options: object) -> CloudStore:
+    return open_cloud_store(parse_url("s3://bench/run"), {**KEYS, "endpoint_url": endpoint_url, **options})
+
+
+def read(store: CloudStore, start: int, stop: int) -> None:
+    """Read a range and compare it; transient failures are retried without a pause."""
+    buffer = bytearray(stop - start)
+    RetryingStore(store, Deadline(60), sleep=lambda _: None).get_into("key", start, memoryview(buffer))
+    assert buffer == DATA[start:stop]
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["http", "tls"])
+@pytest.mark.parametrize("size_bytes", [100, 9000, 300_000, 4 * MiB])
+def test_a_server_that_closes_after_each_answer(size_bytes: int, *, tls: bool, tmp_path: Path) -> None:
+    """Answer with `Connection: close` and bodies of any size: each byte is sent once, and directly."""
+    context, options = None, {}
+    if tls:
+        authority, chain = make_certificates(tmp_path)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(chain)
+        options = {"verify": str(authority)}
+    with range_server(DATA, context=context, closes=True) as server:
+        store = open_at(server.endpoint_url, **options)
+        for _ in range(3):
+            read(store, 0, size_bytes)
+        assert server.sent_bytes == 3 * size_bytes
+        assert [is_direct(target) for target in server.targets] == [True] * 3
+    assert store.direct_counts == DirectCounts(direct=3)
+
+
+def test_ranges_are_read_directly_on_moto(s3_server: S3Server) -> None:
+    """Read bodies of every size from moto: no range is left to obstore."""
+    s3_server.create_bucket("read-directly")
+    store = open_cloud_store(parse_url("s3://read-directly/run"), s3_server.storage_options)
+    store.put("key", [DATA])
+    for stop in (1, 8 * KiB, 9000, MiB, 4 * MiB):
+        read(store, 0, stop)
+    assert store.child("below").direct_counts == DirectCounts(direct=5)
+
+
+@pytest.mark.parametrize("cut_bytes", [-1, 0, 50_000], ids=["no answer", "no body", "in the body"])
+def test_a_middlebox_that_cuts_signed_urls(cut_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Reset every direct read: ranges arrive by the third attempt, later ones at once, with one line in the log."""
+    with (
+        caplog.at_level(logging.WARNING, "dcp_remote.storage.cloud.circuit_breaker"),
+        range_server(DATA, cut=lambda target: cut_bytes if is_direct(target) else None) as server,
+    ):
+        store = open_at(server.endpoint_url)
+        for start in range(10):
+            read(store, start, start + 100_000)
+        assert [is_direct(target) for target in server.targets] == [True, True, False] * 3 + [False] * 7
+    assert store.direct_counts == DirectCounts(broken=6, after_breaks=3, skipped=7)
+    (line,) = [record.getMessage() for record in caplog.records if "Direct reads" in record.getMessage()]
+    assert "bucket=bench" in line
+
+
+def test_a_middlebox_that_cuts_large_answers_only() -> None:
+    """Reset large direct reads while small ones succeed: the large ranges arrive as well."""
+    with range_server(DATA, cut=lambda target: 10 if is_direct(target) and large.is_set() else None) as server:
+        large = threading.Event()
+        store = open_at(server.endpoint_url)
+        for start in range(5):
+            large.clear()
+            read(store, start, start + 100)
+            large.set()
+            read(store, start, start + 100_000)
+    assert store.direct_counts == DirectCounts(direct=5, broken=10, after_breaks=5)
+
+
+def test_many_threads_behind_a_middlebox() -> None:
+    """Read by sixteen threads while direct reads are reset: all ranges arrive, after few direct attempts."""
+    with range_server(DATA, cut=lambda target: 0 if is_direct(target) else None) as server:
+        store = open_at(server.endpoint_url)
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda start: read(store, start, start + 10_000), range(100)))
+        assert sum(map(is_direct, server.targets)) <= 2 * 16 + 2
+        assert len(server.targets) == 100 + sum(map(is_direct, server.targets))
+
+
+def test_one_broken_connection_only_retries() -> None:
+    """Cut the first of ten reads: its retry and all other reads are direct."""
+    cuts = [50_000]
+    with range_server(DATA, cut=lambda _: cuts.pop() if cuts else None) as server:
+        store = open_at(server.endpoint_url)
+        for start in range(10):
+            read(store, start, start + 100_000)
+        assert all(map(is_direct, server.targets))
+    assert store.direct_counts == DirectCounts(direct=10, broken=1)
+
+
+def test_a_busy_store_does_not_pause_direct_reads() -> None:
+    """Answer 503 to everything: direct reads are not paused, and only one request, the diagnosis, is added."""
+    with scripted_server(lambda _: HttpAnswer(503)) as server:
+        store = open_at(server.endpoint_url)
+        for _ in range(30):
+            with pytest.raises(TransientStorageError):
+                store.get_into("key", 0, memoryview(bytearray(100)))
+        assert len(server.requests) == 31
+    assert store.direct_counts == DirectCounts(broken=20)
+
+
+def test_a_short_object_behind_a_middlebox() -> None:
+    """Cut direct reads of an object that ends before the range: the error says so, whoever reads."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        headers = {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT", "ETag": '"abc"'}
+        if request.method == "HEAD":
+            return HttpAnswer(200, b"12345", headers)
+        return HttpAnswer(206, b"1", cut_bytes=0) if is_direct(request.path) else HttpAnswer(416)
+
+    with scripted_server(answer) as server:
+        store = RetryingStore(open_at(server.endpoint_url), Deadline(60), sleep=lambda _: None)
+        for start in range(3):
+            buffer = bytearray(100)
+            with pytest.raises(Exception, match="ends before the range"):
+                store.get_into("key", start, memoryview(buffer))
+
+
+def test_one_range_is_tried_after_a_pause() -> None:
+    """Advance a clock past the pause: one range is tried directly, the others wait, and its success ends the pause."""
+    clock = [0.0]
+    breaker = CircuitBreaker("bucket", lambda: clock[0])
+    for start in range(3):
+        assert breaker.choose_route(("key", start)) == "direct"
+        breaker.note_read(("key", start), "refused")
+    assert breaker.choose_route(("key", 3)) == "skipped"
+    clock[0] = 59.0
+    assert breaker.choose_route(("key", 3)) == "skipped"
+    clock[0] = 60.0
+    assert [breaker.choose_route(("key", start)) for start in range(3)] == ["direct", "skipped", "skipped"]
+    breaker.note_broken(("key", 0))
+    assert breaker.choose_route(("key", 0)) == "skipped"
+    clock[0] = 120.0
+    assert breaker.choose_route(("key", 0)) == "direct"
+    breaker.note_read(("key", 0), "read")
+    assert [breaker.choose_route(("key", start)) for start in range(3)] == ["direct"] * 3
+
+
+def test_broken_ranges_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break a thousand ranges, as abandoned loads do: the number remembered is bounded."""
+    monkeypatch.setattr("dcp_remote.storage.cloud.circuit_breaker._REMEMBERED_MAX", 10)
+    breaker = CircuitBreaker("bucket")
+    for start in range(1000):
+        breaker.note_broken(("key", start))
+    assert len(breaker._breaks) <= 10

@@ -1,0 +1,276 @@
+"""Credentials that others have replaced: a long job goes on with what is good now, and fails at once without."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from json import dumps
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+from botocore.session import Session
+from botocore.utils import ContainerMetadataFetcher
+
+from dcp_remote.common.deadline import Deadline, RetryPolicy
+from dcp_remote.errors import PermissionDeniedError, TransientStorageError
+from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.cloud.credentials import S3Credentials
+from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
+from dcp_remote.storage.retrying import RetryingStore
+from dcp_remote.storage.url import parse_url
+from dcp_remote.testing.servers import HttpAnswer, HttpRequest, ScriptedServer, scripted_server
+
+DATA = bytes(range(256))
+HEADERS = {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT", "ETag": '"abc"'}
+LISTING = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+
+
+class Bucket:
+    """Fake bucket that accepts requests signed with the currently valid access key and token."""
+
+    def __init__(self, *, status: int = 403, code: str = "ExpiredToken") -> None:
+        self.good = 1
+        self._refusal = HttpAnswer(status, f"<Error><Code>{code}</Code></Error>".encode())
+
+    def __call__(self, request: HttpRequest) -> HttpAnswer:
+        if get_keys(request) != (f"KEY{self.good}", f"TOKEN{self.good}"):
+            return self._refusal
+        if request.method == "PUT":
+            return HttpAnswer(200, headers=HEADERS)
+        if request.method == "DELETE":
+            return HttpAnswer(204)
+        if request.method == "POST":
+            return HttpAnswer(200, b"<DeleteResult/>")
+        if "list-type" in request.path:
+            return HttpAnswer(200, LISTING)
+        if "range" in request.headers:
+            first, last = map(int, request.headers["range"].removeprefix("bytes=").split("-"))
+            headers = {**HEADERS, "Content-Range": f"bytes {first}-{last}/{len(DATA)}"}
+            return HttpAnswer(206, DATA[first : last + 1], headers)
+        return HttpAnswer(200, DATA, HEADERS)
+
+
+def get_keys(request: HttpRequest) -> tuple[str, str]:
+    """Return access key and token of a request, from its URL or its headers."""
+    query = parse_qs(urlsplit(request.path).query)
+    if "X-Amz-Credential" in query:
+        return query["X-Amz-Credential"][0].split("/")[0], query["X-Amz-Security-Token"][0]
+    match = re.search(r"Credential=(\w+)/", request.headers["authorization"])
+    assert match is not None
+    return match[1], unquote(request.headers["x-amz-security-token"])
+
+
+class Role:
+    """Fake service that issues numbered credentials to containers."""
+
+    def __init__(self, *, minutes: float = 60) -> None:
+        self.number = 1
+        self.fails = False
+        self.is_new_each_time = False
+        self._minutes = minutes
+
+    def __call__(self, _request: HttpRequest) -> HttpAnswer:
+        if self.fails:
+            return HttpAnswer(500)
+        expires = datetime.now(UTC) + timedelta(minutes=self._minutes)
+        keys = {"AccessKeyId": f"KEY{self.number}", "SecretAccessKey": "SECRET", "Token": f"TOKEN{self.number}"}
+        self.number += self.is_new_each_time
+        return HttpAnswer(200, dumps({**keys, "Expiration": expires.strftime("%Y-%m-%dT%H:%M:%SZ")}).encode())
+
+
+@pytest.fixture(autouse=True)
+def credentials_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Remove all configuration of AWS except one file of this test; return its path."""
+    for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ROLE_ARN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    return tmp_path / "credentials"
+
+
+def write(path: Path, number: int) -> None:
+    path.write_text(
+        f"[default]\naws_access_key_id = KEY{number}\naws_secret_access_key = SECRET\n"
+        f"aws_session_token = TOKEN{number}\n"
+    )
+
+
+def open_at(server: ScriptedServer) -> CloudStore:
+    return open_cloud_store(parse_url("s3://bucket/run"), {"endpoint_url": server.endpoint_url})
+
+
+def read(store: ObjectStore) -> bytes:
+    buffer = bytearray(100)
+    store.get_into("key", 0, memoryview(buffer))
+    return bytes(buffer)
+
+
+VERBS: dict[str, Callable[[ObjectStore], object]] = {
+    "head": lambda store: store.head("key"),
+    "get": lambda store: store.get("key", limit_bytes=1000),
+    "get_into": read,
+    "put": lambda store: store.put("key", [b"x"]),
+    "list": lambda store: list(store.list()),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("status", "code"), [(403, "ExpiredToken"), (400, "ExpiredToken"), (403, "InvalidAccessKeyId")]
+)
+def test_a_credentials_file_that_was_rewritten(status: int, code: str, verb: str, credentials_file: Path) -> None:
+    """Rewrite the file and refuse the old key: each verb passes at its second attempt, after the file is read again."""
+    write(credentials_file, 1)
+    bucket = Bucket(status=status, code=code)
+    with scripted_server(bucket) as server:
+        store = open_at(server)
+        for other in VERBS.values():  # all clients get their credentials
+            other(store)
+        bucket.good = 2
+        write(credentials_file, 2)
+        repeated: list[str] = []
+        policy = RetryPolicy(first_delay_seconds=0.01)
+        again = RetryingStore(store, Deadline(60), policy, on_retry=lambda verb, *_: repeated.append(verb))
+        VERBS[verb](again)
+        for other in VERBS.values():
+            other(store)
+        assert repeated == [verb]
+
+
+def test_a_delete_with_a_rewritten_credentials_file(credentials_file: Path) -> None:
+    """Refuse the old key of a batch: the keys are reported with a transient error, and the second delete passes."""
+    write(credentials_file, 1)
+    bucket = Bucket()
+    with scripted_server(bucket) as server:
+        store = open_at(server)
+        read(store)
+        bucket.good = 2
+        write(credentials_file, 2)
+        assert {type(error) for error in store.delete(["a", "b"]).values()} == {TransientStorageError}
+        assert store.delete(["a", "b"]) == {}
+
+
+def test_a_commit_with_a_rewritten_credentials_file(credentials_file: Path) -> None:
+    """Refuse the old key of a conditional put: the error is transient, and the second put passes."""
+    write(credentials_file, 1)
+    bucket = Bucket()
+    with scripted_server(bucket) as server:
+        store = open_at(server)
+        read(store)
+        bucket.good = 2
+        write(credentials_file, 2)
+        with pytest.raises(TransientStorageError, match="newer ones were found"):
+            store.put("key", [b"x"], condition="absent")
+        store.put("key", [b"x"], condition="absent")
+
+
+def test_a_role_that_was_given_new_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace credentials early, while sixteen threads read: the role is asked once more, and every read passes."""
+    role, bucket = Role(), Bucket()
+    with scripted_server(role) as container, scripted_server(bucket) as server:
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{container.endpoint_url}/keys")
+        store = open_at(server)
+        read(store)
+        assert len(container.requests) == 1
+        role.number = bucket.good = 2
+        policy = RetryPolicy(first_delay_seconds=0.01)
+        retries: Counter[int] = Counter()
+
+        def read_with_retries(number: int) -> bytes:
+            return read(RetryingStore(store, Deadline(60), policy, on_retry=lambda *_: retries.update([number])))
+
+        with ThreadPoolExecutor(16) as pool:
+            results = list(pool.map(read_with_retries, range(100)))
+        assert results == [DATA[:100]] * 100
+        assert set(retries.values()) <= {1}
+        assert len(container.requests) == 2
+        # A late read may have been hedged by obstore; the next read is direct.
+        read(store)
+        assert "X-Amz-Signature" in server.requests[-1].path
+
+
+def test_a_role_whose_credentials_are_all_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue new credentials at every call and refuse them all: the role is asked only once more, with one retry."""
+    role, bucket = Role(), Bucket(code="AccessDenied")
+    role.number, role.is_new_each_time = 5, True
+    with scripted_server(role) as container, scripted_server(bucket) as server:
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{container.endpoint_url}/keys")
+        store = open_at(server)
+        policy = RetryPolicy(first_delay_seconds=0.01)
+        for _ in range(5):
+            with pytest.raises(PermissionDeniedError, match="s3:PutObject"):
+                RetryingStore(store, Deadline(60), policy).put("key", [b"x"])
+        assert len(container.requests) == 2
+        assert len(server.requests) == 6
+
+
+def test_an_unchanged_file_fails_at_once(credentials_file: Path) -> None:
+    """Refuse the key of an unchanged file: one request, one error; after the file is rewritten, the next put passes."""
+    write(credentials_file, 2)
+    bucket = Bucket()
+    with scripted_server(bucket) as server:
+        store = open_at(server)
+        for number in range(1, 4):
+            with pytest.raises(PermissionDeniedError, match="have expired"):
+                store.put("key", [b"x"])
+            assert len(server.requests) == number
+        write(credentials_file, 1)
+        store._clients._renew_again_at = 0.0
+        with pytest.raises(TransientStorageError):
+            store.put("key", [b"x"])
+        store.put("key", [b"x"])
+
+
+def test_no_other_credentials_are_found(credentials_file: Path) -> None:
+    """Delete the file and refuse its key: the error says both."""
+    write(credentials_file, 1)
+    bucket = Bucket()
+    with scripted_server(bucket) as server:
+        store = open_at(server)
+        read(store)
+        bucket.good = 2
+        credentials_file.unlink()
+        with pytest.raises(
+            PermissionDeniedError, match=r"have expired.*No other credentials were found.*No credentials"
+        ) as info:
+            read(store)
+        assert info.value.details["code"] == "ExpiredToken"
+
+
+def test_two_clients_of_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one client renew its credentials: the other client of the store uses the new ones as well."""
+    role, bucket = Role(minutes=5), Bucket()  # near expiry, so botocore asks the service at every call
+    with scripted_server(role) as container, scripted_server(bucket) as server:
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{container.endpoint_url}/keys")
+        store = open_at(server)
+        store.get("key", limit_bytes=1000)
+        role.number = bucket.good = 2
+        store.put("key", [b"x"])  # puts have a client of their own
+        store.get("key", limit_bytes=1000)
+        assert [get_keys(request)[0] for request in server.requests] == ["KEY1", "KEY2", "KEY2"]
+
+
+def test_a_credentials_service_that_fails_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail an early renewal: the last credentials are returned again, with an expiry that makes obstore ask soon."""
+    monkeypatch.setattr(ContainerMetadataFetcher, "SLEEP_TIME", 0)
+    role = Role(minutes=5)
+    with scripted_server(role) as container:
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{container.endpoint_url}/keys")
+        found = Session().get_credentials()
+        assert found is not None
+        credentials = S3Credentials(found)
+        assert credentials()["access_key_id"] == "KEY1"
+        role.fails = True
+        again = credentials()
+        assert again["access_key_id"] == "KEY1"
+        assert again["expires_at"] is not None
+        assert again["expires_at"] - datetime.now(UTC) < timedelta(minutes=6)
+        role.fails, role.number = False, 2
+        assert credentials()["access_key_id"] == "KEY2"
+        assert credentials.secrets == ("KEY1", "SECRET", "TOKEN1", "KEY2", "SECRET", "TOKEN2")

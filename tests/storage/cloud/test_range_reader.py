@@ -1,0 +1,446 @@
+"""Reads into the caller's memory: what is read, over how many connections, and what is left to obstore."""
+
+from __future__ import annotations
+
+import gc
+import math
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dcp_remote.common.hedging import LATE_SECONDS_MIN, SAMPLES_MIN, LatencyTracker
+from dcp_remote.common.units import KiB, MiB
+from dcp_remote.errors import StorageError, TransientStorageError
+from dcp_remote.storage.cloud import tls_stream
+from dcp_remote.storage.cloud.config import Timeouts
+from dcp_remote.storage.cloud.range_reader import DirectRangeReader
+from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
+from dcp_remote.storage.cloud.tls_stream import TlsStream
+from dcp_remote.storage.rereads import RereadingStore
+from dcp_remote.storage.url import parse_url
+from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
+from tests.benchmark.server.server import BenchServer, bench_server
+
+DATA = bytes(range(256)) * 4 * KiB  # 1 MiB
+HEADERS = {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT", "ETag": '"abc"'}
+
+
+def open_at(endpoint_url: str, *, timeouts: Timeouts | None = None, **options: object) -> CloudStore:
+    keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
+    options = {"endpoint_url": endpoint_url, **keys, **options}
+    return open_cloud_store(parse_url("s3://bench/run"), options, timeouts=timeouts)
+
+
+def answer_range(request: HttpRequest) -> HttpAnswer:
+    """Return the bytes that a request asks for."""
+    first, last = map(int, request.headers["range"].removeprefix("bytes=").split("-"))
+    return HttpAnswer(206, DATA[first : last + 1], {**HEADERS, "Content-Range": f"bytes {first}-{last}/{len(DATA)}"})
+
+
+def is_direct(request: HttpRequest) -> bool:
+    """Return whether a request is signed in its URL, and not in a header as obstore signs."""
+    return "X-Amz-Signature" in request.path
+
+
+def read(store: CloudStore, start: int, stop: int) -> bytes:
+    buffer = bytearray(stop - start)
+    store.get_into("key", start, memoryview(buffer))
+    return bytes(buffer)
+
+
+@pytest.fixture(params=["http", "tls"], scope="module")
+def server(request: pytest.FixtureRequest) -> Iterator[BenchServer]:
+    with bench_server(size_bytes=64 * MiB, tls=request.param == "tls") as server:
+        yield server
+
+
+def test_ranges_of_all_sizes(server: BenchServer) -> None:
+    """Read ranges around the sizes of buffers, over http and TLS: the bytes are right, with one GET each."""
+    store = open_cloud_store(parse_url("s3://bench/run"), server.storage_options)
+    store.put("key", [DATA])
+    server.reset()
+    ranges = [
+        (start, start + length)
+        for start in (0, 1, 8191, 500_001)
+        for length in (1, 2, 8191, 8192, 8193, 16 * KiB - 1, 16 * KiB, 256 * KiB, 256 * KiB + 1, 300_001)
+    ]
+    for start, stop in ranges:
+        assert read(store, start, stop) == DATA[start:stop]
+    counts = server.counts()
+    assert counts.total.requests == len(ranges)
+
+
+def test_many_threads(server: BenchServer) -> None:
+    """Read a thousand ranges by sixteen threads: each gets its own bytes."""
+    store = open_cloud_store(parse_url("s3://bench/run"), server.storage_options)
+    store.put("key", [DATA])
+
+    def check(number: int) -> None:
+        start = number * 997 % 900_000
+        stop = start + 1 + number * 131 % 100_000
+        assert read(store, start, stop) == DATA[start:stop]
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(check, range(1000)))
+
+
+def test_a_signal_handler_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read in a signal handler that interrupts decryption: both reads get their bytes, without a deadlock."""
+    with bench_server(size_bytes=16 * MiB, tls=True) as server:
+        store = open_cloud_store(parse_url("s3://bench/run"), server.storage_options)
+        store.put("key", [DATA])
+        read_in_handler: list[bytes] = []
+        usual, through = TlsStream._decrypt_through, [False]
+
+        def interrupted(stream: TlsStream, records: memoryview, view: memoryview) -> int | None:
+            count = usual(stream, records, view)
+            if count and not through[0]:
+                through[0] = True
+                signal.raise_signal(signal.SIGUSR1)
+            return count
+
+        monkeypatch.setattr(TlsStream, "_decrypt_through", interrupted)
+        before = signal.signal(signal.SIGUSR1, lambda *_: read_in_handler.append(read(store, 7, 300_000)))
+        try:
+            assert read(store, 0, 500_000) == DATA[:500_000]
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert read_in_handler == [DATA[7:300_000]]
+
+
+def test_a_certificate_that_is_not_trusted(tmp_path: Path) -> None:
+    """Read with the authority's file, with verify=False, and with neither: only the last fails, as in obstore."""
+    with bench_server(size_bytes=16 * MiB, tls=True, folder=tmp_path) as server:
+        options = server.storage_options
+        open_cloud_store(parse_url("s3://bench/run"), options).put("key", [DATA])
+        trusting = open_cloud_store(parse_url("s3://bench/run"), {**options, "verify": False})
+        assert read(trusting, 10, 20) == DATA[10:20]
+        del options["verify"]
+        with pytest.raises(StorageError, match="not trusted"):
+            read(open_cloud_store(parse_url("s3://bench/run"), options), 10, 20)
+
+
+def test_one_connection_for_one_thread() -> None:
+    """Read ten times: the connection is kept, and reopened when the server closed it."""
+    addresses: list[tuple[str, int]] = []
+    with _CountingConnections(addresses, answers=3) as endpoint_url:
+        store = open_at(endpoint_url)
+        for start in range(10):
+            assert read(store, start, start + 100) == DATA[start : start + 100]
+    assert len(addresses) == 4
+
+
+@pytest.mark.parametrize("status", [301, 307, 400, 403, 404, 416, 501, 505, 200])
+def test_other_answers_are_left_to_obstore(status: int) -> None:
+    """Refuse signed URLs with each status: obstore repeats three reads, and later ones are not direct."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if is_direct(request):
+            return HttpAnswer(status, DATA[:100], {**HEADERS, "Location": "http://127.0.0.1:1/"})
+        return answer_range(request)
+
+    with scripted_server(answer) as server:
+        store = open_at(server.endpoint_url)
+        for _ in range(10):
+            assert read(store, 0, 100) == DATA[:100]
+    assert [is_direct(request) for request in server.requests] == [True, False] * 3 + [False] * 7
+
+
+def test_direct_reads_are_tried_again_after_a_pause() -> None:
+    """Refuse signed URLs for a while: a minute later by the clock, reads are direct again."""
+    refuses = [True]
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return HttpAnswer(403, b"", HEADERS) if refuses and is_direct(request) else answer_range(request)
+
+    with scripted_server(answer) as server:
+        store = open_at(server.endpoint_url)
+        for _ in range(5):
+            read(store, 0, 100)
+        refuses.clear()
+        assert not is_direct(server.requests[-1])
+        store._clients._breaker._clock = lambda: time.monotonic() + 60
+        assert read(store, 0, 100) == DATA[:100]
+        assert is_direct(server.requests[-1])
+
+
+def test_memory_is_released_without_garbage_collection() -> None:
+    """Fail a read with Python's garbage collector off, as trainers have it: nothing holds the caller's memory."""
+    gc.disable()
+    try:
+        with scripted_server(lambda _: HttpAnswer(503)) as server:
+            reads = DirectRangeReader(verify=None, connect_seconds=5, silence_seconds=5)
+            buffer = bytearray(100)
+            with pytest.raises(ConnectionError):
+                reads.read(
+                    f"{server.endpoint_url}/key", 0, memoryview(buffer), seconds=60, hedge=_HedgeHoldingBuffer(buffer)
+                )
+            buffer.append(1)  # raises BufferError while a view exists
+            del reads
+    finally:
+        gc.enable()
+
+
+class _HedgeHoldingBuffer:
+    """Hedge that refers to the destination."""
+
+    def __init__(self, buffer: bytearray) -> None:
+        self._view = memoryview(buffer)
+
+    def __call__(self) -> memoryview:
+        return self._view
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Range": f"bytes 1-100/{len(DATA)}"},
+        {"Content-Range": "bytes 0-98/99", "Content-Length": "99"},
+        {"Content-Range": f"bytes 0-99/{len(DATA)}", "Content-Encoding": "gzip"},
+        {},
+    ],
+    ids=["another", "shorter", "encoded", "unnamed"],
+)
+def test_another_range_is_not_accepted(headers: dict[str, str]) -> None:
+    """Answer 206 with another range, a shorter one, an encoding, or no range: obstore repeats the read."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if is_direct(request):
+            length = int(headers.get("Content-Length", 100))
+            return HttpAnswer(206, b"x" * length, {**HEADERS, **headers})
+        return answer_range(request)
+
+    with scripted_server(answer) as server:
+        assert read(open_at(server.endpoint_url), 0, 100) == DATA[:100]
+    assert [is_direct(request) for request in server.requests] == [True, False]
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_busy_store_is_not_asked_twice(status: int) -> None:
+    """Answer a direct read with a busy status: the error is raised at once; the other request is the diagnosis."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return answer_range(request) if "range" in request.headers and not is_direct(request) else HttpAnswer(status)
+
+    with scripted_server(answer) as server, pytest.raises(TransientStorageError, match=str(status)):
+        read(open_at(server.endpoint_url), 0, 100)
+    assert sum("range" in request.headers for request in server.requests) == 1
+
+
+@pytest.mark.parametrize("cut_bytes", [0, 1, 50_000])
+def test_a_cut_answer_is_raised(cut_bytes: int) -> None:
+    """Cut a body on a kept connection: the error is raised, and not taken for a connection closed while idle."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        whole = answer_range(request)
+        if len(whole.body) == 100:
+            return whole
+        return HttpAnswer(206, whole.body, whole.headers, cut_bytes=cut_bytes)
+
+    with scripted_server(answer) as server:
+        store = open_at(server.endpoint_url)
+        read(store, 0, 100)
+        with pytest.raises(TransientStorageError):
+            read(store, 0, 100_000)
+        assert sum("range" in request.headers for request in server.requests) == 2
+
+
+def test_a_proxy_is_left_to_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set a proxy in the environment: no read is direct, except to hosts in no_proxy."""
+    with scripted_server(answer_range) as server:
+        monkeypatch.setenv("http_proxy", server.endpoint_url)
+        store = open_at("http://storage.invalid")
+        assert read(store, 0, 100) == DATA[:100]
+        assert not any(is_direct(request) for request in server.requests)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert read(open_at(server.endpoint_url), 0, 100) == DATA[:100]
+        assert is_direct(server.requests[-1])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_unrequested_answer_is_not_accepted(*, late: bool) -> None:
+    """Send a second, unrequested answer at once or later: it is not taken for the answer to the next request."""
+    unasked = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 4\r\nContent-Range: bytes 4-7/8\r\n\r\nZZZZ"
+
+    def serve(listener: socket.socket) -> None:
+        for start in (0, 4):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                head = (
+                    f"HTTP/1.1 206 Partial Content\r\nContent-Length: 4\r\nContent-Range: bytes {start}-{start + 3}/8"
+                )
+                body = head.encode() + b"\r\n\r\n" + DATA[start : start + 4]
+                connection.sendall(body if late else body + unasked)
+                if late:
+                    asked.wait(30)
+                    connection.sendall(unasked)
+                    sent.set()
+                with suppress(ConnectionError):  # the client closes without reading the second answer
+                    connection.recv(1)
+
+    asked, sent = threading.Event(), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        reads = DirectRangeReader(verify=None, connect_seconds=5, silence_seconds=5)
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/key"
+        for start in (0, 4):
+            buffer = bytearray(4)
+            assert reads.read(url, start, memoryview(buffer), seconds=60, hedge=None)
+            assert buffer == DATA[start : start + 4]
+            asked.set()
+            assert not late or sent.wait(30)
+        del reads
+        gc.collect()
+        thread.join()
+
+
+def test_silence_in_an_answer_ends() -> None:
+    """Send half of the headers and then nothing: the read ends after the silence limit."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        reads = DirectRangeReader(verify=None, connect_seconds=5, silence_seconds=0.3)
+        thread = threading.Thread(target=_answer_half, args=(listener,))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/key"
+        with pytest.raises(TimeoutError, match="silent"):
+            reads.read(url, 0, memoryview(bytearray(10)), seconds=60, hedge=_never)
+        thread.join()
+
+
+def test_a_late_read_is_overtaken() -> None:
+    """Let sixteen reads be quick and then one hang: obstore's answer is used."""
+    hang = threading.Event()
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return HttpAnswer(silent=True) if hang.is_set() and is_direct(request) else answer_range(request)
+
+    with scripted_server(answer) as server:
+        store = open_at(server.endpoint_url)
+        for start in range(SAMPLES_MIN):
+            read(store, start, start + 100)
+        hang.set()
+        assert read(store, 5, 105) == DATA[5:105]
+        asked = [is_direct(request) for request in server.requests if request.headers["range"] == "bytes=5-104"]
+    assert asked[-2:] == [True, False]
+
+
+def test_connections_are_closed_with_their_store() -> None:
+    """Drop the store: its sockets are closed, without a ResourceWarning."""
+    with scripted_server(answer_range) as server:
+        store = open_at(server.endpoint_url)
+        read(store, 0, 100)
+        del store
+        gc.collect()
+
+
+def test_late_seconds() -> None:
+    """Note latencies: nothing is late before enough are known, and then never below a second."""
+    pace = LatencyTracker()
+    for number in range(SAMPLES_MIN):
+        assert pace.late_seconds(8 * MiB) == math.inf
+        pace.note(8 * MiB, 0.1 + number / 1000)
+    assert pace.late_seconds(8 * MiB) == LATE_SECONDS_MIN
+    assert pace.late_seconds(64 * MiB) == math.inf
+    for _ in range(1000):
+        pace.note(8 * MiB, 3.0)
+    assert pace.late_seconds(8 * MiB) == 6.0
+
+
+def test_few_are_sent_twice() -> None:
+    """Note a thousand late requests: a twentieth of them may be hedged, and a few after a quiet time."""
+    pace = LatencyTracker()
+    repeated = 0
+    for _ in range(1000):
+        pace.note(1, 100.0)
+        repeated += pace.may_repeat()
+    assert 45 <= repeated <= 55
+
+
+def _never() -> memoryview:
+    raise AssertionError
+
+
+def _answer_half(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 206 Partial Content\r\nContent-")
+        connection.recv(1)  # until the client disconnects
+
+
+class _CountingConnections:
+    """Server that answers `answers` requests per connection and then closes it without notice."""
+
+    def __init__(self, addresses: list[tuple[str, int]], *, answers: int) -> None:
+        self._addresses = addresses
+        self._answers = answers
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._serve)
+        self._open: socket.socket | None = None
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self._open is not None:
+            with suppress(OSError):  # closed already
+                self._open.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError:
+                return
+            self._addresses.append(address)
+            self._open = connection
+            with connection, connection.makefile("rb") as file:
+                for _ in range(self._answers):
+                    lines: list[str] = []
+                    while (line := file.readline()).strip():
+                        lines.append(line.decode().strip())
+                    if not lines:
+                        break
+                    (asked,) = (text for text in lines if text.lower().startswith("range:"))
+                    first, last = map(int, asked.partition("=")[2].split("-"))
+                    body = DATA[first : last + 1]
+                    connection.sendall(
+                        f"HTTP/1.1 206 Partial Content\r\nContent-Length: {len(body)}\r\n"
+                        f"Content-Range: bytes {first}-{last}/{len(DATA)}\r\n\r\n".encode()
+                        + body
+                    )
+
+
+def test_one_turn_of_decrypting_ends() -> None:
+    """Decrypt records of one byte: the turn ends, so that others decrypt and the clock is checked."""
+    stream = TlsStream.__new__(TlsStream)
+    stream._tls = cast("Any", SimpleNamespace(read=lambda _length, _view: 1))
+    assert stream._decrypt(memoryview(bytearray(1 << 20))) == tls_stream._TURN_RECORDS
+    assert stream._decrypt(memoryview(bytearray(10))) == 10
+
+
+def test_a_reread_is_not_direct() -> None:
+    """Reread bytes whose digest did not match: obstore reads them once, and the next read is direct again."""
+    with scripted_server(answer_range) as server:
+        store = open_at(server.endpoint_url)
+        assert read(store, 0, 100) == DATA[:100]
+        for _ in range(5):
+            buffer = bytearray(100)
+            RereadingStore(store).get_into("key", 0, memoryview(buffer))
+            assert buffer == DATA[:100]
+        assert read(store, 0, 100) == DATA[:100]
+    assert [is_direct(request) for request in server.requests] == [True] + [False] * 5 + [True]

@@ -1,0 +1,508 @@
+"""S3 on moto by the shipped suite; requests, timeouts and processes against servers that say what they were sent."""
+
+from __future__ import annotations
+
+import html
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+import boto3
+import pytest
+
+from dcp_remote.errors import (
+    ConditionFailedError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+    StorageError,
+    TransientStorageError,
+)
+from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.storage.cloud.circuit_breaker import DirectCounts
+from dcp_remote.storage.cloud.config import Timeouts
+from dcp_remote.storage.cloud.endpoint import resolve_s3
+from dcp_remote.storage.cloud.options import S3Options, parse_options
+from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
+from dcp_remote.storage.url import parse_url
+from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
+from dcp_remote.testing.store_suite import StoreSuite
+
+CREDENTIALS = {
+    "aws_access_key_id": "an-access-key",
+    "aws_secret_access_key": "a-secret-key",
+    "region_name": "us-east-1",
+}
+MODIFIED = "Mon, 01 Jan 2024 00:00:00 GMT"
+OBJECT_HEADERS = {"ETag": '"abc"', "Last-Modified": MODIFIED}
+
+
+def open_on(server: ScriptedServer, url: str = "s3://bucket/prefix", **options: object) -> CloudStore:
+    given: dict[str, object] = {"endpoint_url": server.endpoint_url, **options}
+    if url.startswith("s3:"):
+        given = CREDENTIALS | given
+    return open_cloud_store(parse_url(url), given)
+
+
+@pytest.fixture(scope="module")
+def raw_s3(s3_server: S3Server) -> Any:
+    """Client of boto3 for the same server."""
+    return boto3.client("s3", **s3_server.storage_options)  # type: ignore[call-overload]  # its arguments by name
+
+
+class TestS3OnMoto(StoreSuite):
+    """Run the store suite, and check by boto3."""
+
+    version_is_digest = True
+
+    @pytest.fixture
+    def store(self, s3_server: S3Server) -> Iterator[ObjectStore]:
+        bucket = f"suite-{uuid.uuid4().hex}"
+        s3_server.create_bucket(bucket)
+        store = open_cloud_store(parse_url(f"s3://{bucket}"), s3_server.storage_options)
+        yield store
+        assert store.direct_counts == DirectCounts(direct=store.direct_counts.ranges)
+
+    @pytest.fixture(autouse=True)
+    def _look_past(self, raw_s3: Any) -> None:
+        self.client = raw_s3
+
+    def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None:
+        self.client.put_object(Bucket=parse_url(store.url).bucket, Key=key, Body=data)
+
+    def raw_read(self, store: ObjectStore, key: str) -> bytes:
+        return bytes(self.client.get_object(Bucket=parse_url(store.url).bucket, Key=key)["Body"].read())
+
+
+def test_objects_beside_a_prefix(s3_server: S3Server) -> None:
+    """Put objects whose keys begin like the store's prefix but lie beside it: they are not listed, read or deleted."""
+    s3_server.create_bucket("beside-a-prefix")
+    bucket = open_cloud_store(parse_url("s3://beside-a-prefix"), s3_server.storage_options)
+    others = ["a/prefi", "a/prefix-of", "a/prefix.x/y", "a/prefix0", "b"]
+    for key in [*others, "a/prefix/k0", "a/prefix/k1"]:
+        bucket.put(key, [key.encode()])
+    store = open_cloud_store(parse_url("s3://beside-a-prefix/a/prefix"), s3_server.storage_options)
+    assert [info.key for info in store.list()] == ["k0", "k1"]
+    assert [info.key for info in store.list("k", after="k0")] == ["k1"]
+    assert store.get("k0", limit_bytes=20).data == b"a/prefix/k0"
+    assert store.delete(["k0", "k1", "-of", "b"]) == {}
+    assert [info.key for info in bucket.list()] == others
+
+
+def test_many_objects_on_moto(s3_server: S3Server) -> None:
+    """List and delete 1,100 objects, more than a page and a batch: whole, from the middle, and by part of a name."""
+    s3_server.create_bucket("many-objects")
+    store = open_cloud_store(parse_url("s3://many-objects/p"), s3_server.storage_options)
+    keys = [f"shards/{number:04}" for number in range(1100)]
+    for key in keys:
+        store.put(key, [b"x"])
+    assert [info.key for info in store.list()] == keys
+    assert [info.key for info in store.list("shards/", after="shards/1090")] == keys[1091:]
+    assert [info.key for info in store.list("shards/01")] == keys[100:200]
+    assert store.delete(keys) == {}
+    assert list(store.list()) == []
+
+
+def test_a_put_is_one_request() -> None:
+    """Record the requests of puts with all conditions and kinds of bodies: one PUT each, with its checksum."""
+    with scripted_server(lambda _: HttpAnswer(headers=OBJECT_HEADERS)) as server:
+        store = open_on(server)
+        big = bytes(range(256)) * 40_000
+        assert store.put("any", [big, memoryview(big), b"end"]) == Version(etag='"abc"')
+        store.put("absent", [b"12", b"", memoryview(bytearray(b"34"))], condition="absent")
+        store.put("swap", [b"12"], condition=Version(etag='"old"', generation="v1"))
+        store.put("empty", [], condition="absent")
+    any_, absent, swap, empty = server.requests
+    assert [request.method for request in server.requests] == ["PUT"] * 4
+    assert any_.path == "/bucket/prefix/any"
+    assert any_.body == big + big + b"end"
+    assert "if-match" not in any_.headers
+    assert "if-none-match" not in any_.headers
+    assert (absent.body, absent.headers["if-none-match"]) == (b"1234", "*")
+    assert (swap.headers["if-match"], empty.body) == ('"old"', b"")
+    for request in server.requests:
+        assert request.headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+        assert request.headers["x-amz-checksum-crc64nvme"]
+        assert request.headers["content-length"] == str(len(request.body))
+    # The CRC-64/NVME of no bytes is 0.
+    assert empty.headers["x-amz-checksum-crc64nvme"] == "AAAAAAAAAAA="
+
+
+def test_reads_are_one_request() -> None:
+    """Record head, get and get_into: one request each; get_into asks for exactly its range."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if "range" in request.headers:
+            return HttpAnswer(206, b"2345", {**OBJECT_HEADERS, "Content-Range": "bytes 2-5/10"})
+        return HttpAnswer(200, b"0123456789", OBJECT_HEADERS)
+
+    with scripted_server(answer) as server:
+        store = open_on(server)
+        info = store.head("key")
+        assert info.version == Version(etag='"abc"')
+        assert info.modified_seconds == datetime(2024, 1, 1, tzinfo=UTC).timestamp()
+        assert store.get("key", limit_bytes=10).data == b"0123456789"
+        buffer = bytearray(4)
+        store.get_into("key", 2, memoryview(buffer))
+        assert buffer == b"2345"
+    assert [request.method for request in server.requests] == ["HEAD", "GET", "GET"]
+    assert server.requests[2].headers["range"] == "bytes=2-5"
+
+
+def test_settings_of_the_payload() -> None:
+    """Set the options for other servers: the headers of one PUT each follow them."""
+    with scripted_server(lambda _: HttpAnswer(headers=OBJECT_HEADERS)) as server:
+        open_on(server, sign_payload=True, checksum_algorithm="none").put("key", [b""])
+        open_on(server, checksum_algorithm="SHA256").put("key", [b""])
+        open_on(server, etag_quotes=False).put("key", [b""], condition=Version(etag='"abc"'))
+        open_cloud_store(parse_url("s3://bucket"), {"endpoint_url": server.endpoint_url, "anon": True}).put(
+            "key", [b""]
+        )
+    signed, sha, unquoted, anonymous = (request.headers for request in server.requests)
+    assert signed["x-amz-content-sha256"] == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    assert not any("checksum" in name for name in signed)
+    assert "x-amz-checksum-sha256" in sha
+    assert unquoted["if-match"] == "abc"
+    assert "authorization" not in anonymous
+
+
+def test_a_large_object_is_refused_before_its_body() -> None:
+    """Announce a body that never comes: the length alone is refused."""
+    headers = {**OBJECT_HEADERS, "Content-Length": "1000000000"}
+    with scripted_server(lambda _: HttpAnswer(200, b"", headers, cut_bytes=0)) as server:
+        with pytest.raises(CorruptCheckpointError, match="size_bytes=1000000000"):
+            open_on(server).get("key", limit_bytes=100)
+        assert len(server.requests) == 1
+
+
+def test_a_short_answer_is_corrupt() -> None:
+    """Answer with less than the range, and say so."""
+    answer = HttpAnswer(206, b"01", {**OBJECT_HEADERS, "Content-Range": "bytes 0-1/2"})
+    with scripted_server(lambda _: answer) as server, pytest.raises(CorruptCheckpointError, match="size_bytes=2"):
+        open_on(server).get_into("key", 0, memoryview(bytearray(4)))
+
+
+@pytest.mark.parametrize("verb", ["get", "get_into"])
+def test_a_cut_body_is_transient(verb: str) -> None:
+    """Send half of the body and close the connection."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if request.method == "HEAD":
+            return HttpAnswer(200, b"0123", OBJECT_HEADERS)
+        if "range" in request.headers:
+            return HttpAnswer(206, b"0123", {**OBJECT_HEADERS, "Content-Range": "bytes 0-3/4"}, cut_bytes=2)
+        return HttpAnswer(200, b"0123", OBJECT_HEADERS, cut_bytes=2)
+
+    calls: dict[str, Callable[[CloudStore], object]] = {
+        "get": lambda store: store.get("key", limit_bytes=4),
+        "get_into": lambda store: store.get_into("key", 0, memoryview(bytearray(4))),
+    }
+    with scripted_server(answer) as server, pytest.raises(TransientStorageError):
+        calls[verb](open_on(server))
+
+
+@pytest.mark.parametrize("verb", ["get", "get_into", "head", "put", "list"])
+def test_a_stalled_request_ends(verb: str) -> None:
+    """Never answer, with limits of a tenth of a second: every verb returns with a timeout."""
+    calls: dict[str, Callable[[CloudStore], object]] = {
+        "get": lambda store: store.get("key", limit_bytes=10),
+        "get_into": lambda store: store.get_into("key", 0, memoryview(bytearray(4))),
+        "head": lambda store: store.head("key"),
+        "put": lambda store: store.put("key", [b"x" * 100_000]),
+        "list": lambda store: next(store.list()),
+    }
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        # Answer the diagnosis, whose own limits are seconds.
+        return HttpAnswer(404, silent="X-Amz-Signature" not in request.path)
+
+    with scripted_server(answer) as server:
+        store = open_cloud_store(
+            parse_url("s3://bucket"),
+            {**CREDENTIALS, "endpoint_url": server.endpoint_url},
+            timeouts=Timeouts(floor_seconds=0.1, silence_seconds=0.1, slowest_bytes_per_second=10_000_000),
+        )
+        with pytest.raises(TransientStorageError, match="Timeout"):
+            calls[verb](store)
+
+
+def test_a_silent_download_ends_before_its_time_limit() -> None:
+    """Send only headers, with an hour for the request and a tenth of a second for silence: the read ends."""
+    headers = {**OBJECT_HEADERS, "Content-Length": "10"}
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return HttpAnswer(200, b"", headers) if "X-Amz-Signature" not in request.path else HttpAnswer(404)
+
+    with scripted_server(answer) as server:
+        store = open_cloud_store(
+            parse_url("s3://bucket"),
+            {**CREDENTIALS, "endpoint_url": server.endpoint_url},
+            timeouts=Timeouts(floor_seconds=3600, silence_seconds=0.1),
+        )
+        with pytest.raises(TransientStorageError):
+            store.get("key", limit_bytes=10)
+
+
+def test_timeouts_grow_with_the_size() -> None:
+    """Compute limits: a shard of 64 MiB at 1 MB/s (67 s) is within them, and there are few different ones."""
+    timeouts = Timeouts()
+    assert timeouts.request_seconds(0) == 30
+    assert timeouts.request_seconds(10 * 2**20) == 60
+    assert timeouts.request_seconds(64 * 2**20) == 240
+    for size_bytes in range(0, 2**30, 2**24):
+        assert timeouts.request_seconds(size_bytes) >= 30 + size_bytes / 500_000
+    assert len({timeouts.request_seconds(size_bytes) for size_bytes in range(0, 2**30, 2**20)}) < 10
+
+
+def test_pickles_carry_no_client(s3_server: S3Server) -> None:
+    """Pickle before and after the first request: the pickles are equal, and a spawned process opens one."""
+    s3_server.create_bucket("pickled-store")
+    store = open_cloud_store(parse_url("s3://pickled-store/p"), s3_server.storage_options)
+    before = pickle.dumps(store)
+    store.put("key", [b"content"])
+    assert pickle.dumps(store) == before
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).get('key', limit_bytes=9).data.decode())"
+    done = subprocess.run([sys.executable, "-c", code], input=before, capture_output=True, check=True)
+    assert done.stdout.decode().strip() == "content"
+
+
+FORK = """
+import os, sys, warnings
+from dcp_remote.storage.cloud.store import open_cloud_store
+from dcp_remote.storage.url import parse_url
+from dcp_remote.errors import InvalidArgumentError
+options = dict(endpoint_url=sys.argv[1], key="testing", secret="testing", region="us-east-1")
+warnings.simplefilter("ignore")  # a process with threads forks, on purpose
+def in_child(store):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            store.put("key", [b"x"])
+            os._exit(1)
+        except InvalidArgumentError as error:
+            os._exit(2 if "spawn" in str(error) else 3)
+        finally:
+            os._exit(4)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+store = open_cloud_store(parse_url("s3://forked-store"), options)
+print(in_child(store), end=" ")
+store.put("key", [b"x"])
+print(in_child(store), in_child(open_cloud_store(parse_url("s3://forked-store"), options)))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_forks_after_the_first_request_are_refused(s3_server: S3Server) -> None:
+    """Fork before the first request (works) and after it (obstore would hang), with the old and a new store."""
+    s3_server.create_bucket("forked-store")
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, s3_server.endpoint_url], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["1", "2", "2"]
+
+
+def test_threads_share_one_store(s3_server: S3Server) -> None:
+    """Start sixteen threads on a store without clients: every object arrives."""
+    s3_server.create_bucket("threads")
+    store = open_cloud_store(parse_url("s3://threads"), s3_server.storage_options)
+    barrier = threading.Barrier(16)
+
+    def put(number: int) -> None:
+        barrier.wait()
+        store.child(f"c{number % 2}").put(f"k{number:02}", [f"{number}".encode()])
+
+    threads = [threading.Thread(target=put, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [info.key for info in store.list()] == sorted(f"c{number % 2}/k{number:02}" for number in range(16))
+
+
+def test_listing_with_markers_and_foreign_keys(s3_server: S3Server, raw_s3: Any) -> None:
+    """List a console's `folder/` object, which is skipped, and an invalid key, which the error names as the reason."""
+    s3_server.create_bucket("foreign-keys")
+    store = open_cloud_store(parse_url("s3://foreign-keys/run"), s3_server.storage_options)
+    store.put("a", [b"x"])
+    store.put("a-b", [b"x"])
+    raw_s3.put_object(Bucket="foreign-keys", Key="run/a/", Body=b"")
+    assert [info.key for info in store.list()] == ["a", "a-b"]
+    raw_s3.put_object(Bucket="foreign-keys", Key="run/b/./c", Body=b"")
+    with pytest.raises(StorageError, match="whose key no checkpoint has"):
+        list(store.list())
+
+
+def make_listing(*keys: str, etag: str) -> bytes:
+    """Return a page of S3's listing."""
+    entries = "".join(
+        f"<Contents><Key>{key}</Key><LastModified>2024-01-01T00:00:00.000Z</LastModified><ETag>{etag}</ETag>"
+        "<Size>1</Size></Contents>"
+        for key in keys
+    )
+    return f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode()
+
+
+@pytest.mark.parametrize("etag", ["abc", "&quot;abc&quot;"])
+def test_one_form_of_a_version(etag: str) -> None:
+    """Use a versioned bucket, whose listing has no version ID and maybe no quotes: all verbs return equal versions."""
+    headers = {**OBJECT_HEADERS, "ETag": html.unescape(etag), "x-amz-version-id": "an-id"}
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return HttpAnswer(200, make_listing("prefix/key", etag=etag) if "list-type" in request.path else b"", headers)
+
+    with scripted_server(answer) as server:
+        store = open_on(server)
+        found = [store.put("key", [b""]), store.head("key").version, store.get("key", limit_bytes=1).version]
+        assert {*found, next(store.list()).version} == {Version(etag='"abc"')}
+
+
+def test_keys_that_are_ordered_by_utf_16() -> None:
+    """List foreign keys in UTF-16 order, as Azure does; keys that are in no order are refused."""
+    keys = ["run/b", "run/\U0001f600", "run/\uffee"]
+    with scripted_server(lambda _: HttpAnswer(200, make_listing(*keys, etag="abc"))) as server:
+        assert [info.key for info in open_on(server, "s3://bucket/run").list()] == ["b", "\U0001f600", "\uffee"]
+        keys.append("run/a")
+        with pytest.raises(StorageError, match="does not list its keys in order"):
+            list(open_on(server, "s3://bucket/run").list())
+
+
+@pytest.mark.parametrize(
+    ("bucket", "options", "endpoint_url", "virtual_hosted"),
+    [
+        ("bucket", {"region": "eu-west-1"}, "https://bucket.s3.amazonaws.com", True),
+        ("with.dots", {"region": "eu-west-1"}, "https://s3.eu-west-1.amazonaws.com", False),
+        ("bucket", {"endpoint_url": "http://host:9000/base/"}, "http://host:9000/base", False),
+        ("bucket", {"endpoint_url": "https://host", "addressing_style": "virtual"}, "https://bucket.host", True),
+        ("bucket", {"region": "eu-west-1", "addressing_style": "path"}, "https://s3.eu-west-1.amazonaws.com", False),
+    ],
+)
+def test_addresses(
+    bucket: str, options: dict[str, object], endpoint_url: str, virtual_hosted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resolve endpoints by botocore; nothing is sent."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+    parsed = parse_options("s3", options)
+    assert isinstance(parsed, S3Options)
+    place = resolve_s3(bucket, parsed)
+    assert (place.endpoint_url, place.virtual_hosted) == (endpoint_url, virtual_hosted)
+
+
+class TestGoogle:
+    """Google Cloud through its XML API, on a scripted server, since no other server for it is available."""
+
+    headers: ClassVar = {**OBJECT_HEADERS, "x-goog-generation": "77"}
+
+    def test_requests(self) -> None:
+        """Put with all conditions and read: the requests, and what is returned for the answers."""
+
+        def answer(request: HttpRequest) -> HttpAnswer:
+            if "range" in request.headers:
+                return HttpAnswer(206, b"12", {**self.headers, "Content-Range": "bytes 1-2/5"})
+            return HttpAnswer(200, b"" if request.method == "PUT" else b"01234", self.headers)
+
+        with scripted_server(answer) as server:
+            store = open_on(server, "gs://bucket/a b", bearer_token="a-google-token")
+            version = store.put("any", [b"1", b"2"])
+            assert version == Version(etag='"abc"', generation="77")
+            store.put("absent", [b"1"], condition="absent")
+            store.put("swap", [b"1"], condition=version)
+            assert store.get("any", limit_bytes=5).version == version
+            buffer = bytearray(2)
+            store.get_into("any", 1, memoryview(buffer))
+            assert buffer == b"12"
+            with pytest.raises(ConditionFailedError):
+                store.put("swap", [b"1"], condition=Version(etag='"abc"'))
+        any_, absent, swap, *_ = server.requests
+        assert (any_.method, any_.path, any_.body) == ("PUT", "/bucket/a%20b%2Fany", b"12")
+        assert any_.headers["authorization"] == "Bearer a-google-token"
+        assert absent.headers["x-goog-if-generation-match"] == "0"
+        assert swap.headers["x-goog-if-generation-match"] == "77"
+        assert len(server.requests) == 5
+
+    @pytest.mark.parametrize("options", [{"anon": True}, {"token": "anon"}])
+    def test_anonymous(self, options: dict[str, object]) -> None:
+        """Send every verb without credentials: the store is reached, and no other server is asked for credentials."""
+        with scripted_server(lambda _: HttpAnswer(200, b"", self.headers)) as server:
+            store = open_on(server, "gs://bucket", **options)
+            store.put("key", [b"1"])
+            assert store.delete(["key"]) == {}
+            store.head("key")
+            store.get("key", limit_bytes=5)
+        assert [request.method for request in server.requests] == ["PUT", "DELETE", "HEAD", "GET"]
+        assert {
+            request.headers.get("authorization", "").removeprefix("Bearer").strip() for request in server.requests
+        } == {""}
+
+    @pytest.mark.parametrize("option", ["token", "service_account", "application_credentials"])
+    def test_missing_credentials_files(self, option: str, tmp_path: Path) -> None:
+        """Name a file that does not exist by each option."""
+        store = open_cloud_store(parse_url("gs://bucket"), {option: str(tmp_path / "none.json")})
+        with pytest.raises(InvalidArgumentError):
+            store.head("key")
+
+    def test_a_missing_bucket(self) -> None:
+        """Answer 404: the error of a put names the bucket, that of a read the object; explain_missing knows no more."""
+        with scripted_server(lambda _: HttpAnswer(404)) as server:
+            store = open_on(server, "gs://bucket", bearer_token="a-google-token")
+            with pytest.raises(ObjectNotFoundError, match="The bucket does not exist"):
+                store.put("key", [b"x"])
+            with pytest.raises(ObjectNotFoundError, match="no such object"):
+                store.get("key", limit_bytes=1)
+            assert store.explain_missing() is None
+            assert len(server.requests) == 2
+
+
+class TestAzure:
+    """Azure on a scripted server."""
+
+    key = "a2V5a2V5a2V5a2V5"
+
+    def test_requests(self) -> None:
+        """Put with all conditions and read: the requests, and what is returned for the answers."""
+
+        def answer(request: HttpRequest) -> HttpAnswer:
+            return (
+                HttpAnswer(201, b"", OBJECT_HEADERS)
+                if request.method == "PUT"
+                else HttpAnswer(200, b"01", OBJECT_HEADERS)
+            )
+
+        with scripted_server(answer) as server:
+            store = open_on(server, "az://container/p", account_name="account", account_key=self.key)
+            version = store.put("any", [b"1", b"2"])
+            store.put("absent", [b"1"], condition="absent")
+            store.put("swap", [b"1"], condition=version)
+            assert store.get("any", limit_bytes=5).data == b"01"
+        any_, absent, swap, read = server.requests
+        assert (any_.method, any_.path, any_.body) == ("PUT", "/container/p/any", b"12")
+        assert any_.headers["x-ms-blob-type"] == "BlockBlob"
+        assert any_.headers["authorization"].startswith("SharedKey account:")
+        assert absent.headers["if-none-match"] == "*"
+        assert swap.headers["if-match"] == '"abc"'
+        assert read.method == "GET"
+
+    def test_sas_and_connection_strings(self) -> None:
+        """Send the same request with a SAS and with the portal's connection string."""
+        with scripted_server(lambda _: HttpAnswer(201, b"", OBJECT_HEADERS)) as server:
+            open_on(server, "az://container", account_name="account", sas_token="?sv=1&sig=abc").put("key", [b""])
+            text = f"AccountName=account;AccountKey={self.key};BlobEndpoint={server.endpoint_url}/"
+            open_cloud_store(parse_url("az://container"), {"connection_string": text}).put("key", [b""])
+        sas, shared_key = server.requests
+        assert sas.path == "/container/key?sv=1&sig=abc"
+        assert shared_key.headers["authorization"].startswith("SharedKey account:")
+
+    def test_no_account(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Name the account neither by option nor by environment."""
+        for name in [name for name in os.environ if name.startswith("AZURE_")]:
+            monkeypatch.delenv(name)
+        with pytest.raises(InvalidArgumentError, match="Account must be specified"):
+            open_cloud_store(parse_url("az://container"), {}).head("key")

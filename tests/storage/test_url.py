@@ -1,0 +1,185 @@
+"""URLs and keys: valid ones, the advice for invalid ones, and secrets that are never shown."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix, parse_url
+
+
+@pytest.mark.parametrize(
+    ("url", "expected", "canonical"),
+    [
+        ("s3://bucket/a/b", ParsedUrl("s3", "bucket", "a/b"), "s3://bucket/a/b"),
+        ("s3://bucket", ParsedUrl("s3", "bucket", ""), "s3://bucket"),
+        ("s3://bucket/", ParsedUrl("s3", "bucket", ""), "s3://bucket"),
+        ("s3://bucket/a/", ParsedUrl("s3", "bucket", "a"), "s3://bucket/a"),
+        ("S3://bucket/A", ParsedUrl("s3", "bucket", "A"), "s3://bucket/A"),
+        ("s3://bucket/a%20b/ä@x:y", ParsedUrl("s3", "bucket", "a%20b/ä@x:y"), "s3://bucket/a%20b/ä@x:y"),
+        ("gs://my_bucket.org/x", ParsedUrl("gs", "my_bucket.org", "x"), "gs://my_bucket.org/x"),
+        ("az://$root/x", ParsedUrl("az", "$root", "x"), "az://$root/x"),
+        ("memory://name/x/y", ParsedUrl("memory", "name", "x/y"), "memory://name/x/y"),
+        ("file:///a/b%20c/%3F%23%25", ParsedUrl("file", "", "a/b c/?#%"), "file:///a/b%20c/%3F%23%25"),
+        ("file:///a/", ParsedUrl("file", "", "a"), "file:///a"),
+        ("/a/b%20c?", ParsedUrl("file", "", "a/b%20c?"), "file:///a/b%2520c%3F"),
+        ("/a//b/../c/", ParsedUrl("file", "", "a/c"), "file:///a/c"),
+        ("//a", ParsedUrl("file", "", "a"), "file:///a"),
+        ("/", ParsedUrl("file", "", ""), "file:///"),
+        (Path("/a/b"), ParsedUrl("file", "", "a/b"), "file:///a/b"),
+    ],
+)
+def test_valid_urls(url: str | Path, expected: ParsedUrl, canonical: str) -> None:
+    """Parse each form into its parts and its canonical spelling."""
+    assert parse_url(url) == expected
+    assert expected.canonical == canonical
+    assert parse_url(canonical) == expected
+
+
+def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parse relative paths, also those that look a little like URLs: made absolute at once."""
+    monkeypatch.chdir(tmp_path)
+    for path in ("run", "./run", "run:7/x", "a//b", "~x", "s3/bucket", "./s3:/bucket"):
+        assert parse_url(path).path == str(tmp_path / PurePosixPath(path))
+    assert parse_url("../x").path == str(tmp_path.parent / "x")
+
+
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("", "The URL is empty"),
+        ("  ", "The URL is empty"),
+        ("hdfs://host/x", "Unknown scheme 'hdfs'. Write s3://bucket/prefix, gs://bucket/prefix, az://container/prefix"),
+        ("gcs://bucket/x", "Write gs://bucket/x."),
+        ("s3a://bucket/x", "Write s3://bucket/x."),
+        ("abfs://container@account.dfs.core.windows.net/x", "Write az://container/prefix."),
+        ("https://bucket.s3.amazonaws.com/x", "storage_options['endpoint_url']"),
+        ("s3:/bucket/x", "misspelled: write s3://bucket/x. pathlib.Path turns `//` into `/`: pass the URL as a str."),
+        (Path("s3://bucket/x"), "misspelled: write s3://bucket/x. pathlib.Path turns"),
+        (Path("gcs://bucket/x"), "misspelled: write gs://bucket/x. pathlib.Path turns"),
+        (Path("hdfs://bucket/x"), "Unknown scheme 'hdfs'"),
+        ("s3:bucket/x", "misspelled: write s3://bucket/x. If it is a path, write ./ before it."),
+        ("S3//bucket/x", "misspelled: write s3://bucket/x."),
+        ("file:/a/b", "misspelled: write file:///a/b."),
+        (" s3://bucket/x", "spaces before it"),
+        ("s3://bucket/x ", "ends in a space"),
+        ("s3://bucket/x /", "ends in a space"),
+        ("az://p/ /", "ends in a space"),
+        ("file:///x /", "ends in a space"),
+        ("s3://bucket/x\n", "control character"),
+        ("s3://", "names no bucket. Write s3://bucket/prefix."),
+        ("s3:///x", "names no bucket"),
+        ("gs:///x", "names no bucket. Write gs://bucket/prefix."),
+        ("az://", "names no container. Write az://container/prefix."),
+        ("memory://", "names no store. Write memory://name/prefix."),
+        ("s3://buc ket/x", "cannot be the name of a bucket"),
+        ("s3://b%C3%BC/x", "cannot be the name of a bucket"),
+        ("s3://bucket//x", "empty, `.` or `..` part"),
+        ("s3://bucket/x//", "empty, `.` or `..` part"),
+        ("s3://bucket/../x", "empty, `.` or `..` part"),
+        ("s3://bucket/./x", "empty, `.` or `..` part"),
+        ("s3://bucket/a\\b", "backslash"),
+        ("s3://bucket/x?versionId=1", "no query and no fragment"),
+        ("s3://bucket/x#1", "no query and no fragment"),
+        ("s3://bucket:9000/x", "No user, password, account or port"),
+        ("file://host/x", "names no host: write file:///absolute/path"),
+        ("file://localhost/x", "names no host"),
+        ("file://x", "names no host"),
+        ("file:///a?b", "%3F or %23"),
+        ("file:///a/../b", "empty, `.` or `..` part"),
+        ("file:///a%2Fb", "'%2F' is not an escape that a path can hold"),
+        ("file:///a%00b", "'%00' is not an escape"),
+        ("file:///100%", "'%' is not an escape"),
+        ("file:///%ff", "not UTF-8"),
+        ("a\0b", "NUL"),
+        ("a\udcffb", "not valid Unicode"),
+        ("~/x", "os.path.expanduser"),
+    ],
+)
+def test_invalid_urls(url: str | Path, advice: str) -> None:
+    """Make each mistake; the message says what to write instead."""
+    with pytest.raises(InvalidArgumentError) as caught:
+        parse_url(url)
+    assert advice in str(caught.value)
+
+
+def test_bytes_are_refused() -> None:
+    """Pass a path of bytes."""
+    with pytest.raises(InvalidArgumentError, match="must be a str"):
+        parse_url(b"/x")  # type: ignore[arg-type]  # the mistake that is tested
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIA:HUNTER2@bucket/x",
+        "s3://AKIA:HUN/TER2@bucket/x",
+        "s3://AKIA:HUNTER2/bucket",
+        "s3://AKIA:HUN?TER2@bucket/x",
+        "s3://bucket/x?X-Amz-Signature=HUNTER2",
+        "s3://bucket/x?sig=a@HUNTER2",
+        "s3://bucket/x#HUNTER2",
+        "https://me:HUNTER2@host/x?sig=HUNTER2",
+        "gcs://me:HUNTER2@bucket/x",
+        "s3:/me:HUNTER2@bucket/x",
+        "s3//me:HUNTER2@bucket/x",
+        "gcs:me:HUNTER2@bucket/x",
+        " s3://me:HUNTER2@bucket/x",
+        "s3://me:HUNTER2@bucket/x\n",
+        "file://me:HUNTER2@host/x",
+        "az://container/x?sv=1&sig=HUNTER2",
+    ],
+)
+def test_secrets_are_not_shown(url: str) -> None:
+    """Put a secret wherever users put one: refused, and no part of it is in the error."""
+    with pytest.raises(InvalidArgumentError) as caught:
+        parse_url(url)
+    assert not any(part in str(caught.value) for part in ("HUN", "TER2"))
+
+
+_PARTS = st.text(st.characters(exclude_characters="/\\\x7f", exclude_categories=("Cc", "Cs")), min_size=1).filter(
+    lambda part: part not in (".", "..")
+)
+
+
+@given(parts=st.lists(_PARTS, min_size=1, max_size=4))
+def test_paths_survive_their_canonical_form(parts: list[str]) -> None:
+    """Convert any absolute path to a URL and back."""
+    parsed = parse_url("/" + "/".join(parts))
+    assert parsed.path == "/" + "/".join(parts)
+    assert parse_url(parsed.canonical) == parsed
+    assert parsed.canonical.isascii()
+
+
+@given(parts=st.lists(_PARTS, min_size=1, max_size=4))
+def test_keys(parts: list[str]) -> None:
+    """Check keys of valid parts, and the same with any one part made invalid."""
+    check_key("/".join(parts))
+    check_list_prefix("/".join(parts))
+    check_list_prefix("/".join(parts) + "/")
+    assert ParsedUrl("s3", "b", "p").child("/".join(parts)).prefix == "/".join(["p", *parts])
+    for index in range(len(parts)):
+        for bad in ("", ".", "..", "a\0", "a\\b", "\udcff"):
+            with pytest.raises(InvalidArgumentError):
+                check_key("/".join([*parts[:index], bad, *parts[index + 1 :]]))
+
+
+def test_prefixes_to_list() -> None:
+    """Check beginnings of keys, wherever they end, and prefixes that lead out."""
+    for prefix in ("", "a", "a/", "a/.", "a/b-", "..."):
+        check_list_prefix(prefix)
+    for prefix in ("/", "/a", "a//", "../", "../a", "a/../b", "a\\", "a\0"):
+        with pytest.raises(InvalidArgumentError):
+            check_list_prefix(prefix)
+
+
+def test_children() -> None:
+    """Join keys below a bucket, a prefix and a path; no key leads up."""
+    assert ParsedUrl("s3", "b", "").child("k/x").canonical == "s3://b/k/x"
+    assert ParsedUrl("file", "", "a b").child("k").canonical == "file:///a%20b/k"
+    with pytest.raises(InvalidArgumentError):
+        ParsedUrl("s3", "b", "p").child("../x")

@@ -1,0 +1,139 @@
+"""Catalogs for tests: short ways to write them, any that can be, and stores that hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.format.catalog import CATALOG_KEY, Attempt, Catalog, Entry, committed
+from dcp_remote.format.catalog_json import decode, encode
+from dcp_remote.run.catalog_store import Change, swap
+from dcp_remote.storage import MemoryStore, ObjectStore
+
+RUN = "f" * 32
+
+
+def identity(step: int, letter: str = "a") -> str:
+    """A save_id that a person can read: of a step, and of one of several saves of it."""
+    return f"{letter}{step:031d}"
+
+
+def entry(step: int, letter: str = "a", **other: Any) -> Entry:
+    """A checkpoint of a step, of job 1, whose save began before anything was."""
+    save_id = identity(step, letter)
+    fields: dict[str, Any] = {
+        "step": step,
+        "save_id": save_id,
+        "manifest": f"manifests/step-{step:012d}-{save_id}.json",
+        "size_bytes": 1_000,
+        "created": "2026-01-02T03:04:05Z",
+        "token": 1,
+        "began": 0,
+    }
+    return Entry(**fields | other)
+
+
+def catalog(*entries: Entry, **other: Any) -> Catalog:
+    """A run of these checkpoints, which job 1 owns."""
+    fields: dict[str, Any] = {"run_id": RUN, "revision": 10, "token": 1, "entries": entries}
+    return Catalog(**fields | other)
+
+
+def attempt(step: int, letter: str = "a", **other: Any) -> Attempt:
+    """A save of a step, which began at revision 10; what `Attempt` does not have is of its entry."""
+    own: dict[str, Any] = {"run_id": RUN}
+    own |= {name: other.pop(name) for name in ("run_id", "before", "borrowed", "abandons") if name in other}
+    return Attempt(entry(step, letter, **{"began": 10} | other), **own)
+
+
+IDENTITIES = st.text("0123456789abcdef", min_size=32, max_size=32)
+NUMBERS = st.integers(min_value=0, max_value=2**53)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+METRICS = st.dictionaries(TEXTS, st.floats(allow_nan=False, allow_infinity=False), max_size=3)
+
+
+@st.composite
+def catalogs(draw: st.DrawFn, entries_max: int = 6) -> Catalog:
+    """Any that `catalog_json.check` takes."""
+    revision, token = draw(NUMBERS), draw(NUMBERS)
+    count = draw(st.integers(min_value=0, max_value=entries_max if revision else 0))
+    distinct = st.lists(TEXTS, unique=True, max_size=count)
+    steps = sorted(draw(st.lists(NUMBERS, min_size=count, max_size=count, unique=True)))
+    save_ids = draw(st.lists(IDENTITIES, min_size=count, max_size=count, unique=True))
+    names = draw(distinct)
+    entries = tuple(
+        Entry(
+            step=step,
+            save_id=save_id,
+            manifest=f"manifests/{save_id}.json",
+            size_bytes=draw(NUMBERS),
+            created=draw(TEXTS),
+            token=draw(st.integers(min_value=0, max_value=token)),
+            began=draw(st.integers(min_value=0, max_value=revision - 1)),
+            names=tuple(names[index::count]),
+            metrics=tuple(draw(METRICS).items()),
+            pinned=draw(st.booleans()),
+            thinned=tuple(draw(st.lists(TEXTS, max_size=2))),
+            abandoned=draw(st.booleans()),
+        )
+        for index, (step, save_id) in enumerate(zip(steps, save_ids, strict=True))
+    )
+    return Catalog(draw(IDENTITIES), revision, token, draw(st.integers(min_value=0, max_value=revision)), entries)
+
+
+NONCE = "0" * 32
+ONE = catalog(entry(1))
+# By the clock of a test.
+SECONDS = 60.0
+
+
+@dataclass
+class Clock:
+    """Advances by what is slept."""
+
+    now_seconds: float = 0.0
+    pauses: list[float] = field(default_factory=list)
+
+    def __call__(self) -> float:
+        return self.now_seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now_seconds += seconds
+
+
+def store_of(run: Catalog | None = ONE) -> MemoryStore:
+    """With a catalog, or empty."""
+    store = MemoryStore()
+    if run is not None:
+        store.put(CATALOG_KEY, [encode(run, NONCE)])
+    return store
+
+
+def stored(store: MemoryStore) -> Catalog | None:
+    """What lies there, looked at past all wrappers."""
+    found = store.space.objects.get(CATALOG_KEY)
+    return decode(found.data) if found else None
+
+
+def swapped(
+    store: ObjectStore, change: Change, *, create: bool = False, seconds: float = SECONDS, clock: Clock | None = None
+) -> Catalog:
+    """`catalog_store.swap`, whose pauses take no time and are as long as they can be."""
+    clock = clock or Clock()
+    return swap(
+        store,
+        change,
+        create=create,
+        deadline=Deadline(seconds, clock),
+        sleep=clock.sleep,
+        uniform=lambda _low, high: high,
+    )
+
+
+def commit(step: int) -> Change:
+    """Of a save that began on what it is asked on, in the job that owns the run."""
+    return lambda run: committed(run, attempt(step, "b", run_id=run.run_id, token=run.token, began=run.revision))

@@ -1,0 +1,185 @@
+"""Ranks as threads of this process, which meet in one store: their messages need no process."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, NoReturn, TypeVar
+
+import pytest
+import torch.distributed as dist
+
+from dcp_remote import CheckpointManager
+from dcp_remote.coordination.collective import Collective
+from dcp_remote.coordination.group import RankGroup
+from dcp_remote.errors import SaveFailedError, SaveTimeoutError
+from dcp_remote.storage import ObjectStore
+
+T = TypeVar("T")
+
+WHAT = "the save of step 7"
+BEAT_SECONDS = 0.03
+
+
+class Clock:
+    """Clock that a test sets by hand, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Ended(Generic[T]):
+    """Result of a rank's part: the value that it returned, or the error that it raised."""
+
+    def __init__(self, part: Callable[[], T]) -> None:
+        self.value: T | None = None
+        self.error: BaseException | None = None
+        try:
+            self.value = part()
+        except BaseException as error:  # noqa: BLE001  # the test looks at it
+            self.error = error
+
+    def __repr__(self) -> str:
+        return repr(self.error if self.error is not None else self.value)
+
+
+class Party:
+    """Group of ranks, all of them in this process.
+
+    Args:
+        world_size: Number of ranks.
+        store: Store in which the ranks meet; by default one of this process.
+        beat_seconds: Seconds between two heartbeats.
+    """
+
+    def __init__(self, world_size: int, store: dist.Store | None = None, *, beat_seconds: float = BEAT_SECONDS) -> None:
+        self.store = dist.HashStore() if store is None else store
+        self.world_size = world_size
+        self.ranks = [
+            RankGroup(rank, world_size, dist.PrefixStore("party", self.store), beat_seconds=beat_seconds)
+            for rank in range(world_size)
+        ]
+
+    def run(self, part: Callable[[RankGroup], T], *, ranks: Iterable[int] | None = None) -> list[Ended[T]]:
+        """Run the part of all ranks, or of those given, at the same time and each in a thread; return their results."""
+        chosen = [self.ranks[rank] for rank in (range(self.world_size) if ranks is None else ranks)]
+        ended: dict[int, Ended[T]] = {}
+
+        def act(ranks: RankGroup) -> None:
+            ended[ranks.rank] = Ended(lambda: part(ranks))
+
+        threads = [threading.Thread(target=act, args=(group,), daemon=True) for group in chosen]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a rank hangs"
+        return [ended[group.rank] for group in chosen]
+
+    def left(self) -> list[str]:
+        """Return the keys in the store, without those of the heartbeats."""
+        return sorted(key.removeprefix("party/") for key in self.store.list_keys() if not key.startswith("party/beat/"))
+
+    def close(self) -> None:
+        for group in reversed(self.ranks):  # the coordinator waits for the others
+            group.close()
+
+
+@contextmanager
+def party(world_size: int, store: dist.Store | None = None, *, beat_seconds: float = BEAT_SECONDS) -> Iterator[Party]:
+    """Make a group of ranks, and close them at the end."""
+    them = Party(world_size, store, beat_seconds=beat_seconds)
+    try:
+        yield them
+    finally:
+        them.close()
+
+
+def managers_of(
+    them: Party, store: ObjectStore, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> list[CheckpointManager]:
+    """Return a manager for each rank."""
+    managers = []
+    for ranks in them.ranks:
+        with monkeypatch.context() as patch:
+            patch.setattr(RankGroup, "of", lambda *_arguments, ranks=ranks: ranks)
+            managers.append(CheckpointManager(store, **options))
+    return managers
+
+
+def join(ranks: RankGroup, what: str = WHAT, *, seconds: float = 20.0, silence_seconds: float = 20.0) -> Collective:
+    """Prepare a collective operation, and begin it."""
+    collective = ranks.prepare(
+        what, seconds=seconds, silence_seconds=silence_seconds, failed=SaveFailedError, timed_out=SaveTimeoutError
+    )
+    ranks.begin(collective)
+    return collective
+
+
+def together(ranks: RankGroup, what: str = WHAT, **terms: float) -> tuple[int, int]:
+    """Carry out an operation of two rounds, in which nothing goes wrong."""
+    with join(ranks, what, **terms) as collective:
+        total = collective.gather(ranks.rank, sum)
+        return total, collective.scatter(10 * ranks.rank, lambda values: [value + 1 for value in values])
+
+
+def expected(world_size: int) -> list[tuple[int, int]]:
+    """Return what `together` returns, by rank."""
+    return [(sum(range(world_size)), 10 * rank + 1) for rank in range(world_size)]
+
+
+def errors(ended: list[Ended[Any]]) -> list[str]:
+    return [str(result.error) for result in ended]
+
+
+def upload(collective: Collective) -> NoReturn:
+    """Work until the deadline passes, and raise then, as an upload does."""
+    while not collective.deadline.expired():
+        time.sleep(0.002)
+    raise SaveTimeoutError("The upload did not end by the deadline.", key="shards/1")
+
+
+@contextmanager
+def held(ranks: RankGroup) -> Iterator[None]:
+    """Stop the heartbeat of these ranks meanwhile, as if their process was stopped."""
+    assert ranks.heartbeat is not None
+    has_stopped, go_on = threading.Event(), threading.Event()
+
+    def stop(client: object) -> None:
+        has_stopped.set()
+        go_on.wait(60)
+
+    ranks.heartbeat.add_hook(stop)
+    assert has_stopped.wait(30)
+    try:
+        yield
+    finally:
+        ranks.heartbeat.remove_hook(stop)
+        go_on.set()
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Wait until a condition is true, for half a minute at most."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "the condition never became true"
+        time.sleep(0.002)
+
+
+HOST = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def host_command() -> list[str]:
+    """Return the command of a process that hosts a store until its standard input is closed, and prints its port."""
+    return [sys.executable, "-c", HOST]

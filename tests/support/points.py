@@ -1,0 +1,128 @@
+"""Points of a save or a load at which something happens to a rank, and what is saved and found around them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_remote import load
+from dcp_remote.format.manifest import MANIFEST_KEY
+from dcp_remote.storage import LocalStore
+from tests.support.manifests import decode
+
+State: TypeAlias = dict[str, Any]
+When: TypeAlias = Literal["enter", "leave"]
+
+OLD, NEW, THIRD, NEWEST = 1.0, 2.0, 3.0, 4.0
+
+
+@contextmanager
+def at(function: Callable[..., object], when: When, action: Callable[[], None]) -> Iterator[None]:
+    """Do something as this thread enters or leaves a function: what it raises is raised there.
+
+    That is how a signal's handler strikes, and it needs neither a subclass nor a mock: what is tried is the function
+    itself, with all that is around it.
+    """
+    code = inspect.unwrap(function).__code__
+
+    def entered(frame: FrameType, event: str, argument: Any) -> Callable[[FrameType, str, Any], Any] | None:
+        if frame.f_code is not code:
+            return None
+        frame.f_trace_lines = False
+        if when == "enter":
+            action()
+        return left
+
+    def left(frame: FrameType, event: str, argument: Any) -> Callable[[FrameType, str, Any], Any]:
+        if event == "return" and when == "leave":
+            action()
+        return left
+
+    sys.settrace(entered)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Look again and again, for half a minute at most: what another process does has no other way to be seen."""
+    deadline_seconds = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_seconds, "it never came"
+        time.sleep(0.002)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a save or a load ended on a rank that raised.
+
+    Attributes:
+        text: What a user reads.
+        failures: Of a `CheckpointException`, by rank.
+        error: What was raised, if it was anything else.
+    """
+
+    text: str
+    failures: dict[int, BaseException]
+    error: BaseException | None = None
+
+
+def ending(attempt: Callable[[], object]) -> Ending | None:
+    """What an attempt raised; None if it returned."""
+    try:
+        attempt()
+    except CheckpointException as error:
+        return Ending(str(error), {rank: cause for rank, (cause, _) in error.failures.items()})
+    except Exception as error:  # noqa: BLE001  # whatever it is, the test wants to see it
+        return Ending(str(error), {}, error)
+    return None
+
+
+def state(value: float, ranks: Sequence[int] = ()) -> State:
+    """What this rank saves or loads: two top-level keys of its own, and so two shards, with tensors and an object.
+
+    Or what those ranks do.
+    """
+    leaves: State = {}
+    for rank in ranks or (dist.get_rank(),):
+        leaves[f"model_{rank}"] = {"w": torch.full((rank + 2, 3), value), "b": torch.full((5,), value)}
+        leaves[f"optim_{rank}"] = {"m": torch.full((4,), value), "steps": [value]}
+    return leaves
+
+
+def assert_is(state: State, value: float) -> None:
+    """Every leaf of it."""
+    for name, entries in state.items():
+        leaves = [entries["w"], entries["b"]] if name.startswith("model") else [entries["m"], *entries["steps"]]
+        for leaf in leaves:
+            assert bool((leaf == value).all()) if isinstance(leaf, torch.Tensor) else leaf == value, (name, leaf)
+
+
+def found(path: Path, world_size: int) -> float:
+    """Which of the states is there, whole and verified; raises if there is no checkpoint."""
+    state = load(path)
+    assert sorted(state) == sorted(f"{top}_{rank}" for rank in range(world_size) for top in ("model", "optim"))
+    value = state["optim_0"]["steps"][0]
+    assert isinstance(value, float)
+    assert_is(state, value)
+    return value
+
+
+def orphans(path: Path) -> set[int]:
+    """The ranks that wrote the shards that no manifest names."""
+    named = set(decode((path / MANIFEST_KEY).read_bytes()).shards.keys)
+    keys = {info.key for info in LocalStore(str(path)).list() if info.key != MANIFEST_KEY}
+    assert named <= keys
+    return {int(Path(key).name[len("rank-") : len("rank-00000")]) for key in keys - named}

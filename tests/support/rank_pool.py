@@ -1,0 +1,401 @@
+"""Real ranks: processes with a gloo process group, started once and given one function after another.
+
+Starting a rank takes seconds, most of them to import torch; a call of a pool that runs takes milliseconds.
+
+    with RankPool(4) as pool:
+        assert pool.run(dist.get_rank) == [0, 1, 2, 3]
+        assert pool.run(dist.get_rank, ranks=(1, 3)) == [0, 1]
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, Self, TypeVar, TypeVarTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import debug
+
+from dcp_remote.errors import InvalidArgumentError
+
+_Result = TypeVar("_Result")
+_Arguments = TypeVarTuple("_Arguments")
+
+# Of a collective. torch's half an hour would be a test that hangs; a busy machine of two cores stays below a second.
+GROUP_TIMEOUT_SECONDS = 15.0
+
+# Of a call, after which its ranks are killed; the first call also waits for every rank to import torch.
+CALL_TIMEOUT_SECONDS = 120.0
+
+# What a hung rank gets to print its stacks before it is killed.
+_STACKS_SECONDS = 1.0
+
+# What a rank gets to leave by itself when the pool is closed.
+_STOP_SECONDS = 5.0
+
+_BOOTSTRAP = "import sys; from tests.support.rank_pool import _serve; _serve(*sys.argv[1:])"
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """How a call ended on a rank that did not return.
+
+    Attributes:
+        description: The traceback; or how the process ended.
+        error: What was raised, if it was and can be pickled.
+        signal: Which one ended the process; None if it lives, or left by itself.
+    """
+
+    description: str
+    error: BaseException | None = None
+    signal: int | None = None
+
+
+class RanksFailedError(Exception):
+    """A call did not return on every rank; the message holds each traceback.
+
+    Attributes:
+        failures: By rank of the call.
+        results: What the other ranks returned.
+    """
+
+    def __init__(self, failures: Mapping[int, RankFailure], results: Mapping[int, Any]) -> None:
+        """See the class."""
+        self.failures = dict(failures)
+        self.results = dict(results)
+        super().__init__(self.failures, self.results)
+
+    def __str__(self) -> str:
+        """Every rank's, in order."""
+        return "\n".join(f"rank {rank}: {self.failures[rank].description}" for rank in sorted(self.failures))
+
+
+class RankPool:
+    """Processes of this machine that become the ranks of one call after another.
+
+    Every call has a process group of its own as the default group, so that none suffers from what the one before left
+    behind. Processes are spawned, never forked; a rank has one thread for computing. They talk over the loopback
+    interface alone, and end with this process, however it dies.
+
+    For one thread at a time. Use as a context manager, or `close` it.
+
+    Args:
+        world_size: How many processes; a call may use fewer.
+        group_timeout_seconds: Of the default group of each call.
+        call_timeout_seconds: After which the ranks of a call are killed, having printed their stacks.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        group_timeout_seconds: float = GROUP_TIMEOUT_SECONDS,
+        call_timeout_seconds: float = CALL_TIMEOUT_SECONDS,
+    ) -> None:
+        """See the class; the processes start with the first call."""
+        if world_size < 1:
+            raise InvalidArgumentError("A pool has at least one rank.", world_size=world_size)
+        self._group_timeout_seconds = group_timeout_seconds
+        self._call_timeout_seconds = call_timeout_seconds
+        self._processes: list[_Process | None] = [None] * world_size
+        self._calls = 0
+        # The server of the rendezvous lives here, so that it outlives any rank. It gets a socket that listens already:
+        # a port that was only probed could be taken by somebody else before it is bound.
+        listening = socket.create_server(("127.0.0.1", 0))
+        self._port: int = listening.getsockname()[1]
+        self._store = dist.TCPStore(
+            "127.0.0.1", self._port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+
+    def __enter__(self) -> Self:
+        """The pool."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are at most."""
+        return len(self._processes)
+
+    @property
+    def pids(self) -> list[int | None]:
+        """The processes; None for one that does not run."""
+        return [process.pid if process and process.alive() else None for process in self._processes]
+
+    def run(
+        self,
+        function: Callable[[*_Arguments], _Result],
+        *args: *_Arguments,
+        ranks: Sequence[int] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> list[_Result]:
+        """Call a function on every rank at once, each in the default process group of them all.
+
+        Args:
+            function: Of the top level of a module that a new process can import.
+            *args: The same for all; they and the result are pickled, tensors by value.
+            ranks: Which processes become the ranks of this call, in this order; by default all.
+            timeout_seconds: For this call instead of the pool's.
+
+        Returns:
+            What each returned, by rank.
+
+        Raises:
+            RanksFailedError: At least one rank raised, died, or was killed at the call's timeout. The next call starts
+                anew what does not run any more.
+            InvalidArgumentError: The function or an argument cannot be pickled, or there is no such rank.
+        """
+        members = list(range(self.world_size)) if ranks is None else list(ranks)
+        if not members or len(set(members)) != len(members) or not set(members) <= set(range(self.world_size)):
+            raise InvalidArgumentError("These are not ranks of the pool.", ranks=members, world_size=self.world_size)
+        try:
+            work = pickle.dumps((function, args))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise InvalidArgumentError(
+                "Ranks are other processes: functions must stand at the top level of a module, and arguments pickle.",
+                function=getattr(function, "__qualname__", repr(function)),
+                cause=error,
+            ) from error
+        self._calls += 1
+        processes = [self._running(member) for member in members]
+        for rank, process in enumerate(processes):
+            process.send(_Call(self._calls, rank, len(members), self._group_timeout_seconds, work))
+        return self._collect(processes, self._call_timeout_seconds if timeout_seconds is None else timeout_seconds)
+
+    def close(self) -> None:
+        """End all processes; a later call starts them again."""
+        running = [process for process in self._processes if process is not None]
+        self._processes = [None] * self.world_size
+        for process in running:
+            process.leave()
+        for process in running:
+            process.stop()
+
+    def _running(self, number: int) -> _Process:
+        process = self._processes[number]
+        if process is None or not process.alive():
+            if process is not None:
+                process.stop()
+            process = self._processes[number] = _Process(self._port)
+        return process
+
+    def _collect(self, processes: Sequence[_Process], timeout_seconds: float) -> list[Any]:
+        deadline = time.monotonic() + timeout_seconds
+        results: dict[int, Any] = {}
+        failures: dict[int, RankFailure] = {}
+        open_ranks = {process.connection: rank for rank, process in enumerate(processes)}
+        while open_ranks:
+            ready = wait(list(open_ranks), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                hung = [processes[rank] for rank in open_ranks.values()]
+                for process in hung:
+                    process.print_stacks()
+                for process, rank in zip(hung, open_ranks.values(), strict=True):
+                    process.kill()
+                    failures[rank] = RankFailure(
+                        f"killed, because it did not return within {timeout_seconds:g} s; its stacks are on stderr"
+                    )
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = open_ranks.pop(connection)
+                answer = processes[rank].receive()
+                if isinstance(answer, _NotJoined):
+                    processes[rank].stop()
+                    failures[rank] = answer.failure
+                elif isinstance(answer, RankFailure):
+                    failures[rank] = answer
+                else:
+                    results[rank] = answer.value
+        if failures:
+            raise RanksFailedError(failures, results)
+        return [results[rank] for rank in range(len(processes))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a process is told to do; `work` is pickled apart, so that a failure to load it is an answer, too."""
+
+    number: int
+    rank: int
+    world_size: int
+    group_timeout_seconds: float
+    work: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """What a function returned."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _NotJoined:
+    """The group could not be made, as when another rank was killed meanwhile.
+
+    torch numbers its groups, and has counted this one on some ranks: this process would never meet the others again.
+    """
+
+    failure: RankFailure
+
+
+class _Process:
+    """The pool's side of one process."""
+
+    def __init__(self, port: int) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(port)],
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is this process's; it ends the ranks by ending the connection
+            )
+        finally:
+            theirs.close()
+        self.connection = Connection(ours.detach())
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def send(self, call: _Call) -> None:
+        with suppress(OSError):  # a process that died meanwhile answers with the end of its connection
+            self.connection.send_bytes(pickle.dumps(call))
+
+    def receive(self) -> _Returned | RankFailure | _NotJoined:
+        try:
+            answer = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            status = self._popen.wait()
+            if status >= 0:
+                return RankFailure(f"the process left with status {status}")
+            return RankFailure(f"the process was ended by {signal.Signals(-status).name}", signal=-status)
+        assert isinstance(answer, _Returned | RankFailure | _NotJoined)
+        return answer
+
+    def print_stacks(self) -> None:
+        self._popen.send_signal(signal.SIGUSR1)
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(_STACKS_SECONDS)
+
+    def kill(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+
+    def leave(self) -> None:
+        self.connection.close()
+
+    def stop(self) -> None:
+        self.connection.close()
+        try:
+            self._popen.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+def _environment() -> dict[str, str]:
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    environment = os.environ | {
+        # The server of torch's store looks up the host of each new connection, in its only thread: a slow nameserver
+        # would stop all ranks for five seconds.
+        "RES_OPTIONS": "timeout:1 attempts:1",
+        "OMP_NUM_THREADS": "1",  # several ranks share the cores; read when torch is imported, and so set before
+        "PYTHONPATH": os.pathsep.join(sys.path),  # what can be imported here, can be there
+    }
+    if loopback is not None:
+        environment["GLOO_SOCKET_IFNAME"] = loopback
+    return environment
+
+
+# ---- in the rank's process
+
+
+def _serve(descriptor: str, port: str) -> None:
+    """The life of a rank's process: one call after another, until the pool's end of the connection is closed."""
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    connection = Connection(int(descriptor))
+    calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+    threading.Thread(target=_receive_calls, args=(connection, calls), daemon=True).start()
+    store = dist.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
+    while True:
+        connection.send_bytes(_answer(store, calls.get()))
+
+
+def _receive_calls(connection: Connection, calls: queue.SimpleQueue[_Call]) -> None:
+    """In a thread of its own, which sees the pool's end also while a function hangs in a collective."""
+    try:
+        while True:
+            call = pickle.loads(connection.recv_bytes())
+            assert isinstance(call, _Call)
+            calls.put(call)
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _answer(store: dist.Store, call: _Call) -> bytes:
+    try:
+        _join_group(store, call)
+    except BaseException as error:  # noqa: BLE001  # as below
+        return pickle.dumps(_NotJoined(RankFailure(traceback.format_exc(), _portable(error))))
+    try:
+        function, args = pickle.loads(call.work)
+        return pickle.dumps(_Returned(function(*args)))
+    except BaseException as error:  # noqa: BLE001  # whatever ends a function is the caller's to see
+        return pickle.dumps(RankFailure(traceback.format_exc(), _portable(error)))
+
+
+def _join_group(store: dist.Store, call: _Call) -> None:
+    if dist.is_initialized():
+        # Only now, when every rank of the last call has answered: before, it could have cut off a slower one.
+        dist.destroy_process_group()
+        # torch caches layouts by mesh, and meshes of different groups are equal: results would name dead groups.
+        debug._clear_sharding_prop_cache()
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"call-{call.number}", store),
+        rank=call.rank,
+        world_size=call.world_size,
+        timeout=timedelta(seconds=call.group_timeout_seconds),
+    )
+    # Nobody begins, and perhaps kills itself, while another is still connecting to it.
+    joined = f"call-{call.number}/joined"
+    if store.add(f"{joined}-ranks", 1) == call.world_size:
+        store.set(joined, "")
+    store.wait([joined], timedelta(seconds=call.group_timeout_seconds))
+
+
+def _portable(error: BaseException) -> BaseException | None:
+    """The error, if it is the same after a journey."""
+    try:
+        loaded = pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001  # a class can do anything when it is pickled
+        return None
+    return loaded if isinstance(loaded, BaseException) else None

@@ -1,0 +1,230 @@
+"""Points of a save or a load at which a rank is killed, stopped, or held up, and how it then ends on each rank."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from dcp_remote import RemoteReader, RemoteWriter
+from dcp_remote.format.manifest import MANIFEST_KEY
+from dcp_remote.storage import LocalStore, ObjectStore
+from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
+from tests.support.points import NEW, NEWEST, Ending, When, assert_is, at, ending, found, state
+from tests.support.rank_pool import RankPool
+
+_Answer = TypeVar("_Answer")
+
+THREE, PAIR = range(3), range(2)
+
+# ---- points
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """As torch's thread enters or leaves a function."""
+
+    function: Callable[..., object]
+    when: When
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Before the first such request is sent, or after it was answered; in the thread that sends it."""
+
+    verb: Verb
+    prefix: str
+    when: Literal["before", "after"]
+
+
+Point: TypeAlias = Hook | Sent
+
+SAVE: dict[str, Point] = {
+    "before-set-up": Hook(RemoteWriter.storage_meta, "enter"),
+    "in-its-plan": Hook(RemoteWriter.prepare_local_plan, "enter"),
+    "before-its-first-put": Sent("put", "shards/", "before"),
+    "after-its-first-put": Sent("put", "shards/", "after"),
+    "after-its-last-put": Hook(RemoteWriter.write_data, "leave"),
+    "before-the-commit": Sent("put", MANIFEST_KEY, "before"),
+    "after-the-commit": Sent("put", MANIFEST_KEY, "after"),
+}
+COMMITS = ("before-the-commit", "after-the-commit")
+
+LOAD: dict[str, Point] = {
+    "read-metadata": Hook(RemoteReader.read_metadata, "enter"),
+    "in-its-plan": Hook(RemoteReader.prepare_local_plan, "enter"),
+    "after-its-first-range": Sent("get_into", "shards/", "after"),
+}
+
+
+def places(points: dict[str, Point]) -> list[tuple[str, int]]:
+    """Each on the coordinator, and on another rank where it comes by."""
+    return [(point, rank) for point in points for rank in (0, 1) if rank == 0 or point not in COMMITS]
+
+
+class StruckStore(WrappedStore):
+    """Does something at the first request of a kind; others of that kind wait meanwhile."""
+
+    def __init__(self, store: ObjectStore, point: Sent, action: Callable[[], None]) -> None:
+        super().__init__(store)
+        self._point = point
+        self._action: Callable[[], None] | None = action
+        self._lock = threading.Lock()
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        if request.verb != self._point.verb or not request.key.startswith(self._point.prefix):
+            return send()
+        if self._point.when == "before":
+            self._act()
+            return send()
+        answer = send()
+        self._act()
+        return answer
+
+    def _act(self) -> None:
+        with self._lock:
+            action, self._action = self._action, None
+            if action is not None:
+                action()
+
+
+def struck(path: Path, point: Point, action: Callable[[], None]) -> tuple[ObjectStore, AbstractContextManager[None]]:
+    """The store and the surroundings of an attempt in which this happens at that point."""
+    store = LocalStore(str(path))
+    if isinstance(point, Sent):
+        return StruckStore(store, point, action), nullcontext()
+    return store, at(point.function, point.when, action)
+
+
+def strike(number: signal.Signals) -> None:
+    """To this thread, which then does not go on: a signal to the process could reach another thread first."""
+    signal.pthread_kill(threading.get_ident(), number)
+
+
+# ---- what a rank does
+
+
+def save(path: Path, value: float) -> None:
+    dcp.save(state(value), storage_writer=RemoteWriter(path, overwrite=True))
+
+
+def reload(path: Path, value: float) -> None:
+    template = state(0.0)
+    dcp.load(template, storage_reader=RemoteReader(path))
+    assert_is(template, value)
+
+
+class NotingWriter(RemoteWriter):
+    """Notes how the commit ended, which torch cannot tell its caller once the group is dead."""
+
+    commit = "never tried"
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        try:
+            super().finish(metadata, results)
+        except BaseException as error:
+            self.commit = type(error).__name__
+            raise
+        self.commit = "committed"
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """How an attempt ended on a rank.
+
+    Attributes:
+        ending: What was raised; None if nothing.
+        commit: Of the coordinator's save.
+        there: What lay in the store when this rank had given up; None if nothing did.
+    """
+
+    ending: Ending | None
+    commit: str = "never tried"
+    there: float | None = None
+
+
+def attempt(store: ObjectStore, points: dict[str, Point]) -> Told:
+    """A save of the new state, or a load."""
+    if points is LOAD:
+        return Told(ending(lambda: dcp.load(state(0.0), storage_reader=RemoteReader(store))))
+    writer = NotingWriter(store, overwrite=True)
+    ended = ending(lambda: dcp.save(state(NEW), storage_writer=writer))
+    return Told(ended, writer.commit)
+
+
+def assert_goes_on(rank_pool: RankPool, path: Path, ranks: range) -> None:
+    """A new group, of fresh ranks where one died, saves over what is there, and loads it."""
+    rank_pool.run(save, path, NEWEST, ranks=ranks)
+    assert found(path, len(ranks)) == NEWEST
+    rank_pool.run(reload, path, NEWEST, ranks=ranks)
+
+
+def assert_is_gloos(ended: Ending | None) -> None:
+    assert ended is not None
+    assert isinstance(ended.error, RuntimeError), ended
+    assert not ended.failures
+
+
+# ---- waiting for another rank
+#
+# A survivor waits for as long as its group's timeout, and a test that lowered that from the start would fail whenever a
+# busy machine is slow. So it is lowered only when the victim certainly will not come: before each collective, survivors
+# wait until the victim has announced that it enters that one, too, or hangs.
+
+GIVE_UP_SECONDS = 0.2
+
+COLLECTIVES = ("gather_object", "scatter_object_list", "broadcast_object_list", "all_gather_object")
+LAST_OF_A_SAVE = 3  # the plans gathered, and scattered; the results gathered, and the metadata broadcast
+
+
+def give_up_soon() -> None:
+    _set_pg_timeout(timedelta(seconds=GIVE_UP_SECONDS))
+
+
+def process_state(pid: int) -> str:
+    """`T` is stopped, `Z` dead; see proc(5)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def exchanged(value: int) -> list[int]:
+    """Of each rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def before_each_collective(action: Callable[[int], None]) -> Iterator[None]:
+    """Of torch's checkpoint, numbered from 0."""
+    numbers = itertools.count()
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def announced(original: Callable[..., object]) -> Callable[..., object]:
+        def collective(*args: Any, **kwargs: Any) -> object:
+            action(next(numbers))
+            return original(*args, **kwargs)
+
+        return collective
+
+    for name, original in originals.items():
+        setattr(dist, name, announced(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)

@@ -1,0 +1,215 @@
+"""The pool of ranks: what a function finds there, and that nothing that happens to a rank lasts or hangs."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from dcp_remote.errors import InvalidArgumentError, SaveFailedError
+from tests.support.rank_pool import RankPool, RanksFailedError
+
+
+def surroundings(label: str) -> tuple[str, int, int, int, str]:
+    return label, dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+def reduced(number: int) -> int:
+    tensor = torch.tensor(number + dist.get_rank())
+    dist.all_reduce(tensor)
+    return int(tensor)
+
+
+def sharded_product(rows: int) -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(rows * 2, dtype=torch.float64).reshape(rows, 2)
+    product = distribute_tensor(whole, mesh, [Shard(0)]).t() @ distribute_tensor(whole, mesh, [Shard(0)])
+    assert isinstance(product, DTensor)
+    return product.full_tensor()
+
+
+def fail_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        raise SaveFailedError("On purpose.", rank=rank)
+    return dist.get_rank()
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hang_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        threading.Event().wait()
+    return dist.get_rank()
+
+
+def unpicklable() -> object:
+    return threading.Lock()
+
+
+def listening_addresses() -> list[str]:
+    """The local addresses of this process's listening sockets, from Linux's tables."""
+    inodes = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
+def test_every_rank_runs_in_one_group(rank_pool: RankPool) -> None:
+    """What each rank sees of itself, and a collective among all."""
+    assert rank_pool.run(surroundings, "a") == [("a", rank, 4, 1, "1") for rank in range(4)]
+    assert rank_pool.run(reduced, 10) == [46] * 4
+
+
+def test_a_call_can_use_some_of_the_ranks_in_any_order(rank_pool: RankPool) -> None:
+    """They are ranks 0, 1, … of a group of their own; the same processes serve calls of every size."""
+    pids = rank_pool.run(os.getpid)
+    assert rank_pool.run(os.getpid, ranks=(3, 1)) == [pids[3], pids[1]]
+    for world_size in (1, 3, 2, 4):
+        assert rank_pool.run(reduced, 0, ranks=range(world_size)) == [sum(range(world_size))] * world_size
+    assert rank_pool.run(os.getpid) == pids
+
+
+def test_tensors_on_a_mesh_survive_a_change_of_world_size(rank_pool: RankPool) -> None:
+    """Caches of torch know layouts by mesh, not by group: products must be right in every group that follows."""
+    whole = torch.arange(12, dtype=torch.float64).reshape(6, 2)
+    for world_size in (2, 3, 2, 4, 2):
+        for product in rank_pool.run(sharded_product, 6, ranks=range(world_size)):
+            assert torch.equal(product, whole.t() @ whole)
+
+
+def test_an_exception_is_raised_with_the_traceback_of_its_rank(rank_pool: RankPool) -> None:
+    """One rank of three raises; its error and the results of the others are there, and the processes stay."""
+    pids = rank_pool.run(os.getpid)
+    with pytest.raises(RanksFailedError, match=r"(?s)rank 2: Traceback.*fail_on.*On purpose") as caught:
+        rank_pool.run(fail_on, 2, ranks=(0, 1, 2))
+    assert caught.value.results == {0: 0, 1: 1}
+    error = caught.value.failures[2].error
+    assert isinstance(error, SaveFailedError)
+    assert error.details == {"rank": 2}
+    assert rank_pool.run(os.getpid) == pids
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error(rank_pool: RankPool) -> None:
+    """Of that call alone."""
+    with pytest.raises(RanksFailedError, match="cannot pickle"):
+        rank_pool.run(unpicklable, ranks=(0,))
+
+
+def test_what_cannot_be_sent_is_refused(rank_pool: RankPool) -> None:
+    """Before any rank hears of it."""
+    with pytest.raises(InvalidArgumentError, match="top level of a module"):
+        rank_pool.run(lambda: None)
+    with pytest.raises(InvalidArgumentError, match="not ranks of the pool"):
+        rank_pool.run(os.getpid, ranks=(0, 4))
+    with pytest.raises(InvalidArgumentError, match="not ranks of the pool"):
+        rank_pool.run(os.getpid, ranks=())
+
+
+def test_a_rank_that_dies_is_named_and_replaced(rank_pool: RankPool) -> None:
+    """It kills itself while the other waits for it in a collective; the next call has all ranks again."""
+    pids = rank_pool.run(os.getpid)
+    with pytest.raises(RanksFailedError, match="rank 1: the process was ended by SIGKILL") as caught:
+        rank_pool.run(die_on, 1, ranks=(0, 1))
+    assert caught.value.failures[1].signal == signal.SIGKILL
+    assert isinstance(caught.value.failures[0].error, RuntimeError)  # gloo's
+    after = rank_pool.run(os.getpid)
+    assert [old == new for old, new in zip(pids, after, strict=True)] == [True, False, True, True]
+    assert rank_pool.run(reduced, 0) == [6] * 4
+
+
+def test_a_rank_that_hangs_is_killed_and_replaced(rank_pool: RankPool) -> None:
+    """By the limit of the call; the rank that returned keeps its result and its process."""
+    pids = rank_pool.run(os.getpid, ranks=(0, 1))
+    with pytest.raises(RanksFailedError, match="rank 1: killed, because it did not return within 1 s") as caught:
+        rank_pool.run(hang_on, 1, ranks=(0, 1), timeout_seconds=1)
+    assert caught.value.results == {0: 0}
+    after = rank_pool.run(os.getpid, ranks=(0, 1))
+    assert (after[0] == pids[0], after[1] == pids[1]) == (True, False)
+
+
+def test_a_rank_that_hangs_shows_its_stacks(capfd: pytest.CaptureFixture[str]) -> None:
+    """A pool that starts while this test's standard error is captured."""
+    with RankPool(1) as pool:
+        pool.run(os.getpid)
+        with pytest.raises(RanksFailedError, match="its stacks are on stderr"):
+            pool.run(hang_on, 0, timeout_seconds=1)
+    assert "in hang_on" in capfd.readouterr().err
+
+
+def test_close_ends_the_processes_and_a_call_starts_them_again() -> None:
+    """Seen by their ids: after `close` they are gone."""
+    with RankPool(1) as pool:
+        assert pool.pids == [None]
+        (first,) = pool.run(os.getpid)
+        pool.close()
+        assert pool.pids == [None]
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+        (second,) = pool.run(os.getpid)
+        assert pool.pids == [second]
+        assert second != first
+
+
+def test_ranks_end_with_their_parent() -> None:
+    """A parent that is killed outright: its rank held the other end of a pipe, which then reads as ended."""
+    code = (
+        "import os, signal, sys\n"
+        "from tests.support.rank_pool import RankPool\n"
+        "RankPool(1).run(os.getpid)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    reading, writing = os.pipe()
+    try:
+        # Its rank inherits standard error, and so the pipe ends when the last of the two has.
+        parent = subprocess.Popen([sys.executable, "-c", code], stderr=writing, stdout=subprocess.DEVNULL)
+        os.close(writing)
+        assert parent.wait(timeout=60) == -signal.SIGKILL
+        ready, _, _ = select.select([reading], [], [], 30)
+        assert ready, "the rank still runs"
+        assert os.read(reading, 1) == b""
+    finally:
+        os.close(reading)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's tables of sockets")
+def test_ranks_listen_on_the_loopback_interface_alone(rank_pool: RankPool) -> None:
+    """The addresses of every listening socket of a rank; gloo opens one per group."""
+    rank_pool.run(reduced, 0, ranks=(0, 1))
+    loopback = {f"{int.from_bytes(socket.inet_aton('127.0.0.1'), sys.byteorder):08X}"}
+    for addresses in rank_pool.run(listening_addresses, ranks=(0, 1)):
+        assert addresses
+        assert set(addresses) <= loopback | {"00000000000000000000000001000000"}
+
+
+def test_a_group_that_cannot_be_made_does_no_harm_later() -> None:
+    """A rank is stopped before it joins: the other gives up, and later calls find all of them in one group again."""
+    with RankPool(2, group_timeout_seconds=1.0) as pool:
+        assert pool.run(reduced, 1) == [3, 3]
+        stopped = pool.pids[1]
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        with pytest.raises(RanksFailedError) as caught:
+            pool.run(reduced, 1, timeout_seconds=10.0)
+        assert set(caught.value.failures) == {0, 1}
+        assert stopped not in pool.pids
+        assert pool.run(reduced, 1) == [3, 3]
+        assert pool.run(reduced, 2) == [5, 5]
