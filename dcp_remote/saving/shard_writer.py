@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -15,31 +15,25 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp_remote.common.arrays import Buffer, group_offsets
-from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, block_digests, piece_digest, table_entries
 from dcp_remote.common.overrides import inherits_methods
 from dcp_remote.common.units import KiB, MiB
-from dcp_remote.errors import InvalidArgumentError, SaveFailedError, UnsafeObjectError
+from dcp_remote.errors import InvalidArgumentError, UnsafeObjectError
 from dcp_remote.format.manifest import JSON
-from dcp_remote.format.raw_buffers import Segments
-from dcp_remote.format.shard import SHARD_BYTES_MAX, HeaderEntry, ShardNames, header
+from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.saving.dedup import Baseline, Reuse, lay_out_pieces
-from dcp_remote.saving.device_copy import Run, host_views, pinned_bytes, uses_pinned_memory
-from dcp_remote.saving.packing import Piece, pack, piece_label
+from dcp_remote.saving.packing import pack
 from dcp_remote.saving.plan_cache import SharedPart
 from dcp_remote.saving.rank_report import Notes, RankReport, ReportedObject, UploadStats, WrittenShard
-from dcp_remote.saving.uploads import Prepared, Uploads
-from dcp_remote.saving.write_items import Comparison, DrawnEntries, Source, WriteItems, wait_for_sources
+from dcp_remote.saving.shard_content import count_copied_bytes, prepare_shard
+from dcp_remote.saving.uploads import Uploads
+from dcp_remote.saving.write_items import Comparison, DrawnEntries, WriteItems, wait_for_sources
 from dcp_remote.serialization.objects import EncodedObject, encode_object, encode_stream
-from dcp_remote.serialization.tensors import dtype_name, is_copied
+from dcp_remote.serialization.tensors import dtype_name
 
 # Objects up to this size are stored in the manifest, where they cost no request and a person can read them. Their total
 # is bounded, because every rank reads the manifest.
 INLINE_BYTES_MAX = 16 * KiB
 INLINE_TOTAL_BYTES_MAX = 8 * MiB
-
-# Adjacent buffers smaller than this are joined before they are sent: below it, a buffer costs more than its bytes.
-JOIN_BYTES = 16 * KiB
 
 
 def write_shards(
@@ -91,12 +85,12 @@ def write_shards(
     other_names = names.again()
     drawn = DrawnEntries()
     for number, pieces in enumerate(pack(items.draw(comparison, drawn), shard_bytes_max=shard_bytes_max)):
-        claimed_bytes = _copied_bytes(pieces, is_state=is_state)
+        claimed_bytes = count_copied_bytes(pieces, is_state=is_state)
         uploads.claim(claimed_bytes)
         wait_for_sources([piece.item.source for piece in pieces])
         uploads.submit(
             names.key(number),
-            partial(_prepare, pieces),
+            partial(prepare_shard, pieces),
             claimed_bytes=claimed_bytes,
             second_key=other_names.key(number),
         )
@@ -158,111 +152,6 @@ def _encode_object(write_item: WriteItem, planner: SavePlanner, *, allow_pickle:
 def _resolves_to_state(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     """Return whether a planner resolves items to the state's own values; others may copy (to bfloat16, say)."""
     return inherits_methods(planner, DefaultSavePlanner, ("resolve_data", "lookup_object", "transform_object"))
-
-
-def _copied_bytes(pieces: Sequence[Piece[Source]], *, is_state: bool) -> int:
-    """Return the bytes of memory beyond the state that sending the pieces takes."""
-    copied_bytes, device_bytes = 0, 0
-    for piece in pieces:
-        source = piece.item.source
-        if isinstance(source, torch.Tensor) and uses_pinned_memory(source):
-            device_bytes += piece.length
-        elif _is_private(source) or piece.length < JOIN_BYTES or not is_state:
-            copied_bytes += piece.length
-    return copied_bytes + pinned_bytes(device_bytes)
-
-
-def _is_private(source: Source) -> bool:
-    """Return whether the bytes that are sent are a copy or immutable, so that the training cannot change them."""
-    if isinstance(source, torch.Tensor):
-        return is_copied(source)
-    views = source.views if isinstance(source, Segments) else [source]
-    return len(views) > 1 or isinstance(views[0].obj, bytes)
-
-
-def _prepare(pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard]:
-    """Return the buffers of a shard and their digests; called in a worker thread."""
-    views: list[memoryview] = []
-    to_check: list[tuple[str, memoryview, bytes]] = []
-    tables: list[bytes] = []
-    piece_digests: list[bytes] = []
-    first_blocks: list[bytes] = []
-    for piece, view in zip(pieces, _views(pieces), strict=True):
-        assert len(view) == piece.length
-        is_private = _is_private(piece.item.source)
-        if len(view) < JOIN_BYTES and not is_private:
-            # Small views are joined later anyway; a copy made now cannot change between its digest and the joining.
-            view, is_private = memoryview(bytes(view)), True  # noqa: PLW2901  # the given view must not be used again
-        views.append(view)
-        blocks = block_digests(view, size_bytes=block_bytes(piece.length))
-        piece_digests.append(piece_digest(blocks))
-        if not is_private:
-            to_check.append((piece.item.name, view, piece_digests[-1]))
-        first_blocks.append(blocks[:DIGEST_BYTES])
-        if table_entries(piece.length):
-            tables.append(blocks)
-    table = b"".join(tables)
-    front = header([_header_entry(piece) for piece in pieces], table_length=len(table)) + table
-    lengths = np.array([piece.length for piece in pieces], dtype=np.int64)
-    starts = len(front) + group_offsets(lengths)
-    entries = np.array([table_entries(piece.length) for piece in pieces], dtype=np.int64)
-    written = partial(
-        WrittenShard,
-        size_bytes=int(starts[-1]),
-        data_start=len(front),
-        table=table,
-        item=np.array([piece.number for piece in pieces], dtype=np.int64),
-        start=starts[:-1],
-        length=lengths,
-        table_first=np.where(entries > 0, group_offsets(entries)[:-1], 0),
-        digests=b"".join(piece_digests),
-        first_blocks=b"".join(first_blocks),
-    )
-    return Prepared([front, *_join_small(views)], written, partial(_check_unchanged, to_check))
-
-
-def _views(pieces: Sequence[Piece[Source]]) -> Iterator[memoryview]:
-    """Yield the bytes of each piece; all pieces that lie on one device are copied together."""
-    tensors = [(piece, piece.item.source) for piece in pieces if isinstance(piece.item.source, torch.Tensor)]
-    tensor_views = iter(host_views([Run(tensor, piece.start, piece.stop) for piece, tensor in tensors]))
-    for piece in pieces:
-        source = piece.item.source
-        yield next(tensor_views) if isinstance(source, torch.Tensor) else source[piece.start : piece.stop]
-
-
-def _check_unchanged(sent: Sequence[tuple[str, memoryview, bytes]]) -> None:
-    """Refuse a shard whose tensors changed while they were sent: the bytes that were sent may not fit their digests.
-
-    Args:
-        sent: Name, memory, and digest of each piece that was sent without a copy.
-    """
-    for name, view, expected in sent:
-        if piece_digest(block_digests(view, size_bytes=block_bytes(len(view)))) != expected:
-            raise SaveFailedError(
-                "A tensor was changed while it was being saved. Nothing may write to the state until dcp.save returns; "
-                "dcp.async_save makes a copy first.",
-                tensor=name,
-            )
-
-
-def _header_entry(piece: Piece[Source]) -> HeaderEntry:
-    name, shape = piece_label(piece)
-    return HeaderEntry(name, piece.item.dtype, shape, piece.length)
-
-
-def _join_small(views: Sequence[memoryview]) -> Iterator[Buffer]:
-    """Yield the views, with adjacent small views joined into one buffer."""
-    small: list[memoryview] = []
-    for view in views:
-        if len(view) < JOIN_BYTES:
-            small.append(view)
-            continue
-        if small:
-            yield b"".join(small)
-            small = []
-        yield view
-    if small:
-        yield b"".join(small)
 
 
 def _make_report(
