@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import counted, human_bytes, printable
 from dcp_remote.errors import StorageError
-from dcp_remote.run.gc import find_orphans, remove_orphans
-from dcp_remote.run.run_gc import RunOrphans, find_run_orphans, is_run, remove_run_orphans
+from dcp_remote.format.catalog import CATALOG_KEY
+from dcp_remote.run.gc import Orphans, Removal, find_orphans, remove_orphans
+from dcp_remote.run.lookup import exists
 from dcp_remote.storage import ObjectInfo, open_store
+from dcp_remote.storage.retrying import RetryingStore
 
 _HOUR_SECONDS = 3600.0
 
@@ -29,7 +32,7 @@ def run(
     as_list: bool,
     out: TextIO,
 ) -> None:
-    """Print which orphans there are, or remove them; costs as in `dcp_remote.run.gc`, and a HEAD.
+    """Print which orphans there are, or remove them; costs as in `dcp_remote.run.gc`, and with `delete` a HEAD.
 
     Args:
         url: URL of the checkpoint, or of the run.
@@ -48,29 +51,24 @@ def run(
         InvalidArgumentError: The grace is not a finite number of at least 0, or the store has no compare-and-swap.
     """
     store = open_store(url, storage_options)
-    in_run = is_run(store, timeout_seconds=_LOOK_SECONDS)
     grace_seconds = grace_hours * _HOUR_SECONDS
-    if in_run:
-        title, noun = f"{store.url}: orphans (objects that no live checkpoint of the run uses)", "object"
-    else:
-        title, noun = f"{store.url}: orphans (shards that the manifest does not name)", "shard"
     if not delete:
-        find = find_run_orphans if in_run else find_orphans
-        orphans = find(store, grace_seconds=grace_seconds, timeout_seconds=_LOOK_SECONDS)
-        out.write(printable(title) + "\n")
+        orphans = find_orphans(store, grace_seconds=grace_seconds, timeout_seconds=_LOOK_SECONDS)
+        noun = _print_title(out, store.url, orphans)
         _print_objects(out, orphans.old if as_list else ())
         _print_total(out, orphans.old, noun, f"at least {grace_hours:g} h old")
         _print_total(out, orphans.young, noun, "younger, perhaps of a save under way")
-        if isinstance(orphans, RunOrphans) and orphans.abandoned:
+        if orphans.abandoned:
             size = human_bytes(sum(entry.size_bytes for entry in orphans.abandoned))
             count = counted(len(orphans.abandoned), "checkpoint")
             out.write(f"not orphans: {count} abandoned by a rollback, {size}; delete with `dcp-remote rm`\n")
         if orphans.old:
             out.write(f"Nothing was changed. To remove the older {noun}s, while no job saves here, add --delete\n")
         return
-    remove = remove_run_orphans if in_run else remove_orphans
-    removal = remove(store, grace_seconds=grace_seconds)
-    out.write(printable(title) + "\n")
+    # Asked apart, since deleting waits for an outage to end: so a wrong endpoint is reported within seconds.
+    exists(RetryingStore(store, Deadline(_LOOK_SECONDS)), CATALOG_KEY)
+    removal = remove_orphans(store, grace_seconds=grace_seconds)
+    noun = _print_title(out, store.url, removal)
     _print_objects(out, removal.removed if as_list else ())
     _print_total(out, removal.removed, noun, "removed")
     _print_total(out, removal.kept, noun, f"kept, younger than {grace_hours:g} h")
@@ -78,6 +76,15 @@ def run(
     out.writelines(printable(f"{key}: {error}") + "\n" for key, error in failures)
     if removal.failed:
         raise StorageError("Some orphans could not be deleted. Run the command again.", failed=len(removal.failed))
+
+
+def _print_title(out: TextIO, url: str, found: Orphans | Removal) -> str:
+    """Print the first line; return the noun for the objects that are counted."""
+    what = (
+        "objects that no live checkpoint of the run uses" if found.is_run else "shards that the manifest does not name"
+    )
+    out.write(printable(f"{url}: orphans ({what})") + "\n")
+    return "object" if found.is_run else "shard"
 
 
 def _print_objects(out: TextIO, infos: Sequence[ObjectInfo]) -> None:

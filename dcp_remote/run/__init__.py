@@ -3,8 +3,8 @@
 conditional_put settles every conditional PUT by reading; commit (of a checkpoint by itself) and catalog_store (of a
 run) are built on it. lookup finds a checkpoint and reads its manifest; run has what users call. job saves into a run.
 retention decides which checkpoints to retire and thinning makes the smaller manifests; maintenance and
-background_maintenance carry that out, with live_shards and leftovers to tell which objects may be deleted. gc and
-run_gc remove orphans. recovery rebuilds a lost catalog.
+background_maintenance carry that out, with live_shards and leftovers to tell which objects may be deleted. gc
+removes orphans. recovery rebuilds a lost catalog.
 """
 
 from __future__ import annotations
@@ -23,6 +23,5 @@ __all__ = [
     "recovery",
     "retention",
     "run",
-    "run_gc",
     "thinning",
 ]

@@ -1,9 +1,12 @@
-"""Garbage collection of a checkpoint by itself: remove orphans, the shards that no manifest names.
+"""Garbage collection: remove orphans, the manifests and shards that no live checkpoint names.
 
-Interrupted, failed and replaced saves leave orphans. A shard of a save under way looks the same. So the manifest is
-first put again under a new version, or a tombstone where there is none: a save that began before can no longer commit,
-since it finds another version than it saw. A shard that was listed before that PUT, and that the manifest does not
-name, can then never become part of a checkpoint.
+Interrupted, failed and replaced saves leave orphans, and so do jobs that may not delete. Objects of a save under way
+look the same. So no save that began before may commit any more when orphans are deleted:
+
+- In a run, the catalog's floor is raised above the revisions in the orphans' names; a save that began below the floor
+  cannot commit. Abandoned checkpoints are live, and so no orphans, until they are retired.
+- The manifest of a checkpoint by itself is put again under a new version, or a tombstone where there is none; a save
+  that began before finds another version than it saw.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from dcp_remote.common.deadline import Deadline, jitter
 from dcp_remote.errors import (
+    CheckpointNotFoundError,
     CommitConflictError,
     ConditionFailedError,
     InvalidArgumentError,
@@ -25,21 +29,26 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.format import manifest_json
-from dcp_remote.format.catalog import CATALOG_KEY
-from dcp_remote.format.keys import SHARDS_PREFIX, is_written_key
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, raised, refreshed
+from dcp_remote.format.keys import MANIFESTS_PREFIX, SHARDS_PREFIX, is_written_key, revision_of
 from dcp_remote.format.manifest import MANIFEST_KEY
+from dcp_remote.run.catalog_store import Change, missing_catalog, read_catalog, swap
 from dcp_remote.run.conditional_put import Backoff
+from dcp_remote.run.live_shards import LiveShards
 from dcp_remote.run.lookup import Stored, exists, not_found, read_stored
 from dcp_remote.storage.base import ObjectInfo, ObjectStore
 from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.deletion_queue import DeletionQueue
 from dcp_remote.storage.retrying import RetryingStore
 
-# Far longer than a save, since removing shards of a save under way makes it fail.
+# Far longer than a save, since removing objects of a save under way makes it fail.
 GRACE_SECONDS = 24 * 3600.0
 
 # As long as a save may take, since an outage of the store lasts minutes and no user waits for gc.
 TIMEOUT_SECONDS = 1500.0
+
+# After so many attempts the checkpoints of the run are retired faster than their manifests can be read.
+_LOOKS_MAX = 5
 
 # A manifest that changes this often belongs to a checkpoint in use.
 _REFUSALS_MAX = 5
@@ -47,15 +56,19 @@ _REFUSALS_MAX = 5
 
 @dataclass(frozen=True, slots=True)
 class Orphans:
-    """Shards that no manifest names.
+    """Objects that no live checkpoint names.
 
     Attributes:
         old: Orphans at least as old as the grace, which are removed.
-        young: Orphans younger than the grace, perhaps of a save under way.
+        young: Orphans younger than the grace, or of a later catalog; perhaps of a save under way.
+        abandoned: Entries of live checkpoints that a later job left behind; no orphans, and listed for information.
+        is_run: True if a run lies at the URL; False for a checkpoint by itself, whose orphans are all shards.
     """
 
     old: tuple[ObjectInfo, ...]
     young: tuple[ObjectInfo, ...]
+    abandoned: tuple[Entry, ...] = ()
+    is_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,33 +77,44 @@ class Removal:
 
     Attributes:
         removed: Orphans that were deleted.
-        kept: Orphans younger than the grace.
+        kept: Orphans younger than the grace, or of a later catalog.
         failed: Errors of orphans that could not be deleted, by key.
+        is_run: True if a run lies at the URL; False for a checkpoint by itself.
     """
 
     removed: tuple[ObjectInfo, ...]
     kept: tuple[ObjectInfo, ...]
     failed: dict[str, StorageError] = field(default_factory=dict)
+    is_run: bool = False
 
 
-def orphans(listed: Iterable[ObjectInfo], named: Iterable[str], *, now_seconds: float, grace_seconds: float) -> Orphans:
-    """Find the orphans in a listing of `shards/`. Pure.
+def orphans(
+    listed: Iterable[ObjectInfo],
+    not_named: Collection[str],
+    *,
+    catalog: Catalog | None,
+    now_seconds: float,
+    grace_seconds: float,
+) -> Orphans:
+    """Sort the orphans in a listing by age. Pure.
 
     Args:
-        listed: All objects there; one whose name is not that of a shard is no orphan.
-        named: Keys of the shards that the manifest names.
+        listed: Manifests and shards of a run, or shards of a checkpoint by itself.
+        not_named: Keys of those that no live checkpoint names.
+        catalog: Catalog of the run; None for a checkpoint by itself. An object whose name has a later revision belongs
+            to a save that saw another catalog: it counts as young, however old it is.
         now_seconds: Unix time, by the clock that dates `listed`.
         grace_seconds: Age from which an orphan is old; with 0 every orphan is, even one dated in the future.
-
-    Raises:
-        InvalidArgumentError: The grace is negative, or not finite.
     """
-    require_grace(grace_seconds)
-    living = frozenset(named)
-    found = [info for info in listed if info.key not in living and is_written_key(info.key)]
-    old = [info for info in found if is_old(info, now_seconds=now_seconds, grace_seconds=grace_seconds)]
-    young = [info for info in found if not is_old(info, now_seconds=now_seconds, grace_seconds=grace_seconds)]
-    return Orphans(old=tuple(old), young=tuple(young))
+    old: list[ObjectInfo] = []
+    young: list[ObjectInfo] = []
+    for info in listed:
+        if info.key in not_named:
+            is_old = grace_seconds == 0 or now_seconds - info.modified_seconds >= grace_seconds
+            is_later = catalog is not None and _revision(info) > catalog.revision
+            (old if is_old and not is_later else young).append(info)
+    abandoned = tuple(entry for entry in catalog.entries if entry.abandoned) if catalog is not None else ()
+    return Orphans(tuple(old), tuple(young), abandoned, is_run=catalog is not None)
 
 
 def find_orphans(
@@ -102,26 +126,27 @@ def find_orphans(
 ) -> Orphans:
     """Find the orphans that `remove_orphans` would remove if this machine's clock agreed with the store's; only reads.
 
-    Costs a LIST (a request per thousand shards) and a GET.
+    Costs two LISTs (a request per thousand objects; half a gigabyte of memory per million) and a GET of the catalog; in
+    a run also a GET of each live manifest, else a GET of the manifest.
 
     Args:
-        store: Store opened at the checkpoint's URL (`dcp_remote.storage.open_store`).
+        store: Store opened at the URL of a run, or of a checkpoint by itself (`dcp_remote.storage.open_store`).
         grace_seconds: Age from which an orphan is old.
         timeout_seconds: Seconds for which requests are retried.
         clock: Unix time in seconds; an argument for tests.
 
     Raises:
-        CheckpointNotFoundError: There is neither a manifest nor a shard.
-        InvalidArgumentError: A run is here; or the grace is negative, or not finite.
+        CheckpointNotFoundError: There is no run, no manifest and no shard; or the run has lost its catalog.
+        CorruptCheckpointError: The catalog or a manifest is damaged, so that the objects in use are not known.
+        UnsupportedFormatError: A newer version wrote the catalog or a manifest.
+        CommitConflictError: Checkpoints were retired faster than their manifests were read.
+        InvalidArgumentError: The grace is negative, or not finite.
         StorageError: The store refused, or did not answer in time.
-        CorruptCheckpointError: The manifest is damaged, so that the shards that it names are not known.
-        UnsupportedFormatError: A newer version wrote the manifest.
     """
-    require_grace(grace_seconds)
-    store = RetryingStore(store, Deadline(timeout_seconds))
-    # The listing comes before the manifest is read, so that it has no shard of a save that commits in between.
-    listed = list(store.list(SHARDS_PREFIX))
-    return _orphans(listed, _stored(store, listed), now_seconds=clock(), grace_seconds=grace_seconds)
+    _require_grace(grace_seconds)
+    deadline = Deadline(timeout_seconds)
+    seen = _look(store, RetryingStore(store, deadline), LiveShards(), deadline)
+    return seen.orphans(now_seconds=clock(), grace_seconds=grace_seconds)
 
 
 def remove_orphans(
@@ -136,15 +161,17 @@ def remove_orphans(
     """Remove the orphans that are at least as old as a grace.
 
     Nothing is written unless an orphan is that old by this machine's clock. An orphan is removed only if it is that old
-    by the store's clock, too, which is read from the manifest that was just put. A save that is under way at that PUT
-    fails with `CommitConflictError`. Of the checkpoint only the manifest's version changes. After a crash at any moment
-    the checkpoint is whole, and the next call removes the rest.
+    by the store's clock, too, which is read from the catalog or manifest that was just put. A save that is under way at
+    that PUT begins again in a run, and else fails with `CommitConflictError`. Of a checkpoint by itself only the
+    manifest's version changes. After a crash at any moment every live checkpoint is whole, and the next call removes
+    the rest.
 
-    Costs a LIST (a request per thousand shards), a GET, a conditional PUT of the manifest, a HEAD, and a DELETE per
-    thousand orphans; after a PUT that failed, the LIST, the GET and the PUT again.
+    Costs as `find_orphans`; then in a run a swap of the catalog (a GET and a PUT) and a GET of the catalog and of each
+    live manifest that is new, else a conditional PUT of the manifest, and all again after a PUT that failed; then a
+    HEAD, and a DELETE per thousand orphans.
 
     Args:
-        store: Store opened at the checkpoint's URL (`dcp_remote.storage.open_store`).
+        store: Store opened at the URL of a run, or of a checkpoint by itself (`dcp_remote.storage.open_store`).
         grace_seconds: Age from which an orphan is removed; 0 removes all.
         timeout_seconds: Seconds for which requests are retried.
         clock: Unix time in seconds; an argument for tests.
@@ -152,15 +179,16 @@ def remove_orphans(
         uniform: Draws a number between two; an argument for tests.
 
     Raises:
-        CheckpointNotFoundError: There is neither a manifest nor a shard.
-        InvalidArgumentError: The store cannot replace an object on condition; a run is here; or the grace is negative,
-            or not finite.
-        CommitConflictError: Other saves changed the manifest at each attempt. Nothing was removed.
+        CheckpointNotFoundError: There is no run, no manifest and no shard; or the run has lost its catalog.
+        CorruptCheckpointError: The catalog or a manifest is damaged, so that the objects in use are not known.
+        UnsupportedFormatError: A newer version wrote the catalog or a manifest.
+        CommitConflictError: Other saves changed the manifest at each attempt, checkpoints were retired faster than
+            their manifests were read, or another run was begun here meanwhile. Nothing was removed.
+        CommitUnknownError: It is not known whether the catalog was swapped. Nothing was removed.
+        InvalidArgumentError: The store cannot replace an object on condition; or the grace is negative, or not finite.
         StorageError: The store refused, ignores the condition of a write, or did not answer in time; nothing was
             removed. Failures to delete are returned.
         PermissionDeniedError: No orphan may be deleted.
-        CorruptCheckpointError: The manifest is damaged, so that the shards that it names are not known.
-        UnsupportedFormatError: A newer version wrote the manifest.
     """
     if not store.capabilities.compare_and_swap:
         raise InvalidArgumentError(
@@ -168,24 +196,27 @@ def remove_orphans(
             url=store.url,
             reason=store.capabilities.swap_refusal,
         )
-    require_grace(grace_seconds)
-    deadline = Deadline(timeout_seconds)
-    asking = RetryingStore(store, deadline)
+    _require_grace(grace_seconds)
+    deadline, live = Deadline(timeout_seconds), LiveShards()
+    reading = RetryingStore(store, deadline, sleep=sleep, random=lambda: uniform(0, 1))
     backoff, refusals = Backoff(deadline, sleep=sleep, uniform=uniform), 0
     while True:
-        listed = list(asking.list(SHARDS_PREFIX))
-        stored = _stored(asking, listed)
-        seen = _orphans(listed, stored, now_seconds=clock(), grace_seconds=grace_seconds)
-        if not seen.old:
-            return Removal(removed=(), kept=seen.young)
-        if stored is None:
-            _require_no_run(asking)
-        require_conditional_writes(asking, deadline, swaps=True)
-        nonce = uuid.uuid4().hex
-        body = manifest_json.tombstone(nonce, ()) if stored is None else manifest_json.renewed(stored.data, nonce)
+        seen = _look(store, reading, live, deadline)
+        found = seen.orphans(now_seconds=clock(), grace_seconds=grace_seconds)
+        if not found.old:
+            return Removal(removed=(), kept=found.young, is_run=found.is_run)
+        if seen.catalog is not None:
+            swap(store, _raise_floor(store, seen.catalog, found.old), deadline=deadline, sleep=sleep, uniform=uniform)
+            # A save that committed before the swap may name a former orphan; after the swap none can.
+            after = _live(store, live, deadline, found.old)
+            if after is None:
+                raise missing_catalog(store)
+            seen = after
+            break
         # Not settled by reading: after a failure all begins again with the listing, whatever became of the PUT.
         try:
-            asking.put(MANIFEST_KEY, [body], condition="absent" if stored is None else stored.version)
+            _put_again(reading, seen.stored, deadline)
+            break
         except ConditionFailedError as error:
             refusals += 1
             if refusals >= _REFUSALS_MAX:
@@ -197,16 +228,13 @@ def remove_orphans(
         except TransientStorageError:
             if backoff.is_exhausted():
                 raise
-        else:
-            now_seconds = asking.head(MANIFEST_KEY).modified_seconds
-            found = _orphans(listed, stored, now_seconds=now_seconds, grace_seconds=grace_seconds)
-            return delete_orphans(store, found, deadline)
         backoff.pause()
-
-
-def is_old(info: ObjectInfo, *, now_seconds: float, grace_seconds: float) -> bool:
-    """Return whether an orphan is at least as old as the grace; with a grace of 0 even one dated in the future is."""
-    return grace_seconds == 0 or now_seconds - info.modified_seconds >= grace_seconds
+    now_seconds = reading.head(MANIFEST_KEY if seen.catalog is None else CATALOG_KEY).modified_seconds
+    removable = orphans(
+        found.old, seen.not_named, catalog=seen.catalog, now_seconds=now_seconds, grace_seconds=grace_seconds
+    )
+    removal = delete_orphans(store, removable, deadline, sleep=sleep, uniform=uniform)
+    return replace(removal, kept=found.young + removal.kept)
 
 
 def delete_orphans(
@@ -238,41 +266,122 @@ def delete_orphans(
     late = TransientStorageError("The deadline passed before the object was deleted; run gc again.", url=store.url)
     failed = {**dict.fromkeys(queue, late), **deleted.failed}
     removed = tuple(info for info in found.old if info.key not in failed)
-    return Removal(removed=removed, kept=found.young, failed=failed)
+    return Removal(removed=removed, kept=found.young, failed=failed, is_run=found.is_run)
 
 
-def require_grace(grace_seconds: float) -> None:
-    """Refuse a grace that is no age.
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Objects at a URL, and which of them are in use.
+
+    Attributes:
+        listed: Manifests and shards of a run, or shards of a checkpoint by itself.
+        not_named: Keys of those that no live checkpoint names.
+        catalog: Catalog of the run; None if there is none.
+        stored: Object at the key of the manifest of a checkpoint by itself; None if there is none.
+    """
+
+    listed: Sequence[ObjectInfo]
+    not_named: Collection[str]
+    catalog: Catalog | None = None
+    stored: Stored | None = None
+
+    def orphans(self, *, now_seconds: float, grace_seconds: float) -> Orphans:
+        return orphans(
+            self.listed, self.not_named, catalog=self.catalog, now_seconds=now_seconds, grace_seconds=grace_seconds
+        )
+
+
+def _look(store: ObjectStore, reading: ObjectStore, live: LiveShards, deadline: Deadline) -> _Seen:
+    # The listing comes before the catalog or manifest is read, so that it has no object of a save that commits in
+    # between.
+    manifests = [info for info in reading.list(MANIFESTS_PREFIX) if revision_of(info.key) is not None]
+    shards = list(reading.list(SHARDS_PREFIX))
+    listed = [*manifests, *(info for info in shards if revision_of(info.key) is not None)]
+    in_run = _live(store, live, deadline, listed)
+    if in_run is not None:
+        return in_run
+    if manifests:
+        raise missing_catalog(store)
+    listed = [info for info in shards if is_written_key(info.key)]
+    not_named = {info.key for info in listed}
+    try:
+        stored = read_stored(reading)
+    except ObjectNotFoundError as error:
+        if not listed:
+            raise not_found(reading) from error  # most likely a wrong URL, which must not look like a clean checkpoint
+        return _Seen(listed, not_named)
+    return _Seen(listed, not_named.difference(stored.shard_keys), stored=stored)
+
+
+def _live(store: ObjectStore, live: LiveShards, deadline: Deadline, listed: Sequence[ObjectInfo]) -> _Seen | None:
+    """Read the catalog and the live manifests; return which objects of a listing they name; None without a catalog.
 
     Raises:
-        InvalidArgumentError: The grace is negative, or not finite.
+        CommitConflictError: Checkpoints were retired faster than their manifests were read.
     """
+    for _ in range(_LOOKS_MAX):
+        seen = read_catalog(RetryingStore(store, deadline))
+        if seen is None:
+            return None
+        unreadable = live.read(store, seen.catalog.entries, deadline)
+        if not unreadable:
+            not_named = live.not_named((info.key for info in listed), seen.catalog.entries)
+            return _Seen(listed, not_named, catalog=seen.catalog)
+        for entry, error in unreadable.items():
+            # A checkpoint retired meanwhile is no reason to stop, but the catalog must be read again: a checkpoint that
+            # is not in this one may name the same shards.
+            if not isinstance(error, CheckpointNotFoundError):
+                raise type(error)(
+                    "The manifest of a live checkpoint cannot be read, so that its shards cannot be told from orphans; "
+                    "nothing was removed. To give the checkpoint up: `dcp-remote rm`.",
+                    url=store.url,
+                    step=entry.step,
+                    cause=error,
+                ) from error
+    raise CommitConflictError(
+        "Checkpoints are retired here again and again; nothing was removed. Run gc later.", url=store.url
+    )
+
+
+def _raise_floor(store: ObjectStore, before: Catalog, old: Iterable[ObjectInfo]) -> Change:
+    """Return the change of a run's catalog after which no save that may name these orphans can commit."""
+    floor = 1 + max(map(_revision, old))
+    revisions: list[int] = []
+
+    def change(now: Catalog) -> Catalog | None:
+        if now.run_id != before.run_id:
+            raise CommitConflictError("Another run was begun here meanwhile; nothing was removed.", url=store.url)
+        revisions.append(now.revision)
+        if now.floor >= floor and now.revision > revisions[0]:
+            return None
+        # Swapped even where the floor is high enough, since the swap gives the catalog a fresh date.
+        return raised(now, floor) or refreshed(now)
+
+    return change
+
+
+def _put_again(store: ObjectStore, stored: Stored | None, deadline: Deadline) -> None:
+    """Put the manifest again under a new version, or a tombstone where there is none.
+
+    Raises:
+        CommitConflictError: A run was begun here meanwhile, where a tombstone would hide the catalog.
+        ConditionFailedError: The manifest has changed since it was read.
+        TransientStorageError: The manifest may have been put, or may be yet.
+    """
+    if stored is None and exists(store, CATALOG_KEY):
+        raise CommitConflictError("A run was begun here meanwhile; nothing was removed. Run gc again.", url=store.url)
+    require_conditional_writes(store, deadline, swaps=True)
+    nonce = uuid.uuid4().hex
+    body = manifest_json.tombstone(nonce, ()) if stored is None else manifest_json.renewed(stored.data, nonce)
+    store.put(MANIFEST_KEY, [body], condition="absent" if stored is None else stored.version)
+
+
+def _require_grace(grace_seconds: float) -> None:
     if not (math.isfinite(grace_seconds) and grace_seconds >= 0):
         raise InvalidArgumentError("The grace must be at least 0, and finite.", grace_seconds=grace_seconds)
 
 
-def _stored(store: ObjectStore, listed: Iterable[ObjectInfo]) -> Stored | None:
-    try:
-        return read_stored(store)
-    except ObjectNotFoundError as error:
-        if not any(is_written_key(info.key) for info in listed):
-            _require_no_run(store)
-            raise not_found(store) from error  # most likely a wrong URL, which must not look like a clean checkpoint
-        return None
-
-
-def _require_no_run(store: ObjectStore) -> None:
-    """Refuse a run, where a tombstone would hide the catalog; called where there is no manifest. One HEAD."""
-    if exists(store, CATALOG_KEY):
-        raise InvalidArgumentError(
-            "This is a run (it has a catalog.json), and no checkpoint by itself. Use `dcp-remote gc`, or "
-            "remove_run_orphans.",
-            url=store.url,
-        )
-
-
-def _orphans(
-    listed: Iterable[ObjectInfo], stored: Stored | None, *, now_seconds: float, grace_seconds: float
-) -> Orphans:
-    named = () if stored is None else stored.shard_keys
-    return orphans(listed, named, now_seconds=now_seconds, grace_seconds=grace_seconds)
+def _revision(info: ObjectInfo) -> int:
+    revision = revision_of(info.key)
+    assert revision is not None, "other names are not listed"
+    return revision

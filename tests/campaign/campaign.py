@@ -24,8 +24,8 @@ from dcp_remote import load
 from dcp_remote.errors import CheckpointNotFoundError
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry
 from dcp_remote.run.catalog_store import read_catalog
+from dcp_remote.run.gc import find_orphans, remove_orphans
 from dcp_remote.run.lookup import read_entry
-from dcp_remote.run.run_gc import find_run_orphans, remove_run_orphans
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.testing.servers import S3Server, moto_server
 from tests.campaign.job import Event, Job
@@ -291,12 +291,12 @@ class Campaign:
     def check_that_gc_leaves_what_is_named(self) -> None:
         """Without a grace, past all jobs."""
         store, catalog = self.store(), self.catalog()
-        remove_run_orphans(store, grace_seconds=0)
+        remove_orphans(store, grace_seconds=0)
         named = {CATALOG_KEY}
         for entry in catalog.entries:
             named |= {entry.manifest, *read_entry(store, entry).shards.keys}
         assert {info.key for info in store.list()} == named
-        assert find_run_orphans(store, grace_seconds=0).old == ()
+        assert find_orphans(store, grace_seconds=0).old == ()
         self.check()
 
     def told(self, job: Job, step: int, rank: int = 0) -> bool:

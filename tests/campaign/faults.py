@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from dcp_remote.format import catalog_json
 from dcp_remote.format.catalog import CATALOG_KEY
-from dcp_remote.run.run_gc import find_run_orphans
+from dcp_remote.run.gc import find_orphans
 from tests.campaign.campaign import SAVE_EVERY, URL, Campaign
 from tests.campaign.job import PATIENCE_SECONDS, ROOT, Job
 from tests.campaign.relay import CONFLICT, DENIED, SLOW_DOWN, Asked, Fate, Moment
@@ -429,7 +429,7 @@ def nothing_may_be_deleted(campaign: Campaign) -> None:
         job.order(gate=job.gate + 2 * SAVE_EVERY)
         trap.wait(PATIENCE_SECONDS)
         job.wait_idle()
-    assert find_run_orphans(campaign.store(), grace_seconds=0).old
+    assert find_orphans(campaign.store(), grace_seconds=0).old
 
 
 @fault("a bit flips on the way down")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import dcp_remote
 from dcp_remote import load
 from dcp_remote.errors import CheckpointNotFoundError
-from dcp_remote.run.run_gc import find_run_orphans
+from dcp_remote.run.gc import find_orphans
 from dcp_remote.storage import LocalStore
 from dcp_remote.testing.servers import S3Server
 from tests.distributed.managed import (
@@ -235,7 +235,7 @@ def test_a_save_that_fails_on_one_rank(failure: str, victim: int, rank_pool: Ran
     for step in (1, 2):
         assert_saved(tmp_path, step, step, world_size=3)
     # Neither of the rank that failed nor of those that had put all of theirs.
-    assert find_run_orphans(LocalStore(str(tmp_path)), grace_seconds=0).old == ()
+    assert find_orphans(LocalStore(str(tmp_path)), grace_seconds=0).old == ()
 
 
 def test_a_rank_that_hears_of_no_end(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_rank_that_hears_of_no_end(rank_pool: RankPool, tmp_path: Path) -> Non
     assert all(ending is not None for (ending,) in endings)
     for step in (1, 3):
         assert_saved(tmp_path, step, step, world_size=3)
-    assert find_run_orphans(LocalStore(str(tmp_path)), grace_seconds=0).old == ()
+    assert find_orphans(LocalStore(str(tmp_path)), grace_seconds=0).old == ()
 
 
 RESTORE_CASES = [

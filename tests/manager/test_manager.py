@@ -45,10 +45,10 @@ from dcp_remote.format.catalog import CATALOG_KEY, Catalog, thinned
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.format.manifest_json import encode
 from dcp_remote.run.catalog_store import read_catalog, swap
+from dcp_remote.run.gc import find_orphans
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.run.recovery import recover
 from dcp_remote.run.retention import Best
-from dcp_remote.run.run_gc import find_run_orphans
 from dcp_remote.run.thinning import without
 from dcp_remote.storage import LocalStore, MemoryStore
 from dcp_remote.storage.base import Condition, Version
@@ -589,7 +589,7 @@ def test_retention() -> None:
     assert CheckpointManager(store).steps() == [20, 30, 50, 90, 100]
     for step in (20, 30, 50, 90, 100):
         assert_is(load(store, step=step), step)
-    found = find_run_orphans(store, grace_seconds=0)
+    found = find_orphans(store, grace_seconds=0)
     assert (found.old, found.young) == ((), ())
     all_kept = MemoryStore()
     saved(all_kept, *range(1, 9))
@@ -612,7 +612,7 @@ def test_thinning() -> None:
         entries = read_catalog(store).catalog.entries  # type: ignore[union-attr]  # it is there
         assert [entry.thinned for entry in entries] == [("optim",), ("optim",), ()]
         assert entries[0].size_bytes < entries[2].size_bytes
-    found = find_run_orphans(store, grace_seconds=0)
+    found = find_orphans(store, grace_seconds=0)
     assert (found.old, found.young) == ((), ())
 
 
@@ -695,7 +695,7 @@ def test_without_permission_to_delete(caplog: pytest.LogCaptureFixture) -> None:
     assert CheckpointManager(inner).steps() == [5]
     assert len(caplog.records) == 1, caplog.text
     assert "gc" in caplog.text
-    assert find_run_orphans(inner, grace_seconds=0).old
+    assert find_orphans(inner, grace_seconds=0).old
 
 
 # ---- dedup

@@ -39,13 +39,12 @@ from dcp_remote.format.catalog import CATALOG_KEY, Attempt, Catalog, Entry, comm
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.manager import background_save, coordinator, rank_restore
 from dcp_remote.manager.coordinator import Coordinator
-from dcp_remote.run import background_maintenance, catalog_store, job
+from dcp_remote.run import background_maintenance, catalog_store, gc, job
 from dcp_remote.run.catalog_store import Change, read_catalog
 from dcp_remote.run.job import JobSession, SaveTicket
 from dcp_remote.run.lookup import read_entry, read_manifest_at
 from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.run.run import catalog_of
-from dcp_remote.run.run_gc import remove_run_orphans
 from dcp_remote.saving import uploads
 from dcp_remote.storage import MemoryStore, ObjectStore, retrying
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
@@ -223,7 +222,7 @@ def tidied(manager: CheckpointManager) -> None:
 
 
 def remove_orphans(store: MemoryStore) -> None:
-    removal = remove_run_orphans(store, grace_seconds=0)
+    removal = gc.remove_orphans(store, grace_seconds=0)
     assert removal.failed == {}
     assert removal.kept == ()
 

@@ -1,10 +1,10 @@
-"""Removing orphans: what is removed and what is not, beside saves, at each request of each other."""
+"""Removal of orphans: objects that go and stay, at any URL; then beside saves, of a checkpoint by itself."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,13 +23,16 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.format import manifest_json
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog
+from dcp_remote.format.keys import origin
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.format.shard import ShardNames
-from dcp_remote.run.gc import Orphans, find_orphans, orphans, remove_orphans
+from dcp_remote.run.gc import Orphans, Removal, find_orphans, orphans, remove_orphans
 from dcp_remote.run.lookup import read_stored
 from dcp_remote.storage import LocalStore, MemoryStore, ObjectInfo, ObjectStore, Version
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from tests.support import runs
 from tests.support.runs import MeanwhileStore
 from tests.support.valued_states import found, named, put_orphans, save, shards_in
 
@@ -42,92 +45,155 @@ def keys(store: ObjectStore) -> set[str]:
     return {info.key for info in store.list()}
 
 
-def _info(key: str, *, modified_seconds: float) -> ObjectInfo:
-    return ObjectInfo(key=key, size_bytes=1, version=Version(etag="e"), modified_seconds=modified_seconds)
+def in_a_checkpoint(store: MemoryStore) -> set[str]:
+    """Put orphans beside a checkpoint by itself, which is saved first if there is none; return their keys."""
+    if not keys(store):
+        save(store, 1.0, 2)
+    return put_orphans(store)
 
 
-def test_what_is_an_orphan() -> None:
-    """Named, old, young, just as old as the grace, from the future; and what no save of ours would have put."""
-    named_one, old, young, edge, future = (
-        _info(ShardNames(0).key(0), modified_seconds=at) for at in (0, 9, 11, 10, 99)
+def in_a_run(store: MemoryStore) -> set[str]:
+    """Put all objects of a save into a run, which is begun first if there is none; return their keys."""
+    if not keys(store):
+        runs.save(store, 1)
+    before = keys(store)
+    runs.begin(store, 2)
+    return keys(store) - before
+
+
+class HoldingStore(WrappedStore):
+    """Store with object lock, which does not delete one key."""
+
+    def __init__(self, store: ObjectStore, held: str) -> None:
+        super().__init__(store)
+        self._held = held
+
+    def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
+        super().delete([key for key in keys if key != self._held])
+        return {key: PermissionDeniedError("Held.", key=key) for key in keys if key == self._held}
+
+
+PutOrphans = Callable[[MemoryStore], set[str]]
+
+at_any_url = pytest.mark.parametrize("put", [in_a_checkpoint, in_a_run])
+
+
+# ---- a run or a checkpoint by itself ----
+
+
+def test_sort_by_age() -> None:
+    """Sort orphans that are old, young, as old as the grace, dated in the future, or of a later catalog."""
+    key = ShardNames(0, origin(revision=3, step=7)).key
+    old, young, edge, future, named_one = (
+        ObjectInfo(key(number), size_bytes=1, version=Version(etag="e"), modified_seconds=at)
+        for number, at in enumerate((9, 11, 10, 99, 0))
     )
-    foreign = _info("shards/ab/model.safetensors", modified_seconds=0)
-    below = _info(f"shards/ab/{ShardNames(0).key(0)}", modified_seconds=0)
-    listed = [named_one, old, young, edge, future, foreign, below]
-    assert orphans(listed, [named_one.key], now_seconds=20, grace_seconds=10) == Orphans(
-        old=(old, edge), young=(young, future)
+    listed = [old, young, edge, future, named_one]
+    not_named = {info.key for info in listed} - {named_one.key}
+    sort = partial(orphans, listed, not_named, now_seconds=20)
+    assert sort(grace_seconds=10, catalog=None) == Orphans(old=(old, edge), young=(young, future))
+    assert sort(grace_seconds=0, catalog=None) == Orphans(old=(old, young, edge, future), young=())
+    assert sort(grace_seconds=10, catalog=Catalog("0" * 32, 3)) == Orphans((old, edge), (young, future), is_run=True)
+    everything = (old, young, edge, future)
+    assert sort(grace_seconds=0, catalog=Catalog("0" * 32, 2)) == Orphans((), everything, is_run=True)
+
+
+@at_any_url
+def test_nothing_is_written_where_nothing_is_old(put: PutOrphans) -> None:
+    """Remove orphans of now with a grace of a day: the listing, then the catalog, then a manifest, and no write."""
+    store = MemoryStore()
+    put(store)
+    for act in (find_orphans, remove_orphans):
+        recording = RecordingStore(store)
+        act(recording)
+        assert recording.calls[:3] == [("list", "manifests/"), ("list", "shards/"), ("get", CATALOG_KEY)]
+        assert [verb for verb, _ in recording.calls[3:]] == ["get"]
+
+
+@at_any_url
+def test_age_is_by_the_store_s_clock(put: PutOrphans) -> None:
+    """Set this machine's clock a year ahead, then the store's: only then are orphans of the year before removed."""
+    year_seconds = 365 * 24 * 3600.0
+    now = [0.0]
+    store = MemoryStore(clock=lambda: now[0])
+    written = put(store)
+    removal = remove_orphans(store, clock=lambda: year_seconds)
+    assert (removal.removed, {info.key for info in removal.kept}) == ((), written)
+    now[0] = year_seconds
+    young = put(store)
+    removal = remove_orphans(store, clock=lambda: year_seconds)
+    assert {info.key for info in removal.removed} == written
+    assert {info.key for info in removal.kept} == young
+
+
+@at_any_url
+def test_an_invalid_grace(put: PutOrphans) -> None:
+    """Pass a grace that is negative or not finite: refused before any request."""
+    store = MemoryStore()
+    put(store)
+    for grace_seconds in (-1.0, float("nan"), float("inf")):
+        for act in (find_orphans, remove_orphans):
+            recording = RecordingStore(store)
+            with pytest.raises(InvalidArgumentError):
+                act(recording, grace_seconds=grace_seconds)
+            assert recording.calls == []
+
+
+@at_any_url
+def test_orphans_that_cannot_be_deleted(put: PutOrphans) -> None:
+    """Hold one orphan under a lock: returned with its reason, and the others go. Deny all: the error is raised."""
+    store = MemoryStore()
+    held, *others = sorted(put(store))
+    before = keys(store)
+    removal = remove_orphans(HoldingStore(store, held), grace_seconds=0)
+    assert isinstance(removal.failed[held], PermissionDeniedError)
+    assert sorted(info.key for info in removal.removed) == others
+    assert keys(store) == before.difference(others)
+    denied = matching(
+        lambda verb, key, number: verb == "delete",
+        "request",
+        persistent=True,
+        error=lambda: PermissionDeniedError("An injected 403."),
     )
-    everything = orphans(listed, [named_one.key], now_seconds=20, grace_seconds=0)
-    assert everything == Orphans(old=(old, young, edge, future), young=())
-    for grace_seconds in (-1.0, float("nan")):
-        with pytest.raises(InvalidArgumentError):
-            orphans(listed, [], now_seconds=20, grace_seconds=grace_seconds)
+    with pytest.raises(PermissionDeniedError):
+        remove_orphans(FaultyStore(store, [denied]), grace_seconds=0)
+    assert keys(store) == before.difference(others)
+
+
+# ---- a checkpoint by itself ----
 
 
 def test_orphans_of_a_save_that_was_cut_off_and_of_one_that_was_replaced() -> None:
-    """Beside a checkpoint that has replaced another: its shards stay, and the checkpoint loads as before."""
+    """Remove them beside a checkpoint that replaced another: it loads as before, and objects of other names stay."""
     store = MemoryStore()
     save(store, 1.0, 2)
     replaced = named(store)
     save(store, 2.0, 2)
     cut_off = put_orphans(store)
-    store.put("shards/README", [b"somebody's"])
+    foreign = {"shards/README", "shards/ab/model.safetensors", f"shards/ab/{ShardNames(0).key(0)}"}
+    for key in foreign:
+        store.put(key, [b"of another program"])
     assert {info.key for info in find_orphans(store, grace_seconds=0).old} == replaced | cut_off
     assert {info.key for info in remove_orphans(store, grace_seconds=0).removed} == replaced | cut_off
-    assert shards_in(store) == named(store) | {"shards/README"}
+    assert shards_in(store) == named(store) | foreign
     assert found(store) == 2.0
     assert find_orphans(store, grace_seconds=0) == Orphans(old=(), young=())
 
 
-def test_nothing_is_written_where_nothing_is_old() -> None:
-    """Orphans of now and a grace of a day: a LIST and a GET, and a save under way is left alone."""
-    store = MemoryStore()
-    put_orphans(store)
-    for act in (find_orphans, remove_orphans):
-        recording = RecordingStore(store)
-        act(recording)
-        assert recording.calls == [("list", "shards/"), ("get", MANIFEST_KEY)]
-
-
 def test_requests() -> None:
-    """1,500 orphans: one LIST here, the manifest read and put again, its time asked for, two deletes."""
+    """Remove 1,500 orphans: the manifest is read, put again and asked for its date, before two requests to delete."""
     store = MemoryStore()
     save(store, 1.0, 2)
     put_orphans(store, 1500)
     recording = RecordingStore(store)
     assert len(remove_orphans(recording, grace_seconds=0).removed) == 1500
-    assert [verb for verb, _ in recording.calls] == ["list", "get", "put", "head", "delete", "delete"]
-
-
-class LaterStore(WrappedStore):
-    """A store whose clock is ahead: it dates what it holds so many seconds later."""
-
-    def __init__(self, store: ObjectStore, ahead_seconds: float) -> None:
-        super().__init__(store)
-        self._ahead_seconds = ahead_seconds
-
-    def head(self, key: str) -> ObjectInfo:
-        info = super().head(key)
-        return replace(info, modified_seconds=info.modified_seconds + self._ahead_seconds)
-
-
-def test_age_is_by_the_store_s_clock() -> None:
-    """Orphans of now; this machine's clock is a year ahead, then the store's: only the latter removes them."""
-    year_seconds = 365 * 24 * 3600.0
-    store = MemoryStore()
-    save(store, 1.0, 2)
-    written = put_orphans(store)
-    now_seconds = store.head(MANIFEST_KEY).modified_seconds
-    removal = remove_orphans(store, clock=lambda: now_seconds + year_seconds)
-    assert (removal.removed, {info.key for info in removal.kept}) == ((), written)
-    later = LaterStore(store, year_seconds)
-    assert {info.key for info in remove_orphans(later, clock=lambda: now_seconds + year_seconds).removed} == written
+    assert [verb for verb, _ in recording.calls] == ["list", "list", "get", "get", "put", "head", "delete", "delete"]
 
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("overwriting", [False, True])
 def test_orphans_removed_at_each_request_of_a_save(*, overwriting: bool, after: bool) -> None:
-    """The save commits what is whole, or is told that it did not; what was there before is whole then."""
+    """Remove orphans at each request of a save: it is committed whole, or fails and leaves the former checkpoint."""
     outcomes: set[type[BaseException] | None] = set()
     for number in itertools.count(1):
         store = MemoryStore()
@@ -159,10 +225,7 @@ def test_orphans_removed_at_each_request_of_a_save(*, overwriting: bool, after: 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_save_at_each_request_of_a_removal(*, begun: bool, after: bool) -> None:
-    """Either the save is committed and whole, or it is told that it is not; a removal never tears a checkpoint.
-
-    The other save does all its work at that moment; or it began before the removal, and only commits then.
-    """
+    """Save at each request of a removal, within an outer save that began before: no checkpoint loses a shard."""
     for number in itertools.count(1):
         store = MemoryStore()
         save(store, 1.0, 2)
@@ -190,8 +253,8 @@ def test_a_save_at_each_request_of_a_removal(*, begun: bool, after: bool) -> Non
             return
 
 
-def test_a_place_that_changes_again_and_again() -> None:
-    """A save is committed before each conditional put: nothing is removed."""
+def test_a_manifest_that_changes_at_each_attempt() -> None:
+    """Commit a save before each conditional PUT: `CommitConflictError`, and nothing is removed."""
     store = MemoryStore()
     save(store, 1.0, 2)
     written = put_orphans(store)
@@ -207,46 +270,21 @@ def test_a_place_that_changes_again_and_again() -> None:
     assert written < keys(store)
 
 
-class KeepingStore(WrappedStore):
-    """Deletes what it is told, but for the keys that it may not."""
-
-    def __init__(self, store: ObjectStore, kept: set[str]) -> None:
-        super().__init__(store)
-        self._kept = kept
-
-    def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        failed = dict(super().delete([key for key in keys if key not in self._kept]))
-        return failed | {key: PermissionDeniedError("Kept.", key=key) for key in keys if key in self._kept}
-
-
-def test_what_cannot_be_deleted_is_reported() -> None:
-    """One of two orphans is under a lock: it is returned with its reason, and the other is gone."""
-    store = MemoryStore()
-    save(store, 1.0, 2)
-    kept, other = sorted(put_orphans(store))
-    removal = remove_orphans(KeepingStore(store, {kept}), grace_seconds=0)
-    assert isinstance(removal.failed[kept], PermissionDeniedError)
-    assert [info.key for info in removal.removed] == [other]
-    assert shards_in(store) == named(store) | {kept}
-
-
-def test_a_job_that_may_not_delete() -> None:
-    """The whole request is denied: raised, and every orphan is still there."""
+def test_a_run_is_begun_meanwhile() -> None:
+    """Begin a run after the catalog was looked for, where shards have no manifest: no tombstone hides the run."""
     store = MemoryStore()
     written = put_orphans(store)
-    denied = matching(
-        lambda verb, key, number: verb == "delete",
-        "request",
-        persistent=True,
-        error=lambda: PermissionDeniedError("This may not be deleted."),
-    )
-    with pytest.raises(PermissionDeniedError):
-        remove_orphans(FaultyStore(store, [denied]), grace_seconds=0)
+    busy = MeanwhileStore(store, 4, lambda: runs.save(store, 1))
+    with pytest.raises(CommitConflictError, match="A run was begun here"):
+        remove_orphans(busy, grace_seconds=0)
+    assert busy.acted
+    assert MANIFEST_KEY not in keys(store)
+    assert remove_orphans(store, grace_seconds=0) == Removal((), (), is_run=True)
     assert written < keys(store)
 
 
 def test_a_store_that_throttles_is_waited_for() -> None:
-    """Ten conditional puts are answered 503, with a pause after each; if it never ends, the store's error is told."""
+    """Answer ten conditional PUTs with 503: a pause follows each. Answer all so: the store's error is raised."""
     store = MemoryStore()
     put_orphans(store)
 
@@ -264,8 +302,8 @@ def test_a_store_that_throttles_is_waited_for() -> None:
         remove_orphans(busy, grace_seconds=0, timeout_seconds=0.2)
 
 
-def test_a_damaged_manifest_stops_everything() -> None:
-    """What it named cannot be known, so that all shards might be its."""
+def test_a_damaged_manifest() -> None:
+    """Damage the manifest, so that the shards in use are unknown: an error, and nothing is removed."""
     store = MemoryStore()
     save(store, 1.0, 2)
     before = keys(store)
@@ -277,7 +315,7 @@ def test_a_damaged_manifest_stops_everything() -> None:
 
 
 def test_a_store_without_swaps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder on a network file system: orphans can be shown there, and not be removed."""
+    """Open a folder on a network file system: orphans are found there, and removing them is refused."""
     monkeypatch.setattr("dcp_remote.storage.local.swap_refusal", lambda path: "it is on a network file system")
     store = LocalStore(tmp_path)
     put_orphans(store)
@@ -287,17 +325,17 @@ def test_a_store_without_swaps_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(keys(store)) == 2
 
 
-def test_the_document_stays_the_same() -> None:
-    """Put again three times, of a checkpoint and of a tombstone: other bytes each time, equal length, equal meaning."""
+def test_renewed_documents() -> None:
+    """Renew a manifest and a tombstone three times: new bytes of equal length and equal meaning each time."""
     store = MemoryStore()
     dcp.save({"a": torch.ones(2), "n": 1}, storage_writer=RemoteWriter(store), no_dist=True)
     stored = read_stored(store)
     assert stored is not None
-    for data in (stored.data, manifest_json.tombstone("0" * 32, ("1" * 32,))):
-        seen = [data]
+    for first in (stored.data, manifest_json.tombstone("0" * 32, ("1" * 32,))):
+        seen = [first]
         for digit in "abc":
             seen.append(manifest_json.renewed(seen[-1], digit * 32))
-            assert manifest_json.decode_head(seen[-1]) == manifest_json.decode_head(data)
-            assert repr(manifest_json.decode(seen[-1])) == repr(manifest_json.decode(data))
+            assert manifest_json.decode_head(seen[-1]) == manifest_json.decode_head(first)
+            assert repr(manifest_json.decode(seen[-1])) == repr(manifest_json.decode(first))
         assert len(set(seen)) == 4
-        assert len({len(one) for one in seen[1:]}) == 1
+        assert len({len(data) for data in seen[1:]}) == 1

@@ -24,10 +24,10 @@ from dcp_remote.errors import (
 )
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pinned
 from dcp_remote.run.catalog_store import swap
+from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.live_shards import LiveShards
 from dcp_remote.run.maintenance import Applied, Maintenance
 from dcp_remote.run.retention import Candidate, Retention, decide
-from dcp_remote.run.run_gc import remove_run_orphans
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.wrapper import Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
@@ -279,7 +279,7 @@ def test_who_has_lost_one_checkpoint_needs_the_others(caplog: pytest.LogCaptureF
     assert steps(store) == [3]
     assert manifest not in keys(store)
     assert_sound(store)
-    remove_run_orphans(store, grace_seconds=0)
+    remove_orphans(store, grace_seconds=0)
     assert keys(store) == named(store)
 
 
@@ -294,7 +294,7 @@ def test_a_damaged_one_goes_as_any_other() -> None:
     assert keys(store) == named(store) | set(lost)
     assert manifest not in keys(store)
     assert not set(other) & keys(store)
-    remove_run_orphans(store, grace_seconds=0)
+    remove_orphans(store, grace_seconds=0)
     assert keys(store) == named(store)
 
 
@@ -343,7 +343,7 @@ def test_what_is_live_cannot_be_read_after_the_swap() -> None:
     assert applied.reason is not None
     maintenance.delete(deadline=deadline())
     assert_sound(store)
-    assert len(remove_run_orphans(store, grace_seconds=0).removed) == 4
+    assert len(remove_orphans(store, grace_seconds=0).removed) == 4
     assert keys(store) == named(store)
 
 
@@ -430,7 +430,7 @@ def test_a_thinned_manifest_that_gc_took() -> None:
         store = a_run(1, 2)
 
         def collect(store: MemoryStore = store) -> None:
-            remove_run_orphans(store, grace_seconds=0)
+            remove_orphans(store, grace_seconds=0)
 
         busy = MeanwhileStore(store, number, collect, after=True)
         maintenance = Maintenance(busy)

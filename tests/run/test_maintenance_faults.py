@@ -31,9 +31,9 @@ from dcp_remote.errors import (
 from dcp_remote.format.catalog import CATALOG_KEY, Attempt, pinned
 from dcp_remote.run import catalog_store, conditional_put, recovery
 from dcp_remote.run.catalog_store import swap
+from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.run.retention import Retention
-from dcp_remote.run.run_gc import remove_run_orphans
 from dcp_remote.storage import MemoryStore, ObjectStore, retrying
 from dcp_remote.storage.wrapper import Verb
 from dcp_remote.testing import Fault, FaultyStore, matching, nth
@@ -179,7 +179,7 @@ def a_busy_run() -> MemoryStore:
 @cache
 def without_catalog() -> MemoryStore:
     store = copied(a_busy_run())
-    remove_run_orphans(store, grace_seconds=0)
+    remove_orphans(store, grace_seconds=0)
     store.delete([CATALOG_KEY])
     return store
 
@@ -187,7 +187,7 @@ def without_catalog() -> MemoryStore:
 @cache
 def with_a_damaged_catalog() -> MemoryStore:
     store = copied(a_busy_run())
-    remove_run_orphans(store, grace_seconds=0)
+    remove_orphans(store, grace_seconds=0)
     store.put(CATALOG_KEY, [b"{}"])
     return store
 
@@ -205,7 +205,7 @@ def remove(store: ObjectStore, seconds: float, *, step: int) -> None:
 
 
 def collect(store: ObjectStore, seconds: float) -> None:
-    remove_run_orphans(store, grace_seconds=0, timeout_seconds=seconds)
+    remove_orphans(store, grace_seconds=0, timeout_seconds=seconds)
 
 
 def make_again(store: ObjectStore, seconds: float) -> None:
@@ -288,7 +288,7 @@ def check(store: MemoryStore, faulty: FaultyStore) -> None:
     faulty.settle()
     assert_sound(store)
     assert steps(store)[-2:] == [newest, NEXT]
-    removal = remove_run_orphans(store, grace_seconds=0)
+    removal = remove_orphans(store, grace_seconds=0)
     assert removal.failed == {}
     assert removal.kept == ()
     assert keys(store) == named(store)
@@ -394,7 +394,7 @@ def test_each_at_each_request_of_each_other(title: str, other: str) -> None:
                 assert COMMITTED[act] in live
             if act == "pin" and refusal is None:
                 assert live.get(identity(1), True)
-        remove_run_orphans(store, grace_seconds=0)
+        remove_orphans(store, grace_seconds=0)
         assert keys(store) == named(store)
         assert_sound(store)
         if not busy.acted:
@@ -431,7 +431,7 @@ def test_what_began_before_is_committed_at_each_request(title: str, other: str) 
         busy = MeanwhileStore(store, number, meanwhile)
         refusal_of(title, busy)
         assert_sound(store)
-        remove_run_orphans(store, grace_seconds=0)
+        remove_orphans(store, grace_seconds=0)
         assert keys(store) == named(store)
         assert_sound(store)
         if not busy.acted:
@@ -498,6 +498,6 @@ def history(seed: int) -> None:
     for faulty in faulties:
         faulty.settle()
     assert_sound(store)
-    remove_run_orphans(store, grace_seconds=0)
+    remove_orphans(store, grace_seconds=0)
     assert keys(store) == named(store)
     assert_sound(store)

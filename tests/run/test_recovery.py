@@ -26,10 +26,10 @@ from dcp_remote.format import catalog_json, manifest_json
 from dcp_remote.format.catalog import CATALOG_KEY, BeginAgainError, Catalog, Entry
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.format.manifest import MANIFEST_KEY, RunInfo
+from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.run.recovery import FoundManifest, LeftOut, Recovered, find_recovery, rebuild_catalog, recover
 from dcp_remote.run.retention import Retention
-from dcp_remote.run.run_gc import remove_run_orphans
 from dcp_remote.storage import LocalStore, MemoryStore, ObjectStore
 from dcp_remote.storage.wrapper import Verb
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
@@ -132,7 +132,7 @@ def test_nobody_goes_on_below_it() -> None:
         save(MeanwhileStore(store, 4, recover_with_an_equal_token), 3)
     save(store, 4)
     assert steps(store) == [1, 2, 4]
-    remove_run_orphans(store, grace_seconds=0)
+    remove_orphans(store, grace_seconds=0)
     assert keys(store) == named(store)
     assert_sound(store)
 
@@ -311,7 +311,7 @@ def test_numbers_that_no_run_has() -> None:
     assert len(recovered.left) == 4
     assert recovered.catalog.revision < 10_000
     save(store, 2)
-    remove_run_orphans(store, grace_seconds=0)
+    remove_orphans(store, grace_seconds=0)
     assert_sound(store)
 
 

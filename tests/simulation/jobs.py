@@ -44,12 +44,12 @@ from dcp_remote.format.manifest import Manifest, RunInfo, TensorKind
 from dcp_remote.format.shard import HeaderEntry, ShardNames, header
 from dcp_remote.loading.load import load
 from dcp_remote.run.catalog_store import read_catalog, swap
+from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
 from dcp_remote.run.lookup import read_manifest_at
 from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.run.recovery import recover
 from dcp_remote.run.retention import Best, Retention
-from dcp_remote.run.run_gc import remove_run_orphans
 from dcp_remote.storage.retrying import RetryingStore
 from tests.simulation import world
 from tests.simulation.invariants import (
@@ -543,7 +543,7 @@ def collect(actor: Actor, *, rounds: int) -> None:
         said(
             actor,
             partial(
-                remove_run_orphans,
+                remove_orphans,
                 actor.store,
                 grace_seconds=grace_seconds,
                 timeout_seconds=100.0,
@@ -726,7 +726,7 @@ class History:
                 trainer.step += 1
             trainer._attempt(CheckpointLabels.of(trainer.step), borrow=True)
             actor.doing = Collecting(0.0)
-            remove_run_orphans(actor.store, grace_seconds=0.0, clock=actor.time, sleep=actor.sleep)
+            remove_orphans(actor.store, grace_seconds=0.0, clock=actor.time, sleep=actor.sleep)
             left = sorted(set(world.store.space.objects) ^ run.named())
             if left:
                 raise BrokenError(f"what nobody names is left, after orphans were removed: {left}")

@@ -20,7 +20,7 @@ from dcp_remote.errors import CorruptCheckpointError, TransientStorageError
 from dcp_remote.format import catalog as rules
 from dcp_remote.format import keys
 from dcp_remote.format.catalog import Attempt, Catalog, Entry
-from dcp_remote.run import catalog_store, lookup, maintenance, run_gc
+from dcp_remote.run import catalog_store, gc, lookup, maintenance
 from dcp_remote.run.catalog_store import read_catalog
 from dcp_remote.run.live_shards import LiveShards
 from dcp_remote.run.maintenance import Maintenance
@@ -174,7 +174,7 @@ class LocallyDated(WrappedStore):
 
 
 def by_the_local_clock(store: ObjectStore, *, clock: Callable[[], float], **other: Any) -> object:
-    return run_gc.remove_run_orphans(LocallyDated(store, clock), clock=clock, **other)
+    return gc.remove_orphans(LocallyDated(store, clock), clock=clock, **other)
 
 
 def deciding_once(self: Maintenance, choose: maintenance.Choose, **other: Any) -> maintenance.Applied:
@@ -188,14 +188,14 @@ def deciding_once(self: Maintenance, choose: maintenance.Choose, **other: Any) -
 
 
 CARRY_OUT = Maintenance._carry_out
-LIVE = run_gc._live
+LIVE = gc._live
 
 
-def looking_once() -> Callable[..., tuple[Catalog, set[str]]]:
+def looking_once() -> Callable[..., gc._Seen | None]:
     """Orphans are those of the first look, whoever committed before the floor was raised."""
-    seen: dict[int, tuple[Catalog, set[str]]] = {}
+    seen: dict[int, gc._Seen | None] = {}
 
-    def live(store: ObjectStore, named: LiveShards, *other: Any) -> tuple[Catalog, set[str]]:
+    def live(store: ObjectStore, named: LiveShards, *other: Any) -> gc._Seen | None:
         if id(named) not in seen:
             seen.clear()
             seen[id(named)] = LIVE(store, named, *other)
@@ -221,7 +221,7 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
     "the floor, of saves": ("dcp_remote.run.job.committed", no_floor_for_saves),
     "the floor, of thinning": ("dcp_remote.run.maintenance.thinned", no_floor_for_thinning),
     "raising the floor, of retiring": ("dcp_remote.run.maintenance.retired", no_floor_by_retiring),
-    "raising the floor, of gc": ("dcp_remote.run.run_gc.raised", lambda catalog, floor: None),
+    "raising the floor, of gc": ("dcp_remote.run.gc.raised", lambda catalog, floor: None),
     "looking at the step": ("dcp_remote.run.job.committed", no_look_at_the_step),
     "looking at what is replaced": ("dcp_remote.run.job.committed", no_look_at_what_is_replaced),
     "looking at what is borrowed": ("dcp_remote.run.job.committed", no_look_at_what_is_borrowed),
@@ -245,8 +245,8 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
     "settling a lost answer, of retiring": ("dcp_remote.run.maintenance.swap", taking_silence_for_success),
     "the condition": ("dcp_remote.run.maintenance.swap", overwriting_unseen),
     "deciding in the swap": ("dcp_remote.run.maintenance.Maintenance._carry_out", deciding_once),
-    "looking again after the floor was raised": ("dcp_remote.run.run_gc._live", looking_once()),
-    "the store's clock": ("tests.simulation.jobs.remove_run_orphans", by_the_local_clock),
+    "looking again after the floor was raised": ("dcp_remote.run.gc._live", looking_once()),
+    "the store's clock": ("tests.simulation.jobs.remove_orphans", by_the_local_clock),
     "a fresh name for a thinned manifest": (
         "dcp_remote.run.maintenance.manifest_key",
         lambda *, revision, step: f"manifests/step-{step:012d}-{revision}-{0:016x}.json",

@@ -29,10 +29,9 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.run.catalog_store import swap
-from dcp_remote.run.gc import remove_orphans
+from dcp_remote.run.gc import find_orphans, remove_orphans
 from dcp_remote.run.job import CheckpointLabels, JobSession
 from dcp_remote.run.recovery import recover
-from dcp_remote.run.run_gc import find_run_orphans
 from dcp_remote.storage import MemoryStore, ObjectStore, open_fsspec_store, open_store
 from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.conditional_writes import PROBES_PREFIX, require_conditional_writes
@@ -154,7 +153,7 @@ def test_leftover_probes_are_ignored() -> None:
     for memory in (run, checkpoint):
         memory.put(f"{PROBES_PREFIX}{'0' * 32}", [b"x"])
     assert steps(run) == [1, 2]
-    assert find_run_orphans(run, grace_seconds=0).old == ()
+    assert find_orphans(run, grace_seconds=0).old == ()
     assert remove_orphans(checkpoint, grace_seconds=0).removed == ()
     assert load(checkpoint)["weight"].tolist() == [1, 1, 1]
 
