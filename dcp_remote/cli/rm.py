@@ -60,11 +60,11 @@ def run(
         out.write(printable(f"some objects are left for `dcp-remote gc`: {applied.reason}") + "\n")
     failures = list(deleted.failed.items())[:_FAILURES_SHOWN]
     out.writelines(printable(f"{key}: {error}") + "\n" for key, error in failures)
-    if deleted.failed or deleted.left:
+    if deleted.failed or deleted.left or deleted.given_up:
         raise StorageError(
             "The checkpoints were removed from the catalog, but some of their objects could not be deleted. Remove "
             "those later with `dcp-remote gc --delete`.",
             url=store.url,
             failed=len(deleted.failed),
-            left=deleted.left,
+            left=deleted.left + deleted.given_up,
         )

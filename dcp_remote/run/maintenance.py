@@ -198,7 +198,7 @@ class Maintenance:
         """Delete the queued objects; one DELETE per batch.
 
         Objects whose deletion fails for now stay queued for the next call; those that fail for good are left to gc. If
-        deleting is not permitted, all are left to gc, which is logged once.
+        deleting is not permitted, all are left to gc; the first call logs so, and each call returns their number.
 
         Args:
             deadline: Deadline of all requests.
@@ -243,8 +243,13 @@ class Maintenance:
             after = _changed(run, decided, ready)
             kept, retiring = {entry.manifest for entry in (after or run).entries}, frozenset(decided.retire)
             for entry in run.entries:
-                if entry.manifest not in kept:
-                    (to_retire if entry.step in retiring else to_thin)[entry.manifest] = entry
+                if entry.manifest in kept:
+                    continue
+                # By the save, since another job may thin the checkpoint before the swap, and deletes what it thinned.
+                if entry.step in retiring:
+                    to_retire[entry.save_id] = entry
+                else:
+                    to_thin[entry.manifest] = entry
             return after
 
         try:
@@ -295,19 +300,19 @@ class Maintenance:
         deadline: Deadline,
     ) -> Applied:
         """Tell what was retired and thinned, and queue for deletion what may be deleted."""
-        live = {entry.manifest for entry in after.entries}
+        live, live_saves = {entry.manifest for entry in after.entries}, {entry.save_id for entry in after.entries}
         reason: str | None = None
         try:
             # Whichever process carried it out, perhaps this one by a swap whose answer was lost: an object that is
             # named no more can never be named again.
-            mine = {*to_retire, *to_thin, *(thin.key for thin in ready.values())}
+            mine = {*(entry.manifest for entry in to_retire.values()), *to_thin, *(thin.key for thin in ready.values())}
             reason = self._leftovers.collect(after, mine, deadline=deadline)
         except StorageError as error:
             reason = f"not all manifests of live checkpoints could be read, so that shards are deleted later: {error}"
         self._bare = {(manifest, keys) for manifest, keys in self._bare if manifest in live}
         return Applied(
             after,
-            retired=tuple(sorted(entry.step for manifest, entry in to_retire.items() if manifest not in live)),
+            retired=tuple(sorted(entry.step for save_id, entry in to_retire.items() if save_id not in live_saves)),
             thinned=tuple(sorted(to_thin[manifest].step for manifest, thin in ready.items() if thin.key in live)),
             reason=reason,
         )

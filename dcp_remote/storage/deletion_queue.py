@@ -30,11 +30,14 @@ class Deleted:
         removed: Number of objects that were deleted.
         failed: Errors of the objects that could not be deleted, by key.
         left: Number of objects that are still in the queue.
+        given_up: Number of objects that left the queue without a request since the last call, because the store permits
+            no deletion; gc removes them.
     """
 
     removed: int = 0
     failed: Mapping[str, StorageError] = field(default_factory=dict)
     left: int = 0
+    given_up: int = 0
 
 
 class DeletionQueue:
@@ -58,6 +61,7 @@ class DeletionQueue:
         self._sleep, self._uniform = sleep, uniform
         self._keys: dict[str, None] = {}
         self._is_permitted = True
+        self._given_up = 0
         self._has_removed = False
 
     def __len__(self) -> int:
@@ -71,10 +75,12 @@ class DeletionQueue:
     def add(self, keys: Iterable[str]) -> None:
         """Add objects, in the order of their keys: manifests before shards.
 
-        A checkpoint whose deletion is interrupted has lost its manifest first, so no reader takes it for complete.
+        A checkpoint whose deletion is interrupted has lost its manifest first, so no reader takes it for complete. Once
+        the store permits no deletion, the objects are only counted; the next `delete` returns their number.
         """
-        if self._is_permitted:
-            self._keys.update(dict.fromkeys(sorted(keys)))
+        self._keys.update(dict.fromkeys(sorted(keys)))
+        if not self._is_permitted:
+            self._give_up()
 
     def delete(
         self,
@@ -87,7 +93,7 @@ class DeletionQueue:
         """Delete the objects in the queue, `batch` per request.
 
         Objects that failed for now stay in the queue; those that failed for good leave it, for gc. If the store permits
-        no deletion at all, the queue is emptied and takes no more objects, and one warning says so.
+        no deletion at all, all objects leave the queue, now and later; one warning says so.
 
         Args:
             deadline: Time until which failed requests are repeated.
@@ -115,18 +121,24 @@ class DeletionQueue:
                 break
             if self._keys:
                 self._sleep(pause_seconds)
-        if removed or failed:
-            logger.info("%s: deleted %d objects, %d failed", self._store.url, removed, len(failed))
-        return Deleted(removed=removed, failed=failed, left=len(self._keys))
+        given_up, self._given_up = self._given_up, 0
+        if removed or failed or given_up:
+            form = "%s: deleted %d objects, %d failed, %d left to gc for lack of permission"
+            logger.info(form, self._store.url, removed, len(failed), given_up)
+        return Deleted(removed=removed, failed=failed, left=len(self._keys), given_up=given_up)
 
     def _leave_to_gc(self, error: StorageError) -> None:
         self._is_permitted = False
-        self._keys.clear()
+        self._give_up()
         logger.warning(
             "%s: no permission to delete; orphans stay until `dcp-remote gc --delete` runs with permission. %s",
             self._store.url,
             error,
         )
+
+    def _give_up(self) -> None:
+        self._given_up += len(self._keys)
+        self._keys.clear()
 
 
 def _is_refused(keys: Sequence[str], answer: Mapping[str, StorageError]) -> bool:

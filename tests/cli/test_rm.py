@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import PermissionDeniedError, StorageError
 from dcp_remote.format.catalog import CATALOG_KEY, pinned
 from dcp_remote.run.catalog_store import read_catalog, swap
+from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.storage import LocalStore
 from tests.support.runs import begin, save
 
@@ -135,3 +136,15 @@ def test_objects_that_cannot_be_deleted(
     assert "deleted step 1 (0 objects)" in captured.out
     assert captured.out.count(r"An injected\n403.") == 3
     assert "dcp-remote gc" in captured.err.splitlines()[-1]
+
+
+def test_objects_beyond_the_first_refusal_are_counted(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deny deletions, an object per request: one request is sent, and the error counts the objects of all requests."""
+    monkeypatch.setattr("dcp_remote.cli.rm.open_store", lambda url, options: KeepingStore(url))
+    monkeypatch.setattr(Maintenance, "delete", partialmethod(Maintenance.delete, batch=1))
+    assert main(["rm", str(run), "--step", "1", "--yes"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.count("An injected") == 1
+    assert "failed=1 left=2" in captured.err

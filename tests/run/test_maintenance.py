@@ -29,6 +29,7 @@ from dcp_remote.run.live_shards import LiveShards
 from dcp_remote.run.maintenance import Applied, Maintenance
 from dcp_remote.run.retention import Candidate, Retention, decide
 from dcp_remote.storage import MemoryStore, ObjectStore
+from dcp_remote.storage.deletion_queue import Deleted
 from dcp_remote.storage.wrapper import Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
 from tests.support.catalogs import Clock, stored
@@ -422,6 +423,28 @@ def test_meant_is_what_was_seen() -> None:
     assert_sound(store)
 
 
+def test_a_checkpoint_is_thinned_while_it_is_retired() -> None:
+    """Thin and delete before the swap, at each request: the step is told once, and no object is counted twice."""
+    for number in itertools.count(1):
+        store = a_run(1, 2)
+        lost: list[int] = []
+
+        def thin_and_delete(store: MemoryStore = store, lost: list[int] = lost) -> None:
+            if 1 in steps(store):
+                other = Maintenance(store)
+                thin(other, [1], deadline=deadline())
+                lost.append(other.delete(deadline=deadline()).removed)
+
+        busy = MeanwhileStore(store, number, thin_and_delete)
+        maintenance = Maintenance(busy)
+        assert maintenance.retire([1], deadline=deadline()).retired == (1,)
+        assert maintenance.delete(deadline=deadline()).removed == (2 if lost else 3)
+        assert keys(store) == named(store)
+        if not busy.acted:
+            break
+    assert number > 6
+
+
 def test_a_thinned_manifest_that_gc_took() -> None:
     """Orphans are removed at each request in turn: the checkpoint stays whole, or is thinned, and at last it is."""
     retention = Retention(keep_optimizer_last=1)
@@ -534,12 +557,14 @@ def test_a_job_that_may_not_delete(caplog: pytest.LogCaptureFixture, *, whole: b
     recording = RecordingStore(denying)
     maintenance = ready_to_delete(recording, clock)
     deleted = maintenance.delete(deadline=deadline(), batch=4)
-    assert (len(deleted.failed), deleted.removed, deleted.left) == (4, 0, 0)
+    assert (len(deleted.failed), deleted.given_up, deleted.removed, deleted.left) == (4, 2, 0, 0)
     save(store, 4)
     recording.clear()
     maintenance.apply(Retention(keep_last=1), deadline=deadline())
     assert steps(store) == [4]
-    assert maintenance.delete(deadline=deadline()).removed == maintenance.pending == 0
+    assert maintenance.delete(deadline=deadline()) == Deleted(given_up=4)  # the frozen shard, too
+    assert maintenance.delete(deadline=deadline()) == Deleted()
+    assert maintenance.pending == 0
     assert "delete" not in verbs(recording)
     (told,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert "dcp-remote gc --delete" in told.getMessage()
