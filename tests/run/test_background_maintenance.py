@@ -1,4 +1,4 @@
-"""What saves leave in the bucket: nothing that no live checkpoint names, whatever failed, if nobody was killed."""
+"""Background deletion: without a killed process, the bucket ends with just the objects that live checkpoints name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ HISTORIES = 60
 
 
 def state_of(value: float) -> dict[str, Any]:
-    """What training may have: a part that never changes, parts that do."""
+    """Return a state of one part that never changes, and parts that do."""
     return {
         "model": {"frozen": torch.arange(300.0), "w": torch.full((6, 3), value)},
         "optim": {"m": torch.full((6,), value)},
@@ -71,7 +71,7 @@ def deadline() -> Deadline:
 
 
 def assert_nothing_is_left(store: MemoryStore) -> None:
-    """The bucket holds what the catalog names, and every live checkpoint loads."""
+    """Assert that the bucket holds what the catalog names, and that every live checkpoint loads."""
     assert keys(store) == named(store)
     for entry in live(store):
         assert load(store, step=entry.step)["n"] >= 0
@@ -88,7 +88,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fullest(WrappedStore):
-    """Takes two milliseconds for each request, as stores do, and notes the most objects that ever lay there."""
+    """Store that takes two milliseconds for each request, and notes the most objects that it ever held."""
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__(store)
@@ -103,7 +103,7 @@ class Fullest(WrappedStore):
 
 
 def test_back_to_back_saves_keep_what_is_kept() -> None:
-    """Twenty saves of which one is kept: never more than three checkpoints' objects, while the job still runs."""
+    """Save twenty times and keep one: never more than three checkpoints' objects lie there while the job runs."""
     store = MemoryStore()
     fullest = Fullest(store)
     checkpoints = CheckpointManager(fullest, retention=Retention(keep_last=1), dedup=False)
@@ -119,7 +119,7 @@ def test_back_to_back_saves_keep_what_is_kept() -> None:
 
 
 def test_deletions_are_no_requests_of_a_save() -> None:
-    """The report of a save beside which is deleted counts what it counts without."""
+    """Save beside a deletion: the report counts as many requests as without one."""
     requests: list[int] = []
     for retention in (None, Retention(keep_last=1)):
         with CheckpointManager(MemoryStore(), retention=retention, dedup=False) as checkpoints:
@@ -135,7 +135,7 @@ def test_deletions_are_no_requests_of_a_save() -> None:
 
 
 class StuckStore(WrappedStore):
-    """Its first request of a verb hangs until it is released."""
+    """Store whose first request of a verb hangs until it is released."""
 
     def __init__(self, store: ObjectStore, verb: str) -> None:
         super().__init__(store)
@@ -151,7 +151,7 @@ class StuckStore(WrappedStore):
 
 @pytest.fixture
 def strangers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Calls of an `Maintenance` by one thread while another was in it."""
+    """Record the calls of a `Maintenance` by one thread while another is in it."""
     inside: dict[int, tuple[threading.Thread, int]] = {}
     lock = threading.Lock()
     found: list[str] = []
@@ -179,7 +179,7 @@ def strangers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_thread_that_is_stuck_shares_nothing(strangers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deletion hangs; saves that follow commit, and touch nothing that its thread holds. It goes on when it wakes."""
+    """Hang a deletion: later saves commit, and use nothing that its thread holds. Released, the thread goes on."""
     for where, name in ((background_save, "_STOP_SECONDS"), (coordinator, "_WAIT_SECONDS")):
         monkeypatch.setattr(where, name, 0.02)
     store = MemoryStore()
@@ -196,11 +196,11 @@ def test_a_thread_that_is_stuck_shares_nothing(strangers: list[str], monkeypatch
     assert_nothing_is_left(store)
 
 
-# ---- nothing is left
+# ---- leftovers
 
 
 class Faulty(WrappedStore):
-    """Fails what it is told to, in the way that it is told, and lets somebody act before a manifest is put."""
+    """Store that fails chosen requests in a chosen way, and calls a function before a manifest is put."""
 
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(store)
@@ -242,7 +242,7 @@ FAULTS = (
 
 
 class Training:
-    """A job whose saves fail now and then, and which goes back now and then. Nobody is killed."""
+    """Job without kills whose saves fail now and then, and which goes back to an earlier step now and then."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -300,7 +300,7 @@ class Training:
     def go_back(self) -> None:
         with suppress(DcpRemoteError):
             self.checkpoints.wait()
-        self.tidied()  # or what it goes back to may be retired meanwhile
+        self.tidied()  # or retention may retire the step to which the job goes back
         entries = [entry for entry in live(self.store) if not entry.thinned]
         if entries:
             self.step = self.rng.choice(entries).step
@@ -308,11 +308,11 @@ class Training:
             self.save()
 
     def fail(self) -> None:
-        """A save that something goes wrong with, and another as the job goes on."""
+        """Save under a fault drawn at random."""
         with suppress(DcpRemoteError):
             self.checkpoints.wait()
         if self.rng.random() < 0.5:
-            self.tidied()  # or it is a deletion that fails
+            self.tidied()  # or the fault would hit a deletion
         fault = self.rng.choice(FAULTS)
         self.did[-1] += " " + " ".join(fault)
         self.faulty.fault = fault
@@ -327,7 +327,7 @@ class Training:
             self.did.append(type(error).__name__)
 
     def disturb(self) -> None:
-        """Somebody acts on the run just before a manifest is put."""
+        """Save, while another job acts on the run just before the manifest is put."""
         with suppress(DcpRemoteError):
             self.checkpoints.wait()
         act = self.rng.choice([self.retire_newest, self.thin_oldest, self.raise_floor, self.take_over])
@@ -354,7 +354,7 @@ class Training:
         swap(self.store, lambda now: raised(now, catalog.revision + 1), deadline=deadline())
 
     def take_over(self) -> None:
-        """Another job goes on with the run, from what is newest."""
+        """Let another job go on with the run, from the newest checkpoint."""
         with CheckpointManager(self.store) as other:
             other.restore(state_of(0))
             other.save(self.step + 1, state_of(7))
@@ -363,13 +363,13 @@ class Training:
         entries = live(self.store)
         if entries:
             maintenance = Maintenance(self.store)
-            with suppress(DcpRemoteError):  # not what is abandoned and newest, for one
+            with suppress(DcpRemoteError):  # such as the newest checkpoint if it is abandoned
                 act(maintenance, entries[place].step)
             maintenance.delete(deadline=deadline())
 
 
 def test_a_run_without_kills_leaves_nothing() -> None:
-    """Saves, overwrites, steps back, thinning, failures of every request: in the end the bucket is what is named."""
+    """Save, overwrite, go back, thin, and fail each request: at the end the bucket holds what the catalog names."""
     failed = 0
     for seed in range(HISTORIES):
         training = Training(seed)
@@ -383,11 +383,11 @@ def test_a_run_without_kills_leaves_nothing() -> None:
     assert failed > HISTORIES
 
 
-# ---- what may still be live
+# ---- attempts that may still be committed
 
 
 class Unheard(NamedTuple):
-    """A save whose swap is on its way, and nobody knows how it ends."""
+    """Save whose swap is under way, and whose outcome its job does not know."""
 
     arrive: Callable[[], object]
     entry: Entry
@@ -421,7 +421,7 @@ def settle(store: ObjectStore, told: Unheard) -> Maintenance:
 
 @pytest.mark.parametrize("after", [False, True])
 def test_a_swap_that_is_late(*, after: bool) -> None:
-    """It arrives at each request that settles the save, or last: it is whole and live, or nothing of it is left."""
+    """Let the swap arrive at each request that settles the save, or last: the save is live and whole, or all gone."""
     outcomes: set[tuple[int, ...]] = set()
     for number in itertools.count(1):
         store = a_run(1)
@@ -439,7 +439,7 @@ def test_a_swap_that_is_late(*, after: bool) -> None:
 
 
 def test_what_was_borrowed_meanwhile_stays() -> None:
-    """The save was committed, lent what it wrote, and was retired, before the job that was not told looks."""
+    """Commit an unheard save, reuse its shards, and retire it before its job looks: the reused shards stay."""
     store = a_run(1, borrow=False)
     told = unheard(store, 2)
     told.arrive()
@@ -454,7 +454,7 @@ def test_what_was_borrowed_meanwhile_stays() -> None:
 
 
 def test_what_is_of_another_run_is_left_alone() -> None:
-    """Its revisions say nothing of those of this one."""
+    """Note an attempt of another run: the revisions of this run say nothing of it, so its objects stay."""
     store = a_run(1)
     told = unheard(store, 2)._replace(run_id="0" * 32)
     before = keys(store)
@@ -463,7 +463,7 @@ def test_what_is_of_another_run_is_left_alone() -> None:
 
 
 def test_requests_of_an_overwrite() -> None:
-    """A swap of the catalog and the manifest that was replaced; none of the checkpoints that are older than it."""
+    """Overwrite a step: a swap, and a read of the replaced manifest, but of none of older checkpoints."""
     store = a_run(1, 2, 3, 4, borrow=False)
     recording = RecordingStore(store)
     old = live(store)[-1]
@@ -485,7 +485,7 @@ def test_requests_of_an_overwrite() -> None:
 
 
 def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing fails by it, and the next one that starts deletes for both."""
+    """Refuse to start a thread: no save fails, and the next thread deletes for both."""
     store = MemoryStore()
     for key in ("a", "b"):
         store.put(key, [b""])
@@ -504,7 +504,7 @@ def no_thread(_: threading.Thread) -> None:
 
 
 def test_what_failed_is_tried_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store does not delete while a round lasts; closing deletes, and nothing was forgotten until then."""
+    """Fail the deletion of a round: the object stays queued, and closing deletes it."""
     store = MemoryStore()
     store.put("a", [b""])
     tidying = BackgroundMaintenance(FaultyStore(store, [nth(1, "request")]))
@@ -518,7 +518,7 @@ def test_what_failed_is_tried_again_at_the_end(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_closing_waits_less_for_deletions_after_a_save_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store may be dead: whoever closes is told of the failure, and not kept for a minute."""
+    """Close after a failed save, when the store may be dead: the wait is shorter than a minute."""
     waits: list[float] = []
     finish = BackgroundMaintenance.finish
 

@@ -1,6 +1,6 @@
-"""Reading and swapping a catalog: what it costs, what it refuses, what it never overwrites, and many at once.
+"""Reading and swapping a catalog: requests, refusals, damage, and many processes at once.
 
-Time is a counter that the pauses advance; the store is a `MemoryStore`, whose content is looked at past all wrappers.
+Time is a counter that the pauses advance. Assertions read the `MemoryStore` itself, past all wrappers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.support.catalogs import NONCE, ONE, SECONDS, attempt, commit, identit
 
 
 def test_reading() -> None:
-    """One request; and none lying there is no error."""
+    """Read a catalog and an absent one: one request each, and no error."""
     recording = RecordingStore(store_of())
     seen = read_catalog(recording)
     assert seen == Seen(ONE, recording.head(CATALOG_KEY).version)
@@ -44,7 +44,7 @@ def test_reading() -> None:
 
 
 def test_two_requests() -> None:
-    """One to look, one to swap; what is returned is what lies there."""
+    """Swap: one GET and one PUT, and the result is the stored catalog."""
     store = store_of()
     recording = RecordingStore(store)
     after = swapped(recording, commit(2))
@@ -53,14 +53,14 @@ def test_two_requests() -> None:
 
 
 def test_one_request_if_nothing_is_to_be_done() -> None:
-    """A change that is there already."""
+    """Apply a change that was already made: no PUT."""
     recording = RecordingStore(store_of())
     assert swapped(recording, partial(pinned, step=1, pin=False)) == ONE
     assert recording.calls == [("get", CATALOG_KEY)]
 
 
 def test_a_refusal_writes_nothing() -> None:
-    """It reaches the caller as it is, after one request."""
+    """Raise in a change: the error reaches the caller unchanged, after one request."""
     recording = RecordingStore(store_of())
     with pytest.raises(CommitConflictError, match="step=1"):
         swapped(recording, commit(1))
@@ -68,7 +68,7 @@ def test_a_refusal_writes_nothing() -> None:
 
 
 def test_no_run() -> None:
-    """Nothing is begun unless it is asked for."""
+    """Swap without `create` where there is no catalog: refused, and nothing is written."""
     store = MemoryStore()
     with pytest.raises(CheckpointNotFoundError, match="no run"):
         swapped(store, fenced)
@@ -76,7 +76,7 @@ def test_no_run() -> None:
 
 
 def test_a_run_begins() -> None:
-    """Two requests; its identity is its own."""
+    """Swap with `create`: two requests, and each run gets an id of its own."""
     stores = [MemoryStore(), MemoryStore()]
     recording = RecordingStore(stores[0])
     runs = [swapped(recording, fenced, create=True), swapped(stores[1], fenced, create=True)]
@@ -87,21 +87,21 @@ def test_a_run_begins() -> None:
 
 
 def test_a_run_begins_empty() -> None:
-    """A change that has nothing to do on an empty run leaves one there; what is returned lies there."""
+    """Create a run by a change that does nothing: the result is the empty catalog that is stored."""
     store = MemoryStore()
     begun = swapped(store, lambda run: retired(run, [identity(1)]), create=True)
     assert begun == stored(store) == Catalog(begun.run_id)
 
 
 def test_a_run_that_is_there_is_not_begun() -> None:
-    """`create` is for the first job; the next finds the run."""
+    """Swap with `create` where there is a run: the run stays."""
     store = store_of()
     assert swapped(store, fenced, create=True).run_id == ONE.run_id
     assert stored(store) == fenced(ONE)
 
 
 class NoSwap(WrappedStore):
-    """Cannot compare and swap."""
+    """Store that cannot compare and swap."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -109,7 +109,7 @@ class NoSwap(WrappedStore):
 
 
 def test_a_store_that_cannot_swap() -> None:
-    """Refused before the first request, with the store's reason."""
+    """Swap on such a store: refused before the first request, with the store's reason."""
     recording = RecordingStore(store_of())
     with pytest.raises(InvalidArgumentError, match="NFS"):
         swapped(NoSwap(recording), fenced)
@@ -132,7 +132,7 @@ DAMAGED: dict[str, tuple[bytes, type[DcpRemoteError]]] = {
 @pytest.mark.parametrize("create", [False, True])
 @pytest.mark.parametrize("what", DAMAGED)
 def test_what_cannot_be_read_is_never_overwritten(what: str, *, create: bool) -> None:
-    """Nor taken for nothing: the bytes stay for whoever can repair them, and the error names the run."""
+    """Swap over a damaged catalog: the bytes stay, and the error names the run."""
     data, error = DAMAGED[what]
     store = MemoryStore()
     store.put(CATALOG_KEY, [data])
@@ -140,13 +140,13 @@ def test_what_cannot_be_read_is_never_overwritten(what: str, *, create: bool) ->
     with pytest.raises(error) as caught:
         swapped(recording, fenced, create=create)
     assert caught.value.details["url"] == store.url
-    reads = 2 if error is CorruptCheckpointError else 1  # what is damaged may have been so on the way
+    reads = 2 if error is CorruptCheckpointError else 1  # read twice, since the damage may be of the answer alone
     assert recording.calls == [("get", CATALOG_KEY)] * reads
     assert store.space.objects[CATALOG_KEY].data == data
 
 
 def test_what_is_too_large_is_not_read() -> None:
-    """A byte more than a catalog may have."""
+    """Store one byte more than a catalog may have: refused."""
     store = MemoryStore()
     store.put(CATALOG_KEY, [bytes(STORED_BYTES_MAX + 1)])
     with pytest.raises(CorruptCheckpointError):
@@ -155,7 +155,7 @@ def test_what_is_too_large_is_not_read() -> None:
 
 
 def test_a_change_that_makes_nonsense() -> None:
-    """A bug of whoever made it is found before it is written."""
+    """Return an invalid catalog from a change: refused before anything is written."""
     recording = RecordingStore(store_of())
     with pytest.raises(CorruptCheckpointError):
         swapped(recording, lambda run: Catalog(run.run_id, floor=1))
@@ -167,7 +167,7 @@ def test_a_change_that_makes_nonsense() -> None:
 
 @pytest.mark.parametrize("threads", [2, 8])
 def test_many_at_once_lose_nothing(threads: int) -> None:
-    """Each commits its steps one after another: in the end all are there, and every swap was one revision."""
+    """Commit steps from many threads: all are there at the end, and every swap was one revision."""
     store, each = store_of(), 12
     ready = threading.Barrier(threads)
 
@@ -186,7 +186,7 @@ def test_many_at_once_lose_nothing(threads: int) -> None:
 
 @pytest.mark.parametrize("threads", [2, 8])
 def test_a_run_begins_once(threads: int) -> None:
-    """All begin it at once, by taking the fence: one run_id survives, and everybody has a token of his own."""
+    """Take the fence of an absent run from many threads: one run_id remains, and each gets its own token."""
     store = MemoryStore()
     ready = threading.Barrier(threads)
 

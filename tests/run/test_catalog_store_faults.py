@@ -1,6 +1,6 @@
-"""Swaps of a catalog under lost, late and refused requests: what was told is what lies there.
+"""Swaps of a catalog under lost, late and refused requests: each result agrees with the stored catalog.
 
-For each change and each way to fail, the first request fails, then the second, until one is through before its fault.
+For each change and each fault the first request fails, then the second, until one run ends before its fault.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ FOR_EVER: tuple[Way, ...] = (
 
 
 def faults(way: Way, number: int) -> list[Fault]:
-    """From the `number`-th request on; what is refused is a conditional put."""
+    """Return faults from the `number`-th request on; only a conditional PUT can be refused."""
 
     def conditional(verb: Verb, _key: str, now: int) -> bool:
         return now >= number and verb == "put"
@@ -104,12 +104,12 @@ def faults(way: Way, number: int) -> list[Fault]:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A change, and how to see that it was made.
+    """Change of a catalog, and a predicate that tells whether it was made.
 
     Attributes:
-        before: What lies there before.
-        change: What is asked.
-        done: Whether what lies there has it.
+        before: Catalog before the change.
+        change: Change to apply.
+        done: Predicate of a catalog: True if the change is in it.
     """
 
     before: Catalog | None
@@ -131,7 +131,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def check_told(operation: Operation, way: Way, number: int) -> tuple[DcpRemoteError | None, FaultyStore]:
-    """Carry it out under a fault, and hold what was told to what lies there, now and when all has arrived."""
+    """Swap under a fault; compare the result with the stored catalog, now and when late requests have arrived."""
     store = store_of(operation.before)
     faulty = FaultyStore(store, faults(way, number))
     error: DcpRemoteError | None = None
@@ -159,7 +159,7 @@ def check_told(operation: Operation, way: Way, number: int) -> tuple[DcpRemoteEr
 @pytest.mark.parametrize("way", ONCE)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_swap_survives_what_happens_once(operation: str, way: Way) -> None:
-    """Each request fails in turn, once or for a while: the change is made."""
+    """Fail each request in turn, once or for a while: the change is made."""
     for number in itertools.count(1):
         error, faulty = check_told(OPERATIONS[operation], way, number)
         assert error is None
@@ -171,7 +171,7 @@ def test_a_swap_survives_what_happens_once(operation: str, way: Way) -> None:
 @pytest.mark.parametrize("way", FOR_EVER)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_swap_that_cannot_go_on_says_what_is_true(operation: str, way: Way) -> None:
-    """From each request on nothing goes: it fails, and says "unknown" unless it knows that nothing was written."""
+    """Fail all from each request on: `CommitUnknownError`, unless certainly nothing was written."""
     told: set[type[DcpRemoteError] | None] = set()
     for number in itertools.count(1):
         error, faulty = check_told(OPERATIONS[operation], way, number)
@@ -185,13 +185,13 @@ def test_a_swap_that_cannot_go_on_says_what_is_true(operation: str, way: Way) ->
         "412 on our own write, then 503 for ever": {CommitUnknownError, None},
         "403 for ever": {PermissionDeniedError, None},
     }
-    # Where already the first look failed, it says just that.
+    # The first read failed, so nothing was sent, and its error is raised as it is.
     assert told - {TransientStorageError} == expected[way]
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name not in {"fence", "begin"}])
 def test_a_refusal_of_what_was_carried_out(operation: str) -> None:
-    """Any answer may be wrong about a put: what lies there is looked at, and the change is seen to be made."""
+    """Refuse PUTs that were carried out: the swap reads the catalog, and finds its change made."""
     error, faulty = check_told(OPERATIONS[operation], "403 on the way back", 1)
     assert error is None
     assert [request.verb for request in faulty.hits] == ["put"]
@@ -202,7 +202,7 @@ def denied() -> PermissionDeniedError:
 
 
 def test_what_is_on_its_way_is_not_denied() -> None:
-    """The first swap is late, and the second is refused for good: the first may still arrive, and does."""
+    """Delay the first swap and refuse the second for good: the outcome is unknown, since the first may arrive."""
     store = store_of()
     late, refused = matching(is_put, "late"), matching(is_put, "request", error=denied, persistent=True)
     faulty = FaultyStore(store, [late, refused])
@@ -214,7 +214,7 @@ def test_what_is_on_its_way_is_not_denied() -> None:
 
 
 def test_what_can_never_arrive_is_denied() -> None:
-    """The same, but somebody else's swap came between: what is late is conditional on what lies there no more."""
+    """Do the same after another's swap: the late PUT can no longer succeed, so the refusal is certain."""
     store = store_of()
     others = iter([None, commit(7)])
 
@@ -231,14 +231,14 @@ def test_what_can_never_arrive_is_denied() -> None:
 
 
 def test_a_lost_answer_costs_one_look() -> None:
-    """Three requests."""
+    """Lose one answer: three requests in all."""
     recording = RecordingStore(FaultyStore(store_of(), [matching(is_put, "response")]))
     swapped(recording, commit(2))
     assert [verb for verb, _ in recording.calls] == ["get", "put", "get"]
 
 
 def test_a_lost_swap_costs_two_requests_more() -> None:
-    """Somebody else's came between the look and the swap: both changes are there."""
+    """Let another process swap between GET and PUT: a GET and a PUT more, and both changes are there."""
     store = store_of()
     recording = RecordingStore(store)
     others = iter([commit(7), commit(8)])
@@ -257,7 +257,7 @@ def test_a_lost_swap_costs_two_requests_more() -> None:
 
 
 def test_a_lost_answer_and_then_a_fence() -> None:
-    """The commit was carried out and then a newer job came: it is there, and told so."""
+    """Lose the answer to a commit, and fence the job: the commit is found, and succeeds."""
     store = store_of()
     ours = attempt(2, "b")
     asked = iter([None, fenced])
@@ -273,7 +273,7 @@ def test_a_lost_answer_and_then_a_fence() -> None:
 
 
 def test_what_was_committed_and_retired_is_not_committed_again() -> None:
-    """The answer was lost, and before anybody looked the checkpoint was retired: its shards may be gone."""
+    """Lose the answer to a commit, and retire the checkpoint: not committed again, since its shards may be gone."""
     store = store_of()
     ours = attempt(2, "b")
     retirements = iter([None, lambda run: retired(run, [ours.entry.save_id])])
@@ -290,7 +290,7 @@ def test_what_was_committed_and_retired_is_not_committed_again() -> None:
 
 
 def test_pauses_double_and_end_at_the_deadline() -> None:
-    """Up to five seconds; then one more look, since the last swap may have been carried out."""
+    """Fail all: pauses double up to five seconds, then one more read, since the last PUT may have succeeded."""
     clock = Clock()
     recording = RecordingStore(FaultyStore(store_of(), [matching(is_put, "request", persistent=True)]))
     with pytest.raises(CommitUnknownError) as caught:
@@ -302,7 +302,7 @@ def test_pauses_double_and_end_at_the_deadline() -> None:
 
 @pytest.mark.parametrize("lost", ["request", "response"])
 def test_the_deadline_has_passed(lost: Literal["request", "response"]) -> None:
-    """One attempt and one look; what was carried out is seen."""
+    """Swap after the deadline: one attempt and one read, which finds a PUT that was carried out."""
     store = store_of()
     faulty = FaultyStore(store, [matching(is_put, lost)])
     if lost == "response":
@@ -314,7 +314,7 @@ def test_the_deadline_has_passed(lost: Literal["request", "response"]) -> None:
 
 
 def test_reads_are_retried() -> None:
-    """Under the same deadline, by the same clock."""
+    """Fail reads: retried under the same deadline, by the same clock."""
     clock = Clock()
     faulty = FaultyStore(store_of(), [matching(is_get, "request", persistent=True)])
     with pytest.raises(TransientStorageError):
@@ -324,12 +324,12 @@ def test_reads_are_retried() -> None:
 
 
 def test_many_things_go_wrong(torture_seconds: float) -> None:
-    """Changes in a row on one store, each with faults drawn from a seed: what was told holds."""
+    """Swap many times on one store, with faults drawn from a seed: each result agrees with the stored catalog."""
     run_histories(history, torture_seconds)
 
 
 def history(seed: int) -> None:
-    """Ten commits and fences, decided by a seed; requests that are late arrive after any of them, or at the end."""
+    """Commit and fence ten times, drawn from a seed; late requests arrive after any of these, or at the end."""
     draw = random.Random(seed)
     store = store_of()
     sure, possible = {identity(1)}, {identity(1)}

@@ -1,6 +1,6 @@
-"""Commits under lost, late and refused requests. After each, what the caller was told is compared with the store.
+"""Commits under lost, late and refused requests: each result agrees with the stored manifest.
 
-Time is a counter that the pauses advance; the store is a `MemoryStore`, whose content is looked at past all wrappers.
+Time is a counter that the pauses advance. Assertions read the `MemoryStore` itself, past all wrappers.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ OURS, THEIRS, OLD = "a" * 32, "b" * 32, "0" * 32
 
 
 def body(save_id: str, slot: Slot | None = None) -> bytes:
-    """What a commit reads of a manifest, and no more."""
+    """Return the parts of a manifest that a commit reads."""
     return seal(unseal(tombstone(save_id, slot.lineage if slot else ())).replace(b"tombstone", b"checkpoint"))
 
 
 @dataclass
 class Clock:
-    """Advances by what is slept, and by a little with every look at it."""
+    """Clock that advances by each sleep, and a little by each reading."""
 
     now_seconds: float = 0.0
     pauses: list[float] = field(default_factory=list)
@@ -72,7 +72,7 @@ def run(
 
 
 def committed_in(memory: MemoryStore) -> str | None:
-    """Whose manifest lies there, looked at past all wrappers."""
+    """Return the save_id of the stored manifest, read past all wrappers."""
     found = memory.space.objects.get(MANIFEST_KEY)
     return decode_head(found.data).save_id if found else None
 
@@ -97,7 +97,7 @@ BOTH = pytest.mark.parametrize("replacing", [False, True], ids=["fresh", "replac
 
 @BOTH
 def test_one_request(replacing: bool) -> None:
-    """Nothing goes wrong: one put on the condition seen, and nothing is read."""
+    """Commit without faults: one PUT on the condition seen, and no read."""
     memory = store_of(replacing=replacing)
     slot = look(memory)
     assert slot.lineage == ((OLD,) if replacing else ())
@@ -120,7 +120,7 @@ def test_one_request(replacing: bool) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_response_lost(replacing: bool, error: Callable[[], BaseException] | None, name: str) -> None:
-    """The put was carried out, and the answer says anything but that: it is found to be ours."""
+    """Carry out the PUT and answer with any failure: the commit finds its manifest."""
     memory = store_of(replacing=replacing)
     slot = look(memory)
     faulty = FaultyStore(memory, [matching(is_put, "response", error=error)])
@@ -134,7 +134,7 @@ def test_response_lost(replacing: bool, error: Callable[[], BaseException] | Non
     "error", [None, lambda: ConditionFailedError("409: another is under way.")], ids=["lost", "409"]
 )
 def test_request_lost(replacing: bool, error: Callable[[], BaseException] | None) -> None:
-    """Nothing was carried out, and nothing changed: the same put is sent again, after a pause."""
+    """Lose the PUT: the same PUT is sent again, after a pause."""
     memory = store_of(replacing=replacing)
     slot = look(memory)
     recording = RecordingStore(FaultyStore(memory, [matching(is_put, "request", error=error)] * 3))
@@ -146,7 +146,7 @@ def test_request_lost(replacing: bool, error: Callable[[], BaseException] | None
 
 
 class LateStore(WrappedStore):
-    """The first put gives no answer, and is carried out just before the n-th request after it."""
+    """Store whose first PUT gets no answer, and is carried out just before the n-th request after it."""
 
     def __init__(self, store: ObjectStore, *, after: int) -> None:
         super().__init__(store)
@@ -185,7 +185,7 @@ class LateStore(WrappedStore):
 @BOTH
 @pytest.mark.parametrize("after", [1, 2, 3, 100])
 def test_a_put_that_arrives_late(replacing: bool, after: int) -> None:
-    """Before our look, before our second put, after it: committed once, by one of them."""
+    """Let the first PUT arrive before the read, before the second PUT, or after it: committed once."""
     memory = store_of(replacing=replacing)
     slot = look(memory)
     late = LateStore(memory, after=after)
@@ -197,7 +197,7 @@ def test_a_put_that_arrives_late(replacing: bool, after: int) -> None:
 
 
 def test_a_put_that_arrives_after_all_was_given_up() -> None:
-    """We say that we do not know; then the first put is carried out after all."""
+    """Let the first PUT arrive after the deadline: the outcome was reported as unknown."""
     memory = MemoryStore()
     late = LateStore(memory, after=1_000_000)
     later_puts = matching(lambda verb, _key, number: verb == "put" and number > 1, "request", persistent=True)
@@ -210,7 +210,7 @@ def test_a_put_that_arrives_after_all_was_given_up() -> None:
 
 @BOTH
 def test_permission_denied(replacing: bool) -> None:
-    """A refusal is passed on as it is, after one look; also if that look is refused, too."""
+    """Deny the PUT: the error is raised after one read, also if that read is denied, too."""
     for denied in (is_put, lambda *_: True):
         memory = store_of(replacing=replacing)
         slot = look(memory)
@@ -224,7 +224,7 @@ def test_permission_denied(replacing: bool) -> None:
 
 @BOTH
 def test_denied_after_an_answer_was_lost(replacing: bool) -> None:
-    """The first put may still arrive, so a refusal of the second is no proof of absence."""
+    """Lose the first answer and deny the second PUT: unknown, since the first PUT may still arrive."""
     memory = store_of(replacing=replacing)
     slot = look(memory)
     denied = matching(is_put, "request", persistent=True, error=lambda: PermissionDeniedError("Expired."))
@@ -235,7 +235,7 @@ def test_denied_after_an_answer_was_lost(replacing: bool) -> None:
 @BOTH
 @pytest.mark.parametrize("lost", [None, "request", "response"])
 def test_another_save_won_before(replacing: bool, lost: str | None) -> None:
-    """Whatever happens to our put, the other's manifest stays, and we are told."""
+    """Commit another save first, under each fault: its manifest stays, and `CommitConflictError` is raised."""
     memory = store_of(replacing=replacing)
     slot = look(memory)
     run(memory, slot, save_id=THEIRS)
@@ -248,7 +248,7 @@ def test_another_save_won_before(replacing: bool, lost: str | None) -> None:
 
 @BOTH
 def test_another_save_replaced_ours_before_we_looked(replacing: bool) -> None:
-    """Ours was carried out, its answer lost, and another replaced it: it was committed, as the other's list tells."""
+    """Replace the manifest before its lost answer is settled: committed, as the newer manifest's list tells."""
     memory = store_of(replacing=replacing)
     slot = look(memory)
     between = FaultyStore(memory, [Fault("request", lambda verb, *_: verb == "get" and replace_by(memory, 1))])
@@ -257,7 +257,7 @@ def test_another_save_replaced_ours_before_we_looked(replacing: bool) -> None:
 
 
 def replace_by(memory: MemoryStore, *numbers: int) -> bool:
-    """Other saves commit over what is there, each on its version; False, as a predicate."""
+    """Commit other saves, each over the last; return False, as a predicate."""
     for number in numbers:
         run(memory, look(memory), save_id=f"{number:032x}")
     return False
@@ -265,7 +265,7 @@ def replace_by(memory: MemoryStore, *numbers: int) -> bool:
 
 @pytest.mark.parametrize("count", [REPLACES_MAX, REPLACES_MAX + 1])
 def test_so_many_replaced_ours_that_it_is_forgotten(count: int) -> None:
-    """Past the end of the list nobody can tell, and we say so."""
+    """Replace the manifest more often than the list is long: the outcome is unknown."""
     memory = MemoryStore()
     slot = look(memory)
     between = FaultyStore(
@@ -281,7 +281,7 @@ def test_so_many_replaced_ours_that_it_is_forgotten(count: int) -> None:
 
 
 def test_a_long_list_that_still_tells() -> None:
-    """A run replaced in place for ever: the list names what we saw, and so everything since; ours is not in it."""
+    """Replace a manifest many times: the list has the save that was seen, so it proves that this one is not in it."""
     memory = MemoryStore()
     replace_by(memory, *range(1, 200))
     slot = look(memory)
@@ -292,7 +292,7 @@ def test_a_long_list_that_still_tells() -> None:
 
 @BOTH
 def test_a_tombstone(replacing: bool) -> None:
-    """It is in nobody's way to look at, and in everybody's who saw the place before; one put over it commits."""
+    """Put a tombstone: a conflict for a save that began before, and a slot that a later save replaces."""
     memory = store_of(replacing=replacing)
     slot = look(memory)
     memory.put(MANIFEST_KEY, [tombstone(THEIRS, slot.lineage)])
@@ -308,7 +308,7 @@ def test_a_tombstone(replacing: bool) -> None:
 
 @pytest.mark.parametrize("garbage", [b"", b"not a manifest", body(THEIRS).replace(b"1-draft.3", b"2"), b"x" * 2000])
 def test_what_cannot_be_read_is_not_nothing(garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also an object larger than any manifest: it counts as committed, and is replaced only by its version."""
+    """Store garbage, or an object larger than any manifest: counted as committed, and replaced only by its version."""
     monkeypatch.setattr(commit_module, "STORED_BYTES_MAX", 1000)
     memory = MemoryStore()
     fresh = look(memory)
@@ -320,7 +320,7 @@ def test_what_cannot_be_read_is_not_nothing(garbage: bytes, monkeypatch: pytest.
     assert slot.lineage == ()
     with pytest.raises(CommitConflictError):
         run(memory, fresh)
-    # It may have replaced ours, which was answered by silence: then nobody can tell.
+    # The object may have replaced this save's manifest, whose PUT had no answer: the outcome is unknown.
     with pytest.raises(CommitUnknownError):
         run(FaultyStore(memory, [matching(is_put, "request")]), fresh)
     run(memory, slot)
@@ -328,7 +328,7 @@ def test_what_cannot_be_read_is_not_nothing(garbage: bytes, monkeypatch: pytest.
 
 
 def test_the_manifest_was_removed() -> None:
-    """What was to be replaced is gone: a conflict, unless our own put may have been what was removed."""
+    """Remove the manifest that is to be replaced: a conflict; unknown if the removed one may be this save's."""
     memory = store_of(replacing=True)
     slot = look(memory)
     memory.delete([MANIFEST_KEY])
@@ -343,7 +343,7 @@ def test_the_manifest_was_removed() -> None:
 @pytest.mark.parametrize("lost", ["request", "response"])
 @pytest.mark.parametrize("blind", [False, True], ids=["seeing", "blind"])
 def test_persistent_failure(replacing: bool, lost: str, blind: bool) -> None:
-    """Every put fails, perhaps every read: unknown by the deadline, unless a look tells."""
+    """Fail every PUT, and with `blind` every read: unknown by the deadline, unless a read tells."""
     memory = store_of(replacing=replacing)
     slot = look(memory)
     clock = Clock()
@@ -361,7 +361,7 @@ def test_persistent_failure(replacing: bool, lost: str, blind: bool) -> None:
 
 
 def test_a_store_that_does_not_do_conditional_writes() -> None:
-    """It refuses for ever although nothing changed: an error that says so, long before the deadline."""
+    """Refuse every PUT although nothing changed: an error about conditional writes, long before the deadline."""
     memory = MemoryStore()
     refuse = matching(is_put, "request", persistent=True, error=lambda: ConditionFailedError("412."))
     clock = Clock()
@@ -374,13 +374,13 @@ def test_a_store_that_does_not_do_conditional_writes() -> None:
 
 # ---- every interleaving of two committers
 
-# What happens to a request: it is answered, lost on the way, lost on the way back, or carried out only at the end.
+# Outcomes of a request: answered, lost before the store, answer lost, or carried out only at the end.
 FATES = ("fine", "request", "response", "late")
 FAULTS_MAX = 2
 
 
 class _Steps(WrappedStore):
-    """Each put meets its fate; before each request something else may happen: no threads, and so every order."""
+    """Store that gives each PUT its outcome, and calls a function before each request: all orders, without threads."""
 
     def __init__(
         self, memory: MemoryStore, fates: Iterator[str], late: list[Callable[[], object]], other: Callable[[], None]
@@ -422,10 +422,10 @@ def outcome_of(action: Callable[[], None]) -> str:
 
 @BOTH
 def test_two_committers(replacing: bool) -> None:
-    """The second runs whole at any request of the first, or of its own later look; any answers may be lost or late.
+    """Run the second commit whole at any request of the first, or of its last read; answers may be lost or late.
 
-    With what each saw before, every put's fate, and every point at which late puts arrive: whoever is told
-    "committed" is, whoever is told "conflict" never was, and two are only if the second replaced the first.
+    All combinations of slots seen, of the outcomes of PUTs, and of the points at which late PUTs arrive: a save that
+    returns is committed, one that raises a conflict never was, and both are only if the second replaced the first.
     """
     seen: set[tuple[str, str]] = set()
     fates = [f for n in range(FAULTS_MAX + 1) for f in itertools.product(FATES[1:], repeat=n)]
@@ -449,7 +449,7 @@ def two(
         history.append(decode_head(data).save_id)
         return version
 
-    memory.space.put = noted  # type: ignore[method-assign]  # every put that is carried out is noted, whoever sends it
+    memory.space.put = noted  # type: ignore[method-assign]  # notes every PUT that is carried out
     late: list[Callable[[], object]] = []
     early = look(memory)
     told: list[str] = []
@@ -457,7 +457,7 @@ def two(
 
     def deliver() -> None:
         while late:
-            outcome_of(late.pop(0))  # type: ignore[arg-type]  # its answer is of no use to anybody
+            outcome_of(late.pop(0))  # type: ignore[arg-type]  # its answer is not used
 
     def tick() -> None:
         nonlocal step

@@ -1,4 +1,4 @@
-"""One job's side of a run: what a save may replace, what is refused before a byte is sent, how much work it makes."""
+"""Saves of one job into a run: what each may replace, refusals before a byte is sent, and work per save."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def pin(store: MemoryStore, step: int) -> None:
 
 
 def went_back(store: MemoryStore, step: int) -> JobSession:
-    """A job that goes on from a step."""
+    """Return a job that goes on from a step."""
     job = JobSession(store)
     job.go_on_from(step)
     return job
 
 
 def a_run(**note: Any) -> MemoryStore:
-    """Of steps 100 and 200; the latter is noted so."""
+    """Save steps 100 and 200, the latter with these labels."""
     store = MemoryStore()
     job = JobSession(store)
     save(job, 100)
@@ -69,7 +69,7 @@ def a_run(**note: Any) -> MemoryStore:
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize(("how", "note"), [("pinned", {}), ("named", {"name": ["best", "last"]})])
 def test_what_is_held_is_not_replaced_after_going_back(how: str, note: dict[str, Any], *, later: bool) -> None:
-    """A pin and a name hold an abandoned checkpoint, at a job's first save and at later ones; nothing is sent."""
+    """Save over an abandoned checkpoint with a pin or a name, first or later: refused before anything is sent."""
     store = a_run(**note)
     if how == "pinned":
         pin(store, 200)
@@ -85,7 +85,7 @@ def test_what_is_held_is_not_replaced_after_going_back(how: str, note: dict[str,
 
 
 def test_what_is_held_is_replaced_by_an_explicit_call() -> None:
-    """By `overwrite=True`, and, where nothing but names holds it, by giving them to the new one."""
+    """Pass `overwrite=True`, or the names that the abandoned checkpoint has: replaced."""
     store = a_run(name="step200")
     new = save(went_back(store, 100), 200, name=["step200", "best"])
     assert live(store)[200] == new.save_id
@@ -95,7 +95,7 @@ def test_what_is_held_is_replaced_by_an_explicit_call() -> None:
 
 
 def test_what_nothing_holds_is_replaced_after_going_back() -> None:
-    """As ever."""
+    """Save over an abandoned checkpoint without pin and name: replaced."""
     store = a_run()
     new = save(went_back(store, 100), 200)
     assert live(store)[200] == new.save_id
@@ -103,7 +103,7 @@ def test_what_nothing_holds_is_replaced_after_going_back() -> None:
 
 @pytest.mark.parametrize("later", [False, True])
 def test_a_pin_that_comes_in_between(*, later: bool) -> None:
-    """Between the beginning of a save and its commit: it holds, unless the save was told to overwrite."""
+    """Pin between the beginning of a save and its commit: a conflict, unless the save passed `overwrite=True`."""
     store = a_run()
     job = went_back(store, 100)
     if later:
@@ -121,7 +121,7 @@ def test_a_pin_that_comes_in_between(*, later: bool) -> None:
 
 
 def test_what_was_to_be_replaced_is_removed_meanwhile() -> None:
-    """The step of an abandoned checkpoint that somebody removes is free: no reason to refuse the save."""
+    """Remove the checkpoint that a save is to replace: its step is free, so the save is committed."""
     store = a_run()
     job = went_back(store, 100)
     save(job, 150)
@@ -135,7 +135,7 @@ def test_what_was_to_be_replaced_is_removed_meanwhile() -> None:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often a catalog was decoded and encoded, and a checkpoint of one checked, in a process that knows none."""
+    """Count decodings and encodings of catalogs and checks of entries, beginning with an empty cache."""
     monkeypatch.setattr(catalog_store, "_KNOWN", catalog_store._Known())
     counts: Counter[str] = Counter()
 
@@ -152,17 +152,17 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def a_long_run() -> MemoryStore:
-    """Of a thousand checkpoints, which nobody in this process has looked at."""
+    """Return a run of a thousand checkpoints that this process has not read."""
     return store_of(catalog(*map(entry, range(1_000)), revision=1_000))
 
 
 def test_a_job_that_is_alone_decodes_the_catalog_once(work: Counter[str]) -> None:
-    """And checks what it adds; retention encodes it once more where something goes."""
+    """Save from one job: one decoding, and a check of each new entry; retention encodes once more if a step goes."""
     store = a_long_run()
     work.clear()
     job, maintenance = went_back(store, 999), Maintenance(store)
     save(job, 1_000)
-    # The fence and the commit.
+    # Encoded for the fence and for the commit.
     assert work == {"decode": 1, "encode": 2, "_check_entry": 1_001}
     work.clear()
     for step in range(1_001, 1_011):
@@ -181,7 +181,7 @@ def test_a_job_that_is_alone_decodes_the_catalog_once(work: Counter[str]) -> Non
 
 
 def test_what_somebody_else_wrote_is_decoded(work: Counter[str]) -> None:
-    """Once, whatever lay there before; damage is found as ever, and what is right again is read again."""
+    """Replace the catalog from outside: decoded once. Damage it: refused. Restore it: read again."""
     store = a_long_run()
     job = went_back(store, 999)
     save(job, 1_000)
@@ -205,7 +205,7 @@ def test_what_somebody_else_wrote_is_decoded(work: Counter[str]) -> None:
 
 
 class _AnsweringLate(MemoryStore):
-    """Writes the catalog, and before it answers has something done, once."""
+    """Store that writes the catalog and calls a function once before it answers."""
 
     def __init__(self, meanwhile: Callable[[], object]) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class _AnsweringLate(MemoryStore):
 
 
 def test_an_old_fence_that_is_answered_late_leaves_the_job_its_newer_one() -> None:
-    """The save that took it was given up, and the next one took its own."""
+    """Answer a fence after its save was given up: the job keeps the token that the next save took."""
     given_up = threading.Event()
 
     def next_save() -> None:

@@ -1,4 +1,4 @@
-"""Keeping a run tidy: what goes, what of it is deleted, and what others do at each request of it."""
+"""Retiring, thinning and deletion: which objects go, which stay, and other jobs' acts at each request."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def pin(store: ObjectStore, step: int) -> Catalog:
 
 
 def apply(store: ObjectStore, retention: Retention) -> Applied:
-    """Apply it, and delete what goes."""
+    """Apply a retention, and delete the objects that it lets go."""
     maintenance = Maintenance(store)
     applied = maintenance.apply(retention, deadline=deadline())
     assert maintenance.delete(deadline=deadline(), pause_seconds=0).failed == {}
@@ -72,22 +72,22 @@ def apply(store: ObjectStore, retention: Retention) -> Applied:
 
 
 def damage(store: MemoryStore, step: int) -> str:
-    """The manifest of a checkpoint; its key."""
+    """Damage the manifest of a checkpoint; return its key."""
     (entry,) = (entry for entry in live(store) if entry.step == step)
     store.put(entry.manifest, [store.space.objects[entry.manifest].data[:-1]])
     return entry.manifest
 
 
 def verbs(recording: RecordingStore) -> list[str]:
-    """With the catalog named, and the rest not."""
+    """Return the verbs of the requests, with "catalog" for those of the catalog."""
     return [f"{verb} catalog" if key == CATALOG_KEY else verb for verb, key in recording.calls]
 
 
-# ---- what goes ----
+# ---- retention ----
 
 
 def test_what_retention_lets_go_is_deleted() -> None:
-    """Of five checkpoints three go, but for the frozen shard that all share, and the optimizer of one that stays."""
+    """Retire three checkpoints of five and thin one: their objects go, but for a shard that all share."""
     store = a_run(1, 2, 3, 4, 5)
     frozen, optimizer = shard_at(store, 1, FROZEN), shard_at(store, 4, OPTIMIZER)
     applied = apply(store, Retention(keep_last=2, keep_optimizer_last=1))
@@ -102,7 +102,7 @@ def test_what_retention_lets_go_is_deleted() -> None:
 
 
 def test_one_swap_is_one_revision() -> None:
-    """Two go, and one is thinned; the floor is above what went."""
+    """Retire two and thin one: one revision, and a floor above those that went."""
     store = a_run(1, 2, 3, 4)
     before = stored(store)
     after = apply(store, Retention(keep_last=2, keep_optimizer_last=1)).catalog
@@ -112,7 +112,7 @@ def test_one_swap_is_one_revision() -> None:
 
 
 def test_what_is_borrowed_stays() -> None:
-    """An optimizer that a later checkpoint names again stays when its own is thinned, and when it goes."""
+    """Reuse an optimizer's shard: it stays when its own checkpoint is thinned, and when that is retired."""
     store = a_run(1)
     save(store, 2, base=1, borrows=(FROZEN, OPTIMIZER))
     optimizer = shard_at(store, 1, OPTIMIZER)
@@ -124,7 +124,7 @@ def test_what_is_borrowed_stays() -> None:
 
 
 def test_nothing_goes_twice() -> None:
-    """Applied again, nothing is written, and nothing but the catalog is read; nor that where the caller knows it."""
+    """Apply a retention again: no write, and one read of the catalog, or none if the caller passes it."""
     retention = Retention(keep_last=2, keep_optimizer_last=1)
     store = a_run(1, 2, 3)
     apply(store, retention)
@@ -139,7 +139,7 @@ def test_nothing_goes_twice() -> None:
 
 
 def test_requests() -> None:
-    """What this process knows, because it wrote it or read it before, is not read; each object goes in one DELETE."""
+    """Apply a retention: manifests that this process wrote or read are not read, and all objects go in one DELETE."""
     store = a_run(1, 2, 3)
     recording = RecordingStore(store)
     maintenance = Maintenance(recording)
@@ -161,7 +161,7 @@ def test_requests() -> None:
 
 
 def test_what_has_no_optimizer_is_left_alone() -> None:
-    """Not marked, since nothing went; and in this process not looked at again."""
+    """Thin a checkpoint without these keys: not marked as thinned, and no manifest is read again."""
     store = a_run(1, 2)
     recording = RecordingStore(store)
     maintenance = Maintenance(recording)
@@ -177,7 +177,7 @@ def test_what_has_no_optimizer_is_left_alone() -> None:
 
 
 def test_many_are_thinned_in_turn() -> None:
-    """Sixteen at once."""
+    """Thin many checkpoints: sixteen at once."""
     store = a_run(*range(20))
     maintenance = Maintenance(store)
     retention = Retention(keep_optimizer_last=1)
@@ -190,7 +190,7 @@ def test_many_are_thinned_in_turn() -> None:
 
 
 def test_pinned_and_abandoned_ones_stay() -> None:
-    """As `retention.decide` says; and the newest in any case."""
+    """Pin the first of three and keep one: the pinned and the newest stay whole."""
     store = a_run(1, 2, 3)
     pin(store, 1)
     assert apply(store, Retention(keep_last=1, keep_optimizer_last=1)).retired == (2,)
@@ -199,7 +199,7 @@ def test_pinned_and_abandoned_ones_stay() -> None:
 
 
 def test_named_ones_stay_until_their_name_moves() -> None:
-    """With their optimizer; a person may remove one, and a retention may be told that names keep nothing."""
+    """Name checkpoints: kept whole until their name moves, or `rm`, or `keep_named=False`."""
     store = a_run(1)
     save(store, 2, names=("best",))
     save(store, 3)
@@ -213,11 +213,11 @@ def test_named_ones_stay_until_their_name_moves() -> None:
     assert Maintenance(store).retire([4], deadline=deadline()).retired == (4,)
 
 
-# ---- a person ----
+# ---- retiring and thinning by step ----
 
 
 def test_some_go_by_name() -> None:
-    """Of three, the first and the last, which is forced; deleted is what only they named."""
+    """Retire the first and the last of three, the last by `force`: objects that only they name go."""
     store = a_run(1, 2, 3)
     maintenance = Maintenance(store)
     with pytest.raises(InvalidArgumentError, match="newest"):
@@ -231,7 +231,7 @@ def test_some_go_by_name() -> None:
 
 
 def test_what_a_person_may_not_retire() -> None:
-    """Refused whole: a step that is not live, beside one that is; a pinned one."""
+    """Retire a step that is not live beside a live one, or a pinned one: refused, and nothing is changed."""
     store = a_run(1, 2, 3)
     pin(store, 1)
     before = dict(store.space.objects)
@@ -245,7 +245,7 @@ def test_what_a_person_may_not_retire() -> None:
 
 
 def test_thinned_by_name() -> None:
-    """Twice is once."""
+    """Thin a checkpoint twice: the second time changes nothing."""
     store = a_run(1, 2)
     maintenance = Maintenance(store)
     assert thin(maintenance, [1], deadline=deadline()).thinned == (1,)
@@ -255,11 +255,11 @@ def test_thinned_by_name() -> None:
     assert keys(store) == named(store)
 
 
-# ---- what cannot be read ----
+# ---- unreadable manifests ----
 
 
 def test_who_has_lost_one_checkpoint_needs_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    """A live manifest is damaged: nothing goes, which is said once; when it is gone itself, everything goes on."""
+    """Damage a live manifest: retention retires nothing, and logs once; when that checkpoint is gone, it goes on."""
     store = a_run(1, 2, 3, 4)
     manifest = damage(store, 4)
     before = dict(store.space.objects)
@@ -271,7 +271,7 @@ def test_who_has_lost_one_checkpoint_needs_the_others(caplog: pytest.LogCaptureF
         assert "step 4 cannot be read" in applied.reason
     assert store.space.objects == before
     assert maintenance.pending == 0
-    # Beside those of reading the manifest once more.
+    # Besides warnings about reading the manifest a second time.
     told = [record.levelno for record in caplog.records if record.name == "dcp_remote.run.leftovers"]
     assert told == [logging.WARNING]
     maintenance.retire([4], deadline=deadline(), force=True)
@@ -285,7 +285,7 @@ def test_who_has_lost_one_checkpoint_needs_the_others(caplog: pytest.LogCaptureF
 
 
 def test_a_damaged_one_goes_as_any_other() -> None:
-    """What it named cannot be known, and is left to gc; what the other named that went is deleted."""
+    """Retire a damaged checkpoint: its shards are left to gc; objects of other retired ones are deleted."""
     store = a_run(1, 2, 3, borrow=False)
     lost, other = manifest_at(store, 1).shards.keys, manifest_at(store, 2).shards.keys
     manifest = damage(store, 1)
@@ -300,7 +300,7 @@ def test_a_damaged_one_goes_as_any_other() -> None:
 
 
 def test_beside_a_damaged_one_shards_are_left_to_gc() -> None:
-    """It may name them. A person retires another: its manifest is deleted, which nobody else names."""
+    """Retire a checkpoint beside a damaged one, which may name its shards: only the manifest is deleted."""
     store = a_run(1, 2, 3)
     damage(store, 2)
     gone = manifest_at(store, 1)
@@ -314,7 +314,7 @@ def test_beside_a_damaged_one_shards_are_left_to_gc() -> None:
 
 
 def test_a_manifest_that_fails_for_now_is_waited_for() -> None:
-    """And if it never answers, the store's error is raised, and nothing was changed."""
+    """Fail reads of a manifest for a while: retried. Fail all: the error is raised, and nothing is changed."""
     store = a_run(1, 2)
     before = dict(store.space.objects)
 
@@ -329,7 +329,7 @@ def test_a_manifest_that_fails_for_now_is_waited_for() -> None:
 
 
 def test_what_is_live_cannot_be_read_after_the_swap() -> None:
-    """Somebody's commit came before the swap's look, and may not be read: what went is retired, and left to gc."""
+    """Deny reading a manifest that was committed before the swap: retired, and the shards are left to gc."""
     store = a_run(1, 2, 3)
     busy = MeanwhileStore(store, 5, lambda: save(store, 4, base=1))
     denied = matching(
@@ -349,7 +349,7 @@ def test_what_is_live_cannot_be_read_after_the_swap() -> None:
 
 
 def test_the_store_never_said_whether_it_was_swapped() -> None:
-    """It was; what went is left to gc."""
+    """Lose the answers to a swap that was carried out: `CommitUnknownError`, and the objects are left to gc."""
     store = a_run(1, 2)
     lost = matching(lambda verb, key, number: verb == "put", "response")
     silent = matching(lambda verb, key, number: number > 4, "request", persistent=True)
@@ -360,7 +360,7 @@ def test_the_store_never_said_whether_it_was_swapped() -> None:
     assert maintenance.pending == 0
 
 
-# ---- what others do meanwhile ----
+# ---- other jobs in between ----
 
 
 def candidates(catalog: Catalog) -> list[Candidate]:
@@ -373,9 +373,9 @@ def candidates(catalog: Catalog) -> list[Candidate]:
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("title", ["pin", "commit", "borrow", "overwrite"])
 def test_it_is_decided_on_what_is_swapped(title: str, *, after: bool) -> None:
-    """Another job acts at each request in turn: what the swap wrote has nothing left to let go.
+    """Let another job act at each request: the decision fits the catalog that is swapped.
 
-    Nothing pinned went; a checkpoint that borrowed from one that goes is whole, or its commit was refused.
+    No pinned checkpoint goes; one that reuses shards of a retired one is whole, or its commit is refused.
     """
     retention = Retention(keep_last=2, keep_optimizer_last=1)
     acts: dict[str, Callable[[MemoryStore], object]] = {
@@ -392,7 +392,7 @@ def test_it_is_decided_on_what_is_swapped(title: str, *, after: bool) -> None:
         def act(store: MemoryStore = store, missed: list[int] = missed) -> None:
             try:
                 acts[title](store)
-            except CheckpointNotFoundError:  # what it was to act on is gone
+            except CheckpointNotFoundError:  # the step on which to act is gone
                 missed.append(1)
 
         busy = MeanwhileStore(store, number, act, after=after)
@@ -412,7 +412,7 @@ def test_it_is_decided_on_what_is_swapped(title: str, *, after: bool) -> None:
 
 
 def test_meant_is_what_was_seen() -> None:
-    """A person retires a step; before the swap it is saved anew: the new checkpoint stays, and nothing is told gone."""
+    """Overwrite a step before the swap that retires it: the new checkpoint stays, and none is reported as retired."""
     store = a_run(1, 2)
     busy = MeanwhileStore(store, 2, lambda: save(store, 1, letter="b", overwrite=True))
     maintenance = Maintenance(busy)
@@ -446,7 +446,7 @@ def test_a_checkpoint_is_thinned_while_it_is_retired() -> None:
 
 
 def test_a_thinned_manifest_that_gc_took() -> None:
-    """Orphans are removed at each request in turn: the checkpoint stays whole, or is thinned, and at last it is."""
+    """Remove orphans at each request of thinning: the checkpoint is whole or thinned, and the next call thins it."""
     retention = Retention(keep_optimizer_last=1)
     outcomes: list[tuple[int, ...]] = []
     for number in itertools.count(1):
@@ -479,7 +479,7 @@ def ready_to_delete(store: ObjectStore, clock: Clock) -> Maintenance:
 
 
 def test_deleted_in_batches_with_pauses() -> None:
-    """Nine objects, four a request."""
+    """Delete nine objects, four per request."""
     store, clock = a_run(1, 2, 3, 4), Clock()
     recording = RecordingStore(store)
     maintenance = ready_to_delete(recording, clock)
@@ -494,7 +494,7 @@ def test_deleted_in_batches_with_pauses() -> None:
 
 
 def test_deleting_stops_when_told() -> None:
-    """Before a request; the rest goes the next time."""
+    """Stop before a request: the next call deletes the rest."""
     store, clock = a_run(1, 2, 3, 4), Clock()
     maintenance = ready_to_delete(store, clock)
     told = iter([False, True])
@@ -510,7 +510,7 @@ def is_delete(verb: Verb, key: str, number: int) -> bool:
 
 
 def test_what_fails_for_now_is_tried_again() -> None:
-    """Within the deadline, and the next time."""
+    """Fail deletions for a while: retried within the deadline, and by the next call."""
     store, clock = a_run(1, 2, 3), Clock()
     faulty = FaultyStore(store, [matching(is_delete, "response"), *[matching(is_delete, "request")] * 3])
     maintenance = ready_to_delete(faulty, clock)
@@ -523,7 +523,7 @@ def test_what_fails_for_now_is_tried_again() -> None:
 
 
 class KeepingStore(WrappedStore):
-    """Deletes what it is told, but for the keys that it may not."""
+    """Store with object lock, which does not delete some keys."""
 
     def __init__(self, store: ObjectStore, kept: set[str]) -> None:
         super().__init__(store)
@@ -535,7 +535,7 @@ class KeepingStore(WrappedStore):
 
 
 def test_what_fails_for_good_is_reported_and_left_to_gc() -> None:
-    """One object is under a lock; the others go, and it is not tried again."""
+    """Lock one object: the others go, and that one is reported and not tried again."""
     store, clock = a_run(1, 2, 3), Clock()
     kept = shard_at(store, 1, TRAINED)
     maintenance = ready_to_delete(KeepingStore(store, {kept}), clock)
@@ -545,12 +545,12 @@ def test_what_fails_for_good_is_reported_and_left_to_gc() -> None:
     assert keys(store) == named(store) | {kept}
     save(store, 4)
     maintenance.apply(Retention(keep_last=1), deadline=deadline())
-    assert maintenance.delete(deadline=deadline()).removed == 4  # the frozen one, too
+    assert maintenance.delete(deadline=deadline()).removed == 4  # the frozen shard, too
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_job_that_may_not_delete(caplog: pytest.LogCaptureFixture, *, whole: bool) -> None:
-    """Said once, and left to gc, now and later; whether the request is denied or each of its keys."""
+    """Deny deletion, of the request or of each key: logged once, and all objects are left to gc and counted."""
     store, clock = a_run(1, 2, 3), Clock()
     refused = matching(is_delete, "request", persistent=True, error=lambda: PermissionDeniedError("An injected 403."))
     denying: ObjectStore = FaultyStore(store, [refused]) if whole else KeepingStore(store, keys(store))
@@ -570,11 +570,11 @@ def test_a_job_that_may_not_delete(caplog: pytest.LogCaptureFixture, *, whole: b
     assert "dcp-remote gc --delete" in told.getMessage()
 
 
-# ---- what is remembered ----
+# ---- memory and threads ----
 
 
 def test_names_are_held_in_little_memory() -> None:
-    """Ten thousand shards of a hundred ranks, as they are named in a run: at most 24 bytes each."""
+    """Remember ten thousand shards of a hundred ranks: at most 24 bytes each."""
     draw = random.Random(1)
     tokens = [f"{draw.getrandbits(64):016x}" for _ in range(100)]
     shards = [
@@ -588,7 +588,7 @@ def test_names_are_held_in_little_memory() -> None:
 
 
 def test_maintenance_at_exit() -> None:
-    """In a process of its own, when the interpreter starts no thread any more: the last save's maintenance is done."""
+    """Apply a retention at interpreter exit, when no thread can be started: it is carried out."""
     script = (
         "import atexit\n"
         "from dcp_remote.run.retention import Retention\n"

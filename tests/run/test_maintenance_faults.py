@@ -1,9 +1,8 @@
-"""Keeping a run tidy under every way to fail, at every request, and beside whatever others do at every request.
+"""Maintenance under each fault at each request, and beside each other operation at each request.
 
-For each operation (retiring, thinning, both by retention, removing orphans, recovering, pinning) and each way to fail:
-the first request fails, then the second, until one is through before its fault is reached. `check` looks, past the
-faults, at what is in the store: at once, when late requests have been carried out, after the next save, and after
-orphans were removed.
+For each operation (retiring, thinning, both by retention, removing orphans, recovering, pinning) and each fault the
+first request fails, then the second, until one run ends before its fault. `check` reads the store past the faults: at
+once, when late requests have been carried out, after the next save, and after orphans were removed.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from tests.support.runs import (
 
 pytestmark = pytest.mark.torture
 
-# Of one operation: three failures in a row take milliseconds. What fails for ever is given up soon.
+# Deadline of one operation: three failures take milliseconds, and a fault without end is given up soon.
 PATIENCE_SECONDS = 30.0
 FOR_EVER_SECONDS = 0.03
 
@@ -104,12 +103,12 @@ THE_END: tuple[Way, ...] = (
 
 
 class CrashError(BaseException):
-    """The process is gone: nothing of ours catches this."""
+    """End of the process: no code of the package catches this."""
 
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that thousands of failures take a minute."""
+    """Shorten the pauses, so that thousands of failures take a minute."""
     policy = partial(RetryPolicy, first_delay_seconds=0.002, delay_seconds_max=0.01)
     monkeypatch.setattr(retrying, "RetryPolicy", policy)
     for module in (catalog_store, conditional_put):
@@ -117,7 +116,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fault(way: Way, number: int) -> Fault:
-    """The `number`-th request fails in this way; it and two more for a while; it and all that follow for ever."""
+    """Return a fault of the `number`-th request, of three requests from that one on, or of all from that one on."""
 
     def conditional(verb: Verb, key: str, now: int) -> bool:
         return now >= number and verb == "put" and key == CATALOG_KEY
@@ -153,11 +152,11 @@ def fault(way: Way, number: int) -> Fault:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What may fail.
+    """Operation under test.
 
     Attributes:
-        prepare: Makes the store, which is copied for each time.
-        act: Does it; the seconds are those until when requests are repeated.
+        prepare: Makes the store, which is copied for each run.
+        act: Carries the operation out on a store, with a deadline in seconds.
     """
 
     prepare: Callable[[], MemoryStore]
@@ -166,7 +165,7 @@ class Operation:
 
 @cache
 def a_busy_run() -> MemoryStore:
-    """Steps that share shards in every way, and what was left of others: cut off, overwritten, retired."""
+    """Return a run of steps that share shards, with leftovers of interrupted, overwritten and retired saves."""
     store = a_run(0, 1, 2)
     save(store, 3, base=1, borrows=(FROZEN, OPTIMIZER))
     save(store, 4, base=3, borrows=(TRAINED, OPTIMIZER))
@@ -231,7 +230,7 @@ Seen: TypeAlias = "list[tuple[object, ...]] | None"
 
 
 def seen(store: MemoryStore) -> Seen:
-    """What the catalog says that an operation can change, but for names that are random."""
+    """Return the parts of the catalog that an operation can change, without random names."""
     try:
         catalog = stored(store)
     except CorruptCheckpointError:
@@ -243,7 +242,7 @@ def seen(store: MemoryStore) -> Seen:
 
 @cache
 def after(title: str) -> Seen:
-    """What it says when nothing fails."""
+    """Return those parts after the operation without faults."""
     store = copied(OPERATIONS[title].prepare())
     OPERATIONS[title].act(store, PATIENCE_SECONDS)
     return seen(store)
@@ -255,7 +254,7 @@ def assert_whole(store: MemoryStore) -> None:
 
 
 def tried(title: str, way: Way, number: int, *, settle_last: bool) -> tuple[BaseException | None, FaultyStore]:
-    """Carry an operation out under a fault, and hold the store to what was told, now and later."""
+    """Carry an operation out under a fault, and compare the store with the result, at once and later."""
     store = copied(OPERATIONS[title].prepare())
     before, wanted = seen(store), after(title)
     faulty = FaultyStore(store, [fault(way, number)])
@@ -281,7 +280,7 @@ def tried(title: str, way: Way, number: int, *, settle_last: bool) -> tuple[Base
 
 
 def check(store: MemoryStore, faulty: FaultyStore) -> None:
-    """Save once more, borrowing, let what is late arrive, and remove the orphans: just what is named is there."""
+    """Save once more with reused shards, carry out late requests, remove orphans: just the named objects are there."""
     newest = steps(store)[-1]
     save(store, NEXT, base=newest)
     assert_sound(store)
@@ -298,7 +297,7 @@ def check(store: MemoryStore, faulty: FaultyStore) -> None:
 @pytest.mark.parametrize(("way", "settle_last"), [*((way, False) for way in ONCE), ("late by all requests", True)])
 @pytest.mark.parametrize("title", OPERATIONS)
 def test_what_happens_once_is_survived(title: str, way: Way, *, settle_last: bool) -> None:
-    """Each request fails in turn, once or for a while: it is done. What is late may arrive after the next save."""
+    """Fail each request in turn, once or for a while: the operation succeeds. Late requests arrive after a save."""
     for number in itertools.count(1):
         error, faulty = tried(title, way, number, settle_last=settle_last)
         assert error is None
@@ -310,7 +309,7 @@ def test_what_happens_once_is_survived(title: str, way: Way, *, settle_last: boo
 @pytest.mark.parametrize("way", THE_END)
 @pytest.mark.parametrize("title", OPERATIONS)
 def test_what_is_the_end_of_it_harms_nothing(title: str, way: Way) -> None:
-    """From each request on nothing goes, or nobody is there: what is live is whole, and what was told is true."""
+    """Fail all from each request on, or crash there: live checkpoints are whole, and the result was true."""
     told: set[str] = set()
     for number in itertools.count(1):
         error, faulty = tried(title, way, number, settle_last=False)
@@ -332,7 +331,7 @@ def overwrite(store: ObjectStore) -> None:
 
 
 def roll_back(store: ObjectStore) -> None:
-    """A new job that went on from step 1."""
+    """Save from a new job that went back to step 1."""
     fence(store)
     save(store, 2, letter="e", base=1, borrows=(FROZEN, OPTIMIZER), abandons=1)
 
@@ -351,7 +350,7 @@ ACTS: dict[str, Callable[[ObjectStore], object]] = {
 }
 
 
-# What each commits, and nobody else here retires.
+# save_id that each operation commits, and that no other operation here retires.
 COMMITTED = {
     "commit": identity(6, "d"),
     "borrow": identity(7),
@@ -361,7 +360,7 @@ COMMITTED = {
 
 
 def refusal_of(title: str, store: ObjectStore) -> DcpRemoteError | None:
-    """Carry it out; why it was refused, if it was."""
+    """Carry out an operation; return the error of a refusal, or None."""
     try:
         ACTS[title](store)
     except (CommitConflictError, CheckpointNotFoundError, InvalidArgumentError) as error:
@@ -369,14 +368,14 @@ def refusal_of(title: str, store: ObjectStore) -> DcpRemoteError | None:
     return None
 
 
-# What writes nothing but the catalog comes between others' requests, and leaves no room for them.
+# Operations that only write the catalog run between the requests of others, and have too few of their own.
 LONG_ACTS = [title for title in ACTS if title not in ("pin", "fence", "commit")]
 
 
 @pytest.mark.parametrize("other", ACTS)
 @pytest.mark.parametrize("title", LONG_ACTS)
 def test_each_at_each_request_of_each_other(title: str, other: str) -> None:
-    """What is live is whole after each of both; what was committed or pinned is live; gc leaves just what is named."""
+    """Run each operation at each request of each other: live checkpoints are whole, and gc leaves the named objects."""
     for number in itertools.count(1):
         store = copied(a_busy_run())
         between: list[DcpRemoteError | None] = []
@@ -413,7 +412,7 @@ BEGUN: dict[str, Callable[[ObjectStore], Attempt]] = {
 @pytest.mark.parametrize("other", BEGUN)
 @pytest.mark.parametrize("title", LONG_ACTS)
 def test_what_began_before_is_committed_at_each_request(title: str, other: str) -> None:
-    """It is refused, or what it names is there and stays."""
+    """Commit a save at each request of an operation: refused, or its objects are live and stay."""
     outcomes: set[str] = set()
     for number in itertools.count(1):
         store = copied(a_busy_run())
@@ -440,7 +439,7 @@ def test_what_began_before_is_committed_at_each_request(title: str, other: str) 
 
 
 def test_what_was_committed_unheard_and_retired_is_not_committed_again() -> None:
-    """An answer is lost, and just then that checkpoint is retired and deleted: the save does not put it back."""
+    """Lose a commit's answer, and retire and delete the checkpoint then: the save does not commit it again."""
     outcomes: set[str] = set()
     for number in itertools.count(1):
         store = copied(a_busy_run())
@@ -467,12 +466,12 @@ def test_what_was_committed_unheard_and_retired_is_not_committed_again() -> None
 
 
 def test_many_things_go_wrong(torture_seconds: float) -> None:
-    """Operations and saves in a row on one store, each with faults drawn from a seed."""
+    """Run operations and saves in a row on one store, each with faults drawn from a seed."""
     run_histories(history, torture_seconds)
 
 
 def history(seed: int) -> None:
-    """Eight, decided by a seed; what is late arrives after any of them, or at the end; then one save more, and gc."""
+    """Run eight operations drawn from a seed; late requests arrive between them or at the end; then save, and gc."""
     draw = random.Random(seed)
     store = copied(a_busy_run())
     faulties: list[FaultyStore] = []

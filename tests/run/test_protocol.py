@@ -1,7 +1,7 @@
 """A few actors on one run, in every order of their requests; then the same with each rule left out.
 
-`run_explorer.py` says what acts, what can go wrong, and what must hold in every state. A rule that is left out must
-break something there in some order, or it would be no rule, or the explorer blind.
+`run_explorer.py` has the actors, the faults, and the invariants of every state. A rule that is left out must break an
+invariant in some order; otherwise the rule is needless, or the explorer misses orders.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TWO = entry_of(2, "s2", ["0/two"])
 
 ONE_LIVE, TWO_LIVE = world_of(ZERO), world_of(ZERO, TWO)
 
-# What each actor does, given the rules that hold.
+# Requests of each actor, as a function of the rules that hold.
 Play: TypeAlias = Callable[[Rules], Actor]
 
 SCENES: dict[str, tuple[World, list[Play]]] = {
@@ -143,7 +143,7 @@ def explorer(title: str, by: Rules, *, late: bool) -> Explorer:
 
 @pytest.mark.parametrize("title", SCENES)
 def test_no_order_breaks_a_run(title: str, torture_seconds: float) -> None:
-    """All states of a scene; with swaps that arrive late if two act, or if there is time."""
+    """Explore all states of a scene, with swaps that arrive late if two actors take part, or if there is time."""
     world, plays = SCENES[title]
     scene = explorer(title, Rules(), late=len(plays) == 2 or torture_seconds >= LONG_SECONDS)
     broken, states = scene.explore(world)
@@ -154,7 +154,7 @@ def test_no_order_breaks_a_run(title: str, torture_seconds: float) -> None:
 
 @pytest.mark.parametrize("title", SCENES)
 def test_no_order_breaks_a_run_of_the_stubborn(title: str, torture_seconds: float) -> None:
-    """The same with actors that try three times, where there is time for it; else of those that are two."""
+    """Explore the same with actors that try three times, where there is time, and else only scenes of two actors."""
     world, plays = SCENES[title]
     tries = 3 if len(plays) == 2 or torture_seconds >= LONG_SECONDS else 1
     broken, _ = explorer(title, Rules(tries=tries), late=False).explore(world)
@@ -174,7 +174,7 @@ def test_no_order_breaks_a_run_of_the_stubborn(title: str, torture_seconds: floa
     ],
 )
 def test_what_refuses_does_so_in_some_order(title: str, outcome: str) -> None:
-    """A scene in which nobody is ever refused would show nothing."""
+    """Find a refusal in some order of each scene, since a scene without refusals would show nothing."""
     scene = explorer(title, Rules(), late=False)
     scene.explore(SCENES[title][0])
     assert outcome in {told.outcome for told in scene.ends()}
@@ -182,7 +182,7 @@ def test_what_refuses_does_so_in_some_order(title: str, outcome: str) -> None:
 
 @pytest.mark.parametrize("title", ["begin again | gc", "borrow and begin again | retire"])
 def test_who_begins_again_can_commit(title: str) -> None:
-    """The second attempt has a save_id of its own, which is committed in some order."""
+    """Begin a refused save again: its second attempt, with a save_id of its own, commits in some order."""
     scene = explorer(title, Rules(), late=True)
     scene.explore(SCENES[title][0])
     assert {"a", "a'"} <= {told.save_id for told in scene.ends()}
@@ -231,7 +231,7 @@ LEFT_OUT: dict[str, tuple[Rules, str, str]] = {
 
 @pytest.mark.parametrize("rule", LEFT_OUT)
 def test_a_rule_left_out_is_found(rule: str) -> None:
-    """Each rule is one that some order of requests needs."""
+    """Leave out each rule: an invariant breaks in some order of requests."""
     by, title, found = LEFT_OUT[rule]
     broken, _ = explorer(title, by, late=by.take_silence_for_success).explore(SCENES[title][0])
     assert broken is not None

@@ -1,4 +1,4 @@
-"""A catalog made again: what it says, what it cannot know, and what others do at each request of it."""
+"""Recovery of a lost catalog: its content, the limits of that, and other jobs' acts at each request."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def catalog_at(store: MemoryStore) -> Catalog:
 
 @pytest.mark.parametrize("lose", [lost, damaged])
 def test_the_same_checkpoints(lose: Callable[[MemoryStore], MemoryStore]) -> None:
-    """With names and metrics; thinned ones as they were left. The plan changes nothing, and says what is written."""
+    """Recover a run: the same entries with names and metrics, thinned ones too. The plan alone changes nothing."""
     store = a_run(1, 2)
     fence(store)
     save(store, 3, base=2, names=("best", "new"), metrics=(("loss", 0.5),))
@@ -97,7 +97,7 @@ def test_the_same_checkpoints(lose: Callable[[MemoryStore], MemoryStore]) -> Non
 
 
 def test_requests() -> None:
-    """The catalog, two LISTs, each manifest; and one PUT."""
+    """Recover: a GET of the catalog, two LISTs, a GET of each manifest, and one PUT."""
     store = lost(a_run(1, 2))
     recording = RecordingStore(store)
     find_recovery(recording)
@@ -110,9 +110,9 @@ def test_requests() -> None:
 
 
 def test_nobody_goes_on_below_it() -> None:
-    """A job that held the run is fenced, also one that left no manifest; were it not, what it began would not commit.
+    """Go on with a job that held the run, and with one that left no manifest: both are fenced.
 
-    What it puts afterwards, by names of a revision below the floor, is removed as orphans.
+    Objects that such a job puts afterwards have names of a revision below the floor, and are removed as orphans.
     """
     store = a_run(1)
     token = fence(store).token
@@ -138,7 +138,7 @@ def test_nobody_goes_on_below_it() -> None:
 
 
 def test_a_checkpoint_that_lacks_a_shard_is_left_out() -> None:
-    """Or whose shard has another size, or whose manifest is damaged; the others are there."""
+    """Remove a shard, change its size, or damage a manifest: that checkpoint is left out, the others are there."""
     store = a_run(1, 2, 3, 4)
     manifests = {entry.step: entry.manifest for entry in live(store)}
     store.delete([shard_at(store, 1, TRAINED)])
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_lacks_a_shard_is_left_out() -> None:
 
 
 def test_a_save_that_was_never_committed_is_a_checkpoint_if_it_is_whole() -> None:
-    """Nobody can tell it from one that was."""
+    """Leave a whole save before its commit: recovered, since nothing tells the two apart."""
     store = a_run(1)
     begin(store, 2)
     recover(lost(store))
@@ -165,7 +165,7 @@ def test_a_save_that_was_never_committed_is_a_checkpoint_if_it_is_whole() -> Non
 
 
 def test_the_newest_of_two_manifests_of_a_save() -> None:
-    """Thinned, and nothing deleted yet: the thinned one; if it is not whole, the other."""
+    """Recover before a thinned optimizer is deleted: the thinned manifest is used; the other if that is not whole."""
     store = a_run(1, 2)
     before = live(store)
     thin(Maintenance(store), [1], deadline=Deadline(30))
@@ -181,7 +181,7 @@ def test_the_newest_of_two_manifests_of_a_save() -> None:
 
 
 def test_the_last_of_two_saves_of_a_step() -> None:
-    """One was overwritten, and nothing of it is deleted yet."""
+    """Recover before an overwritten checkpoint is deleted: the newer one is used."""
     store = a_run(1, 2)
     (first, *_) = live(store)
     save(store, 1, letter="b", overwrite=True)
@@ -192,7 +192,7 @@ def test_the_last_of_two_saves_of_a_step() -> None:
 
 
 def test_after_a_rollback_the_later_job_s_branch_is_the_run() -> None:
-    """A job went back to step 1 and saved step 2: step 3 of the earlier job is marked abandoned, as it was."""
+    """Go back to step 1 and save step 2: step 3 of the earlier job is marked as abandoned again."""
     store = a_run(1, 3)
     fence(store)
     save(store, 2, base=1, abandons=1)
@@ -204,7 +204,7 @@ def test_after_a_rollback_the_later_job_s_branch_is_the_run() -> None:
 
 
 def test_a_name_belongs_to_one() -> None:
-    """To the last that was given it, whatever its step."""
+    """Give a name twice: the checkpoint that got it last has it, whatever its step."""
     store = a_run(1)
     save(store, 9, names=("best", "first"))
     save(store, 5, names=("best",))
@@ -215,7 +215,7 @@ def test_a_name_belongs_to_one() -> None:
 
 
 def test_pins_are_lost() -> None:
-    """No manifest says them."""
+    """Recover a pinned checkpoint: no longer pinned, since no manifest holds pins."""
     store = a_run(1, 2)
     catalog = catalog_at(store)
     put_catalog(store, replace(catalog, entries=tuple(replace(entry, pinned=True) for entry in catalog.entries)))
@@ -224,7 +224,7 @@ def test_pins_are_lost() -> None:
 
 
 def test_of_two_runs_the_newer() -> None:
-    """Another was begun in the place of one that lost its catalog: its tokens say nothing to those of the former."""
+    """Begin another run in place of a lost one: the newer run is recovered, since tokens of two runs do not compare."""
     store = a_run(1, 2)
     old = live(store)
     lost(store)
@@ -240,7 +240,7 @@ def test_of_two_runs_the_newer() -> None:
 
 
 def test_nothing_that_is_whole() -> None:
-    """Where the catalog is damaged, an empty one is written, since no job could begin otherwise."""
+    """Damage a catalog without whole checkpoints: an empty one is written, so that a job can begin."""
     for store in (MemoryStore(), a_run(1)):
         store.delete(sorted(keys(store)))
         store.put(CATALOG_KEY, [b"{}"])
@@ -250,7 +250,7 @@ def test_nothing_that_is_whole() -> None:
 
 
 def test_what_is_no_run() -> None:
-    """Nothing there; a checkpoint by itself; a run whose catalog can be read, or was written by a newer version."""
+    """Recover an empty store, a checkpoint by itself, and a run whose catalog can be read: refused."""
     with pytest.raises(CheckpointNotFoundError):
         recover(MemoryStore())
     alone = MemoryStore()
@@ -267,7 +267,7 @@ def test_what_is_no_run() -> None:
 
 
 def test_a_catalog_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not damaged, and stays."""
+    """Recover a run whose catalog a newer version wrote: refused, and the catalog stays."""
     store = a_run(1)
     before = dict(store.space.objects)
     monkeypatch.setattr(catalog_json, "VERSION", "another")
@@ -277,7 +277,7 @@ def test_a_catalog_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_catalog_that_is_larger_than_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not read, and replaced."""
+    """Recover a run whose catalog is larger than any may be: replaced unread."""
     store = a_run(1)
     store.put(CATALOG_KEY, [b"x" * 10_000])
     monkeypatch.setattr(catalog_json, "STORED_BYTES_MAX", 9_999)
@@ -286,17 +286,17 @@ def test_a_catalog_that_is_larger_than_any(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_store_without_swaps_is_refused(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run cannot live there."""
+    """Recover on a store without compare-and-swap: refused."""
     monkeypatch.setattr("dcp_remote.storage.local.swap_refusal", lambda path: "it is on a network file system")
     with pytest.raises(InvalidArgumentError, match="on condition"):
         recover(LocalStore(str(tmp_path)))
 
 
-# ---- numbers and names that somebody made up ----
+# ---- made-up numbers and names ----
 
 
 def test_numbers_that_no_run_has() -> None:
-    """A manifest of a token that cannot be counted on from, and a name of such a revision: the one is left out."""
+    """Store manifests with too large a token, revision or name: left out, and the run goes on."""
     store = a_run(1)
     for info in (
         RunInfo(RUN, step=2, token=2**53, revision=1),
@@ -336,7 +336,7 @@ def entries(draw: st.DrawFn) -> FoundManifest:
 
 @given(st.lists(entries(), max_size=8, unique_by=lambda one: one.key), st.lists(st.integers(0, 100)))
 def test_any_manifests_make_a_catalog(found: list[FoundManifest], revisions: list[int]) -> None:
-    """Each is in it or left out, with a reason; it is one that can be written, above every number that was found."""
+    """Recover any manifests: each is used, or left out with a reason, and the catalog is above all their numbers."""
     catalog, left = rebuild_catalog(found, revisions, run_id=RUN)
     assert catalog_json.decode(catalog_json.encode(catalog, "0" * 32)) == catalog
     assert sorted([*(entry.manifest for entry in catalog.entries), *(one.key for one in left)]) == sorted(
@@ -368,9 +368,9 @@ def quick(store: ObjectStore, *, seconds: float = 30.0) -> Recovered:
 
 
 def test_somebody_else_writes_a_catalog() -> None:
-    """Begins a run at each request: it stays, and whoever would recover the former is told; two may recover it at once.
+    """Begin a run, or recover a second time, at each request: a run stays, and two recoveries agree.
 
-    The catalogs of two who do are equal, since they are made of the same manifests.
+    The catalogs of two recoveries are equal, since they are made of the same manifests.
     """
     for number in itertools.count(1):
         store = lost(a_run(1, 2))
@@ -393,7 +393,7 @@ def test_somebody_else_writes_a_catalog() -> None:
 
 
 def test_a_refusal_of_what_was_carried_out() -> None:
-    """It is looked at, and seen to be written; so it is where the answer was lost."""
+    """Carry out the PUT, and refuse it or lose its answer: recovery reads the catalog, and succeeds."""
     for error in (None, lambda: ConditionFailedError("An injected 412.")):
         store = damaged(a_run(1))
         recovered = quick(FaultyStore(store, [matching(is_put, "response", error=error)]))
@@ -401,7 +401,7 @@ def test_a_refusal_of_what_was_carried_out() -> None:
 
 
 def test_a_store_that_refuses_for_ever() -> None:
-    """Given up after a dozen; or at the deadline, and then it is not known, unless nothing was ever sent."""
+    """Refuse each PUT: given up after twelve. Lose each: unknown at the deadline. Deny one: its error is raised."""
     store = damaged(a_run(1))
     before = dict(store.space.objects)
 
@@ -420,7 +420,7 @@ def test_a_store_that_refuses_for_ever() -> None:
 
 
 def test_what_is_on_its_way_is_not_denied() -> None:
-    """The answer to the first PUT is lost, and later ones are refused for good: the first may still arrive."""
+    """Lose the first answer and refuse later PUTs for good: unknown, since the first PUT may still arrive."""
     store = damaged(a_run(1))
     late = matching(is_put, "late")
     refused = matching(is_put, "request", persistent=True, error=lambda: PermissionDeniedError("An injected 403."))

@@ -1,4 +1,4 @@
-"""What retention lets go: tables of decisions, and what holds for every policy and every set of checkpoints."""
+"""Decisions of retention: tables of examples, and properties of every policy with every set of checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def candidates(*steps: int) -> list[Candidate]:
 
 
 def with_losses(**losses: float | None) -> list[Candidate]:
-    """`s3=0.5`: the checkpoint of step 3, with that loss; None for one without."""
+    """Return checkpoints by `s3=0.5`, step 3 with that loss; None is a checkpoint without one."""
     return [Candidate(int(name[1:]), metrics=() if loss is None else ((LOSS, loss),)) for name, loss in losses.items()]
 
 
@@ -47,12 +47,12 @@ def retired(retention: Retention, of: Sequence[Candidate]) -> list[int]:
     ],
 )
 def test_what_goes(retention: Retention, retire: list[int], thin: list[int]) -> None:
-    """Of six checkpoints, given in any order. Every step is a multiple of all numbers, if it is 0."""
+    """Decide on six checkpoints in any order; step 0 is a multiple of every number."""
     assert decide(retention, candidates(20, 0, 30, 15, 10, 25)) == Decision(tuple(retire), tuple(thin))
 
 
 def test_nothing_is_live() -> None:
-    """Nothing goes."""
+    """Decide on no checkpoint: none goes."""
     assert decide(Retention(keep_last=1, keep_optimizer_last=1), []) == Decision((), ())
 
 
@@ -68,33 +68,33 @@ def test_nothing_is_live() -> None:
     ],
 )
 def test_the_best(best: Best, retire: list[int]) -> None:
-    """A missing value and NaN are never the best, whichever end is."""
+    """Rank checkpoints by a metric: a missing value and NaN are never the best, in either direction."""
     live = with_losses(s1=3.0, s2=1.0, s3=2.0, s4=math.nan, s5=None, s6=None)
     assert retired(Retention(keep_last=1, keep_best=best), live) == retire
 
 
 @pytest.mark.parametrize("largest", [False, True])
 def test_of_equals_the_newer_is_the_better(*, largest: bool) -> None:
-    """So that a metric that stopped changing does not keep the oldest for ever; 0 and -0 are equal."""
+    """Rank equal values, 0 and -0 among them: the newer is better, so a constant metric does not keep the oldest."""
     live = with_losses(s1=0.0, s2=-0.0, s3=0.0, s4=None)
     assert retired(Retention(keep_last=1, keep_best=Best(LOSS, 2, largest=largest)), live) == [1]
 
 
 def test_infinities_are_values() -> None:
-    """The worst there are, or the best."""
+    """Rank infinities: the best or the worst of all."""
     live = with_losses(s1=math.inf, s2=-math.inf, s3=0.0, s4=None)
     assert retired(Retention(keep_last=1, keep_best=Best(LOSS)), live) == [1, 3]
     assert retired(Retention(keep_last=1, keep_best=Best(LOSS, largest=True)), live) == [2, 3]
 
 
 def test_pinned_are_kept_whole() -> None:
-    """They count among the newest, and lose nothing."""
+    """Pin checkpoints: counted among the newest, and neither retired nor thinned."""
     live = [replace(one, pinned=one.step in (1, 4)) for one in candidates(1, 2, 3, 4, 5)]
     assert decide(Retention(keep_last=3, keep_optimizer_last=1), live) == Decision(retire=(2,), thin=(3,))
 
 
 def test_named_are_kept_whole() -> None:
-    """As what is pinned is; a name that moves on, or `keep_named=False`, lets them go."""
+    """Name checkpoints: kept as pinned ones are, until the name moves, or with `keep_named=False`."""
     live = [replace(one, names=("best",) if one.step == 1 else ()) for one in candidates(1, 2, 3, 4, 5)]
     assert decide(Retention(keep_last=3, keep_optimizer_last=1), live) == Decision(retire=(2,), thin=(3, 4))
     moved = [replace(one, names=("best",) if one.step == 4 else ()) for one in live]
@@ -103,14 +103,14 @@ def test_named_are_kept_whole() -> None:
 
 
 def test_abandoned_count_for_nothing() -> None:
-    """The newest that counts is kept, and those after it are not retention's to judge."""
+    """Abandon checkpoints: they are not counted, and retention does not judge those after the newest that counts."""
     live = [replace(one, abandoned=one.step > 3) for one in candidates(1, 2, 3, 4, 5)]
     assert decide(Retention(keep_last=1), live) == Decision(retire=(1, 2), thin=())
     assert decide(Retention(keep_optimizer_last=1), live) == Decision(retire=(), thin=(1, 2))
 
 
 def test_what_goes_does_not_decide_what_is_thinned() -> None:
-    """Two are to keep their optimizer, and two are kept: that a third was there a moment ago is no matter."""
+    """Keep two checkpoints and two optimizers: a third checkpoint, which goes, does not count for the optimizers."""
     retention = Retention(keep_last=1, keep_every=10, keep_optimizer_last=2)
     assert decide(retention, candidates(10, 19, 20, 29)) == Decision(retire=(19,), thin=(10,))
 
@@ -118,7 +118,7 @@ def test_what_goes_does_not_decide_what_is_thinned() -> None:
 @pytest.mark.parametrize("count", [0, -1, True, 1.0, "1"])
 @pytest.mark.parametrize("name", ["keep_last", "keep_every", "keep_optimizer_last"])
 def test_counts_that_keep_nothing(name: str, count: Any) -> None:
-    """Refused, by name; so is what is no integer."""
+    """Pass counts below one or of another type: refused, and the error names the field."""
     with pytest.raises(InvalidArgumentError, match=name):
         Retention(**{"keep_last": 1, name: count})
     with pytest.raises(InvalidArgumentError, match="keep_best"):
@@ -127,7 +127,7 @@ def test_counts_that_keep_nothing(name: str, count: Any) -> None:
 
 @pytest.mark.parametrize("part", [{"keep_every": 10}, {"keep_best": Best(LOSS)}])
 def test_parts_that_add_nothing(part: dict[str, Any]) -> None:
-    """Without keep_last everything is kept anyway, and whoever says more has misunderstood."""
+    """Leave out `keep_last`, which keeps all: other rules beside that are refused."""
     with pytest.raises(InvalidArgumentError, match="keep_last"):
         Retention(**part)
 
@@ -138,13 +138,13 @@ def test_parts_that_add_nothing(part: dict[str, Any]) -> None:
     ids=str,
 )
 def test_parts_of_another_type(part: dict[str, Any]) -> None:
-    """Refused by name when the policy is written, and not in the background after each save."""
+    """Pass fields of wrong types: refused when the policy is made, and not after each save in the background."""
     with pytest.raises(InvalidArgumentError, match=next(iter(part))):
         Retention(**{"keep_last": 1, **part})
 
 
 def test_a_metric_without_a_name() -> None:
-    """Refused."""
+    """Pass an empty metric: refused."""
     with pytest.raises(InvalidArgumentError, match="name"):
         Best("")
 
@@ -188,7 +188,7 @@ def carried_out(decision: Decision, live: Sequence[Candidate]) -> list[Candidate
 
 @given(RETENTIONS, LIVE)
 def test_what_is_never_touched(retention: Retention, live: list[Candidate]) -> None:
-    """The newest that counts, what is pinned, named or abandoned; what is thinned stays, and was whole."""
+    """Keep the newest that counts, and all that are pinned, named or abandoned; thin none that is thinned."""
     decision = decide(retention, live)
     counted = {one.step for one in live if not one.abandoned}
     touched = {*decision.retire, *decision.thin}
@@ -202,7 +202,7 @@ def test_what_is_never_touched(retention: Retention, live: list[Candidate]) -> N
 
 @given(RETENTIONS, LIVE)
 def test_deciding_again_changes_nothing(retention: Retention, live: list[Candidate]) -> None:
-    """When a decision was carried out, nothing more goes; if only in part, just the rest."""
+    """Decide again after a decision was carried out: nothing more; after a part of it was, just the rest."""
     decision = decide(retention, live)
     assert decide(retention, carried_out(decision, live)) == Decision((), ())
     first = Decision(decision.retire[:1], decision.thin[:1])
@@ -211,7 +211,7 @@ def test_deciding_again_changes_nothing(retention: Retention, live: list[Candida
 
 @given(RETENTIONS, LIVE, st.randoms(use_true_random=False))
 def test_order_and_abandoned_are_no_matter(retention: Retention, live: list[Candidate], random: Any) -> None:
-    """The same decision for the same checkpoints in another order, and without those that are abandoned."""
+    """Shuffle the checkpoints and leave out the abandoned: the same decision."""
     shuffled = [one for one in live if not one.abandoned]
     random.shuffle(shuffled)
     assert decide(retention, shuffled) == decide(retention, live)
@@ -219,7 +219,7 @@ def test_order_and_abandoned_are_no_matter(retention: Retention, live: list[Cand
 
 @given(RETENTIONS, LIVE)
 def test_each_part_keeps_what_it_says(retention: Retention, live: list[Candidate]) -> None:
-    """Written anew from the documentation: what stays is what some part keeps."""
+    """Compare with an oracle written from the documentation: a checkpoint stays if a rule keeps it."""
     counted = sorted((one for one in live if not one.abandoned), key=lambda one: -one.step)
     newest = {one.step for one in counted[: retention.keep_last]}
     every = {one.step for one in counted if retention.keep_every and one.step % retention.keep_every == 0}
@@ -236,5 +236,5 @@ def test_each_part_keeps_what_it_says(retention: Retention, live: list[Candidate
 
 
 def test_keys_of_the_optimizer_in_a_list() -> None:
-    """Taken as the tuple that they stand for: what is hashed later must not fail there."""
+    """Pass a list of keys: stored as a tuple, which can be hashed."""
     assert Retention(optimizer_keys=["a", "b"]) == Retention(optimizer_keys=("a", "b"))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Manifests without some keys: what is left is as it was, whatever the manifest."""
+"""Manifests without some keys: the other entries are unchanged, in any manifest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.runs import FROZEN, TRAINED, a_run, manifest_at
 
 
 def described(manifest: Manifest) -> dict[str, object]:
-    """All that is said of each entry, by name; shards by their key."""
+    """Return the description of each entry by name, with shards by key."""
     tensors, pieces, shards = manifest.tensors, manifest.pieces, manifest.shards
 
     def laid(first: int, count: int) -> list[object]:
@@ -53,7 +53,7 @@ def described(manifest: Manifest) -> dict[str, object]:
 
 @given(manifests(), st.data())
 def test_what_is_left_is_as_it_was(manifest: Manifest, data: st.DataObject) -> None:
-    """Any manifest, its entries below any few keys: each that stays is described alike, in the same order."""
+    """Drop any keys of any manifest: each entry that stays has the same description, in the same order."""
     names = list(manifest.names())
     tops = [data.draw(st.sampled_from(["model", "optim", "ema"])) for _ in names]
     deep = {name: (top, f"{number}") for number, (name, top) in enumerate(zip(names, tops, strict=True))}
@@ -76,7 +76,7 @@ def test_what_is_left_is_as_it_was(manifest: Manifest, data: st.DataObject) -> N
 
 @given(manifests(), st.data())
 def test_without_a_mapping_the_names_are_the_keys(manifest: Manifest, data: st.DataObject) -> None:
-    """A state dict that was not flattened."""
+    """Drop a key of a state dict that was not flattened: names count as keys."""
     names = list(manifest.names())
     gone = set(data.draw(st.lists(st.sampled_from(names)))) if names else set()
     thin = without(manifest, gone)
@@ -85,7 +85,7 @@ def test_without_a_mapping_the_names_are_the_keys(manifest: Manifest, data: st.D
 
 
 def test_an_optimizer() -> None:
-    """Its shard is named no more; what has an entry no more, such as an empty dict of it, is forgotten, too."""
+    """Drop an optimizer: its shard is not named, and flattened values without an entry, as an empty dict, go too."""
     whole = manifest_at(a_run(1), 1)
     assert whole.flatten is not None
     whole = replace(whole, flatten={**whole.flatten, "optim.state": ("optim", "state")})
