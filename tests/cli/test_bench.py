@@ -88,7 +88,7 @@ def test_ranges_that_are_not_read_directly(report: Path, capsys: pytest.CaptureF
 
 
 def test_local_folder_with_a_name(tmp_path: Path, report: Path) -> None:
-    """Measure a local folder; the report has the name that the user gave."""
+    """Measure a local folder: the report has the name that the user gave."""
     assert main(["bench", str(tmp_path / "run"), *BYTES, "--name", "laptop", "--output", str(report)]) == 0
     assert json.loads(report.read_text())["name"] == "laptop"
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
@@ -145,7 +145,7 @@ def running_bench(server: BenchServer, report: Path) -> Iterator[subprocess.Pope
     ids=str,
 )
 def test_signals_leave_no_objects(report: Path, number: int, at: Sequence[str]) -> None:
-    """Send SIGINT once or repeatedly, also during the deletion; SIGTERM as a scheduler does; SIGHUP."""
+    """Send SIGINT once or repeatedly, also during the deletion, SIGTERM, SIGHUP: no object is left."""
     with bench_server(size_bytes=64 * MiB, shape=Shape(latency_ms=10)) as server:
         with running_bench(server, report) as process:
             assert process.stdout is not None
@@ -154,7 +154,7 @@ def test_signals_leave_no_objects(report: Path, number: int, at: Sequence[str]) 
             for line in process.stdout:
                 told = line.removeprefix("… ").strip()
                 if told in at or told.startswith("16 connections: up"):
-                    server.shape(Shape(latency_ms=500))  # the signal must come before all has ended
+                    server.shape(Shape(latency_ms=500))  # the signal must arrive before the measurement ends
                 if told in at:
                     process.send_signal(number)
             assert process.wait(60) == 128 + number
@@ -169,7 +169,7 @@ def test_signals_leave_no_objects(report: Path, number: int, at: Sequence[str]) 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the benchmark's server needs Linux")
 def test_closed_pipe_leaves_no_objects(report: Path) -> None:
-    """Close standard output while it measures, as `| head` does."""
+    """Close standard output during the measurement, as `| head` does: no object is left."""
     with bench_server(size_bytes=64 * MiB) as server:
         with running_bench(server, report) as process:
             assert process.stdout is not None

@@ -104,7 +104,7 @@ def test_orphans_without_a_manifest(checkpoint: Path, capsys: pytest.CaptureFixt
 
 
 def test_an_abbreviated_option_deletes_nothing(checkpoint: Path) -> None:
-    """Pass `--del`, which is not an option."""
+    """Pass `--del`, which is not an option: refused as a wrong command line."""
     with pytest.raises(SystemExit) as caught:
         main(["gc", str(checkpoint), "--grace-hours", "0", "--del"])
     assert caught.value.code == 2

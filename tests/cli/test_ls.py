@@ -54,7 +54,7 @@ def test_lists_the_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_json_is_a_document(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """List as JSON."""
+    """List as JSON: one document with the run's token and every checkpoint."""
     assert main(["ls", str(run), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["url"] == f"file://{run}"
@@ -66,14 +66,14 @@ def test_json_is_a_document(run: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_an_empty_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """List a run that was started and has saved nothing."""
+    """List a run that was started and has saved nothing: one line."""
     fence(LocalStore(tmp_path))
     assert main(["ls", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"file://{tmp_path}: 0 checkpoints, 0 B in total, shared shards counted in each\n"
 
 
 def test_one_get(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the requests of a listing."""
+    """Count the requests of a listing: one GET of the catalog."""
     recording = RecordingStore(LocalStore(run))
     monkeypatch.setattr("dcp_remote.cli.ls.open_store", lambda url, options: recording)
     assert main(["ls", str(run)]) == 0
@@ -113,7 +113,7 @@ def test_wrong_urls_are_explained(run: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_names_do_not_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Put ANSI and C1 sequences, line breaks and direction marks into names, metrics, times and keys."""
+    """Put ANSI and C1 sequences, line breaks and direction marks into a catalog: printed in escaped form."""
     store = LocalStore(tmp_path)
     save(store, 1)
     seen = read_catalog(store)
@@ -132,7 +132,7 @@ def test_names_do_not_control_the_terminal(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_starts_without_torch(run: Path) -> None:
-    """Run each command in its own process."""
+    """Run `ls`, `gc` and `rm`, each in its own process: torch is not imported."""
     script = (
         "import sys; from dcp_remote.cli import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"

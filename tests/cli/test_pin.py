@@ -57,7 +57,7 @@ def test_a_step_that_is_not_live(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("arguments", [["1", "--und"], ["one"], []])
 def test_wrong_command_lines(run: Path, arguments: list[str]) -> None:
-    """Pass an abbreviated option, a step that is not a number, no step."""
+    """Pass an abbreviated option, a step that is not a number, no step: refused."""
     with pytest.raises(SystemExit) as caught:
         main(["pin", str(run), *arguments])
     assert caught.value.code == 2

@@ -30,7 +30,7 @@ def ask(store: ObjectStore, seconds: float = 30.0) -> Probe:
 
 
 class Refusing(WrappedStore):
-    """Raises an error from every put, after a number of puts that succeed."""
+    """Store that raises an error from every put, after a number of puts that succeed."""
 
     def __init__(self, store: ObjectStore, error: BaseException, after: int) -> None:
         super().__init__(store)
@@ -49,7 +49,7 @@ class Refusing(WrappedStore):
 
 
 class Lenient(WrappedStore):
-    """Ignores conditions, as some servers do."""
+    """Store that ignores conditions, as some servers do."""
 
     def child(self, prefix: str) -> Lenient:
         return Lenient(self._store.child(prefix))
@@ -85,14 +85,14 @@ def test_store_that_ignores_conditions(store: MemoryStore) -> None:
 )
 @pytest.mark.parametrize("after", [0, 1, 3, 9])
 def test_failures_leave_no_objects(store: MemoryStore, error: BaseException, after: int) -> None:
-    """Deny, fail or interrupt a put in each part."""
+    """Deny, fail or interrupt a put in each part: no object is left."""
     with pytest.raises(type(error)):
         ask(Refusing(store, error, after))
     assert list(store.list()) == []
 
 
 class Keeping(WrappedStore):
-    """Denies all deletions."""
+    """Store that denies all deletions."""
 
     def child(self, prefix: str) -> Keeping:
         return Keeping(self._store.child(prefix))
@@ -155,7 +155,7 @@ def test_limit_of_one_connection() -> None:
 
 
 def test_limit_of_latency() -> None:
-    """Let a request of 8 MiB take 160 ms, of which the answer takes 100."""
+    """Let a request of 8 MiB take 160 ms, of which the answer takes 100: latency is named as the limit."""
     assert find_limit(replace(FOUND, answer_seconds=0.1)).startswith("Upload: latency")
 
 
@@ -169,14 +169,14 @@ def test_limit_of_the_processor() -> None:
 
 
 def test_limit_of_the_rate() -> None:
-    """Only requests that the store refused for their rate are throttling; others are failures."""
+    """Report refusals for the request rate as throttling, and other failures as failures."""
     assert find_limit(replace(FOUND, requests_again=20, slow_downs=15)).startswith("Throttling: 15 of 200 requests")
     failing = find_limit(replace(FOUND, requests_again=20, slow_downs=1))
     assert failing == "The store or the network fails: 20 of 200 requests had to be sent again."
 
 
 def test_limit_that_is_near() -> None:
-    """Let the last doubling add only a fifth, although all connections give many times what one gives."""
+    """Let the last doubling add a fifth, although all connections give many times what one gives: near the limit."""
     told = find_limit(replace(FOUND, up=rates(4, 8, 15, 29, 35)))
     assert told.startswith(
         "Upload: 35 MiB/s with 16 connections, 1.2 times the rate of 8: near the limit of the network"
@@ -205,7 +205,7 @@ def test_words_for_one_and_for_what_has_no_connections() -> None:
 
 
 def test_closed_output_leaves_no_objects(store: MemoryStore) -> None:
-    """Raise BrokenPipeError from each line after the eighth, also from that of the deletion."""
+    """Raise BrokenPipeError from each line after the eighth, that of the deletion included: no object is left."""
     heard: list[str] = []
 
     def tell(line: str) -> None:
@@ -235,7 +235,7 @@ def test_results_are_reported_before_a_failure(store: MemoryStore) -> None:
 
 
 class Stumbling(WrappedStore):
-    """Raises a transient error from the first conditional create, without carrying it out."""
+    """Store that raises a transient error from the first conditional create, without carrying it out."""
 
     def __init__(self, store: ObjectStore, seen: list[str]) -> None:
         super().__init__(store)
@@ -290,13 +290,13 @@ def test_no_request_starts_after_a_failure(store: MemoryStore) -> None:
 
 
 def test_every_request_is_counted(store: MemoryStore) -> None:
-    """Count by a store outside, including conditional writes and deletions."""
+    """Count by a store outside: the same number, with conditional writes and deletions."""
     counting = CountingStore(store)
     assert ask(counting).requests == counting.counts.requests
 
 
 def test_object_of_a_lost_answer_is_deleted(store: MemoryStore) -> None:
-    """Carry out the first attempt and lose its answer, then deny the retry."""
+    """Carry out the first attempt, lose its answer and deny the retry: no object is left."""
 
     class Expiring(WrappedStore):
         seen: list[str] = []  # noqa: RUF012  # shared by the store and its children
@@ -331,7 +331,7 @@ def test_nothing_interrupts_the_deletion(store: MemoryStore) -> None:
 
 
 def test_transient_failures_are_counted(store: MemoryStore) -> None:
-    """Refuse the first attempt of each read for its rate."""
+    """Refuse the first attempt of each read for its rate: counted as sent again, and as refused."""
 
     class Busy(WrappedStore):
         seen: set[str] = set()  # noqa: RUF012  # shared by the store and its children

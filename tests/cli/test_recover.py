@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_prints_what_it_would_write(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run without --write: prints the table, what is left out, and what cannot be known; nothing is changed."""
+    """Run without --write: the table, omissions and limits are printed, and nothing is changed."""
     before = sorted(run.rglob("*"))
     assert main(["recover", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -81,7 +81,7 @@ def test_a_url_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_an_abbreviated_option_writes_nothing(run: Path) -> None:
-    """Pass `--wri`, which is not an option."""
+    """Pass `--wri`, which is not an option: refused as a wrong command line."""
     with pytest.raises(SystemExit) as caught:
         main(["recover", str(run), "--wri"])
     assert caught.value.code == 2

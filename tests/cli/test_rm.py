@@ -87,7 +87,7 @@ def test_refusal_is_one_line_and_a_code(
 
 
 def test_force(run: Path) -> None:
-    """Delete the pinned and the newest checkpoint, then the last."""
+    """Delete the pinned and the newest checkpoint, then the last: only the catalog is left."""
     assert main(["rm", str(run), "--step", "2", "--step", "3", "--yes", "--force"]) == 0
     assert live(run) == [1]
     assert main(["rm", str(run), "--step", "1", "--yes", "--force"]) == 0
@@ -97,7 +97,7 @@ def test_force(run: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [["--step", "1", "--ye"], ["--ste", "1", "--yes"], ["--yes"], ["--step", "x"]])
 def test_wrong_command_lines(run: Path, arguments: list[str]) -> None:
-    """Pass abbreviated options, no step, or a step that is not a number."""
+    """Pass abbreviated options, no step, or a step that is not a number: refused, and nothing is changed."""
     before = files(run)
     with pytest.raises(SystemExit) as caught:
         main(["rm", str(run), *arguments])
@@ -118,7 +118,7 @@ def test_a_damaged_checkpoint_can_be_deleted(run: Path, capsys: pytest.CaptureFi
 
 
 class KeepingStore(LocalStore):
-    """Denies all deletions."""
+    """Store that denies all deletions."""
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         return {key: PermissionDeniedError("An injected\n403.", key=key) for key in keys}

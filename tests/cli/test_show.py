@@ -35,7 +35,7 @@ def checkpoint(tmp_path: Path) -> str:
 
 
 def test_shows_facts_and_top_level_keys(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Show a checkpoint without options."""
+    """Show a checkpoint without options: facts, and a line per top-level key."""
     assert main(["show", checkpoint]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "world size  2" in lines
@@ -54,7 +54,7 @@ def test_lists_entries_by_pattern(checkpoint: str, capsys: pytest.CaptureFixture
 
 
 def test_json_is_a_document(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Show as JSON."""
+    """Show as JSON: one document with facts and entries."""
     assert main(["show", checkpoint, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["world_size"] == 2
@@ -63,7 +63,7 @@ def test_json_is_a_document(checkpoint: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_entries_at_the_top_are_one_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Show a flat state dict, as FSDP returns it, with a step and a key named like the group."""
+    """Show a flat state dict, as FSDP returns it, with a key named like the group: one line for the group."""
     state = {
         "layers.0.w": torch.zeros(2),
         "layers.1.w": torch.zeros(2),
@@ -108,7 +108,7 @@ def test_failure_is_one_line_and_a_code(
 
 
 def test_a_damaged_manifest(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Truncate the manifest."""
+    """Truncate the manifest: one line of error."""
     path = Path(checkpoint, "manifest.json")
     path.write_bytes(path.read_bytes()[:-10])
     assert main(["show", checkpoint]) == 1
@@ -116,7 +116,7 @@ def test_a_damaged_manifest(checkpoint: str, capsys: pytest.CaptureFixture[str])
 
 
 def put_manifest(folder: Path, *, name: str = "w", inline: dict[str, bytes]) -> str:
-    """Put a manifest that no writer of ours writes: an empty tensor, and inline values as given."""
+    """Put a manifest that no writer of dcp_remote writes: an empty tensor, and inline values as given."""
     manifest = build([Layout(name, TensorKind("float32"), (0,), (Box((0,), (0,)),), ((),))], inline=inline)
     (folder / MANIFEST_KEY).write_bytes(encode(manifest))
     return str(folder)
@@ -152,7 +152,7 @@ def run(tmp_path: Path) -> str:
 
 
 def test_a_run_is_its_newest_checkpoint(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Show a run by default, step and name; with step, metrics and removed keys."""
+    """Show a run by default, by step and by name: step, metrics and removed keys are printed."""
     for arguments, step in (
         ([], "200"),
         (["--step", "100"], "100"),
@@ -189,7 +189,7 @@ def is_harmless(output: str) -> bool:
 
 
 def test_names_and_values_do_not_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Put ANSI and C1 sequences, line breaks and direction marks into names, keys, values and errors."""
+    """Put ANSI and C1 sequences and line breaks into names, keys, values and errors: printed in escaped form."""
     value = json.dumps(HOSTILE, ensure_ascii=False).encode() + b"\n"
     value = value.replace(b"\x7f", b"\x7f\xc2\x9b2J")
     url = put_manifest(tmp_path, name=HOSTILE, inline={"value": value, "step": b"3"})
@@ -208,7 +208,7 @@ def test_names_and_values_do_not_control_the_terminal(tmp_path: Path, capsys: py
 
 
 def test_printable_text() -> None:
-    """Print every character that exists: printable ones stay, others are escaped as Python does."""
+    """Escape every character that exists: printable ones stay, others become Python's escapes."""
     assert printable("Größe 3×4, 日本語 🙂 \\n") == "Größe 3×4, 日本語 🙂 \\n"
     assert printable("\x1b[0m\n\ud800\u202e") == r"\x1b[0m\n\ud800\u202e"
     everything = printable("".join(map(chr, range(sys.maxunicode + 1))))
