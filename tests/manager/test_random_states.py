@@ -1,6 +1,6 @@
-"""Random states: the next draws are those that would have come, whatever was drawn and wherever it goes on.
+"""Random states: after a restore, the next draws are those that would have followed the save.
 
-No machine with CUDA is needed: `Devices` stands for torch's functions that give and take the states of devices.
+No machine with CUDA is needed: `Devices` replaces torch's functions that return and set the states of devices.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dcp_remote import RemoteReader, RemoteWriter
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.manager.random_states import RandomStates, device_sources
+from dcp_remote.saving.shard_writer import INLINE_BYTES_MAX
 from dcp_remote.serialization.objects import decode_object, encode_object
 from dcp_remote.storage import MemoryStore
 
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    """What these tests draw and seed is nobody else's business."""
+    """Restore the global random states after each test."""
     bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
     before = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
     yield
@@ -45,7 +46,7 @@ def seed(number: int) -> None:
 
 
 def draws() -> list[object]:
-    """From each global source; of normal numbers, which come in pairs, an odd number."""
+    """Draw from each global source; an odd number of normal numbers, because these are made in pairs."""
     return [
         random.random(),
         random.gauss(0, 1),
@@ -58,7 +59,7 @@ def draws() -> list[object]:
 
 
 def through_storage(state: dict[str, Any]) -> dict[str, Any]:
-    """Each value encoded and decoded, as JSON: nothing needs pickle, or a stream of torch's."""
+    """Encode and decode each value; assert that JSON is enough, without pickle or a stream of torch."""
     decoded = {}
     for key, value in state.items():
         encoded = encode_object(key, value)
@@ -74,7 +75,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("number", [0, 7, 2**31 + 5])
 @pytest.mark.parametrize("drawn", [0, 1, 2, 30])
 def test_next_draws_are_those_that_would_have_come(number: int, drawn: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Saved after so many draws; more are drawn, and everything is seeded anew, before it is loaded."""
+    """Save after some draws, draw more, seed anew, load: the draws after the save repeat."""
     seed(number)
     for _ in range(drawn):
         draws()
@@ -87,8 +88,8 @@ def test_next_draws_are_those_that_would_have_come(number: int, drawn: int, capl
 
 
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 700))
-def test_torch_s_words_are_joined_again(number: int, drawn: int) -> None:
-    """Seeds of 64 bits, any place in the cycle of 624 words, a normal number kept or not."""
+def test_any_state_of_a_torch_generator(number: int, drawn: int) -> None:
+    """Restore seeds of 64 bits, any position in the cycle of 624 words, with and without a kept normal number."""
     generator = torch.Generator().manual_seed(number)
     torch.rand(drawn, generator=generator)
     torch.randn(drawn % 3, generator=generator)
@@ -98,29 +99,29 @@ def test_torch_s_words_are_joined_again(number: int, drawn: int) -> None:
     assert torch.equal(again.get_state(), generator.get_state())
 
 
-def _of(kind: type[np.random.BitGenerator]) -> Callable[[int], np.random.Generator]:
+def _seeded(kind: type[np.random.BitGenerator]) -> Callable[[int], np.random.Generator]:
     return lambda number: np.random.Generator(kind(number))
 
 
-def _draw_halves(one: np.random.Generator) -> object:
-    return one.random(), one.integers(9, dtype=np.uint32), one.standard_normal()
+def _draw_halves(generator: np.random.Generator) -> object:
+    return generator.random(), generator.integers(9, dtype=np.uint32), generator.standard_normal()
 
 
 GENERATORS: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
-    "torch": (lambda number: torch.Generator().manual_seed(number), lambda one: torch.rand(3, generator=one).tolist()),
-    "random": (random.Random, lambda one: (one.random(), one.gauss(0, 1))),
-    "RandomState": (np.random.RandomState, lambda one: (float(one.rand()), float(one.randn()))),
+    "torch": (lambda number: torch.Generator().manual_seed(number), lambda rng: torch.rand(3, generator=rng).tolist()),
+    "random": (random.Random, lambda rng: (rng.random(), rng.gauss(0, 1))),
+    "RandomState": (np.random.RandomState, lambda rng: (float(rng.rand()), float(rng.randn()))),
     "PCG64": (np.random.default_rng, _draw_halves),
-    "MT19937": (_of(np.random.MT19937), _draw_halves),
-    "Philox": (_of(np.random.Philox), _draw_halves),
-    "SFC64": (_of(np.random.SFC64), _draw_halves),
-    "PCG64DXSM": (_of(np.random.PCG64DXSM), _draw_halves),
+    "MT19937": (_seeded(np.random.MT19937), _draw_halves),
+    "Philox": (_seeded(np.random.Philox), _draw_halves),
+    "SFC64": (_seeded(np.random.SFC64), _draw_halves),
+    "PCG64DXSM": (_seeded(np.random.PCG64DXSM), _draw_halves),
 }
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_generators_that_are_named(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Each kind goes on in a generator of another seed; more is drawn from the first one before it is stored."""
+    """Restore each kind into a generator of another seed; draws after `state_dict` do not change what is stored."""
     make, draw = GENERATORS[kind]
     generator = make(1)
     draw(generator)
@@ -133,7 +134,7 @@ def test_generators_that_are_named(kind: str, caplog: pytest.LogCaptureFixture) 
 
 
 def test_children_of_a_numpy_generator(caplog: pytest.LogCaptureFixture) -> None:
-    """Workers of an epoch draw from children: those of the next epoch come next, if the seed was the same."""
+    """Spawn the children that would have come next if the seed is the same; warn if they cannot be the same."""
     generator = np.random.default_rng(5)
     generator.spawn(4)
     state = RandomStates(epochs=generator).state_dict()
@@ -146,16 +147,16 @@ def test_children_of_a_numpy_generator(caplog: pytest.LogCaptureFixture) -> None
     assert [child.random() for child in again.spawn(3)] == would_have_come
     assert warnings_in(caplog) == []
 
-    for other in (np.random.default_rng(6), again):  # of another seed; and one that has spawned more
+    for other in (np.random.default_rng(6), again):  # another seed; more children spawned
         caplog.clear()
         RandomStates(epochs=other).load_state_dict(saved)
-        [told] = warnings_in(caplog)
-        assert "'epochs'" in told
-        assert "children will be others" in told
+        [warning] = warnings_in(caplog)
+        assert "'epochs'" in warning
+        assert "children will be others" in warning
 
 
 def test_numpy_s_functions_on_another_bit_generator(caplog: pytest.LogCaptureFixture) -> None:
-    """They go on where the kind is the same; where it is not they are left, and everything else goes on."""
+    """Restore numpy's functions if the bit generator is of the same kind; otherwise warn, and restore the rest."""
     np.random.set_bit_generator(np.random.PCG64(3))  # type: ignore[attr-defined]
     seed_of_python = random.getstate()
     np.random.randn()
@@ -170,21 +171,25 @@ def test_numpy_s_functions_on_another_bit_generator(caplog: pytest.LogCaptureFix
     random.seed(8)
     RandomStates().load_state_dict(saved)
     assert random.getstate() == seed_of_python
-    [told] = warnings_in(caplog)
-    assert "PCG64" in told
+    [warning] = warnings_in(caplog)
+    assert "PCG64" in warning
 
 
-def test_small() -> None:
-    """Every rank saves one: 10.3 KiB, where each of the three generators has 2.5 KB of words, plus 33 % for base64."""
+def test_size() -> None:
+    """Take 13.5 KiB per rank: 2.5 KB of words for Python and numpy each, 5 KB for torch, plus 33 % for base64.
+
+    More than `INLINE_BYTES_MAX` (16 KiB) would put the states of every rank into a shard, at the cost of a GET to load.
+    """
     seed(2**31 + 5)
     draws()
     state = RandomStates().state_dict()
-    assert len(encode_object("all", state).data) < 10.5 * 1024
-    assert len(encode_object("torch", state["torch"]).data) < 3.6 * 1024
+    encoded = encode_object("all", state)
+    assert encoded.encoding == "json"
+    assert len(encoded.data) < 13.6 * 1024 < INLINE_BYTES_MAX
 
 
-def test_torch_s_planner_takes_it_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through `dcp.save` and `dcp.load`: five objects, no tensors; so it loads where other devices are, and names."""
+def test_saved_by_torch_s_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save and load through torch's planners: five objects and no tensors, so other devices and names do not matter."""
     store = MemoryStore()
     Devices(8, current=3).install(monkeypatch)
     generator = torch.Generator().manual_seed(3)
@@ -207,9 +212,9 @@ def test_torch_s_planner_takes_it_whole(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Devices:
-    """torch's functions for the random states of CUDA devices. Each has 16 bytes; here, the first is its number.
+    """Replacement of torch's functions for random states of CUDA devices: 16 bytes each, the first is the number.
 
-    Seeds that are given before CUDA is initialized are applied last when it is, after states: that is torch's way.
+    Like torch, it applies seeds that were given before CUDA is initialized during the initialization, after states.
     """
 
     def __init__(self, count: int, *, current: int = 0, initialized: bool = True) -> None:
@@ -241,7 +246,7 @@ class Devices:
         return self.current
 
     def set_rng_state(self, state: torch.Tensor, device: int) -> None:
-        assert self.initialized, "what is set now would be lost to an earlier seed"
+        assert self.initialized, "a state set now would be replaced by an earlier seed"
         assert state.shape == (16,)
         self.states[device] = state.clone()
 
@@ -250,34 +255,39 @@ class Devices:
         return [int(state[0]) for state in self.states]
 
 
-BEGINNING = 100
+UNCHANGED = 100
 
 
 def restored(monkeypatch: pytest.MonkeyPatch, saved: Devices, here: Devices) -> list[int]:
-    """Whose state each device has afterwards; one that draws on as it was has its number plus a hundred."""
+    """Return the number of the saved device whose state each device has; its own plus 100 if nothing was restored."""
     saved.install(monkeypatch)
     state = through_storage(RandomStates().state_dict())
-    for one in here.states:
-        one[0] += BEGINNING
+    for device_state in here.states:
+        device_state[0] += UNCHANGED
     here.install(monkeypatch)
     RandomStates().load_state_dict(state)
     return here.numbers
 
 
 @pytest.mark.parametrize(
-    ("saved", "here", "numbers", "told"),
+    ("saved", "here", "numbers", "warning"),
     [
         (Devices(8), Devices(8), [0, 1, 2, 3, 4, 5, 6, 7], ""),
         (Devices(2, current=1), Devices(2, current=1, initialized=False), [0, 1], ""),
         # Fewer, none, more.
-        (Devices(8), Devices(2), [0, 1], "8 CUDA devices were in use, and here are 2"),
-        (Devices(8), Devices(0), [], "8 CUDA devices were in use, and here are 0"),
-        (Devices(2), Devices(3), [0, 1, 102], "2 CUDA devices were in use, and here are 3"),
-        # A rank's own device has another number.
-        (Devices(8, current=3), Devices(1), [3], "8 CUDA devices were in use, and here are 1"),
+        (Devices(8), Devices(2), [0, 1], "8 CUDA devices were in use, but 2 are in use here"),
+        (Devices(8), Devices(0), [], "8 CUDA devices were in use, but 0 are in use here"),
+        (Devices(2), Devices(3), [0, 1, 102], "2 CUDA devices were in use, but 3 are in use here"),
+        # The current device has another number.
+        (Devices(8, current=3), Devices(1), [3], "8 CUDA devices were in use, but 1 are in use here"),
         (Devices(4, current=3), Devices(4, current=1), [0, 3, 2, 1], ""),
-        # Not in use, there, or neither there nor here.
-        (Devices(2, initialized=False), Devices(2), [100, 101], "CUDA is in use, and was not when they were saved"),
+        # CUDA not in use there; neither there nor here.
+        (
+            Devices(2, initialized=False),
+            Devices(2),
+            [100, 101],
+            "CUDA is in use, but was not when the states were saved",
+        ),
         (Devices(2, initialized=False), Devices(2, initialized=False), [100, 101], ""),
         (Devices(0), Devices(0), [], ""),
     ],
@@ -286,18 +296,18 @@ def test_devices(  # noqa: PLR0917  # the table's columns, and two fixtures
     saved: Devices,
     here: Devices,
     numbers: list[int],
-    told: str,
+    warning: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What fits is taken, the current device goes on for the one that was current, and one warning tells the rest."""
+    """Restore what fits, the current device from the one that was current; name the rest in one warning."""
     assert restored(monkeypatch, copy.deepcopy(saved), copy.deepcopy(here)) == numbers
-    assert len(warnings_in(caplog)) == bool(told)
-    assert told in "".join(warnings_in(caplog))
+    assert len(warnings_in(caplog)) == bool(warning)
+    assert warning in "".join(warnings_in(caplog))
 
 
 def test_cuda_stays_uninitialized_where_nothing_is_to_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither taking states nor restoring those of a machine without CUDA takes a device."""
+    """Initialize CUDA neither by `state_dict`, nor by restoring the states of a machine without CUDA."""
     here = Devices(2, initialized=False)
     restored(monkeypatch, Devices(0), here)
     RandomStates().state_dict()
@@ -306,7 +316,7 @@ def test_cuda_stays_uninitialized_where_nothing_is_to_be_restored(monkeypatch: p
 
 @given(st.integers(1, 8), st.integers(1, 8), st.data())
 def test_no_two_devices_draw_the_same(saved: int, here: int, data: st.DataObject) -> None:
-    """The current one goes on for the current one; every other for one of the others at most."""
+    """Give the current device the state of the current one, and no two devices the same state."""
     current, here_current = data.draw(st.integers(0, saved - 1)), data.draw(st.integers(0, here - 1))
     sources = device_sources(current, saved, here_current=here_current, here=here)
     assert sources[here_current] == current
@@ -317,11 +327,11 @@ def test_no_two_devices_draw_the_same(saved: int, here: int, data: st.DataObject
         assert len(sources) == here
 
 
-# ---- what does not fit
+# ---- mismatches
 
 
-def test_what_does_not_fit_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Another name, another kind, fewer devices: one warning that names them all; the rest goes on."""
+def test_mismatches_are_named_in_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Warn once of other names, other kinds and fewer devices; restore the rest."""
     Devices(8).install(monkeypatch)
     kept = random.Random(1)
     saved = RandomStates(
@@ -339,16 +349,16 @@ def test_what_does_not_fit_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog:
     assert torch.equal(new.get_state(), before[0])
     assert torch.equal(other.get_state(), before[1])
     np.testing.assert_equal(bits.bit_generator.state, before[2])
-    [told] = warnings_in(caplog)
+    [warning] = warnings_in(caplog)
     for part in (
-        "'gone' was saved, and is not here",
-        "'new' is a torch.Generator on cpu, and none was saved",
-        "'other' is a torch.Generator on cpu, and numpy.random.Generator of PCG64 was saved",
-        "'bits' is a numpy.random.Generator of SFC64, and numpy.random.Generator of PCG64 was saved",
-        "8 CUDA devices were in use, and here are 2",
+        "'gone' was saved, but does not exist here",
+        "'new' is a torch.Generator on cpu, but none was saved",
+        "'other' is a torch.Generator on cpu, but numpy.random.Generator of PCG64 was saved",
+        "'bits' is a numpy.random.Generator of SFC64, but numpy.random.Generator of PCG64 was saved",
+        "8 CUDA devices were in use, but 2 are in use here",
     ):
-        assert part in told
-    assert "kept" not in told
+        assert part in warning
+    assert "kept" not in warning
 
 
 RNG_KIND = "numpy.random.Generator of PCG64"
@@ -361,10 +371,10 @@ DAMAGED: dict[str, dict[str, Any]] = {
     "python: text": {"python": (3, np.zeros(625, dtype=np.uint32), "x")},
     "python: None": {"python": None},
     "numpy: words": {"numpy": WORDS},
-    "torch: too short": {"torch": (WORDS, ())},
-    "torch: zeros": {"torch": (np.zeros(632, dtype=np.uint32), ())},
-    "torch: no such place": {"torch": (np.zeros(632, dtype=np.uint32), ((632, 1),))},
-    "torch: too large": {"torch": (np.zeros(632, dtype=np.uint32), ((0, 2**32),))},
+    "torch: too short": {"torch": torch.get_rng_state().numpy()[:-1]},
+    "torch: zeros": {"torch": np.zeros(5056, dtype=np.uint8)},
+    "torch: another dtype": {"torch": torch.get_rng_state().numpy().view(np.uint32)},
+    "torch: the form of earlier drafts": {"torch": (np.zeros(632, dtype=np.uint32), ((0, 1),))},
     "cuda: no such device": {"cuda": (2, np.zeros((2, 16), dtype=np.uint8))},
     "cuda: one row": {"cuda": (0, np.zeros(16, dtype=np.uint8))},
     "generators: pairs": {"generators": (("a", 1),)},
@@ -377,7 +387,7 @@ DAMAGED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_damaged_states_change_nothing(damage: str) -> None:
-    """Refused as a whole, before anything is restored."""
+    """Raise before any state is restored."""
     seed(1)
     mine = torch.Generator().manual_seed(5)
     states = RandomStates(mine=mine, rng=np.random.default_rng(5))
@@ -392,19 +402,19 @@ def test_damaged_states_change_nothing(damage: str) -> None:
     assert mine.initial_seed() == 6
 
 
-def test_a_key_is_missing() -> None:
-    """As in states that somebody else made."""
+def test_missing_keys() -> None:
+    """Raise for a dict without the five keys."""
     with pytest.raises(InvalidArgumentError, match="nothing was changed"):
         RandomStates().load_state_dict({})
 
 
 @pytest.mark.parametrize("generator", [random.SystemRandom(), random, 3, torch.get_rng_state(), np.random.PCG64(1)])
-def test_no_generator(generator: Any) -> None:
-    """Refused when it is named, not when it is saved."""
+def test_unsupported_generators(generator: Any) -> None:
+    """Raise in the constructor, and not during a save."""
     with pytest.raises(InvalidArgumentError, match="name='odd'"):
         RandomStates(odd=generator)
 
 
 def test_repr() -> None:
-    """Names, and no state."""
+    """Show the names, and no states."""
     assert repr(RandomStates(loader=random.Random(1), noise=np.random.default_rng(1))) == "RandomStates(loader, noise)"
