@@ -57,7 +57,8 @@ class RandomStates:
 
     def __init__(self, **generators: RandomSource) -> None:
         """Take the generators, without drawing from them."""
-        for name, generator in generators.items():
+        given: Mapping[str, object] = generators  # callers without types may give anything
+        for name, generator in given.items():
             if not isinstance(generator, RandomSource) or isinstance(generator, random.SystemRandom):
                 raise InvalidArgumentError(
                     "The state of this generator cannot be saved. Give a torch.Generator, a numpy.random.Generator or "

@@ -1,41 +1,42 @@
-"""Spans and metrics of saves and loads, where OpenTelemetry's API is installed; otherwise nothing, at no cost.
+"""Spans and metrics of saves and loads through OpenTelemetry's API; without the API, every call does nothing.
 
-Where they go, the application decides with OpenTelemetry's SDK; without one the API drops them. What fails here is told
-in the log once, and fails no save.
+The application's OpenTelemetry SDK exports them; without an SDK the API drops them. An error in OpenTelemetry is logged
+once and fails no save.
 
 Spans:
 
-    dcp_remote.save             from the call until the end, in whatever thread, below the caller's current span
-    dcp_remote.save.<phase>     below it: waiting, staging, planning, uploading, committing
+    dcp_remote.save             from the call until the end, in any thread, below the caller's current span
+    dcp_remote.save.<phase>     below dcp_remote.save: waiting, staging, planning, uploading, committing
     dcp_remote.load             as for a save
-    dcp_remote.load.<phase>     planning, reading
+    dcp_remote.load.<phase>     below dcp_remote.load: planning, reading
 
-Their attributes; those of the phases are on the span above them:
+Attributes of dcp_remote.save and dcp_remote.load:
 
-    dcp_remote.storage.url                 string   as the store prints it, which is without credentials
-    dcp_remote.step                integer  of training
-    dcp_remote.rank                integer
+    dcp_remote.storage.url         string   as the store prints it, without credentials
+    dcp_remote.step                integer  step of training
+    dcp_remote.rank                integer  this rank
 
-And when it has ended, where there is a report:
+Attributes from the report, set at the end:
 
     dcp_remote.save_id             string
-    dcp_remote.world_size          integer  how many ranks saved, or loaded
-    dcp_remote.requests            integer  those that were repeated included
-    dcp_remote.retries             integer  how many of them were repetitions
-    dcp_remote.bytes.total         integer  of the checkpoint that was saved
+    dcp_remote.world_size          integer  number of ranks that saved, or loaded
+    dcp_remote.requests            integer  requests, repetitions included
+    dcp_remote.retries             integer  requests that were repetitions
+    dcp_remote.bytes.total         integer  size of the saved checkpoint
     dcp_remote.bytes.written       integer
     dcp_remote.bytes.deduplicated  integer
     dcp_remote.attempts            integer  more than 1 if the save had to begin again
     dcp_remote.slowest.rank        integer
-    dcp_remote.slowest.shard       string   its key, if one was put
-    dcp_remote.saved_world_size    integer  how many ranks had saved what was loaded
+    dcp_remote.slowest.shard       string   key of the shard; absent if none was uploaded
+    dcp_remote.saved_world_size    integer  number of ranks that had saved the loaded checkpoint
     dcp_remote.bytes.read          integer
     dcp_remote.rereads             integer  requests that repeated a read whose bytes did not match their digest
 
-A span that failed has the status ERROR, the attribute `error.type` (a class name) and an event `exception` with
-`exception.type`, and `exception.message` for errors of ours alone: they carry no secrets, others may. No stack traces.
+A failed span has the status ERROR, the attribute `error.type` (a class name) and an event `exception` with
+`exception.type`, and `exception.message` only for errors of dcp_remote, because messages of others may hold secrets.
+Stack traces are left out for the same reason.
 
-Counters, and two histograms, with their units and attributes:
+Counters and two histograms, with units and attributes:
 
     dcp_remote.bytes.written       By
     dcp_remote.bytes.deduplicated  By
@@ -46,284 +47,220 @@ Counters, and two histograms, with their units and attributes:
     dcp_remote.duration            s          dcp_remote.operation
     dcp_remote.phase.duration      s          dcp_remote.operation, dcp_remote.phase
 
-A `SaveReport` speaks for all ranks, and so the coordinator alone gives it; a `LoadReport` is of one rank, and a failure
-is counted on each rank that sees it.
+Only the coordinator records a `SaveReport`, which covers all ranks; each rank records its own `LoadReport`, and counts
+the failures that it sees.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import Token
 from dataclasses import asdict
-from functools import cache, cached_property
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import Any, ParamSpec, TypeVar
 
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.manager.reports import LoadReport, SaveReport
 from dcp_remote.storage.base import ObjectStore
 
-if TYPE_CHECKING:
-    from contextvars import Token
+try:
+    from opentelemetry import context, metrics, trace
+except ImportError:  # the extra `otel` is not installed
+    IS_INSTALLED = False
+else:
+    IS_INSTALLED = True
 
-    from opentelemetry.context import Context
-    from opentelemetry.metrics import Counter, Histogram, Meter, MeterProvider
-    from opentelemetry.trace import Span, Tracer, TracerProvider
+P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 _SCOPE = "dcp_remote"
 
+# Attributes, and the fields of the two reports that they have.
+_FIELDS = {
+    "dcp_remote.step": "step",
+    "dcp_remote.save_id": "save_id",
+    "dcp_remote.world_size": "world_size",
+    "dcp_remote.requests": "requests",
+    "dcp_remote.retries": "retries",
+    "dcp_remote.bytes.total": "total_bytes",
+    "dcp_remote.bytes.written": "written_bytes",
+    "dcp_remote.bytes.deduplicated": "deduplicated_bytes",
+    "dcp_remote.attempts": "attempts",
+    "dcp_remote.saved_world_size": "saved_world_size",
+    "dcp_remote.bytes.read": "read_bytes",
+    "dcp_remote.rereads": "rereads",
+}
+# Unit and description; each counter but the last one adds the attribute of its name.
 _COUNTERS = {
-    "dcp_remote.bytes.written": ("By", "Put by saves"),
-    "dcp_remote.bytes.deduplicated": ("By", "Not sent by saves, since an earlier checkpoint holds them"),
-    "dcp_remote.bytes.read": ("By", "Read by loads"),
-    "dcp_remote.requests": ("{request}", "Sent to the store, those that were repeated included"),
-    "dcp_remote.retries": ("{retry}", "Requests that were repeated"),
+    "dcp_remote.bytes.written": ("By", "Bytes uploaded by saves"),
+    "dcp_remote.bytes.deduplicated": ("By", "Bytes that saves did not upload because an earlier checkpoint holds them"),
+    "dcp_remote.bytes.read": ("By", "Bytes read by loads"),
+    "dcp_remote.requests": ("{request}", "Requests to the store, repetitions included"),
+    "dcp_remote.retries": ("{retry}", "Requests that were repetitions"),
     "dcp_remote.failures": ("{failure}", "Saves and loads that raised"),
 }
 _HISTOGRAMS = {
-    "dcp_remote.duration": "Of saves and loads, from the call until the end",
-    "dcp_remote.phase.duration": "Of their phases",
+    "dcp_remote.duration": "Duration of saves and loads, from the call until the end",
+    "dcp_remote.phase.duration": "Duration of their phases",
 }
-# From what nobody notices to what no save takes. OpenTelemetry's own boundaries are for milliseconds.
+# OpenTelemetry's default boundaries are meant for milliseconds; these cover 10 ms to 50 minutes.
 _BOUNDARIES_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 
 
 class Telemetry:
-    """Makes the spans and counts.
+    """Spans and metrics of one manager.
 
     Args:
-        tracer_provider: Instead of the application's global one.
-        meter_provider: Likewise.
+        tracer_provider: Provider of tracers; None is the application's global one.
+        meter_provider: Provider of meters; None is the application's global one.
     """
 
     def __init__(
-        self, tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None
+        self, tracer_provider: trace.TracerProvider | None = None, meter_provider: metrics.MeterProvider | None = None
     ) -> None:
-        """See the class."""
+        """Keep the providers."""
         self._tracer_provider = tracer_provider
-        self._meters = _Meters(meter_provider)
-        self._failed = False
+        self._meter_provider = meter_provider
+        self._has_failed = False
 
     def save(self, store: ObjectStore, *, step: int, rank: int = 0) -> Operation:
-        """Begin the span of a save, below the caller's. It lasts until the operation is ended, from any thread."""
-        return self._begin("save", store, step=step, rank=rank)
+        """Begin the span of a save, below the caller's current span; any thread may end the operation."""
+        return Operation(self, "save", {"dcp_remote.storage.url": store.url, "dcp_remote.step": step}, rank)
 
     def load(self, store: ObjectStore, *, step: int | None = None, rank: int = 0) -> Operation:
-        """Begin the span of a load, below the caller's; of the newest checkpoint, the report tells the step."""
-        return self._begin("load", store, step=step, rank=rank)
+        """Begin the span of a load, below the caller's current span; the report sets a step that is None."""
+        known = {} if step is None else {"dcp_remote.step": step}
+        return Operation(self, "load", {"dcp_remote.storage.url": store.url, **known}, rank)
 
-    def _begin(self, name: str, store: ObjectStore, *, step: int | None, rank: int) -> Operation:
-        operation = Operation(self, name)
-        if is_installed():
-            attributes: dict[str, str | int] = {"dcp_remote.storage.url": store.url, "dcp_remote.rank": rank}
-            if step is not None:
-                attributes["dcp_remote.step"] = step
-            with self._harmless():
-                operation._begin(_tracer(self._tracer_provider), attributes)
-        return operation
-
-    @contextmanager
-    def _harmless(self) -> Iterator[None]:
-        # Exporters and processors of spans are anybody's code, some of which is called where a span ends.
+    def _attempt(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Call a function that uses OpenTelemetry; return None if the API is not installed or the function raises."""
+        if not IS_INSTALLED:
+            return None
         try:
-            yield
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is no reason to lose a checkpoint
-            if not self._failed:
-                self._failed = True
-                logger.warning("OpenTelemetry failed, and spans and metrics may be missing. cause=%r", error)
+            return act(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # processors and exporters of the application may raise anything
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning("OpenTelemetry failed; spans and metrics may be missing. cause=%r", error)
+            return None
+
+    def _start(
+        self, name: str, parent: context.Context | None, attributes: dict[str, Any] | None = None
+    ) -> tuple[trace.Span, context.Context]:
+        """Start a span below the parent, or the current span; return the span and a context with it as the current."""
+        tracer = trace.get_tracer(_SCOPE, tracer_provider=self._tracer_provider)
+        span = tracer.start_span(name, parent, attributes=attributes)
+        return span, trace.set_span_in_context(span, parent)
+
+    # Created once, because the API without an SDK keeps every instrument for ever.
+    @cached_property
+    def _instruments(self) -> tuple[dict[str, metrics.Counter], dict[str, metrics.Histogram]]:
+        meter = metrics.get_meter(_SCOPE, meter_provider=self._meter_provider)
+        return {name: meter.create_counter(name, unit, text) for name, (unit, text) in _COUNTERS.items()}, {
+            name: meter.create_histogram(name, "s", text, explicit_bucket_boundaries_advisory=_BOUNDARIES_SECONDS)
+            for name, text in _HISTOGRAMS.items()
+        }
+
+    def _record(self, operation: str, report: SaveReport | LoadReport | None, error: BaseException | None) -> None:
+        counters, histograms = self._instruments
+        labels = {"dcp_remote.operation": operation}
+        if error is not None:
+            counters["dcp_remote.failures"].add(1, labels | {"error.type": _type_name(error)})
+        if report is not None:
+            for name, value in _attributes(report).items():
+                if name in counters:
+                    # Bytes need no label, because their counters are of one operation each.
+                    counters[name].add(value, {} if ".bytes." in name else labels)
+            histograms["dcp_remote.duration"].record(report.seconds.total, labels)
+            for phase, seconds in asdict(report.seconds).items():
+                histograms["dcp_remote.phase.duration"].record(seconds, labels | {"dcp_remote.phase": phase})
 
 
 class Operation:
-    """A save or a load under way, made by `Telemetry`. Its methods raise nothing, and do nothing without OpenTelemetry.
+    """Save or load under way, made by `Telemetry`.
 
-    It ends once: after `end` or `fail`, both do nothing.
+    The methods raise nothing, and do nothing without OpenTelemetry. The first call of `end` or `fail` ends the
+    operation; further calls do nothing.
     """
 
-    def __init__(self, telemetry: Telemetry, name: str) -> None:
-        """See the class."""
+    def __init__(self, telemetry: Telemetry, name: str, attributes: dict[str, Any], rank: int) -> None:
+        """Start the span below the caller's current one."""
         self._telemetry = telemetry
+        self._attempt = telemetry._attempt
         self._name = name
-        self._tracer: Tracer | None = None
-        self._span: Span | None = None
-        self._context: Context | None = None
-        self._ended = False
+        self._is_ended = False
+        self._begun = self._attempt(
+            telemetry._start, f"dcp_remote.{name}", None, attributes | {"dcp_remote.rank": rank}
+        )
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A span below the operation's, which is current in this thread until the block is left; for any thread."""
-        entered: tuple[Span, Token[Context]] | None = None
-        with self._telemetry._harmless():
-            entered = self._enter(name)
+        """Make a span below the operation's the current one of this thread, until the block ends; for any thread."""
+        entered = self._attempt(self._enter, name)
         try:
             yield
         except BaseException as error:
-            with self._telemetry._harmless():
-                self._leave(entered, error)
+            self._attempt(self._leave, entered, error)
             raise
-        with self._telemetry._harmless():
-            self._leave(entered, None)
+        self._attempt(self._leave, entered)
 
     def end(self, report: SaveReport | LoadReport | None = None) -> None:
-        """It succeeded.
+        """End the operation as a success.
 
         Args:
-            report: Of it, which is counted; None on the ranks of a save that have none.
+            report: Report to record; None on ranks of a save that are not the coordinator.
         """
-        if self._ended or not is_installed():
-            return
-        self._ended = True
-        with self._telemetry._harmless():
-            if self._span is not None:
-                if report is not None:
-                    self._span.set_attributes(_attributes(report))
-                self._span.end()
-        with self._telemetry._harmless():
-            if report is not None:
-                self._telemetry._meters.add_report(self._name, report)
+        self._finish(report, None)
 
     def fail(self, error: BaseException) -> None:
-        """It raised."""
-        if self._ended or not is_installed():
-            return
-        self._ended = True
-        with self._telemetry._harmless():
-            if self._span is not None:
-                _set_failed(self._span, error)
-                self._span.end()
-        with self._telemetry._harmless():
-            self._telemetry._meters.add_failure(self._name, error)
+        """End the operation as a failure."""
+        self._finish(None, error)
 
-    def _begin(self, tracer: Tracer, attributes: dict[str, str | int]) -> None:
-        from opentelemetry import context, trace
+    def _finish(self, report: SaveReport | LoadReport | None, error: BaseException | None) -> None:
+        if not self._is_ended:
+            self._is_ended = True
+            if self._begun is not None:
+                self._attempt(_end_span, self._begun[0], report, error)
+            self._attempt(self._telemetry._record, self._name, report, error)
 
-        caller = context.get_current()
-        self._tracer = tracer
-        self._span = tracer.start_span(f"dcp_remote.{self._name}", context=caller, attributes=attributes)
-        self._context = trace.set_span_in_context(self._span, caller)
-
-    def _enter(self, phase: str) -> tuple[Span, Token[Context]] | None:
-        if self._tracer is None:
+    def _enter(self, phase: str) -> tuple[trace.Span, Token[context.Context]] | None:
+        if self._begun is None:
             return None
-        from opentelemetry import context, trace
+        span, inner = self._telemetry._start(f"dcp_remote.{self._name}.{phase}", self._begun[1])
+        return span, context.attach(inner)
 
-        span = self._tracer.start_span(f"dcp_remote.{self._name}.{phase}", context=self._context)
-        return span, context.attach(trace.set_span_in_context(span, self._context))
-
-    def _leave(self, entered: tuple[Span, Token[Context]] | None, error: BaseException | None) -> None:
-        if entered is None:
-            return
-        from opentelemetry import context
-
-        span, token = entered
-        context.detach(token)
-        if error is not None:
-            _set_failed(span, error)
-        span.end()
+    def _leave(
+        self, entered: tuple[trace.Span, Token[context.Context]] | None, error: BaseException | None = None
+    ) -> None:
+        if entered is not None:
+            context.detach(entered[1])
+            _end_span(entered[0], None, error)
 
 
-class _Meters:
-    """The metrics; made when they are needed first, and once: an API without an SDK keeps each that was ever made."""
-
-    def __init__(self, provider: MeterProvider | None) -> None:
-        self._provider = provider
-
-    def add_report(self, operation: str, report: SaveReport | LoadReport) -> None:
-        of = {"dcp_remote.operation": operation}
-        if isinstance(report, SaveReport):
-            self._counters["dcp_remote.bytes.written"].add(report.written_bytes)
-            self._counters["dcp_remote.bytes.deduplicated"].add(report.deduplicated_bytes)
-        else:
-            self._counters["dcp_remote.bytes.read"].add(report.read_bytes)
-        self._counters["dcp_remote.requests"].add(report.requests, of)
-        self._counters["dcp_remote.retries"].add(report.retries, of)
-        self._histograms["dcp_remote.duration"].record(report.seconds.total, of)
-        for phase, seconds in asdict(report.seconds).items():
-            self._histograms["dcp_remote.phase.duration"].record(seconds, of | {"dcp_remote.phase": phase})
-
-    def add_failure(self, operation: str, error: BaseException) -> None:
-        of = {"dcp_remote.operation": operation, "error.type": _type_name(error)}
-        self._counters["dcp_remote.failures"].add(1, of)
-
-    @cached_property
-    def _counters(self) -> dict[str, Counter]:
-        meter = self._meter()
-        return {name: meter.create_counter(name, unit, what) for name, (unit, what) in _COUNTERS.items()}
-
-    @cached_property
-    def _histograms(self) -> dict[str, Histogram]:
-        meter = self._meter()
-        return {
-            name: meter.create_histogram(name, "s", what, explicit_bucket_boundaries_advisory=_BOUNDARIES_SECONDS)
-            for name, what in _HISTOGRAMS.items()
-        }
-
-    def _meter(self) -> Meter:
-        from opentelemetry import metrics
-
-        return metrics.get_meter(_SCOPE, _version(), self._provider)
+def _attributes(report: SaveReport | LoadReport) -> dict[str, Any]:
+    found = {name: getattr(report, field) for name, field in _FIELDS.items() if hasattr(report, field)}
+    if isinstance(report, SaveReport):
+        found["dcp_remote.slowest.rank"] = report.slowest_rank.rank
+        if report.slowest_shard is not None:
+            found["dcp_remote.slowest.shard"] = report.slowest_shard.key
+    return found
 
 
-@cache
-def is_installed() -> bool:
-    """Whether OpenTelemetry's API can be imported; it is, by the first call."""
-    try:
-        from opentelemetry import context, metrics, trace  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-@cache
-def _version() -> str:
-    try:
-        return version("dcp-remote")
-    except PackageNotFoundError:  # copied into somebody's tree
-        return "unknown"
-
-
-def _tracer(provider: TracerProvider | None) -> Tracer:
-    from opentelemetry import trace
-
-    return trace.get_tracer(_SCOPE, _version(), provider)
-
-
-def _attributes(report: SaveReport | LoadReport) -> dict[str, str | int]:
-    common: dict[str, str | int] = {
-        "dcp_remote.step": report.step,
-        "dcp_remote.save_id": report.save_id,
-        "dcp_remote.world_size": report.world_size,
-        "dcp_remote.requests": report.requests,
-        "dcp_remote.retries": report.retries,
-    }
-    if isinstance(report, LoadReport):
-        return common | {
-            "dcp_remote.saved_world_size": report.saved_world_size,
-            "dcp_remote.bytes.read": report.read_bytes,
-            "dcp_remote.rereads": report.rereads,
-        }
-    shard = report.slowest_shard
-    return common | {
-        "dcp_remote.bytes.total": report.total_bytes,
-        "dcp_remote.bytes.written": report.written_bytes,
-        "dcp_remote.bytes.deduplicated": report.deduplicated_bytes,
-        "dcp_remote.attempts": report.attempts,
-        "dcp_remote.slowest.rank": report.slowest_rank.rank,
-        **({"dcp_remote.slowest.shard": shard.key} if shard is not None else {}),
-    }
-
-
-def _set_failed(span: Span, error: BaseException) -> None:
-    from opentelemetry.trace import Status, StatusCode
-
-    kind = _type_name(error)
-    # A client's error may tell of a signed URL, and so may the stack that leads to it.
-    message = {"exception.message": str(error)} if isinstance(error, DcpRemoteError) else {}
-    span.set_attribute("error.type", kind)
-    span.add_event("exception", {"exception.type": kind, **message})
-    span.set_status(Status(StatusCode.ERROR, message.get("exception.message", kind)))
+def _end_span(span: trace.Span, report: SaveReport | LoadReport | None, error: BaseException | None) -> None:
+    if report is not None:
+        span.set_attributes(_attributes(report))
+    if error is not None:
+        kind = _type_name(error)
+        # Only messages of dcp_remote, because a client's error and stack may hold a signed URL.
+        message = {"exception.message": str(error)} if isinstance(error, DcpRemoteError) else {}
+        span.set_attribute("error.type", kind)
+        span.add_event("exception", {"exception.type": kind, **message})
+        span.set_status(trace.StatusCode.ERROR, message.get("exception.message", kind))
+    span.end()
 
 
 def _type_name(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Spans and metrics, as OpenTelemetry's own SDK collects them in memory; and that nothing happens without it."""
+"""Spans and metrics, collected in memory by OpenTelemetry's SDK; and no effect without OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LOADED = LoadReport(7, SAVE_ID, 8, 3, 400, LoadSeconds(0.5, 2.0), 10, 1)
 
 
 class Collected:
-    """A `Telemetry`, and what it has told."""
+    """Telemetry with the spans and metrics that it has recorded."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
@@ -60,13 +60,13 @@ class Collected:
 
     @property
     def spans(self) -> dict[str, ReadableSpan]:
-        """By name; of what has ended."""
+        """Return ended spans by name."""
         found = self._exporter.get_finished_spans()
         assert len({span.name for span in found}) == len(found)
         return {span.name: span for span in found}
 
     def points(self) -> dict[str, dict[tuple[Any, ...], NumberDataPoint | HistogramDataPoint]]:
-        """By the name of the metric and the values of its attributes, these sorted by name."""
+        """Return data points by metric name and by attribute values, which are sorted by attribute name."""
         data = self._reader.get_metrics_data()
         metrics = [
             metric
@@ -85,12 +85,13 @@ class Collected:
         }
 
     def numbers(self) -> dict[str, dict[tuple[Any, ...], float]]:
-        """The values of counters, the sums of histograms."""
+        """Return the values of counters and the sums of histograms."""
         return {
             name: {
-                of: point.sum if isinstance(point, HistogramDataPoint) else point.value for of, point in each.items()
+                key: point.sum if isinstance(point, HistogramDataPoint) else point.value
+                for key, point in points.items()
             }
-            for name, each in self.points().items()
+            for name, points in self.points().items()
         }
 
 
@@ -100,7 +101,7 @@ def collected() -> Collected:
 
 
 def in_thread(act: Callable[[], object]) -> None:
-    """Somewhere else, where no span is current."""
+    """Call a function in another thread, where no span is current."""
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -129,7 +130,7 @@ def id_of(span: ReadableSpan) -> int:
 
 
 def test_a_save_in_the_background(collected: Collected) -> None:
-    """Begun below the caller's span, which has ended long before the save does in another thread."""
+    """Put the spans below the caller's, which ends before the save does in another thread."""
     tracer = collected.tracer_provider.get_tracer("training")
     with tracer.start_as_current_span("train") as train:
         saving = collected.telemetry.save(MemoryStore("run"), step=7, rank=3)
@@ -169,8 +170,8 @@ def test_a_save_in_the_background(collected: Collected) -> None:
     }
 
 
-def test_what_the_caller_carries_is_there_in_the_background(collected: Collected) -> None:
-    """Baggage, as other instrumentation reads it."""
+def test_background_has_the_context_of_the_caller(collected: Collected) -> None:
+    """Carry baggage, which other instrumentation reads, into the phases of another thread."""
     token = context.attach(baggage.set_baggage("job", "a"))
     saving = collected.telemetry.save(MemoryStore("run"), step=7)
     context.detach(token)
@@ -185,7 +186,7 @@ def test_what_the_caller_carries_is_there_in_the_background(collected: Collected
 
 
 def test_a_load(collected: Collected) -> None:
-    """Of the newest checkpoint, whose step is known in the end; in one thread, below nothing."""
+    """Record a load of the newest checkpoint, whose step only the report tells, without a caller's span."""
     loading = collected.telemetry.load(MemoryStore("run"))
     for phase in ("planning", "reading"):
         with loading.phase(phase):
@@ -210,7 +211,7 @@ def test_a_load(collected: Collected) -> None:
 
 
 def test_metrics(collected: Collected) -> None:
-    """Two saves, one of them without a shard, a load, two failures, and a save on a rank without a report."""
+    """Count two saves, one of them without a shard, a load, two failures, and a save without a report."""
     store = MemoryStore("run")
     collected.telemetry.save(store, step=7).end(SAVED)
     collected.telemetry.save(store, step=7).end(replace(SAVED, slowest_shard=None, written_bytes=1, retries=0))
@@ -239,15 +240,13 @@ def test_metrics(collected: Collected) -> None:
     staging = collected.points()["dcp_remote.phase.duration"]["save", "staging"]
     assert isinstance(staging, HistogramDataPoint)
     assert staging.count == 2
-    # Half a second is not in the first of the buckets, as it would be in OpenTelemetry's own.
+    # With OpenTelemetry's default boundaries, half a second would lie in the first bucket.
     assert staging.bucket_counts[0] == 0
     assert 0.3 in staging.explicit_bounds
 
 
-def test_one_of_everything_although_there_are_several_managers(
-    collected: Collected, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each makes its own instruments of the same names: the SDK takes them for the same, and does not complain."""
+def test_several_managers_share_instruments(collected: Collected, caplog: pytest.LogCaptureFixture) -> None:
+    """Create instruments of the same names twice: the SDK merges them without a warning."""
     for _ in range(2):
         telemetry = Telemetry(collected.tracer_provider, collected.meter_provider)
         telemetry.save(MemoryStore("run"), step=7).end(SAVED)
@@ -259,7 +258,7 @@ def test_one_of_everything_although_there_are_several_managers(
 
 
 def failed_with(collected: Collected, error: BaseException) -> list[ReadableSpan]:
-    """The spans of a save that raises in a phase."""
+    """Return the spans of a save that raises in a phase."""
     saving = collected.telemetry.save(MemoryStore("run"), step=7)
 
     def save() -> None:
@@ -273,7 +272,7 @@ def failed_with(collected: Collected, error: BaseException) -> list[ReadableSpan
 
 
 def test_a_save_that_fails(collected: Collected) -> None:
-    """The phase and the save have failed, with the message of an error of ours."""
+    """Mark the phase and the save as failed, with the message of an error of dcp_remote."""
     error = SaveFailedError("It failed.", rank=3, shard="shards/x")
     for span in failed_with(collected, error):
         assert span.status.status_code is StatusCode.ERROR
@@ -285,8 +284,8 @@ def test_a_save_that_fails(collected: Collected) -> None:
     assert len(collected.spans) == 2
 
 
-def test_errors_of_others_are_told_by_their_type_alone(collected: Collected) -> None:
-    """A client's message may hold a signed URL; so may the stack below an error of ours."""
+def test_only_the_type_of_foreign_errors_is_recorded(collected: Collected) -> None:
+    """Keep a client's message and the cause of an own error out of spans, because they may hold a signed URL."""
 
     class ClientError(Exception):
         pass
@@ -304,7 +303,7 @@ def test_errors_of_others_are_told_by_their_type_alone(collected: Collected) -> 
 
 
 def test_urls_without_credentials(collected: Collected) -> None:
-    """As the store prints them, whatever it was opened with."""
+    """Record the URL without the credentials that the store was opened with."""
     options = {"key": "AKIAIOSFODNN7EXAMPLE", "secret": "5ecre7", "region_name": "us-east-1"}
     collected.telemetry.save(open_store("s3://bucket/run", options), step=7).end(SAVED)
     [span] = collected.spans.values()
@@ -313,8 +312,8 @@ def test_urls_without_credentials(collected: Collected) -> None:
     assert "AKIA" not in span.to_json()
 
 
-def test_it_ends_once(collected: Collected, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever comes after the first end, or the first failure, is not counted."""
+def test_an_operation_ends_once(collected: Collected, caplog: pytest.LogCaptureFixture) -> None:
+    """Ignore `end` and `fail` after the first `end`."""
     saving = collected.telemetry.save(MemoryStore("run"), step=7)
     saving.end(SAVED)
     saving.end(SAVED)
@@ -327,7 +326,7 @@ def test_it_ends_once(collected: Collected, caplog: pytest.LogCaptureFixture) ->
 
 
 class Failing(SpanProcessor):
-    """Somebody's own, with a mistake."""
+    """Span processor of an application that raises."""
 
     def on_start(self, span: Any, parent_context: Any = None) -> None:
         raise RuntimeError("on_start")
@@ -336,10 +335,10 @@ class Failing(SpanProcessor):
         raise RuntimeError("on_end")
 
 
-def test_what_fails_in_opentelemetry_fails_no_save(
+def test_errors_of_opentelemetry_fail_no_save(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A processor that raises, then a meter: told once, and the block is carried out, or raises what it raises."""
+    """Log one warning for a processor and a meter that raise; run the blocks, and pass on their own errors."""
     provider = TracerProvider()
     provider.add_span_processor(Failing())
     telemetry = Telemetry(provider, MeterProvider())
@@ -353,16 +352,16 @@ def test_what_fails_in_opentelemetry_fails_no_save(
     saving.end(SAVED)
     telemetry.load(MemoryStore("run")).fail(ValueError())
     assert done == ["staging"]
-    [told] = [record for record in caplog.records if record.name == telemetry_module.__name__]
-    assert told.levelno == logging.WARNING
-    assert "on_start" in told.getMessage()
+    [warning] = [record for record in caplog.records if record.name == telemetry_module.__name__]
+    assert warning.levelno == logging.WARNING
+    assert "on_start" in warning.getMessage()
 
 
-# ---- without it
+# ---- without OpenTelemetry
 
 
 def test_without_an_sdk() -> None:
-    """The API alone, as the extra installs it, with the application's global providers: there are none."""
+    """Do nothing with the API alone, as the extra installs it, and no global providers."""
     saving = Telemetry().save(MemoryStore("run"), step=7)
     with saving.phase("staging"):
         pass
@@ -380,35 +379,27 @@ with saving.phase("staging"):
     pass
 try:
     with saving.phase("uploading"):
-        raise KeyError("of the block")
+        raise KeyError("raised in the block")
 except KeyError as error:
     saving.fail(error)
 telemetry.Telemetry().load(MemoryStore("run")).end()
-print(telemetry.is_installed(), [name for name in sys.modules if name.startswith("opentelemetry.")])
-"""
-
-LATE = """
-import sys
-import dcp_remote.manager.telemetry as telemetry
-telemetry.Telemetry()
-print([name for name in sys.modules if name.startswith("opentelemetry")])
+print(telemetry.IS_INSTALLED, [name for name in sys.modules if name.startswith("opentelemetry.")])
 """
 
 
-@pytest.mark.parametrize(("script", "printed"), [(WITHOUT, "False []"), (LATE, "[]")])
-def test_in_a_fresh_process(script: str, printed: str) -> None:
-    """Where it cannot be imported, everything does nothing; where it can, it is imported by the first save."""
+def test_without_the_api() -> None:
+    """Do nothing in a process that cannot import OpenTelemetry, except to pass on the errors of blocks."""
     ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, check=False, text=True, cwd=REPOSITORY
+        [sys.executable, "-W", "error", "-c", WITHOUT], capture_output=True, check=False, text=True, cwd=REPOSITORY
     )
-    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, printed, "")
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "False []", "")
 
 
 # ---- the docstring
 
 
 def test_the_docstring_names_everything(collected: Collected) -> None:
-    """Every metric, attribute and phase, and nothing else."""
+    """Name every metric, attribute and phase in the module's docstring, and no others."""
     for operation, report in (("save", SAVED), ("load", LOADED)):
         running = getattr(collected.telemetry, operation)(MemoryStore("run"), step=7)
         for phase in fields(report.seconds):
@@ -418,13 +409,13 @@ def test_the_docstring_names_everything(collected: Collected) -> None:
     failing = Collected()
     failing.telemetry.save(MemoryStore("run"), step=7).fail(StorageError("No."))
     spans = [*collected.spans.values(), *failing.spans.values()]
-    told = {attribute for span in spans for attribute in span.attributes or {}}
-    told |= {attribute for span in spans for event in span.events for attribute in event.attributes or {}}
-    for one in (collected, failing):
-        for name, points in one.points().items():
-            told |= {name, *(attribute for point in points.values() for attribute in point.attributes or {})}
+    recorded = {attribute for span in spans for attribute in span.attributes or {}}
+    recorded |= {attribute for span in spans for event in span.events for attribute in event.attributes or {}}
+    for collection in (collected, failing):
+        for name, points in collection.points().items():
+            recorded |= {name, *(attribute for point in points.values() for attribute in point.attributes or {})}
     text = telemetry_module.__doc__ or ""
     named = set(re.findall(r"\b(?:dcp_remote|error|exception)\.[a-z_.]+[a-z]\b", text))
-    assert named == told | {"dcp_remote.save", "dcp_remote.load"}
+    assert named == recorded | {"dcp_remote.save", "dcp_remote.load"}
     phases = {span.name.rpartition(".")[2] for span in spans if span.name.count(".") == 2}
     assert phases <= set(re.findall(r"[a-z]+", text))
