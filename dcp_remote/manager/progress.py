@@ -1,12 +1,8 @@
-"""How far a save or a load is: one line that is drawn over and over on a terminal, or a line a minute in the log.
+"""Progress of a save: a line that is redrawn on a terminal, or a log record per minute without a terminal.
 
-The line is our own and not one of tqdm's, which is not everywhere: what works without it need not be done twice. And
-drawn from threads in the background, next to the bars of a training loop, tqdm would move the cursor up and down
-between them. Where a program shows bars of tqdm, the end of the screen is theirs: they are not drawn over, and the
-line that remains is written by `tqdm.write`, above them.
-
-The cursor waits in the first column. So whatever else is printed begins there, over our line and not behind it. There
-are no ANSI sequences: a carriage return and spaces do, and every terminal knows them.
+Where tqdm is loaded (torch loads it if it is installed), tqdm draws the line, below the bars of the training loop.
+Otherwise the line needs only carriage returns and spaces. The cursor always returns to the first column, so that other
+output begins there, over the line and not behind it.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from dcp_remote.common.text import human_bytes, printable
 
@@ -26,42 +22,41 @@ logger = logging.getLogger(__name__)
 _REDRAW_SECONDS = 0.1
 _LOG_SECONDS = 60.0
 
-# Before that a rate is a guess.
+# Earlier, too few bytes have moved for a rate.
 _RATE_FROM_SECONDS = 1.0
 
-# Where nobody knows.
+# Width of a terminal that does not tell its width.
 _COLUMNS = 80
-# The longest that fits; few, since a bar that is longer at each redraw says nothing.
+# The longest that fits is taken; only three lengths, so that the bar does not change its length with each redraw.
 _BAR_COLUMNS = (30, 20, 10)
 
-# How long the end of a save waits for a thread that draws: somebody may have stopped the terminal with Ctrl-S.
+# Limit of waiting for a thread that draws, because the user may have stopped the terminal with Ctrl-S.
 _LAST_LINE_SECONDS = 1.0
 
 
 def can_redraw(out: TextIO | None) -> bool:
-    """Whether a line can be drawn over there: it is the process's own stream, and a terminal.
+    """Return whether a line can be redrawn: the stream is the process's own, and a terminal.
 
-    Something else in the place of `sys.stderr`, as rich, notebooks and test runners put there, wants whole lines.
+    Replacements of `sys.stderr`, such as those of rich, notebooks and test runners, expect whole lines.
     """
     try:
         return out is not None and any(out is own for own in (sys.__stderr__, sys.__stdout__)) and out.isatty()
-    except ValueError:  # it is closed
+    except ValueError:  # closed
         return False
 
 
 class Progress:
-    """The progress of one save or load on this rank. Close it, or use it as a context manager.
+    """Progress of one save on this rank. Call `close`, or use the object as a context manager.
 
-    `add` and `tell` come from any thread, and whoever comes draws the line, at most ten times a second. They do not
-    raise: a terminal that is closed or gone is not written to again. Without a terminal there is a line at INFO in the
-    log after each minute.
+    Any thread may call `add` and `tell`; the caller's thread draws the line, at most ten times a second. Neither
+    raises: nothing more is written to a terminal that was closed or failed.
 
     Args:
-        what: Is under way: `saving step 1000`.
-        total_bytes: To be moved; None if that is not known.
-        out: Where to; standard error as a rule.
-        is_terminal: Whether a line can be drawn over there (`can_redraw`).
-        clock: Monotonic, in seconds.
+        what: Text of what is under way: `saving step 1000`.
+        total_bytes: Bytes to be moved; None if unknown.
+        out: Stream to draw on, usually standard error.
+        is_terminal: Whether a line can be redrawn there (`can_redraw`); if not, there is a log record per minute.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -73,10 +68,12 @@ class Progress:
         is_terminal: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """See the class."""
+        """Begin without a line; the first one is drawn by `add` or `tell`."""
         self._what = printable(what)
         self._total_bytes = total_bytes
         self._out = out if is_terminal else None
+        self._tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        self._bar: Any = None
         self._clock = clock
         self._began_seconds = clock()
         self._next_seconds = self._began_seconds + (_LOG_SECONDS if self._out is None else 0.0)
@@ -88,42 +85,41 @@ class Progress:
         self._drawing = threading.Lock()
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Return this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take the line away, unless `close` has left the last one."""
+        """Remove the line, unless `close` has left a last one."""
         self.close()
 
     def add(self, size_bytes: int) -> None:
-        """So much more is done."""
+        """Count bytes that were moved."""
         with self._counting:
             self._done_bytes += size_bytes
         self._show()
 
     def tell(self, others: str) -> None:
-        """What the other ranks are doing, in a few words: `waiting for rank 3`; empty for nothing worth a word."""
+        """Set the state of the other ranks, in a few words: `waiting for rank 3`; empty for none."""
         with self._counting:
             self._others = printable(others)
         self._show()
 
     def close(self, last_line: str | None = None) -> None:
-        """The end; what comes later is not shown. Closing again does nothing.
+        """Remove the line; later calls of any method do nothing.
 
         Args:
-            last_line: What remains, on the terminal and at INFO in the log; None leaves nothing, as after an error.
+            last_line: Text that stays on the terminal and is logged at INFO; None for none, as after an error.
         """
         with self._counting:
             if self._closed.is_set():
                 return
             self._closed.set()
-        # A thread that is stuck in a write is left to it: what it has to say does not matter any more.
+        # A thread that is stuck in a write keeps the terminal; the save must not wait for it.
         if self._drawing.acquire(timeout=_LAST_LINE_SECONDS):
             try:
-                if not _tqdm_shows_bars():
-                    self._draw("")
+                self._write(self._erase)
                 if last_line is not None and not _is_logged_to(self._out):
-                    self._write(printable(last_line) + "\n")
+                    self._write(self._print, printable(last_line))
             finally:
                 self._drawing.release()
         if last_line is not None:
@@ -139,11 +135,14 @@ class Progress:
             parts = self._parts(now - self._began_seconds)
         if out is None:
             logger.info("%s: %s", self._what, ", ".join(parts))
-        # Other threads do not wait for one that draws: they have bytes to move.
+        # Other threads do not wait for the one that draws, because they have bytes to move.
         elif self._drawing.acquire(blocking=False):
             try:
-                if not self._closed.is_set() and not _tqdm_shows_bars():
-                    self._draw(_line(self._what, ", ".join(parts), self._share(), columns=_columns(out)))
+                if not self._closed.is_set():
+                    columns = _columns(out)
+                    self._write(
+                        self._draw, _line(self._what, ", ".join(parts), self._share(), columns=columns), columns
+                    )
             finally:
                 self._drawing.release()
 
@@ -157,7 +156,7 @@ class Progress:
         if share is None:
             parts = [human_bytes(done)]
         else:
-            # Rounded down: 100% means all of it.
+            # Rounded down, so that 100% means all bytes.
             parts = [f"{int(100 * share)}% of {human_bytes(self._total_bytes or 0)}"]
         if done and elapsed_seconds >= _RATE_FROM_SECONDS:
             rate = done / elapsed_seconds
@@ -166,27 +165,42 @@ class Progress:
                 parts.append(f"{_human_seconds((self._total_bytes - done) / rate)} left")
         return [*parts, self._others] if self._others else parts
 
-    def _draw(self, text: str) -> None:
-        if self._out is not None and (text or self._drawn_columns):
-            # Spaces over the rest of the line before, as far as the terminal still is that wide.
-            self._write(f"\r{text.ljust(min(self._drawn_columns, _columns(self._out) - 1))}\r")
-            self._drawn_columns = len(text)
+    def _write(self, act: Callable[..., None], *args: Any) -> None:
+        """Call a function that writes to the terminal; write no more if it raises."""
+        if self._out is not None:
+            try:
+                act(self._out, *args)
+                self._out.flush()
+            except Exception:  # noqa: BLE001  # a terminal that is gone must not fail a save, whatever it raises
+                self._out = None
 
-    def _write(self, text: str) -> None:
-        if self._out is None:
+    def _draw(self, out: TextIO, text: str, columns: int) -> None:
+        if self._tqdm is None:
+            # Spaces cover the rest of the last line, unless the terminal was made narrower.
+            out.write(f"\r{text.ljust(min(self._drawn_columns, columns - 1))}\r")
+            self._drawn_columns = len(text)
             return
-        try:
-            if text.endswith("\n") and _tqdm_shows_bars():
-                sys.modules["tqdm"].tqdm.write(text, file=self._out, end="")
-            else:
-                self._out.write(text)
-            self._out.flush()
-        except Exception:  # noqa: BLE001  # closed, gone, or whatever was put in its place: no save fails of it
-            self._out = None
+        if self._bar is None:
+            self._bar = self._tqdm(desc=text, bar_format="{desc}", file=out, leave=False)
+        else:
+            self._bar.set_description_str(text)
+        out.write("\r")
+
+    def _erase(self, out: TextIO) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        elif self._drawn_columns:
+            self._draw(out, "", _columns(out))
+
+    def _print(self, out: TextIO, text: str) -> None:
+        if self._tqdm is None:
+            out.write(text + "\n")
+        else:
+            self._tqdm.write(text, file=out)
 
 
 def _line(what: str, rest: str, share: float | None, *, columns: int) -> str:
-    """`saving step 1000 [####....] 50% of …`, and shorter than `columns`: a line that wraps cannot be redrawn."""
+    """Return `saving step 1000 [####....] 50% of …`, shorter than `columns`: a wrapped line cannot be redrawn."""
     free_columns = columns - 1 - len(f"{what} [] {rest}")
     bar_columns = next((length for length in _BAR_COLUMNS if length <= free_columns), None)
     if share is None or bar_columns is None:
@@ -203,25 +217,22 @@ def _columns(out: TextIO) -> int:
 
 
 def _human_seconds(seconds: float) -> str:
-    """`8 s`, `2 min`, `1.5 h`."""
+    """Return a duration with its unit: `8 s`, `2 min`, `1.5 h`."""
     if seconds < 60:  # noqa: PLR2004  # a minute
         return f"{seconds:.0f} s"
     minutes = seconds / 60
     return f"{minutes:.0f} min" if minutes < 60 else f"{minutes / 60:.1f} h"  # noqa: PLR2004  # an hour
 
 
-def _tqdm_shows_bars() -> bool:
-    # The set is tqdm's own, which has no other way to tell; without it there are no bars.
-    return bool(getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ()))
-
-
 def _is_logged_to(out: TextIO | None) -> bool:
-    """Whether what is logged at INFO appears there anyway."""
+    """Return whether log records at INFO appear on this stream."""
     if not logger.isEnabledFor(logging.INFO):
         return False
     current: logging.Logger | None = logger
     while current is not None:
-        if any(getattr(one, "stream", None) is out and one.level <= logging.INFO for one in current.handlers):
+        if any(
+            getattr(handler, "stream", None) is out and handler.level <= logging.INFO for handler in current.handlers
+        ):
             return True
         current = current.parent if current.propagate else None
     return False

@@ -1,4 +1,4 @@
-"""Progress, as it is seen: what is written is played to a small terminal, or to a real one of the kernel's."""
+"""Progress as the user sees it: the output is played to a small terminal model, or to a pseudoterminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ LOGGER = logging.getLogger("dcp_remote.manager.progress")
 
 
 class Clock:
-    """Stands still until it is told to move on."""
+    """Clock that moves only when a test sets it."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
@@ -36,20 +36,19 @@ class Clock:
 
 
 def screen(written: str, *, columns: int = 80) -> list[str]:
-    """The lines of a terminal that knows letters, carriage returns and line feeds; wraps at its edge."""
-    lines, column = [""], 0
-    for character in written:
-        assert character.isprintable() or character in "\r\n", "no command but these two"
-        if character == "\n":
-            lines.append("")
-            column = 0
+    """Return the lines of a terminal that knows carriage return, line feed and tqdm's cursor up; wraps at its edge."""
+    lines, row, column = [""], 0, 0
+    for character in written.replace("\x1b[A", "\v"):
+        assert character.isprintable() or character in "\r\n\v", "no other command"
+        if character == "\v":
+            row -= 1
         elif character == "\r":
             column = 0
-        else:
-            if column == columns:
-                lines.append("")
-                column = 0
-            lines[-1] = lines[-1][:column].ljust(column) + character + lines[-1][column + 1 :]
+        elif character == "\n" or column == columns:
+            row, column = row + 1, 0
+            lines += [""] * (row == len(lines))
+        if character.isprintable():
+            lines[row] = lines[row][:column].ljust(column) + character + lines[row][column + 1 :]
             column += 1
     return [line.rstrip() for line in lines]
 
@@ -61,7 +60,7 @@ def clock() -> Clock:
 
 @pytest.fixture(autouse=True)
 def _without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where tqdm is installed, torch imports it; what bars of it change is a test of its own."""
+    """Hide tqdm, which torch imports if it is installed, from the tests without tqdm."""
     monkeypatch.delitem(sys.modules, "tqdm", raising=False)
 
 
@@ -71,7 +70,7 @@ def on_terminal(clock: Clock, total_bytes: int | None = 1000 * MiB) -> tuple[Pro
 
 
 def test_line_of_a_terminal(clock: Clock) -> None:
-    """From the first byte to the last line: share, rate, what is left, what the others do; the line gets shorter."""
+    """Draw share, rate, time left and the state of other ranks; cover the rest of a longer line; leave the last."""
     progress, out = on_terminal(clock)
     seen = []
     for seconds, done_bytes, others in (
@@ -112,7 +111,7 @@ def test_line_of_a_terminal(clock: Clock) -> None:
     ],
 )
 def test_figures(done_bytes: int, total_bytes: int | None, seconds: float, line: str, clock: Clock) -> None:
-    """Nothing to do, more than was said, an unknown total; 100% only when all is done; hours and minutes."""
+    """Show an empty, an exceeded and an unknown total, 100% only for all bytes, and minutes and hours."""
     progress, out = on_terminal(clock, total_bytes)
     clock.seconds += seconds
     progress.add(done_bytes)
@@ -121,7 +120,7 @@ def test_figures(done_bytes: int, total_bytes: int | None, seconds: float, line:
 
 
 def test_at_most_ten_redraws_a_second(clock: Clock) -> None:
-    """A thousand calls in two seconds."""
+    """Draw at most 20 times in a thousand calls of two seconds."""
     progress, out = on_terminal(clock)
     for _ in range(1000):
         progress.add(1)
@@ -130,9 +129,9 @@ def test_at_most_ten_redraws_a_second(clock: Clock) -> None:
     assert 19 <= out.getvalue().count("saving") <= 20
 
 
-@pytest.mark.parametrize("foreign", ["INFO a line of the log\n", "two\nlines\n", "\rsomebody else's bar", ""])
+@pytest.mark.parametrize("foreign", ["INFO a line of the log\n", "two\nlines\n", "\ranother bar", ""])
 def test_other_output(foreign: str, clock: Clock) -> None:
-    """Whatever is printed meanwhile begins in the first column; the rest of our line may stand behind it."""
+    """Let other output begin in the first column; the rest of the progress line may stand behind it."""
     progress, out = on_terminal(clock)
     progress.add(MiB)
     before = len(screen(out.getvalue()))
@@ -143,12 +142,12 @@ def test_other_output(foreign: str, clock: Clock) -> None:
     clock.seconds += 1
     progress.add(MiB)
     progress.close("saved")
-    # Of ours, nothing is left below it.
+    # No progress line is left below it.
     assert screen(out.getvalue())[-2:] == ["saved", ""]
 
 
 def test_after_an_error_nothing_remains(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """The block raises: the line is taken away, and the error is the caller's."""
+    """Remove the line and pass on the error if the block raises."""
     caplog.set_level(logging.INFO)
     progress, out = on_terminal(clock)
 
@@ -165,7 +164,7 @@ def test_after_an_error_nothing_remains(clock: Clock, caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_nothing_comes_after_the_last_line(is_terminal: bool, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Uploads that were given up may still count; closing again says nothing."""
+    """Ignore bytes of uploads that were given up, and a second `close`."""
     caplog.set_level(logging.INFO, LOGGER.name)
     out = io.StringIO()
     with Progress("saving", 1000 * MiB, out, is_terminal=is_terminal, clock=clock) as progress:
@@ -178,8 +177,8 @@ def test_nothing_comes_after_the_last_line(is_terminal: bool, clock: Clock, capl
     assert caplog.messages == ["saved"]
 
 
-def test_text_of_others_gives_no_commands(clock: Clock) -> None:
-    """Names of ranks' shards and the like: no line breaks, no ANSI sequences."""
+def test_text_is_escaped(clock: Clock) -> None:
+    """Escape line breaks and ANSI sequences in every text."""
     out = io.StringIO()
     progress = Progress("saving\x1b[2J", 10, out, is_terminal=True, clock=clock)
     progress.tell("rank 3\n\x1b]0;title\x07")
@@ -191,7 +190,7 @@ def test_text_of_others_gives_no_commands(clock: Clock) -> None:
 
 
 def test_without_a_terminal_a_line_a_minute(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Three minutes of adding each second, and the end; nothing is written to the file that stands for the terminal."""
+    """Log a line per minute and the last line, and write nothing to the stream."""
     caplog.set_level(logging.INFO, LOGGER.name)
     out = io.StringIO()
     with Progress("saving step 7", 200 * MiB, out, is_terminal=False, clock=clock) as progress:
@@ -208,8 +207,8 @@ def test_without_a_terminal_a_line_a_minute(clock: Clock, caplog: pytest.LogCapt
     assert out.getvalue() == ""
 
 
-def test_a_short_save_says_one_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Of less than a minute, without a terminal, even without a stream."""
+def test_a_short_save_logs_one_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Log only the last line of a save of less than a minute, also without a stream."""
     caplog.set_level(logging.INFO, LOGGER.name)
     progress = Progress("saving step 7", 200 * MiB, None, is_terminal=True, clock=clock)
     progress.add(MiB)
@@ -231,7 +230,7 @@ def test_a_short_save_says_one_line(clock: Clock, caplog: pytest.LogCaptureFixtu
 def test_the_last_line_is_seen_once(
     level: int, handled_level: int, propagate: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logs that are shown on the same terminal say it themselves; logs that are not do not."""
+    """Print the last line only if the log does not appear on the same terminal."""
     progress, out = on_terminal(clock)
     handler = logging.StreamHandler(out)
     handler.setLevel(handled_level)
@@ -254,7 +253,7 @@ def test_the_last_line_is_seen_once(
 
 
 class Broken(io.StringIO):
-    """Raises whatever it was given, from the n-th write on."""
+    """Stream that raises an error from the n-th write on."""
 
     def __init__(self, error: BaseException, number: int) -> None:
         super().__init__()
@@ -276,11 +275,11 @@ class Broken(io.StringIO):
         OSError(errno.EIO, "the terminal is gone"),
         ValueError("I/O operation on closed file"),
         UnicodeEncodeError("ascii", "é", 0, 1, "no such letter"),
-        RuntimeError("somebody's own"),
+        RuntimeError("of a replaced stream"),
     ],
 )
 def test_streams_that_fail(error: Exception, number: int, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """At the first line, the second, or the last: nobody hears of it, and the log has the last line."""
+    """Raise nothing if the first, second or last write fails, and log the last line."""
     caplog.set_level(logging.INFO, LOGGER.name)
     with Progress("saving", 10, Broken(error, number), is_terminal=True, clock=clock) as progress:
         for _ in range(2):
@@ -291,7 +290,7 @@ def test_streams_that_fail(error: Exception, number: int, clock: Clock, caplog: 
 
 
 def test_a_stream_that_is_closed_meanwhile(clock: Clock) -> None:
-    """As daemons do with standard error."""
+    """Raise nothing if the stream is closed during the save, as daemons close standard error."""
     progress, out = on_terminal(clock)
     progress.add(1)
     out.close()
@@ -301,7 +300,7 @@ def test_a_stream_that_is_closed_meanwhile(clock: Clock) -> None:
 
 
 class Stuck(io.StringIO):
-    """A terminal that was stopped with Ctrl-S: a write lasts until it goes on."""
+    """Terminal that was stopped with Ctrl-S: writes block until it goes on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +314,7 @@ class Stuck(io.StringIO):
 
 
 def test_a_terminal_that_was_stopped(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread is held up; the others count on, and the save ends."""
+    """Block one thread; the others count on, and the save ends."""
     monkeypatch.setattr(progress_module, "_LAST_LINE_SECONDS", 0.01)
     out = Stuck()
     progress = Progress("saving", 10, out, is_terminal=True, clock=clock)
@@ -332,7 +331,7 @@ def test_a_terminal_that_was_stopped(clock: Clock, monkeypatch: pytest.MonkeyPat
 
 
 def test_many_threads(clock: Clock) -> None:
-    """Nothing is lost, and no line is torn by another."""
+    """Count every byte and tear no line."""
     progress, out = on_terminal(clock, 8 * 2000)
 
     def count() -> None:
@@ -345,16 +344,18 @@ def test_many_threads(clock: Clock) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    clock.seconds += 1000  # threads that add at a time may have put it back
+    clock.seconds += 1000  # because threads that add concurrently may have set the clock back
     progress.tell("")
     assert " 100% of " in screen(out.getvalue())[-1]
     assert all(drawn.startswith("saving") for drawn in out.getvalue().split("\r") if drawn)
 
 
-# ---- real terminals
+# ---- pseudoterminals
 
 SCRIPT = """
-import logging, sys
+import os, sys
+if "TQDM" in os.environ:
+    import tqdm
 from dcp_remote.manager.progress import Progress, can_redraw
 now = 0.0
 with Progress("saving step 1000", 100, sys.stderr, is_terminal=can_redraw(sys.stderr), clock=lambda: now) as progress:
@@ -367,7 +368,7 @@ with Progress("saving step 1000", 100, sys.stderr, is_terminal=can_redraw(sys.st
 
 
 def shown(environment: dict[str, str], *, columns: int) -> str:
-    """What the script writes to a terminal of this width."""
+    """Return the output of the script on a terminal of this width."""
     ours, its = pty.openpty()
     termios.tcsetwinsize(its, (24, columns))
     try:
@@ -386,7 +387,7 @@ def _chunks(descriptor: int) -> Iterator[bytes]:
     while True:
         try:
             chunk = os.read(descriptor, 4096)
-        except OSError:  # Linux's way to say that nobody writes any more
+        except OSError:  # on Linux: the other end is closed
             return
         if not chunk:
             return
@@ -394,10 +395,11 @@ def _chunks(descriptor: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("environment", "columns"), [({}, 100), ({}, 40), ({"TERM": "dumb", "COLUMNS": "200"}, 20), ({}, 0)]
+    ("environment", "columns"),
+    [({}, 100), ({}, 40), ({"TERM": "dumb", "COLUMNS": "200"}, 20), ({}, 0), ({"TQDM": "1"}, 100), ({"TQDM": "1"}, 40)],
 )
-def test_a_terminal_of_the_kernel_s(environment: dict[str, str], columns: int) -> None:
-    """Wide, narrow, and one that does not know: never a wrapped line, and in the end the last one alone."""
+def test_a_pseudoterminal(environment: dict[str, str], columns: int) -> None:
+    """Wrap no line on a wide, a narrow and a terminal of unknown width, with and without tqdm; leave the last line."""
     written = shown(environment, columns=columns)
     columns = columns or 80
     drawn = [part for part in written.replace("\n", "\r").split("\r") if part.strip()]
@@ -414,7 +416,7 @@ FULL_DISK = ["2>/dev/full"] if Path("/dev/full").exists() else []  # Linux has o
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/null", "2>&1 1>/dev/null | cat", *FULL_DISK])
 def test_no_terminal_at_all(redirection: str) -> None:
-    """Standard error is closed, a file, a full disk, a pipe: nothing is drawn, and nothing fails."""
+    """Draw and raise nothing if standard error is closed, a file, a full disk or a pipe."""
     command = f'set -o pipefail; "$0" -c "$1" {redirection}'
     ended = subprocess.run(
         ["bash", "-c", command, sys.executable, SCRIPT], capture_output=True, check=False, text=True, cwd=REPOSITORY
@@ -423,7 +425,7 @@ def test_no_terminal_at_all(redirection: str) -> None:
 
 
 def test_what_can_be_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process's own terminal; not what was put in its place, which may say that it is one, nor a closed one."""
+    """Accept the process's own terminal, but no replacement that claims to be a terminal, and no closed stream."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -442,44 +444,63 @@ def test_what_can_be_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _tqdm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Show tqdm again to the code under test."""
     module = pytest.importorskip("tqdm", reason="not installed")
     monkeypatch.setitem(sys.modules, "tqdm", module)
     return module
 
 
-def test_bars_of_tqdm_are_not_drawn_over(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training loop has a bar: nothing of ours but the last line, above it, and the bar is whole."""
+def test_the_line_is_below_the_bars_of_tqdm(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw below the bar of a training loop, print the last line above, and leave the bar whole all the time."""
     module = _tqdm(monkeypatch)
     progress, out = on_terminal(clock)
-    with module.tqdm(total=4, file=out, desc="training", ncols=60) as bar:
-        for _ in range(4):
+    with module.tqdm(total=4, file=out, desc="training", ncols=60, mininterval=0) as bar:
+        for number in range(4):
             clock.seconds += 1
             progress.add(MiB)
+            lines = screen(out.getvalue())
+            assert lines[0].startswith(f"training: {25 * number:3}%")
+            assert lines[1].startswith("saving step 1000 [")
+            assert len(lines) == 2
             bar.update()
-        assert "saving" not in out.getvalue()
         progress.close("saved step 1000")
-    lines: Sequence[str] = screen(out.getvalue())
+    lines = screen(out.getvalue())
     assert lines[0] == "saved step 1000"
     assert lines[1].startswith("training: 100%")
     assert lines[2:] == [""]
 
 
-def test_a_bar_that_begins_later_is_not_taken_away(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has taken our line's place; after an error, nothing of ours is written any more."""
+def test_a_bar_that_begins_later_stays(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove only the progress line after an error, although a bar has begun below."""
     module = _tqdm(monkeypatch)
     progress, out = on_terminal(clock)
     progress.add(MiB)
     with module.tqdm(total=4, file=out, desc="training", ncols=60):
         progress.close()
-        assert screen(out.getvalue())[0].startswith("training:   0%")
+        first, second = screen(out.getvalue())
+        assert first == ""
+        assert second.startswith("training:   0%")
 
 
 def test_without_bars_tqdm_changes_nothing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is loaded, as by torch where it is installed, and has shown a bar before."""
-    module = _tqdm(monkeypatch)
+    """Draw the same lines through tqdm, also the shorter after the longer, and return to the first column."""
+    _tqdm(monkeypatch)
     progress, out = on_terminal(clock)
-    list(module.tqdm(range(3), file=io.StringIO()))
-    progress.add(MiB)
-    assert screen(out.getvalue())[-1].startswith("saving step 1000 [")
+    progress.tell("rank 3 is late")
+    assert screen(out.getvalue()) == ["saving step 1000 [....................] 0% of 1000.0 MiB, rank 3 is late"]
+    clock.seconds += 1
+    progress.tell("")
+    assert screen(out.getvalue() + "x") == ["xaving step 1000 [..............................] 0% of 1000.0 MiB"]
     progress.close("saved step 1000")
     assert screen(out.getvalue()) == ["saved step 1000", ""]
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_streams_that_fail_under_tqdm(number: int, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise nothing if any write through tqdm fails."""
+    _tqdm(monkeypatch)
+    with Progress("saving", 10, Broken(OSError(errno.EIO, "gone"), number), is_terminal=True, clock=clock) as progress:
+        for _ in range(2):
+            progress.add(1)
+            clock.seconds += 0.1
+        progress.close("saved")
