@@ -1,7 +1,7 @@
-"""What a save or a load came to, as the user is told: bytes, seconds, requests, and what was slowest. Pure, no torch.
+"""Reports of saves and loads for the user: bytes, seconds, requests, the slowest rank and shard. No I/O, no torch.
 
-Each rank sends the coordinator its own figures; together they are one `SaveReport`, whose seconds add up to the
-time that passed from the call until the commit.
+Each rank sends its figures to the coordinator, which combines them into one `SaveReport`. Its seconds add up to the
+time from the call until the commit.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dcp_remote.common.text import counted, human_bytes
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """How long each phase of a save took. They follow one another without a gap.
+    """Durations of the phases of a save, in seconds, without gaps between the phases.
 
     Attributes:
-        waiting: For the save before it; training waits as well.
-        staging: Copying the state; training waits as well.
-        planning: From then on until all ranks have agreed who writes what; who is early waits for the others.
-        uploading: Until this rank's shards were there.
-        committing: From the last rank's shards on until the checkpoint existed; 0 on ranks that do not commit.
+        waiting: Wait for the previous save; blocks training.
+        staging: Copy of the state; blocks training.
+        planning: Agreement of all ranks on the plan, including the wait of early ranks for late ones.
+        uploading: Upload of this rank's shards.
+        committing: Commit, from the last rank's upload until the checkpoint exists; 0 on ranks that do not commit.
     """
 
     waiting: float = 0.0
@@ -32,18 +32,18 @@ class Seconds:
 
     @property
     def blocked(self) -> float:
-        """How long training had to wait for a save in the background."""
+        """Seconds for which a save in the background blocked training."""
         return self.waiting + self.staging
 
     @property
     def total(self) -> float:
-        """From the call on until the checkpoint existed."""
+        """Seconds from the call until the checkpoint existed."""
         return self.blocked + self.planning + self.uploading + self.committing
 
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """The rank whose own work took longest, without its waiting for others: staging and uploading."""
+    """Rank whose staging and uploading took longest, without its waits for other ranks."""
 
     rank: int
     seconds: float
@@ -51,7 +51,7 @@ class SlowRank:
 
 @dataclass(frozen=True, slots=True)
 class SlowShard:
-    """The shard whose upload took longest, retries included."""
+    """Shard whose upload took longest, retries included."""
 
     key: str
     seconds: float
@@ -60,16 +60,16 @@ class SlowShard:
 
 @dataclass(frozen=True, slots=True)
 class RankFigures:
-    """One rank's part of a save, sent to the coordinator. The coordinator makes its own last, when it has committed.
+    """One rank's part of a save, sent to the coordinator; the coordinator's own is made after the commit.
 
     Attributes:
-        rank: In the group that saved.
-        written_bytes: Of the shards that it put.
-        deduplicated_bytes: That it did not send, since an earlier checkpoint's shards hold them.
-        requests: That it sent, those that were repeated included.
-        retries: How many of them were repetitions.
-        seconds: Of its phases.
-        slowest_shard: None if it put none.
+        rank: Rank in the group that saved.
+        written_bytes: Size of the shards that the rank uploaded.
+        deduplicated_bytes: Bytes that were not uploaded, because shards of an earlier checkpoint hold them.
+        requests: Requests to the store, repetitions included.
+        retries: Requests that were repetitions.
+        seconds: Durations of the rank's phases.
+        slowest_shard: Shard with the longest upload; None if the rank uploaded none.
     """
 
     rank: int
@@ -82,29 +82,28 @@ class RankFigures:
 
     @property
     def own_seconds(self) -> float:
-        """What it would have taken without the others."""
+        """Seconds of the rank's own work, without its waits for other ranks."""
         return self.seconds.staging + self.seconds.uploading
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """A save that is committed. As a string, one line for the log.
+    """Report of a committed save by all ranks; `str` makes one line for the log.
 
     Attributes:
-        step: Of training.
-        save_id: By which its manifest names it.
-        world_size: How many ranks saved it.
-        total_bytes: Of the checkpoint, whoever wrote them and when.
-        written_bytes: Put by this save.
-        deduplicated_bytes: Not sent, since an earlier checkpoint's shards hold them.
-        seconds: Of its phases, as `combine` takes them from the ranks.
-        requests: Of all ranks, those that were repeated included.
-        retries: How many of them were repetitions.
-        slowest_rank: Where to look first if saves take too long.
-        slowest_shard: The same for the store; None if nothing was put.
-        attempts: 1, or more if it had to begin again.
-        retired: Steps whose checkpoints retention let go after it.
-        background: Whether training went on when the state was copied.
+        step: Step of training.
+        save_id: ID of the save, as in its manifest.
+        world_size: Number of ranks that saved.
+        total_bytes: Size of the checkpoint, including shards of earlier saves.
+        written_bytes: Bytes that this save uploaded.
+        deduplicated_bytes: Bytes that were not uploaded, because shards of an earlier checkpoint hold them.
+        seconds: Durations of the phases, as `combine` takes them from the ranks.
+        requests: Requests of all ranks, repetitions included.
+        retries: Requests that were repetitions.
+        slowest_rank: Rank to look at first if saves take too long.
+        slowest_shard: Shard with the longest upload; None if nothing was uploaded.
+        attempts: Attempts of the save; more than 1 if it had to begin again.
+        background: True if training went on once the state was copied.
     """
 
     step: int
@@ -119,11 +118,10 @@ class SaveReport:
     slowest_rank: SlowRank
     slowest_shard: SlowShard | None
     attempts: int = 1
-    retired: tuple[int, ...] = ()
     background: bool = True
 
     def __str__(self) -> str:
-        """`saved step 1000: 12.3 GiB by 8 ranks in 14.2 s (0.3 s of it blocked), 11.9 GiB not sent again`."""
+        """Return `saved step 1000: 12.3 GiB by 8 ranks in 14.2 s (0.3 s of it blocked), 11.9 GiB not sent again`."""
         blocked = f" ({self.seconds.blocked:.1f} s of it blocked)" if self.background else ""
         parts = [
             f"saved step {self.step}: {human_bytes(self.total_bytes)} by {counted(self.world_size, 'rank')}",
@@ -135,20 +133,16 @@ class SaveReport:
             parts.append(f", {self.attempts} attempts")
         if self.retries:
             parts.append(f", {self.retries} of {self.requests} requests repeated")
-        if self.retired:
-            parts.append(
-                f", retired {'step' if len(self.retired) == 1 else 'steps'} {', '.join(map(str, self.retired))}"
-            )
         return "".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSeconds:
-    """How long each phase of a load took. They follow one another without a gap.
+    """Durations of the phases of a load, in seconds, without gaps between the phases.
 
     Attributes:
-        planning: Until it was known what to read from where: catalog, manifest, and the plan of all ranks.
-        reading: Until the state was whole.
+        planning: Read of catalog and manifest, and the plan of all ranks.
+        reading: Read of the state, until it is complete.
     """
 
     planning: float = 0.0
@@ -156,24 +150,24 @@ class LoadSeconds:
 
     @property
     def total(self) -> float:
-        """From the call on."""
+        """Seconds from the call until the state was complete."""
         return self.planning + self.reading
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A load, as one rank saw it. As a string, one line for the log.
+    """Report of a load by one rank; `str` makes one line for the log.
 
     Attributes:
-        step: Of training.
-        save_id: Of the save.
-        saved_world_size: How many ranks saved it.
-        world_size: How many loaded it.
-        read_bytes: That this rank asked the store for.
-        seconds: Of this rank's phases.
-        requests: Of this rank, those that were repeated included.
-        retries: How many of them were repetitions.
-        received_bytes: That came from other ranks, which had read them.
+        step: Step of training.
+        save_id: ID of the save.
+        saved_world_size: Number of ranks that saved.
+        world_size: Number of ranks that loaded.
+        read_bytes: Bytes that this rank requested from the store.
+        seconds: Durations of this rank's phases.
+        requests: Requests of this rank, repetitions included.
+        retries: Requests that were repetitions.
+        received_bytes: Bytes that other ranks had read and sent to this rank.
         rereads: Requests that repeated a read whose bytes did not match their digest.
     """
 
@@ -189,7 +183,7 @@ class LoadReport:
     rereads: int = 0
 
     def __str__(self) -> str:
-        """`loaded step 1000: read 4.1 GiB in 3.2 s, one of 3 ranks; 8 ranks had saved it`."""
+        """Return `loaded step 1000: read 4.1 GiB in 3.2 s, one of 3 ranks; 8 ranks had saved it`."""
         parts = [f"loaded step {self.step}: read {human_bytes(self.read_bytes)} in {self.seconds.total:.1f} s"]
         if self.world_size > 1:
             parts.append(f", one of {self.world_size} ranks")
@@ -210,42 +204,48 @@ def combine(
     save_id: str,
     total_bytes: int,
     attempts: int = 1,
-    retired: Sequence[int] = (),
     background: bool = True,
 ) -> SaveReport:
-    """One report of the figures of all ranks, in any order. What was begun again counts only where `attempts` says so.
+    """Return one report of the figures of all ranks, in any order; figures of earlier attempts are not included.
 
-    The phases add up to the time that passed: up to the plan of all ranks those of the rank that was blocked longest,
-    then the longest upload, then the commit. To add the longest of each phase would count twice what the other ranks,
-    in planning, waited for that one.
+    The seconds add up to the time that passed: waiting, staging and planning of the rank that was blocked longest, then
+    the longest upload, then the commit. The longest of each phase would add up to more, because the other ranks wait
+    for that rank in their planning.
+
+    Args:
+        figures: Figures of each rank, once.
+        step: Step of training.
+        save_id: ID of the save.
+        total_bytes: Size of the checkpoint.
+        attempts: Attempts of the save.
+        background: True if training went on once the state was copied.
     """
     assert figures, "a save is by at least one rank"
-    assert len({one.rank for one in figures}) == len(figures), "a rank sends its figures once"
-    late = max(figures, key=lambda one: one.seconds.blocked)
-    slow = max(figures, key=lambda one: one.own_seconds)
+    assert len({part.rank for part in figures}) == len(figures), "a rank sends its figures once"
+    late = max(figures, key=lambda part: part.seconds.blocked)
+    slow = max(figures, key=lambda part: part.own_seconds)
     return SaveReport(
         step=step,
         save_id=save_id,
         world_size=len(figures),
         total_bytes=total_bytes,
-        written_bytes=sum(one.written_bytes for one in figures),
-        deduplicated_bytes=sum(one.deduplicated_bytes for one in figures),
+        written_bytes=sum(part.written_bytes for part in figures),
+        deduplicated_bytes=sum(part.deduplicated_bytes for part in figures),
         seconds=Seconds(
             waiting=late.seconds.waiting,
             staging=late.seconds.staging,
             planning=late.seconds.planning,
-            uploading=max(one.seconds.uploading for one in figures),
-            committing=max(one.seconds.committing for one in figures),
+            uploading=max(part.seconds.uploading for part in figures),
+            committing=max(part.seconds.committing for part in figures),
         ),
-        requests=sum(one.requests for one in figures),
-        retries=sum(one.retries for one in figures),
+        requests=sum(part.requests for part in figures),
+        retries=sum(part.retries for part in figures),
         slowest_rank=SlowRank(slow.rank, slow.own_seconds),
         slowest_shard=max(
-            (one.slowest_shard for one in figures if one.slowest_shard is not None),
+            (part.slowest_shard for part in figures if part.slowest_shard is not None),
             key=lambda shard: shard.seconds,
             default=None,
         ),
         attempts=attempts,
-        retired=tuple(retired),
         background=background,
     )

@@ -1,4 +1,4 @@
-"""Reports: what the figures of the ranks come to, and how that reads."""
+"""Reports: combined figures of the ranks, and their log lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GiB = 1024 * MiB
 
 SAVE_ID = "0123456789abcdef0123456789abcdef"
 
-# Rank 1 copies slowly, and the others wait for it in planning; rank 2 uploads slowest; rank 0 commits.
+# Rank 1 copies slowly, so that the others wait in planning; rank 2 uploads slowest; rank 0 commits.
 FIGURES = [
     RankFigures(0, 10, 5, 4, 0, Seconds(0.5, 1.0, 3.0, 2.0, 0.25), SlowShard("shards/c", 1.5, 0)),
     RankFigures(1, 20, 0, 3, 1, Seconds(0.5, 3.5, 0.5, 3.0), SlowShard("shards/b", 0.75, 1)),
@@ -36,7 +36,7 @@ FIGURES = [
 
 
 def test_combined() -> None:
-    """Four ranks, in each of several orders: sums, the slowest, and phases that add up to the time that passed."""
+    """Combine four ranks in several orders: sums, the slowest, and phases that add up to the time that passed."""
     expected = SaveReport(
         step=7,
         save_id=SAVE_ID,
@@ -50,22 +50,21 @@ def test_combined() -> None:
         slowest_rank=SlowRank(1, 6.5),
         slowest_shard=SlowShard("shards/a", 4.0, 2),
         attempts=2,
-        retired=(3, 4),
     )
-    # Everybody has the plan 4.5 s after the call, rank 2 is through 5 s later, and rank 0 commits.
+    # All ranks have the plan 4.5 s after the call, rank 2 has uploaded 5 s later, and rank 0 commits.
     assert expected.seconds.total == 4.5 + 5.0 + 0.25
     assert expected.seconds.blocked == 4.0
     for seed in range(4):
         shuffled = random.Random(seed).sample(FIGURES, len(FIGURES))
-        report = combine(shuffled, step=7, save_id=SAVE_ID, total_bytes=132, attempts=2, retired=[3, 4])
+        report = combine(shuffled, step=7, save_id=SAVE_ID, total_bytes=132, attempts=2)
         assert report == expected
 
 
 def test_nothing_was_put() -> None:
-    """All of it lies in the bucket already: there is no slowest shard, and still a slowest rank."""
+    """Name a slowest rank but no slowest shard if all bytes were in the bucket already."""
     report = combine([RankFigures(0, deduplicated_bytes=5)], step=0, save_id=SAVE_ID, total_bytes=5)
     assert (report.slowest_shard, report.slowest_rank) == (None, SlowRank(0, 0.0))
-    assert (report.attempts, report.retired, report.background) == (1, (), True)
+    assert (report.attempts, report.background) == (1, True)
 
 
 @given(
@@ -76,7 +75,7 @@ def test_nothing_was_put() -> None:
     )
 )
 def test_phases_add_up_to_the_time_that_passed(ranks: list[tuple[int, int, int, int]]) -> None:
-    """Ranks as they come, called at once: the plan is there `planning` after the last has its state copied."""
+    """Call all ranks at once; the plan is complete `planning` seconds after the last rank has copied its state."""
     planning = ranks[0][2]
     agreed = max(waiting + staging for waiting, staging, _, _ in ranks) + planning
     figures = [
@@ -106,15 +105,11 @@ REPORT = replace(
             "saved step 1000: 12.3 GiB by 1 rank in 14.2 s",
         ),
         (
-            replace(REPORT, deduplicated_bytes=0, attempts=2, retries=3, requests=40, retired=(100, 200)),
+            replace(REPORT, deduplicated_bytes=0, attempts=2, retries=3, requests=40),
             (
                 "saved step 1000: 12.3 GiB by 8 ranks in 14.2 s (0.3 s of it blocked)"
-                ", 2 attempts, 3 of 40 requests repeated, retired steps 100, 200"
+                ", 2 attempts, 3 of 40 requests repeated"
             ),
-        ),
-        (
-            replace(REPORT, deduplicated_bytes=0, retired=(100,)),
-            "saved step 1000: 12.3 GiB by 8 ranks in 14.2 s (0.3 s of it blocked), retired step 100",
         ),
         (
             LoadReport(1000, SAVE_ID, 8, 3, 4 * GiB + 100 * MiB, LoadSeconds(0.2, 3.0), 520, 0),
@@ -131,11 +126,11 @@ REPORT = replace(
     ],
 )
 def test_one_line(report: SaveReport | LoadReport, line: str) -> None:
-    """What is zero, or goes without saying, is not said."""
+    """Leave zeros and defaults out of the line."""
     assert str(report) == line
 
 
 @pytest.mark.parametrize("record", [*FIGURES, REPORT, LoadReport(1, SAVE_ID, 8, 3, 4, LoadSeconds(0.2, 3.0), 5, 0)])
 def test_records_cross_ranks(record: RankFigures | SaveReport | LoadReport) -> None:
-    """Pickled and back."""
+    """Survive pickling, by which ranks exchange them."""
     assert pickle.loads(pickle.dumps(record)) == record
