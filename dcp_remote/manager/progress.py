@@ -52,10 +52,10 @@ class Progress:
     raises: nothing more is written to a terminal that was closed or failed.
 
     Args:
-        what: Text of what is under way: `saving step 1000`.
+        what: Operation under way, in a few words: `saving step 1000`.
         total_bytes: Bytes to be moved; None if unknown.
         out: Stream to draw on, usually standard error.
-        is_terminal: Whether a line can be redrawn there (`can_redraw`); if not, there is a log record per minute.
+        is_terminal: True if a line can be redrawn there (`can_redraw`); otherwise a line is logged per minute.
         clock: Monotonic clock, in seconds.
     """
 

@@ -1,7 +1,7 @@
 """Reports of saves and loads for the user: bytes, seconds, requests, the slowest rank and shard. No I/O, no torch.
 
-Each rank sends its figures to the coordinator, which combines them into one `SaveReport`. Its seconds add up to the
-time from the call until the commit.
+Each rank sends its figures to the coordinator, which combines the figures of all ranks into one `SaveReport`. The
+seconds of a `SaveReport` add up to the time from the call until the commit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Spans and metrics of saves and loads through OpenTelemetry's API; without the API, every call does nothing.
 
-The application's OpenTelemetry SDK exports them; without an SDK the API drops them. An error in OpenTelemetry is logged
-once and fails no save.
+The application's OpenTelemetry SDK exports spans and metrics; without an SDK the API drops them. An error in
+OpenTelemetry is logged once and fails no save.
 
 Spans:
 
@@ -56,7 +56,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import Token
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
@@ -105,7 +104,7 @@ _COUNTERS = {
 }
 _HISTOGRAMS = {
     "dcp_remote.duration": "Duration of saves and loads, from the call until the end",
-    "dcp_remote.phase.duration": "Duration of their phases",
+    "dcp_remote.phase.duration": "Duration of the phases of saves and loads",
 }
 # OpenTelemetry's default boundaries are meant for milliseconds; these cover 10 ms to 50 minutes.
 _BOUNDARIES_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
@@ -151,7 +150,7 @@ class Telemetry:
     def _start(
         self, name: str, parent: context.Context | None, attributes: dict[str, Any] | None = None
     ) -> tuple[trace.Span, context.Context]:
-        """Start a span below the parent, or the current span; return the span and a context with it as the current."""
+        """Start a span below `parent`, or below the current span; return it and the context in which it is current."""
         tracer = trace.get_tracer(_SCOPE, tracer_provider=self._tracer_provider)
         span = tracer.start_span(name, parent, attributes=attributes)
         return span, trace.set_span_in_context(span, parent)
@@ -193,20 +192,27 @@ class Operation:
         self._attempt = telemetry._attempt
         self._name = name
         self._is_ended = False
-        self._begun = self._attempt(
+        self._started = self._attempt(
             telemetry._start, f"dcp_remote.{name}", None, attributes | {"dcp_remote.rank": rank}
         )
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Make a span below the operation's the current one of this thread, until the block ends; for any thread."""
-        entered = self._attempt(self._enter, name)
+        """Begin a span below the operation's, which is current in the calling thread until the block ends."""
+        parent = None if self._started is None else self._started[1]
+        started = self._attempt(self._telemetry._start, f"dcp_remote.{self._name}.{name}", parent)
+        token = None if started is None else self._attempt(context.attach, started[1])
+        failure: BaseException | None = None
         try:
             yield
         except BaseException as error:
-            self._attempt(self._leave, entered, error)
+            failure = error
             raise
-        self._attempt(self._leave, entered)
+        finally:
+            if token is not None:
+                self._attempt(context.detach, token)
+            if started is not None:
+                self._attempt(_end_span, started[0], None, failure)
 
     def end(self, report: SaveReport | LoadReport | None = None) -> None:
         """End the operation as a success.
@@ -223,22 +229,9 @@ class Operation:
     def _finish(self, report: SaveReport | LoadReport | None, error: BaseException | None) -> None:
         if not self._is_ended:
             self._is_ended = True
-            if self._begun is not None:
-                self._attempt(_end_span, self._begun[0], report, error)
+            if self._started is not None:
+                self._attempt(_end_span, self._started[0], report, error)
             self._attempt(self._telemetry._record, self._name, report, error)
-
-    def _enter(self, phase: str) -> tuple[trace.Span, Token[context.Context]] | None:
-        if self._begun is None:
-            return None
-        span, inner = self._telemetry._start(f"dcp_remote.{self._name}.{phase}", self._begun[1])
-        return span, context.attach(inner)
-
-    def _leave(
-        self, entered: tuple[trace.Span, Token[context.Context]] | None, error: BaseException | None = None
-    ) -> None:
-        if entered is not None:
-            context.detach(entered[1])
-            _end_span(entered[0], None, error)
 
 
 def _attributes(report: SaveReport | LoadReport) -> dict[str, Any]:

@@ -132,5 +132,5 @@ def test_one_line(report: SaveReport | LoadReport, line: str) -> None:
 
 @pytest.mark.parametrize("record", [*FIGURES, REPORT, LoadReport(1, SAVE_ID, 8, 3, 4, LoadSeconds(0.2, 3.0), 5, 0)])
 def test_records_cross_ranks(record: RankFigures | SaveReport | LoadReport) -> None:
-    """Survive pickling, by which ranks exchange them."""
+    """Pickle and unpickle each record, as ranks do to exchange figures."""
     assert pickle.loads(pickle.dumps(record)) == record
