@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
 from dcp_remote.common.arrays import I64
+from dcp_remote.common.overrides import inherits_methods
 
 
 class ChunkCache:
@@ -116,8 +117,7 @@ def local_plan(planner: LoadPlanner) -> LoadPlan:
     Args:
         planner: Planner, set up with metadata of `to_dcp_metadata`.
     """
-    is_torchs = getattr(type(planner), "create_local_plan", None) is DefaultLoadPlanner.create_local_plan
-    if not is_torchs or not isinstance(planner, DefaultLoadPlanner) or planner.metadata is None:
+    if not inherits_methods(planner, DefaultLoadPlanner, ("create_local_plan",)) or planner.metadata is None:
         return planner.create_local_plan()
     metadata = planner.metadata
     numbers: dict[str, list[int]] = {}

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from dcp_remote.common.geometry import Box
+from dcp_remote.common.overrides import inherits_methods
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.loading.engine import Target
@@ -72,10 +73,7 @@ def make_target_layers(
 
 def _has_torchs_templates(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
     """Return whether the planner resolves to the tensors of the state; others may make tensors to be copied later."""
-    return isinstance(planner, DefaultLoadPlanner) and all(
-        getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
-        for name in ("resolve_tensor", "lookup_tensor", "transform_tensor")
-    )
+    return inherits_methods(planner, DefaultLoadPlanner, ("resolve_tensor", "lookup_tensor", "transform_tensor"))
 
 
 def _later_layers(plan: LoadPlan, template_of: Callable[[MetadataIndex], torch.Tensor]) -> Mapping[MetadataIndex, int]:
@@ -107,7 +105,7 @@ def _make_planner_targets(
     manifest: Manifest, planner: LoadPlanner, item: ReadItem, *, allow_pickle: bool
 ) -> list[Target]:
     name = item.storage_index.fqn
-    is_torchs = type(planner).load_bytes is DefaultLoadPlanner.load_bytes
+    is_torchs = inherits_methods(planner, DefaultLoadPlanner, ("load_bytes",))
 
     def deliver(value: object) -> None:
         if is_torchs:

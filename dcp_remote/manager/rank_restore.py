@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.overrides import inherits_methods
 from dcp_remote.common.units import MiB
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
@@ -113,7 +114,7 @@ def load_rank(
                 ranks.rank,
                 host_towards(ranks.store_host),
                 # Another's may change a tensor when it is complete.
-                gives=type(planner).commit_tensor is DefaultLoadPlanner.commit_tensor,
+                gives=inherits_methods(planner, DefaultLoadPlanner, ("commit_tensor",)),
                 memory_budget_bytes=memory_budget_bytes,
                 is_over=collective.deadline.expired,
             )
@@ -122,7 +123,7 @@ def load_rank(
         planner.set_up_planner(keys.template, metadata, ranks.is_coordinator)
         plan = local_plan(planner)
         # torch's own changes nothing here, and plans are large: only who has something to say to all is asked.
-        if type(planner).create_global_plan is not DefaultLoadPlanner.create_global_plan:
+        if not inherits_methods(planner, DefaultLoadPlanner, ("create_global_plan",)):
             plan = collective.scatter(plan, planner.create_global_plan)
         plan = planner.finish_plan(plan)
     planned_seconds = time.monotonic()
