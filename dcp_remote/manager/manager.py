@@ -18,12 +18,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import digest
 from dcp_remote.common.threads import end_within
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup, default_world_size
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
+from dcp_remote.format.catalog import pinned
 from dcp_remote.format.manifest_json import checked_user
 from dcp_remote.manager.background_save import AtExit, BackgroundSave, BackgroundSaves
 from dcp_remote.manager.coordinator import Coordinator
@@ -32,9 +34,11 @@ from dcp_remote.manager.rank_restore import load_rank
 from dcp_remote.manager.rank_save import RankSaver, Task
 from dcp_remote.manager.reports import LoadReport, SaveReport
 from dcp_remote.manager.telemetry import Telemetry
+from dcp_remote.run.catalog_store import swap
 from dcp_remote.run.job import CheckpointLabels, JobSession, require_step
+from dcp_remote.run.lookup import read_manifest
 from dcp_remote.run.retention import Retention
-from dcp_remote.run.run import RunCheckpoints
+from dcp_remote.run.run import CheckpointInfo, catalog_of, latest
 from dcp_remote.saving.device_copy import wait_for_devices
 from dcp_remote.saving.staging import Stager, tensors_of
 from dcp_remote.serialization.state_dict import require_distinct, saved_state
@@ -50,8 +54,11 @@ TIMEOUT_SECONDS = 1800.0
 # A rank without a heartbeat for so long counts as dead; a rank that is busy sends one every second.
 SILENCE_SECONDS = 60.0
 
+# Deadline of a pin, which a caller waits for.
+_PIN_SECONDS = 300.0
 
-class CheckpointManager(RunCheckpoints):
+
+class CheckpointManager:
     """Checkpoints of one training run; every rank makes a manager, with the same arguments.
 
     A rank may make another manager for itself, to look at the run. If its `with` block is left by an error, the other
@@ -101,8 +108,6 @@ class CheckpointManager(RunCheckpoints):
             ranks. No request is sent here.
     """
 
-    _store: CountingStore
-
     def __init__(
         self,
         url: str | os.PathLike[str] | ObjectStore,
@@ -136,7 +141,7 @@ class CheckpointManager(RunCheckpoints):
                 )
         location = Location.of(url, storage_options)
         require_shared(location, default_world_size())
-        super().__init__(CountingStore(location.store))
+        self._store = CountingStore(location.store)
         self._timeout_seconds, self._silence_seconds = timeout_seconds, silence_seconds
         self._allow_pickle, self._memory_budget_bytes = allow_pickle, memory_budget_bytes
         self._is_alone = not _has_group()
@@ -183,6 +188,11 @@ class CheckpointManager(RunCheckpoints):
             if error is None:
                 raise
             logger.exception("%s: the last save failed as well", self._store.url)
+
+    @property
+    def url(self) -> str:
+        """URL of the run."""
+        return self._store.url
 
     @property
     def last_save(self) -> SaveReport | None:
@@ -372,7 +382,42 @@ class CheckpointManager(RunCheckpoints):
         self._preemption.install()
         return self._preemption.reached(step)
 
-    # ---- called by any rank
+    # ---- called by any rank; `latest`, `steps` and `user` read the store anew
+
+    def latest(self) -> CheckpointInfo | None:
+        """Return the newest checkpoint of the run; None if none is committed. One GET; see `dcp_remote.latest`."""
+        return latest(self._store)
+
+    def steps(self) -> list[int]:
+        """Return the steps of all live checkpoints that are not abandoned, ascending. One GET."""
+        catalog = catalog_of(self._store)
+        return [entry.step for entry in catalog.entries if not entry.abandoned] if catalog is not None else []
+
+    def user(self, step: int | str | None = None) -> dict[str, Any]:
+        """Return the `user` metadata given when a checkpoint was saved. At most three GETs.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+        """
+        return dict(read_manifest(self._store, step=step).user)
+
+    def pin(self, step: int) -> None:
+        """Exempt a checkpoint from retention, and from being replaced by a job that went back before it.
+
+        Costs a GET and a PUT. One rank may call this, or all.
+
+        Raises:
+            CheckpointNotFoundError: No checkpoint of this step is live.
+        """
+        self._set_pin(step, pin=True)
+
+    def unpin(self, step: int) -> None:
+        """Remove the pin of a checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: No checkpoint of this step is live.
+        """
+        self._set_pin(step, pin=False)
 
     def wait(self) -> SaveReport | None:
         """Wait until no save is under way; return the report of the last save that was committed.
@@ -394,6 +439,10 @@ class CheckpointManager(RunCheckpoints):
         self._close(is_interrupted=False)
 
     # ---- internals
+
+    def _set_pin(self, step: int, *, pin: bool) -> None:
+        require_step(step)
+        swap(self._store, lambda now: pinned(now, step, pin=pin), deadline=Deadline(_PIN_SECONDS))
 
     def _close(self, *, is_interrupted: bool, is_missed: bool = False) -> None:
         if self._closed:

@@ -1,19 +1,17 @@
-"""Runs as users see them: `latest`, `CheckpointInfo`, and the queries and pins that any process may make."""
+"""Runs as users see them: `latest` and `CheckpointInfo`; and the catalog of a run, or the reason why there is none."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.format.catalog import Catalog, Entry, pinned
+from dcp_remote.format.catalog import Catalog, Entry
 from dcp_remote.format.manifest import MANIFEST_KEY
-from dcp_remote.run.catalog_store import read_catalog, swap
-from dcp_remote.run.job import require_step
-from dcp_remote.run.lookup import exists, not_found, read_manifest, require_not_lost, require_reachable
+from dcp_remote.run.catalog_store import read_catalog
+from dcp_remote.run.lookup import exists, not_found, require_not_lost, require_reachable
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
 
@@ -46,7 +44,7 @@ class CheckpointInfo:
 
     @classmethod
     def of(cls, entry: Entry) -> CheckpointInfo:
-        """Make it from an entry of a catalog."""
+        """Return the information that an entry of a catalog holds."""
         return cls(
             step=entry.step,
             save_id=entry.save_id,
@@ -123,63 +121,3 @@ def require_run(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECOND
             url=store.url,
         )
     raise not_found(asking)
-
-
-# For a pin, which a caller waits for.
-_PIN_SECONDS = 300.0
-
-
-class RunCheckpoints:
-    """Checkpoints of a run; each call reads the store anew.
-
-    Args:
-        store: Store opened at the run.
-    """
-
-    def __init__(self, store: ObjectStore) -> None:
-        """Store the settings; no request."""
-        self._store = store
-
-    @property
-    def url(self) -> str:
-        """URL of the run."""
-        return self._store.url
-
-    def latest(self) -> CheckpointInfo | None:
-        """Return the newest checkpoint of the run; None if none is committed. One GET; see `dcp_remote.latest`."""
-        return latest(self._store)
-
-    def steps(self) -> list[int]:
-        """Return the steps of all live checkpoints that are not abandoned, ascending. One GET."""
-        catalog = catalog_of(self._store)
-        return [entry.step for entry in catalog.entries if not entry.abandoned] if catalog is not None else []
-
-    def user(self, step: int | str | None = None) -> dict[str, Any]:
-        """Return the `user` metadata given when a checkpoint was saved. At most three GETs.
-
-        Raises:
-            CheckpointNotFoundError: There is no such checkpoint.
-        """
-        return dict(read_manifest(self._store, step=step).user)
-
-    def pin(self, step: int) -> None:
-        """Exempt a checkpoint from retention, and from being replaced by a job that went back before it.
-
-        Costs a GET and a PUT. One rank may call this, or all.
-
-        Raises:
-            CheckpointNotFoundError: No checkpoint of this step is live.
-        """
-        self._pin(step, pin=True)
-
-    def unpin(self, step: int) -> None:
-        """Remove the pin of a checkpoint.
-
-        Raises:
-            CheckpointNotFoundError: No checkpoint of this step is live.
-        """
-        self._pin(step, pin=False)
-
-    def _pin(self, step: int, *, pin: bool) -> None:
-        require_step(step)
-        swap(self._store, lambda now: pinned(now, step, pin=pin), deadline=Deadline(_PIN_SECONDS))
