@@ -1,8 +1,8 @@
 """CheckpointManager, and what it is made of.
 
 manager is the class; rank_save and rank_restore are one rank's part of its calls, coordinator the coordinator's;
-background_save runs a save beside training; preemption stops all ranks at one step; random_states is a part of a
-state; reports, progress and telemetry tell how it went.
+background_save runs a save beside training; preemption stops all ranks at one step, sigterm handles the signal;
+random_states is a part of a state; reports, progress and telemetry tell how it went.
 """
 
 from __future__ import annotations
@@ -17,5 +17,6 @@ __all__ = [
     "rank_restore",
     "rank_save",
     "reports",
+    "sigterm",
     "telemetry",
 ]

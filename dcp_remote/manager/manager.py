@@ -254,7 +254,7 @@ class CheckpointManager:
         """
         called_seconds = time.monotonic()
         self._require_open()
-        self._preemption.outlive()
+        self._preemption.forget_expired_notice()
         note = CheckpointLabels.of(step, name=name, metrics=metrics, overwrite=overwrite)
         noted = checked_user(user or {})
         operation = self._telemetry.save(self._store, step=step, rank=self._ranks.rank)
@@ -327,7 +327,7 @@ class CheckpointManager:
             DcpRemoteError: Another rank failed or fell silent, and is named; or `timeout_seconds` have passed.
         """
         self._require_open()
-        self._preemption.outlive()
+        self._preemption.forget_expired_notice()
         self.wait()
         collective = self._prepare(
             "the restore", seconds=self._timeout_seconds, failed=DcpRemoteError, timed_out=DcpRemoteError
@@ -337,7 +337,7 @@ class CheckpointManager:
         try:
             self._ranks.begin(collective)
             # Before the restore, whose outcome may differ between ranks: all ranks must count from the same call.
-            self._preemption.count_anew()
+            self._preemption.count_restore()
             with collective:
                 self._last_load = load_rank(
                     self._ranks,

@@ -107,7 +107,7 @@ def test_a_notice_ends_what_waits_already(what: str, monkeypatch: pytest.MonkeyP
             if ranks.rank == 0:
                 assert given_up.wait(60)
             else:
-                threading.Timer(0.2, managers[1]._preemption.hear).start()
+                threading.Timer(0.2, managers[1]._preemption.record_signal).start()
             try:
                 if what == "restore":
                     managers[ranks.rank].restore(state_of(0))

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -41,6 +42,7 @@ class Terms:
         asked: Who may get a signal.
         give_up: Who may lose patience.
         in_step: Whether each step is a collective of all.
+        stops: How often a rank is told to stop before it does; it outlives each notice but the last.
     """
 
     steps: tuple[int | None, ...]
@@ -48,6 +50,7 @@ class Terms:
     asked: frozenset[int]
     give_up: frozenset[int] = frozenset()
     in_step: bool = True
+    stops: int = 1
 
 
 class World:
@@ -59,17 +62,17 @@ class World:
         self.client = Client(self.store)
         self.agreements = [Agreement(rank, terms.world_size) for rank in range(terms.world_size)]
         self.done = [0] * terms.world_size  # how many steps
-        self.stopped: dict[int, int] = {}  # in which of their calls
+        self.stops: list[list[int]] = [[] for _ in range(terms.world_size)]  # in which of their calls
         self.waits = [False] * terms.world_size
-        self.asked = [False] * terms.world_size
+        self.asked = [0] * terms.world_size  # the number of the notice
         self.gave_up = [False] * terms.world_size
 
     def actions(self) -> list[tuple[str, int]]:
         found: list[tuple[str, int]] = []
         for rank in range(self.terms.world_size):
-            if not self.agreements[rank].settled.is_set():
+            if not self.agreements[rank].settled.is_set() or self.terms.stops > 1:
                 found.append(("beat", rank))
-            if rank in self.terms.asked and not self.asked[rank]:
+            if rank in self.terms.asked and self.can_be_asked(rank):
                 found.append(("signal", rank))
             if rank in self.terms.give_up and self.waits[rank] and not self.gave_up[rank]:
                 found.append(("give up", rank))
@@ -77,35 +80,45 @@ class World:
                 found.append(("train", rank))
         return found
 
+    def can_be_asked(self, rank: int) -> bool:
+        """A notice is outlived once this rank knows the step, at which it may not have been yet."""
+        agreement = self.agreements[rank]
+        next_notice = agreement.round + agreement.settled.is_set()
+        return self.asked[rank] < next_notice <= self.terms.stops
+
+    def has_stopped(self, rank: int) -> bool:
+        return len(self.stops[rank]) == self.terms.stops
+
     def can_train(self, rank: int) -> bool:
-        if rank in self.stopped or self.done[rank] == len(self.terms.steps):
+        if self.has_stopped(rank) or self.done[rank] == len(self.terms.steps):
             return False
         # A collective in each step: nobody is past it before all have come to it, having asked about the step before.
         return not self.terms.in_step or all(
-            self.done[other] >= self.done[rank] + (other in self.stopped) for other in range(self.terms.world_size)
+            self.done[other] >= self.done[rank] + self.has_stopped(other) for other in range(self.terms.world_size)
         )
 
     def act(self, action: tuple[str, int]) -> None:
         what, rank = action
         agreement = self.agreements[rank]
         if what == "signal":
-            self.asked[rank] = True
+            self.asked[rank] = agreement.round + agreement.settled.is_set()
         elif what == "beat":
-            agreement.beat(self.client, asked=self.asked[rank])
+            agreement.exchange(self.client, notice=self.asked[rank])
         elif what == "give up":
             self.gave_up[rank] = True
-            agreement.give_up(self.client)
+            agreement.give_up(self.client, agreement.round)
         else:
             step = self.terms.steps[self.done[rank]]
             if step is None:
-                agreement.count_anew()
+                agreement.count_restore()
             answer = False if step is None else agreement.ask(step)
             self.waits[rank] = answer is None
             if answer:
-                self.stopped[rank] = self.done[rank]
+                self.stops[rank].append(self.done[rank])
             if answer is not None:
                 self.done[rank] += 1
-        assert len(set(self.stopped.values())) <= 1, "ranks stop at different steps"
+        for stops in zip(*self.stops, strict=False):
+            assert len(set(stops)) == 1, "ranks stop at different steps"
 
     def finish(self) -> None:
         """Nothing more happens to anybody, and everybody goes on: all end, and all in the same way."""
@@ -114,8 +127,10 @@ class World:
                 self.act(("beat", rank))
                 if self.can_train(rank):
                     self.act(("train", rank))
-        assert len(self.stopped) in (0, self.terms.world_size), "some ranks stop, and some do not"
-        assert self.stopped or self.done == [len(self.terms.steps)] * self.terms.world_size, "ranks wait for ever"
+        assert len(set(map(tuple, self.stops))) == 1, "some ranks stop, and some do not"
+        assert self.has_stopped(0) or self.done == [len(self.terms.steps)] * self.terms.world_size, (
+            "ranks wait for ever"
+        )
 
     def state(self) -> object:
         return (
@@ -125,7 +140,7 @@ class World:
                 for one in self.agreements
             ],
             sorted((key, self.store.get(key)) for key in self.store.list_keys()),
-            (self.done, self.stopped, self.waits, self.asked, self.gave_up),
+            (self.done, self.stops, self.waits, self.asked, self.gave_up),
         )
 
 
@@ -145,7 +160,7 @@ def explore(terms: Terms) -> tuple[int, set[int | None]]:
         seen.add(state)
         paths.extend((*path, action) for action in world.actions())
         world.finish()
-        endings.add(next(iter(world.stopped.values()), None))
+        endings.add(world.stops[0][-1] if world.has_stopped(0) else None)
     return len(seen), endings
 
 
@@ -165,6 +180,12 @@ BOTH = frozenset({0, 1})
         ),
         pytest.param(Terms((0, 1), 2, BOTH, BOTH), {None, 0, 1}, id="impatient"),
         pytest.param(Terms((0, 1), 3, frozenset({2})), {None, 0, 1}, id="three ranks, one signal"),
+        pytest.param(Terms((0, 1, 2), 2, BOTH, stops=2), {None, 1, 2}, id="outlived once"),
+        pytest.param(
+            Terms((0, 1, 2), 2, frozenset({1}), stops=2, in_step=False), {None, 1, 2}, id="outlived by itself"
+        ),
+        pytest.param(Terms((0, 1, None, 0), 2, frozenset({1}), stops=2), {None, 1, 3}, id="outlived and back"),
+        pytest.param(Terms((0, 1), 2, BOTH, frozenset({0}), stops=2), {None, 1}, id="outlived and impatient"),
     ],
 )
 def test_every_interleaving(terms: Terms, endings: set[int | None]) -> None:
@@ -205,7 +226,7 @@ def train(
     def part(ranks: RankGroup) -> int | None:
         for step in range(1, steps + 1):
             if asked.get(ranks.rank) == step:
-                preemptions[ranks.rank].request()
+                preemptions[ranks.rank].record_signal()
             barrier.wait(20)  # as a collective, which hangs if a rank does not come
             time.sleep(0.001)
             if step % stride == 0 and preemptions[ranks.rank].reached(step):
@@ -254,7 +275,7 @@ def test_a_rank_that_has_not_begun_to_train() -> None:
     with party(2, beat_seconds=0.01) as them:
         early, late = (Preemption(ranks, 20.0) for ranks in them.ranks)
         assert not early.reached(1)
-        late.request()
+        late.record_signal()
         wait_until(early._agreement.settled.is_set)
         assert early.reached(2)
         wait_until(late._agreement.settled.is_set)
@@ -268,18 +289,47 @@ def test_a_training_that_goes_back(is_early: bool) -> None:
         preemptions = [Preemption(ranks, 20.0) for ranks in them.ranks]
 
         def agree() -> None:
-            preemptions[0].request()
+            preemptions[0].record_signal()
             wait_until(lambda: all(one._agreement.settled.is_set() for one in preemptions))
 
         assert not any(one.reached(step) for step in range(1, 31) for one in preemptions)
         if is_early:
             agree()
         for one in preemptions:
-            one.count_anew()
+            one.count_restore()
         if not is_early:
             assert not any(one.reached(5) for one in preemptions)
             agree()
         assert [one.reached(6) for one in preemptions] == [True, True]
+
+
+def test_ranks_that_outlive_their_notice_can_be_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    """They have stopped and gone on; another rank hears of the next notice, each has new time, and all stop again."""
+    clock = Clock()
+    with party(3, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
+        preemptions = [Preemption(ranks, 20.0, clock=clock) for ranks in them.ranks]
+
+        def is_settled(number: int) -> bool:
+            return all(one._agreement.round == number and one._agreement.settled.is_set() for one in preemptions)
+
+        for notice, (rank, step) in enumerate([(0, 1), (2, 5), (1, 7)], start=1):
+            assert not any(one.reached(step) for one in preemptions)
+            preemptions[rank].record_signal()
+            wait_until(partial(is_settled, notice))
+            assert [one.remaining_seconds() for one in preemptions] == [20.0] * 3
+            for _ in range(2):  # as where gradients are accumulated
+                assert [one.reached(step + 1) for one in preemptions] == [True] * 3
+            clock.now += 10
+            preemptions[rank].record_signal()  # again, of the same notice
+            time.sleep(0.1)
+            assert [one._agreement.round for one in preemptions] == [notice] * 3
+            clock.now += 10
+            for one in preemptions:
+                one.forget_expired_notice()
+                assert one.remaining_seconds() is None
+                assert one.reached(step + 1)
+                assert not one.reached(step + 2)
+    assert len(caplog.records) == 3 * 3
 
 
 def test_a_rank_goes_back_while_another_is_asked() -> None:
@@ -289,10 +339,10 @@ def test_a_rank_goes_back_while_another_is_asked() -> None:
         assert not one.reached(30)
         assert not other.reached(30)
         with held(them.ranks[1]):
-            one.request()
-            wait_until(lambda: one._agreement._published)
-            one.count_anew()
-            other.count_anew()
+            one.record_signal()
+            wait_until(lambda: one._agreement._is_published)
+            one.count_restore()
+            other.count_restore()
             assert not other.reached(5)
         wait_until(lambda: one._agreement.settled.is_set() and other._agreement.settled.is_set())
         assert [one.reached(5), one.reached(6), other.reached(6)] == [False, True, True]
@@ -303,7 +353,7 @@ def test_ranks_that_cannot_agree_go_on(caplog: pytest.LogCaptureFixture) -> None
     with party(3, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
         preemptions = [Preemption(ranks, 0.5) for ranks in them.ranks]
         with held(them.ranks[2]):
-            preemptions[0].request()
+            preemptions[0].record_signal()
             for step in (1, 2, 3):
                 assert not any(them_at.reached(step) for them_at in preemptions[:2])
                 wait_until(preemptions[1]._agreement.heard.is_set)
@@ -318,7 +368,7 @@ def test_a_silent_coordinator_holds_nobody_up_for_ever() -> None:
     with party(2, beat_seconds=0.01) as them:
         preemptions = [Preemption(ranks, 0.3) for ranks in them.ranks]
         with held(them.ranks[0]):
-            preemptions[1].request()
+            preemptions[1].record_signal()
             wait_until(preemptions[1]._agreement.heard.is_set)
             assert not preemptions[1].reached(1)
         wait_until(preemptions[0]._agreement.settled.is_set)
@@ -330,16 +380,16 @@ def test_a_store_that_does_not_answer_holds_nobody_up_for_ever(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This rank's own pulse is stuck, after it has said where this rank is: training goes on, and may stop later on."""
-    monkeypatch.setattr("dcp_remote.manager.preemption._LAST_WORD_SECONDS", 0.1)
+    monkeypatch.setattr("dcp_remote.manager.preemption._LAST_ANSWER_SECONDS", 0.1)
     with party(2, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
         one, other = (Preemption(ranks, 0.3) for ranks in them.ranks)
         with held(them.ranks[0]):
-            other.request()
+            other.record_signal()
             wait_until(other._agreement.heard.is_set)
             with held(them.ranks[1]):
                 assert [other.reached(step) for step in (1, 2)] == [False, False]
                 # What the coordinator then decides counts where it still can.
-                Client(dist.PrefixStore("party", them.store)).put_first("preempt/step", Moment(0, 4).encode())
+                Client(dist.PrefixStore("party", them.store)).put_first("preempt/1/step", Moment(0, 4).encode())
             wait_until(other._agreement.settled.is_set)
             assert [other.reached(step) for step in (3, 4, 5)] == [False, True, False]
         wait_until(one._agreement.settled.is_set)
@@ -387,7 +437,7 @@ def test_a_store_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert not preemption.reached(1)
         assert not caplog.records
-        preemption.request()
+        preemption.record_signal()
         assert [preemption.reached(step) for step in (2, 3)] == [False, False]
     assert len(caplog.records) == 1
     ranks.close()
@@ -444,14 +494,14 @@ def test_a_rank_that_is_alone(before: list[int], after: list[int]) -> None:
     """It stops at the next call, whatever its step, and in all calls of that."""
     preemption = Preemption(RankGroup(0, 1, None))
     assert not any(preemption.reached(step) for step in before)
-    preemption.request()
+    preemption.record_signal()
     assert [preemption.reached(step) for step in after] == [step == after[0] for step in after]
 
 
 def test_without_a_notice_nothing_counts_down() -> None:
     """It is not known how long there is."""
     preemption = Preemption(RankGroup(0, 1, None))
-    preemption.request()
+    preemption.record_signal()
     assert preemption.remaining_seconds() is None
     assert preemption.reached(1)
 

@@ -123,7 +123,7 @@ def test_seconds_for_work() -> None:
         clock = Clock()
         preemption = Preemption(RankGroup(0, 1, None), notice_seconds, clock=clock)
         assert preemption.working_seconds() == math.inf
-        preemption.hear()
+        preemption.record_signal()
         assert preemption.working_seconds() == work_seconds
         clock.now += 5.0
         assert preemption.working_seconds() == work_seconds - 5.0
@@ -132,13 +132,16 @@ def test_seconds_for_work() -> None:
 
 
 def test_a_process_that_outlives_its_notice_saves_and_restores() -> None:
-    """A step of training was longer than the notice, or nobody killed it after SIGTERM: what begins then is done."""
+    """A step of training was longer than the notice, or nobody killed it after SIGTERM: what begins then is done.
+
+    The next SIGTERM is heard of like the first.
+    """
     store, clock = MemoryStore(), Clock()
     with CheckpointManager(store, notice_seconds=1.0) as checkpoints:
         preemption = checkpoints._preemption
         preemption._clock = clock
         checkpoints.save(1, {"n": 1}, wait=True)
-        preemption.hear()
+        preemption.record_signal()
         clock.now += 0.9
         with pytest.raises(SaveTimeoutError):
             checkpoints.save(2, {"n": 2}, wait=True)
@@ -148,3 +151,7 @@ def test_a_process_that_outlives_its_notice_saves_and_restores() -> None:
         assert checkpoints.restore(state) == 2
         assert state == {"n": 2}
         assert preemption.remaining_seconds() is None
+        assert [preemption.reached(step) for step in (3, 4)] == [True, False]
+        preemption.record_signal()
+        assert preemption.remaining_seconds() == 1.0
+        assert [preemption.reached(step) for step in (5, 6)] == [True, False]
