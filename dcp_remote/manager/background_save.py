@@ -185,7 +185,7 @@ class BackgroundSave:
         except DcpRemoteError as error:
             if not self._collective.coordinator_lost:
                 raise
-            return self._saver.settle(self._task, error)
+            return self._saver.find_commit(self._task, error)
 
     def _run(self) -> None:
         if not self._leaves.acquire(blocking=False):

@@ -255,7 +255,7 @@ class CheckpointManager:
         called_seconds = time.monotonic()
         self._require_open()
         self._preemption.forget_expired_notice()
-        note = CheckpointLabels.of(step, name=name, metrics=metrics, overwrite=overwrite)
+        labels = CheckpointLabels.of(step, name=name, metrics=metrics, overwrite=overwrite)
         noted = checked_user(user or {})
         operation = self._telemetry.save(self._store, step=step, rank=self._ranks.rank)
         background_save: BackgroundSave | None = None
@@ -272,7 +272,7 @@ class CheckpointManager:
             with operation.phase("staging"):
                 copied = self._copied(collective, state, stage=not wait)
             task = Task(
-                note=note,
+                labels=labels,
                 state=copied,
                 planner=planner if planner is not None else DefaultSavePlanner(),
                 user=noted,

@@ -1,4 +1,4 @@
-"""One rank's part of a save into a run: agree, plan, upload, hear that it is committed."""
+"""One rank's part of a save into a run: agree on the plan, upload, get the answer to the commit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.gil import short_turns
 from dcp_remote.common.text import counted, human_bytes
 from dcp_remote.coordination.collective import Collective
@@ -55,41 +57,41 @@ from dcp_remote.storage.counting import CountingStore, Counts
 
 logger = logging.getLogger(__name__)
 
-# How often a save begins again whose ground was taken away by somebody who keeps the run tidy.
+# Attempts of a save whose objects are removed by another process meanwhile.
 _ATTEMPTS_MAX = 3
 
-# Before the deadline of a save that of an upload passes: who says which shard it was, after how many attempts and why,
-# is to be heard before who was late is all that can be said.
+# Time, and share of the save's time, by which uploads end before the deadline of the save: an error that names the
+# shard, the attempts and the cause has to arrive before the one that only names the late rank.
 _TELL_SECONDS = 5.0
 _TELL_SHARE = 0.2
 
-# How long a manifest is asked for that only spares sending again what did not change.
-_BASE_SECONDS = 20.0
+# Time to read the manifest of the baseline, which only saves uploads.
+_BASELINE_SECONDS = 20.0
 
-# Somebody has waited for a minute already.
-_SETTLE_SECONDS = 10.0
+# Time to look for the commit of a lost coordinator: the caller has waited for a minute already.
+_FIND_COMMIT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A save, as one rank was told to do it.
+    """Save, as `CheckpointManager.save` describes it to one rank.
 
     Attributes:
-        note: Step, names and metrics.
-        state: What to save: a copy, or what nobody changes meanwhile.
-        planner: torch's.
-        user: What the user notes in the manifest; the coordinator's counts.
-        called_seconds: When `save` was called, by `time.monotonic`.
-        waiting_seconds: How long it waited for the save before.
-        staging_seconds: How long the state was copied.
-        seconds: Until its deadline, from when ranks began to meet.
-        operation: Of telemetry.
+        labels: Step, names and metrics.
+        state: State to save: a copy, or the caller's own, which the caller leaves unchanged meanwhile.
+        planner: Planner of torch.
+        user: Notes of the user for the manifest; the coordinator's are stored.
+        called_seconds: Time of the call of `save`, by `time.monotonic`.
+        waiting_seconds: Seconds for which the call waited for the previous save.
+        staging_seconds: Seconds in which the state was copied.
+        seconds: Seconds from the beginning of the collective operation to its deadline.
+        operation: Operation of telemetry.
         background: Whether training goes on meanwhile.
-        unheard: Its last attempt, once all shards are there, until something is heard of the commit. Not the saver's:
-            the thread of an earlier save may still be at that.
+        uncommitted: Ticket and figures of the attempt that waits for the answer to its commit; empty at other times.
+            Kept here because the thread of an earlier save may be stuck, with a task of its own.
     """
 
-    note: CheckpointLabels
+    labels: CheckpointLabels
     state: dict[str, Any]
     planner: SavePlanner
     user: Mapping[str, Any]
@@ -99,17 +101,23 @@ class Task:
     seconds: float
     operation: Operation
     background: bool
-    unheard: list[tuple[SaveTicket, RankFigures]] = field(default_factory=list, init=False)
+    uncommitted: list[tuple[SaveTicket, RankFigures]] = field(default_factory=list, init=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _Agreed:
-    """What this rank is to write, and the planner that has it; the coordinator also knows what it amounts to.
+    """Plan of one save, as the ranks agreed on it.
 
-    Kept by the save itself: a thread that was left behind in an earlier one may still plan that.
+    Not kept by the saver, because the thread of an earlier save may be stuck while it plans.
+
+    Attributes:
+        ticket: Ticket of the save.
+        planner: Planner that holds the state.
+        plan: Plan of this rank.
+        planned: Contents of the checkpoint; None on other ranks than the coordinator.
     """
 
-    begun: SaveTicket
+    ticket: SaveTicket
     planner: SavePlanner
     plan: RankPlan
     planned: Planned | None
@@ -117,45 +125,126 @@ class _Agreed:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the coordinator keeps of the plans of all: for which save they were made, and what they amount to."""
+    """Last plans of all ranks, as the coordinator keeps them.
+
+    Attributes:
+        save_id: Save in which the ranks agreed on the plans.
+        planned: Contents of the checkpoint.
+    """
 
     save_id: str
     planned: Planned
 
 
-class _Part(NamedTuple):
-    """What a rank says when a save begins: of its plan only what tells whether it must be made anew, and how."""
+class _Request(NamedTuple):
+    """Request of a rank to begin a save: of its plan only as much as tells whether the ranks must plan anew, and how.
 
-    note: CheckpointLabels
+    Attributes:
+        labels: Step, names and metrics.
+        key: Save in which the ranks agreed on the plan that this rank would write again; None if it has another one.
+        is_regular: Whether a table holds this rank's plan.
+        digests: Digests of the replicas of which this rank would write parts.
+        unclear: Saves that failed here, of which this rank does not know the outcome, and the shards put for each.
+    """
+
+    labels: CheckpointLabels
     key: str | None
     is_regular: bool
     digests: Digests
     unclear: list[tuple[SaveTicket, tuple[str, ...]]]
 
 
-class _Beginning(NamedTuple):
-    """What the coordinator answers.
+class _Begun(NamedTuple):
+    """Answer of the coordinator to the requests.
 
     Attributes:
-        begun: The save.
-        is_known: Whether every rank writes what it wrote the last time.
-        in_tables: Whether tables of their plans say all, of every rank.
+        ticket: Ticket of the save.
+        is_known: Whether every rank writes what it wrote in the last save.
+        in_tables: Whether tables hold the plans of all ranks.
     """
 
-    begun: SaveTicket
+    ticket: SaveTicket
     is_known: bool
     in_tables: bool
 
 
-class RankSaver:
-    """Saves of one rank, one after another; remembers what it wrote last, so as not to send it again.
+class _CoordinatorPlanning:
+    """Decisions of the coordinator while the ranks plan one save. Made by every rank; called on the coordinator only.
 
     Args:
-        ranks: Who save together.
-        store: Opened at the run.
-        coordinator: The coordinator's side; None on other ranks.
-        memory_budget_bytes: Bound of the copies in memory beyond the state.
-        allow_pickle: Also store objects that only code can load.
+        coordinator: Coordinator's part; None on other ranks.
+        known: Last plans of all ranks; None if there are none, and on other ranks.
+        shard_bytes_max: Bytes of data in a shard.
+
+    Attributes:
+        known: Plans of all ranks, as last decided.
+    """
+
+    def __init__(self, coordinator: Coordinator | None, known: _Known | None, *, shard_bytes_max: int) -> None:
+        """Begin with no replica that differs between ranks."""
+        self._coordinator = coordinator
+        self._shard_bytes_max = shard_bytes_max
+        self._differing = frozenset[Chunk]()
+        self.known = known
+
+    @property
+    def planned(self) -> Planned | None:
+        """Contents of the checkpoint; None on other ranks."""
+        return self.known.planned if self.known is not None else None
+
+    def begin(self, requests: list[_Request], *, deadline: Deadline, borrow: bool) -> _Begun:
+        """Begin the save, and decide how the ranks plan; see `Coordinator.begin`."""
+        coordinator = _require_coordinator(self._coordinator)
+        for ticket, put in itertools.chain.from_iterable(request.unclear for request in requests):
+            coordinator.failed(ticket, put)
+        ticket = coordinator.begin([request.labels for request in requests], deadline, borrow=borrow)
+        is_known = self.known is not None and all(request.key == self.known.save_id for request in requests)
+        is_known = self.compare_replicas([request.digests for request in requests]) and is_known
+        return _Begun(ticket, is_known, in_tables=all(request.is_regular for request in requests))
+
+    def compare_replicas(self, digests: list[Digests]) -> bool:
+        """Return whether ranks that write parts of a replica hold equal values; log the replicas that differ."""
+        found = differing(digests)
+        for name, offsets in sorted(found):
+            logger.warning(
+                "Ranks hold different values of a tensor that is replicated; those of one rank are saved. tensor=%s "
+                "offsets=%s",
+                name,
+                offsets,
+            )
+        self._differing |= found
+        return not found
+
+    def arrange_tables(self, tables: list[PlanTable], *, ticket: SaveTicket, planner: SavePlanner) -> list[Share]:
+        """Decide which rank writes what, by tables of the plans; return the share of each rank."""
+        arrangement = arrange(
+            tables,
+            shard_bytes_max=self._shard_bytes_max,
+            unlike=self._differing,
+            to_lowest_rank=is_torchs(planner) and planner.dedup_save_to_lowest_rank,
+        )
+        self.known = _Known(ticket.save_id, arrangement.planned)
+        return arrangement.shares
+
+    def plan_all(self, plans: list[SavePlan], *, ticket: SaveTicket, planner: SavePlanner) -> list[SavePlan]:
+        """Have the planner decide which rank writes what; return the plan of each rank."""
+        own_plans, metadata = plan_all(planner, plans)
+        self.known = _Known(ticket.save_id, planned_of(metadata))
+        return own_plans
+
+
+class RankSaver:
+    """Saves of one rank, one after another; keeps what it wrote last, so as not to send the same bytes again.
+
+    Args:
+        ranks: Ranks that save together.
+        store: Store, opened at the run.
+        coordinator: Coordinator's part; None on other ranks.
+        memory_budget_bytes: Bound in bytes of the copies in memory beyond the state.
+        allow_pickle: Whether to store objects that only code can load.
+
+    Attributes:
+        background_maintenance: Thread that deletes what this rank's saves leave.
     """
 
     def __init__(
@@ -167,84 +256,84 @@ class RankSaver:
         memory_budget_bytes: int,
         allow_pickle: bool,
     ) -> None:
-        """See the class; no request is made."""
+        """Store the arguments; no request is made."""
         self._ranks = ranks
         self._store = store
         self._coordinator = coordinator
-        # Deletes what this rank's saves leave.
         self.background_maintenance = (
             BackgroundMaintenance(store.uncounted) if coordinator is None else coordinator.background_maintenance
         )
         self._memory_budget_bytes = memory_budget_bytes
         self._shard_bytes_max = shard_bytes_max(memory_budget_bytes)
         self._allow_pickle = allow_pickle
-        # Shards of saves of which this rank does not know how they ended; the coordinator finds out.
+        # Saves of which this rank does not know the outcome, and the shards put for each; the coordinator finds out.
         self._unclear: list[tuple[SaveTicket, tuple[str, ...]]] = []
-        # What this rank wrote last, and the checkpoint that names it: save_id and manifest key.
+        # Checkpoint that names what this rank wrote last (save_id and manifest key), and what that was.
         self._last: tuple[tuple[str, str], Baseline] | None = None
-        # What all agreed on last, and for which save: plans on each rank, what they amount to on the coordinator.
+        # Last plans on which the ranks agreed: this rank's, and on the coordinator what they amount to.
         self._plans = PlanCache()
-        self._planned: _Known | None = None
+        self._known: _Known | None = None
 
     @short_turns()
     def save(self, collective: Collective, task: Task) -> SaveReport:
-        """Save; called by every rank, in a block of the joint. Returns when it is committed.
+        """Save; return when the checkpoint is committed. Called by every rank, in the block of the operation.
 
         Raises:
-            DcpRemoteError: What this rank, another, or the coordinator failed with.
+            DcpRemoteError: This rank, another, or the coordinator failed.
         """
         before = self._store.counts
         for attempt in range(1, _ATTEMPTS_MAX + 1):
-            # The last attempt borrows nothing, and so rests on nothing that others could remove.
+            # The last attempt reuses no shard, and so depends on nothing that others could remove.
             answer = self._attempt(collective, task, attempt, before)
             if isinstance(answer, SaveReport):
                 return answer
-            logger.warning("%s: the save of step %d begins again: %s", self._store.url, task.note.step, answer.why)
+            logger.warning("%s: the save of step %d begins again: %s", self._store.url, task.labels.step, answer.why)
         raise CommitConflictError(
-            "What the save rested on was removed each time; nothing was committed. Is somebody removing orphans "
-            "without a grace?",
+            "Another process removed objects that the save needed during each attempt; nothing was committed. Give "
+            "`dcp-remote gc` a grace period that is longer than a save.",
             url=self._store.url,
-            step=task.note.step,
+            step=task.labels.step,
             attempts=_ATTEMPTS_MAX,
         )
 
-    def settle(self, task: Task, lost: DcpRemoteError) -> SaveReport:
-        """The coordinator was lost: look whether it had committed; one GET.
+    def find_commit(self, task: Task, lost: DcpRemoteError) -> SaveReport:
+        """Find out whether the coordinator, which is lost, had committed the save; one GET.
 
         Args:
-            task: Of the save.
-            lost: How it was lost.
+            task: Task of the save.
+            lost: Error by which the coordinator was lost.
 
         Returns:
-            That it had; with the figures of this rank alone.
+            Report of the commit, with the figures of this rank alone.
 
         Raises:
             DcpRemoteError: `lost`, if there was nothing to commit yet.
-            CommitUnknownError: It had not. If it was only stopped, it may do so when it wakes up.
+            CommitUnknownError: The coordinator had not committed. If it was only stopped, it may do so when it goes on.
         """
-        if not task.unheard:
+        if not task.uncommitted:
             raise lost
-        begun, figures = task.unheard[0]
-        catalog = catalog_of(self._store, retry_seconds=_SETTLE_SECONDS)
-        entry = next((one for one in catalog.entries if one.save_id == begun.save_id), None) if catalog else None
+        ticket, figures = task.uncommitted[0]
+        catalog = catalog_of(self._store, retry_seconds=_FIND_COMMIT_SECONDS)
+        entry = next((entry for entry in catalog.entries if entry.save_id == ticket.save_id), None) if catalog else None
         if entry is None:
             raise CommitUnknownError(
-                f"{lost.what} It was about to commit, and has not done so: it will not unless it wakes up.",
-                **{**lost.details, "url": self._store.url, "save_id": begun.save_id},
+                f"{lost.what} The coordinator was about to commit, and has not done so. It may commit later if its "
+                "process is only stopped.",
+                **{**lost.details, "url": self._store.url, "save_id": ticket.save_id},
             ) from lost
-        told = combine([figures], step=entry.step, save_id=entry.save_id, total_bytes=entry.size_bytes)
-        return replace(told, world_size=self._ranks.world_size, background=task.background)
+        report = combine([figures], step=entry.step, save_id=entry.save_id, total_bytes=entry.size_bytes)
+        return replace(report, world_size=self._ranks.world_size, background=task.background)
 
     def _attempt(self, collective: Collective, task: Task, attempt: int, before: Counts) -> SaveReport | Again:
         with task.operation.phase("planning"):
             agreed = self._plan(collective, task, borrow=attempt < _ATTEMPTS_MAX)
-        begun = agreed.begun
-        with self._progress(task, agreed.plan.plan) as progress:
+        ticket = agreed.ticket
+        with self._make_progress(task, agreed.plan.plan) as progress:
             uploading_seconds = time.monotonic()
             with task.operation.phase("uploading"):
                 report = self._upload(collective, task, agreed, progress)
-            figures = self._figures(task, report, before, uploading_seconds)
-            task.unheard.append((begun, figures))
+            figures = self._make_figures(task, report, before, uploading_seconds)
+            task.uncommitted.append((ticket, figures))
             collective.note("waiting for the commit")
             progress.tell("waiting for the others")
             with task.operation.phase("committing"):
@@ -253,104 +342,72 @@ class RankSaver:
                         (report, figures), lambda parts: self._commit(collective, task, agreed, parts)
                     )
                 except BaseException:
-                    self._give_up(collective, begun, report.shards.keys[: report.put])
+                    self._give_up(collective, ticket, report.shards.keys[: report.put])
                     raise
-            task.unheard.clear()
+            task.uncommitted.clear()
             if isinstance(answer, Again):
                 return answer
-            done, told = answer
-            told = replace(told, attempts=attempt)
-            progress.close(str(told) if self._ranks.is_coordinator else None)
-        self._last = (done.save_id, done.manifest), Baseline.of_report(report, left_out=done.left_out)
-        return told
+            committed, save_report = answer
+            save_report = replace(save_report, attempts=attempt)
+            progress.close(str(save_report) if self._ranks.is_coordinator else None)
+        baseline = Baseline.of_report(report, left_out=committed.left_out)
+        self._last = (committed.save_id, committed.manifest), baseline
+        return save_report
 
-    def _give_up(self, collective: Collective, begun: SaveTicket, put: tuple[str, ...]) -> None:
-        """Have the shards of a save deleted that failed after they were put."""
+    def _give_up(self, collective: Collective, ticket: SaveTicket, put: tuple[str, ...]) -> None:
+        """Delete the shards of a save that failed, as soon as it is certain that it was not committed."""
         if collective.ended_before_commit:
             self.background_maintenance.delete(put)
         elif not self._ranks.is_coordinator:
             # The coordinator may have their keys, and may have committed them.
-            self._unclear.append((begun, put))
+            self._unclear.append((ticket, put))
 
     def _plan(self, collective: Collective, task: Task, *, borrow: bool) -> _Agreed:
-        """Agree on what is saved, and who writes what of it: as the last time, if on every rank only values changed."""
+        """Agree on what is saved, and who writes what of it: as in the last save, if only values have changed."""
         planner, proposal = uncached(task.planner), None
-        if is_torchs(planner):  # a user's may want to know of the save
+        if is_torchs(planner):  # a user's planner may want to know the save
             proposal = self._propose(collective, planner, task)
-        kept, known, unlike = self._plans, self._planned, frozenset[Chunk]()
-        part = self._part(collective, task, planner, proposal)
+        plans = self._plans
+        planning = _CoordinatorPlanning(self._coordinator, self._known, shard_bytes_max=self._shard_bytes_max)
+        request = self._make_request(collective, task, planner, proposal)
         collective.note("asking whether this step may be saved")
-
-        def compared(digests: list[Digests]) -> bool:
-            """On the coordinator: whether what is written in parts is the same everywhere."""
-            nonlocal unlike
-            found = differing(digests)
-            for name, offsets in sorted(found):
-                logger.warning(
-                    "Ranks hold different values of a tensor that each has whole; one rank's are saved. tensor=%s "
-                    "offsets=%s",
-                    name,
-                    offsets,
-                )
-            unlike |= found
-            return not found
-
-        def begin(parts: list[_Part]) -> _Beginning:
-            for one, put in itertools.chain.from_iterable(part.unclear for part in parts):
-                _there(self._coordinator).failed(one, put)
-            begun = _there(self._coordinator).begin([one.note for one in parts], collective.deadline, borrow=borrow)
-            is_known = known is not None and all(one.key == known.save_id for one in parts)
-            is_known = compared([one.digests for one in parts]) and is_known
-            return _Beginning(begun, is_known, in_tables=all(one.is_regular for one in parts))
-
-        beginning = collective.gather(part, begin)
-        del self._unclear[: len(part.unclear)]  # the thread of an earlier save may have added more
-        begun = beginning.begun
-        if beginning.is_known:
-            return _Agreed(begun, planner, kept.plan.finish(planner), known.planned if known is not None else None)
+        begun = collective.gather(
+            request, lambda requests: planning.begin(requests, deadline=collective.deadline, borrow=borrow)
+        )
+        del self._unclear[: len(request.unclear)]  # the thread of an earlier save may have added more
+        ticket = begun.ticket
+        if begun.is_known:
+            return _Agreed(ticket, planner, plans.plan.finish(planner), planning.planned)
         if proposal is None:
-            proposal = self._propose(collective, planner, task, save_id=begun.save_id)
+            proposal = self._propose(collective, planner, task, save_id=ticket.save_id)
         collective.note("planning")
-
-        def arranged(tables: list[PlanTable]) -> list[Share]:
-            nonlocal known
-            arrangement = arrange(
-                tables,
-                shard_bytes_max=self._shard_bytes_max,
-                unlike=unlike,
-                to_lowest_rank=is_torchs(planner) and planner.dedup_save_to_lowest_rank,
-            )
-            known = _Known(begun.save_id, arrangement.planned)
-            return arrangement.shares
-
-        def planned(plans: list[SavePlan]) -> list[SavePlan]:
-            nonlocal known
-            own_plans, metadata = plan_all(planner, plans)
-            known = _Known(begun.save_id, planned_of(metadata))
-            return own_plans
-
-        if beginning.in_tables:
-            table, digests, agree = table_of(proposal), part.digests, False
+        if begun.in_tables:
+            arrange_tables = partial(planning.arrange_tables, ticket=ticket, planner=planner)
+            table, digests, is_agreed = table_of(proposal), request.digests, False
             # Again where writers of parts turn out to hold different values: then one of them writes the whole.
-            while not agree:
-                share = collective.scatter(table, arranged)
+            while not is_agreed:
+                share = collective.scatter(table, arrange_tables)
                 own = plan_of(proposal, share)
                 digests = replica_digests(own, planner, collective.require_going_on, known=digests)
-                agree = not share.is_cut or collective.gather(digests, compared)
+                is_agreed = not share.is_cut or collective.gather(digests, planning.compare_replicas)
         else:
-            own = RankPlan(collective.scatter(proposal.plan, planned))
-        self._planned = known
-        self._plans = PlanCache(begun.save_id, proposal, own) if is_torchs(planner) else PlanCache()
-        return _Agreed(begun, planner, own.finish(planner), known.planned if known is not None else None)
+            own = RankPlan(
+                collective.scatter(proposal.plan, partial(planning.plan_all, ticket=ticket, planner=planner))
+            )
+        self._known = planning.known
+        self._plans = PlanCache(ticket.save_id, proposal, own) if is_torchs(planner) else PlanCache()
+        return _Agreed(ticket, planner, own.finish(planner), planning.planned)
 
-    def _part(self, collective: Collective, task: Task, planner: SavePlanner, proposal: Proposal | None) -> _Part:
-        """What this rank says when a save begins; digests of what it would write in parts under the plan it kept."""
+    def _make_request(
+        self, collective: Collective, task: Task, planner: SavePlanner, proposal: Proposal | None
+    ) -> _Request:
+        """Return the request to begin the save; digests what this rank would write in parts under the plan it kept."""
         key = self._plans.key_of(proposal)
         if proposal is None or key is None:
-            return _Part(task.note, None, proposal is not None and proposal.is_regular, {}, self._unclear[:])
+            return _Request(task.labels, None, proposal is not None and proposal.is_regular, {}, self._unclear[:])
         collective.note("comparing replicas")
         digests = replica_digests(self._plans.plan, planner, collective.require_going_on)
-        return _Part(task.note, key, proposal.is_regular, digests, self._unclear[:])
+        return _Request(task.labels, key, proposal.is_regular, digests, self._unclear[:])
 
     def _propose(
         self, collective: Collective, planner: SavePlanner, task: Task, *, save_id: str | None = None
@@ -369,36 +426,37 @@ class RankSaver:
         agreed: _Agreed,
         parts: list[tuple[RankReport, RankFigures]],
     ) -> tuple[Committed, SaveReport] | Again:
-        """On the coordinator, which has heard from all."""
+        """Commit what all ranks report; called on the coordinator only."""
         began_seconds, counts = time.monotonic(), self._store.counts
-        assert agreed.planned is not None, "on the coordinator"
-        reports = [report for report, _ in parts]
-        done = _there(self._coordinator).commit(collective, agreed.begun, agreed.planned, reports, task.user)
-        if isinstance(done, Again):
-            return done
+        assert agreed.planned is not None, "called on the coordinator"
+        coordinator, reports = _require_coordinator(self._coordinator), [report for report, _ in parts]
+        answer = coordinator.commit(collective, agreed.ticket, agreed.planned, reports, task.user)
+        if isinstance(answer, Again):
+            return answer
         own = parts[0][1]
-        mine = replace(
+        own = replace(
             own,
             requests=own.requests + self._store.counts.since(counts).requests,
             seconds=replace(own.seconds, committing=time.monotonic() - began_seconds),
         )
-        return done, combine(
-            [mine, *(figures for _, figures in parts[1:])],
-            step=task.note.step,
-            save_id=done.save_id,
-            total_bytes=done.total_bytes,
+        return answer, combine(
+            [own, *(figures for _, figures in parts[1:])],
+            step=task.labels.step,
+            save_id=answer.save_id,
+            total_bytes=answer.total_bytes,
             background=task.background,
         )
 
-    def _progress(self, task: Task, plan: SavePlan) -> Progress:
-        """Of this rank's upload; drawn on the coordinator's terminal alone."""
+    def _make_progress(self, task: Task, plan: SavePlan) -> Progress:
+        """Return the progress of this rank's upload; drawn on the coordinator's terminal alone."""
         shown = self._ranks.is_coordinator and can_redraw(sys.stderr)
-        return Progress(f"saving step {task.note.step}", _plan_bytes(plan), sys.stderr, is_terminal=shown)
+        return Progress(f"saving step {task.labels.step}", _plan_bytes(plan), sys.stderr, is_terminal=shown)
 
     def _upload(self, collective: Collective, task: Task, agreed: _Agreed, progress: Progress) -> RankReport:
-        begun = agreed.begun
+        run = agreed.ticket.run
         collective.note("uploading")
-        base = self._base(begun, retry_seconds=min(_BASE_SECONDS, collective.deadline.remaining_seconds() / 4))
+        retry_seconds = min(_BASELINE_SECONDS, collective.deadline.remaining_seconds() / 4)
+        baseline = self._find_baseline(agreed.ticket, retry_seconds=retry_seconds)
         put: list[int] = []
 
         def on_put(_key: str, size_bytes: int) -> None:
@@ -418,32 +476,36 @@ class RankSaver:
                 agreed.plan.plan,
                 agreed.planner,
                 uploads,
-                ShardNames(self._ranks.rank, origin(revision=begun.run.revision, step=begun.run.step)),
+                ShardNames(self._ranks.rank, origin(revision=run.revision, step=run.step)),
                 rank=self._ranks.rank,
                 url=self._store.url,
                 allow_pickle=self._allow_pickle,
                 shard_bytes_max=self._shard_bytes_max,
                 shared=agreed.plan.shared,
-                base=base,
+                base=baseline,
             )
         progress.add(report.figures.borrowed_bytes)
         return report
 
-    def _base(self, begun: SaveTicket, *, retry_seconds: float) -> Baseline | None:
-        """What may be borrowed of: what this rank wrote last, or else the manifest of the newest checkpoint."""
-        if begun.borrowed is None:
+    def _find_baseline(self, ticket: SaveTicket, *, retry_seconds: float) -> Baseline | None:
+        """Return what this rank wrote last, or else what the newest checkpoint holds; None if nothing may be reused."""
+        if ticket.borrowed is None:
             return None
-        if self._last is not None and self._last[0] == begun.borrowed:
+        if self._last is not None and self._last[0] == ticket.borrowed:
             return self._last[1]
-        save_id, key = begun.borrowed
+        save_id, key = ticket.borrowed
         try:
             manifest = read_manifest_at(self._store, key, save_id=save_id, retry_seconds=retry_seconds)
         except DcpRemoteError as error:
-            logger.warning("%s: everything is sent again, for want of a manifest: %s", self._store.url, error)
+            logger.warning(
+                "%s: all data is uploaded again, because the manifest of the newest checkpoint cannot be read: %s",
+                self._store.url,
+                error,
+            )
             return None
         return Baseline.of_manifest(manifest, url=self._store.url)
 
-    def _figures(self, task: Task, report: RankReport, before: Counts, uploading_seconds: float) -> RankFigures:
+    def _make_figures(self, task: Task, report: RankReport, before: Counts, uploading_seconds: float) -> RankFigures:
         now, own = time.monotonic(), report.figures
         staged_seconds = task.called_seconds + task.waiting_seconds + task.staging_seconds
         return RankFigures(
@@ -465,11 +527,11 @@ class RankSaver:
 
 
 def _plan_bytes(plan: SavePlan) -> int:
-    """Of the tensors of a rank's plan."""
+    """Return the bytes of the tensors of a rank's plan."""
     tensors = (item.tensor_data for item in plan.items if item.tensor_data is not None)
-    return sum(math.prod(one.chunk.sizes) * one.properties.dtype.itemsize for one in tensors)
+    return sum(math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize for tensor in tensors)
 
 
-def _there(coordinator: Coordinator | None) -> Coordinator:
-    assert coordinator is not None, "asked on the coordinator alone"
+def _require_coordinator(coordinator: Coordinator | None) -> Coordinator:
+    assert coordinator is not None, "called on the coordinator"
     return coordinator

@@ -55,10 +55,10 @@ def _saver(store: MemoryStore, begun: dict[int, SaveTicket], monkeypatch: pytest
     saver = RankSaver(ranks, CountingStore(store), None, memory_budget_bytes=2**30, allow_pickle=False)
     figures = RankFigures(rank=1)
     report = SimpleNamespace(shards=SimpleNamespace(keys=()), put=0)
-    agreed = {step: SimpleNamespace(begun=one, plan=RankPlan(SavePlan([]))) for step, one in begun.items()}
-    monkeypatch.setattr(saver, "_plan", lambda _joint, task, **_: agreed[task.note.step])
+    agreed = {step: SimpleNamespace(ticket=one, plan=RankPlan(SavePlan([]))) for step, one in begun.items()}
+    monkeypatch.setattr(saver, "_plan", lambda _joint, task, **_: agreed[task.labels.step])
     monkeypatch.setattr(saver, "_upload", lambda *_: report)
-    monkeypatch.setattr(saver, "_figures", lambda *_: figures)
+    monkeypatch.setattr(saver, "_make_figures", lambda *_: figures)
     return saver
 
 
@@ -76,10 +76,10 @@ def test_whether_a_lost_coordinator_committed_is_asked_of_this_save_alone(monkey
     job.commit(begun[2], b"a manifest", size_bytes=1, deadline=Deadline(60.0))
     saver, before, now = _saver(store, begun, monkeypatch), _task(1), _task(2)
     _failed(saver, _Joint(lambda: _failed(saver, _Joint(), before)), now)
-    assert saver.settle(now, LOST).step == 2
+    assert saver.find_commit(now, LOST).step == 2
     _failed(saver, _Joint(), before)
     with pytest.raises(SaveFailedError) as caught:
-        saver.settle(_task(3), LOST)
+        saver.find_commit(_task(3), LOST)
     assert caught.value is LOST
 
 
@@ -97,7 +97,7 @@ def test_shards_that_a_late_thread_leaves_while_ranks_agree_are_told_of_the_next
         def gather(self, value: Any, decide: object) -> Any:
             told.append(len(pickle.loads(pickle.dumps(value.unclear))))
             saver._give_up(_Joint(), begun[1], ("shards/a",))  # type: ignore[arg-type]
-            return SimpleNamespace(begun=begun[1], is_known=True)
+            return SimpleNamespace(ticket=begun[1], is_known=True)
 
     for _ in range(2):
         with contextlib.suppress(AttributeError):  # no plan was kept
