@@ -1,4 +1,4 @@
-"""One rank's part of restoring a checkpoint of a run: agree which, read, agree that nobody failed."""
+"""One rank's part of a restore from a run: agree on the checkpoint, read, agree that no rank failed."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
 
 logger = logging.getLogger(__name__)
 
-
-# Of manifests that all ranks get from the coordinator, over the one host of their group's store. What is more than that
-# each reads for itself: a store of objects has many hosts.
+# Bytes of the manifest, times the ranks, up to which the coordinator sends it to all ranks, over the one host of their
+# group's store. A larger manifest is read by each rank from the object store, which has many hosts.
 _MANIFESTS_BYTES_MAX = 256 * MiB
 
 
@@ -60,18 +59,21 @@ def load_rank(
     allow_pickle: bool,
     memory_budget_bytes: int,
 ) -> LoadReport | None:
-    """Restore; called by every rank, in a block of the joint. None if there is nothing to restore.
+    """Restore a checkpoint; called by every rank, in the block of the operation.
 
     Args:
-        ranks: Who restore together.
-        collective: Of all of them.
-        store: Opened at the run.
-        state: Whose tensors are read into.
-        step: A step, or a checkpoint's name; None is the newest.
-        planner: torch's; None is its default.
-        operation: Of telemetry.
-        allow_pickle: Also load objects that only code can load.
-        memory_budget_bytes: Bound of the buffers beyond the state.
+        ranks: Ranks that restore together.
+        collective: Collective operation of these ranks.
+        store: Store, opened at the run.
+        state: State; tensors are read into its tensors.
+        step: Step or name of the checkpoint; None is the newest.
+        planner: Planner of torch; None is `DefaultLoadPlanner()`.
+        operation: Operation of telemetry.
+        allow_pickle: Whether to load objects that only code can load.
+        memory_budget_bytes: Bound of the buffers beyond the state, in bytes.
+
+    Returns:
+        Report; None if `step` is None and the run has no checkpoint.
 
     Raises:
         DcpRemoteError: See `CheckpointManager.restore`.
@@ -80,11 +82,11 @@ def load_rank(
     with operation.phase("planning"):
         collective.note("asking which checkpoint to restore")
         chosen = collective.gather(
-            step, lambda steps: collective.apart(partial(_chosen, store, steps, collective.deadline))
+            step, lambda steps: collective.apart(partial(_choose, store, steps, collective.deadline))
         )
         if chosen is None:
             if ranks.is_coordinator:
-                # A URL that is a little wrong looks the same: a job must not begin anew without a word.
+                # A mistyped URL looks the same, so that a job would begin anew unnoticed.
                 logger.warning("%s: there is no checkpoint here yet; the job starts from nothing", store.url)
             return None
         entry = chosen.entry
@@ -92,28 +94,28 @@ def load_rank(
         data = chosen.manifest
         if data is None:
             data = collective.apart(
-                partial(fetch_entry, store, entry, retry_seconds=_asking_seconds(collective.deadline))
+                partial(fetch_entry, store, entry, retry_seconds=_retry_seconds(collective.deadline))
             )
-        # A damaged manifest is read once more here.
-        decode = partial(decode_entry, store, entry, data, retry_seconds=_asking_seconds(collective.deadline))
+        # Reads the manifest once more if it is damaged.
+        decode = partial(decode_entry, store, entry, data, retry_seconds=_retry_seconds(collective.deadline))
         manifest = collective.apart(decode)
         del chosen, data
-        # What follows may be collectives of training, which nobody may enter alone.
-        collective.gather(None, _all_are_here)
+        # `Stateful` objects may call collectives of torch next, in which one rank alone would hang.
+        collective.gather(None, _require_no_failure)
         saved = _saved_paths(manifest)
         template = template_of(state, ranks.rank, saved)
         keys = TextKeys(template)
         _require_not_thinned(entry, template)
         if ranks.is_coordinator:
-            _tell_of_missing_ranks(state, manifest, saved, ranks.world_size)
-            _tell_of_what_has_no_place(template, saved)
+            _warn_of_other_world_size(state, manifest, saved, ranks.world_size)
+            _warn_of_empty_places(template, saved)
         planner = planner if planner is not None else DefaultLoadPlanner()
         exchange: PeerExchange | None = None
         if ranks.world_size > 1:
             exchange = PeerExchange(
                 ranks.rank,
                 host_towards(ranks.store_host),
-                # Another's may change a tensor when it is complete.
+                # A user's `commit_tensor` may change a tensor: peers must not get its bytes.
                 gives=inherits_methods(planner, DefaultLoadPlanner, ("commit_tensor",)),
                 memory_budget_bytes=memory_budget_bytes,
                 is_over=collective.deadline.expired,
@@ -122,7 +124,7 @@ def load_rank(
         metadata.storage_meta = StorageMeta(checkpoint_id=store.url, save_id=manifest.save_id)
         planner.set_up_planner(keys.template, metadata, ranks.is_coordinator)
         plan = local_plan(planner)
-        # torch's own changes nothing here, and plans are large: only who has something to say to all is asked.
+        # torch's own returns the plans unchanged. Plans are large, so they are exchanged only for a user's own method.
         if not inherits_methods(planner, DefaultLoadPlanner, ("create_global_plan",)):
             plan = collective.scatter(plan, planner.create_global_plan)
         plan = planner.finish_plan(plan)
@@ -133,11 +135,11 @@ def load_rank(
             layers = make_target_layers(manifest, plan, planner, allow_pickle=allow_pickle)
             _read_layers(store, manifest, layers, collective, exchange, memory_budget_bytes=memory_budget_bytes)
             collective.note(f"has read step {entry.step}, waiting for the others")
-            # Until then there is somebody who wants what this rank has read.
-            collective.gather(None, _all_are_here)
+            # Until then another rank may want what this rank has read.
+            collective.gather(None, _require_no_failure)
         keys.put_back()
         put_back(state, template, ranks.rank)
-        collective.gather(None, _all_are_here)
+        collective.gather(None, _require_no_failure)
     counts = store.counts.since(before)
     report = LoadReport(
         step=entry.step,
@@ -203,54 +205,62 @@ def _read_layers(
         )
 
 
-def _all_are_here(_answers: Sequence[None]) -> None:
-    """Nobody has failed so far."""
+def _require_no_failure(_answers: Sequence[None]) -> None:
+    """Decide nothing: that all ranks arrive shows that none has failed so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What is restored.
+    """Checkpoint to restore.
 
     Attributes:
-        entry: Of the catalog.
-        manifest: As it is stored; None if each reads it for itself.
+        entry: Entry of the catalog.
+        manifest: Bytes of the manifest, as stored; None if each rank reads it from the store.
     """
 
     entry: Entry
     manifest: bytes | None
 
 
-def _asking_seconds(deadline: Deadline) -> float:
-    """How long one question is asked."""
+def _retry_seconds(deadline: Deadline) -> float:
+    """Return the seconds for which one request is retried."""
     return min(RANGE_RETRY_SECONDS, deadline.remaining_seconds())
 
 
-def _chosen(store: ObjectStore, steps: Sequence[int | str | None], deadline: Deadline) -> _Chosen | None:
+def _choose(store: ObjectStore, steps: Sequence[int | str | None], deadline: Deadline) -> _Chosen | None:
+    """Choose the checkpoint that all ranks ask for; called on the coordinator only."""
     if any(step != steps[0] for step in steps):
-        raise InvalidArgumentError("Ranks ask for different checkpoints at a time.", steps=str(steps[:16]))
+        raise InvalidArgumentError(
+            "Ranks restore different steps; nothing was restored. Call restore with one step on all ranks.",
+            steps=str(steps[:16]),
+        )
     if type(steps[0]) not in (int, str, type(None)):
-        raise InvalidArgumentError("A step is an integer, or a checkpoint's name.", step=steps[0])
-    # Before anything is trained: the first save would refuse it, hours later.
-    require_no_checkpoint_by_itself(RetryingStore(store, Deadline(_asking_seconds(deadline))))
-    catalog = catalog_of(store, retry_seconds=_asking_seconds(deadline))
+        raise InvalidArgumentError("A step must be an integer, or a checkpoint's name.", step=steps[0])
+    # Refused before training begins, because the first save would be refused hours later.
+    require_no_checkpoint_by_itself(RetryingStore(store, Deadline(_retry_seconds(deadline))))
+    catalog = catalog_of(store, retry_seconds=_retry_seconds(deadline))
     if steps[0] is None and (catalog is None or catalog.latest() is None):
         return None
     if catalog is None:
-        raise CheckpointNotFoundError("There is no run here yet.", url=store.url, step=steps[0])
+        raise CheckpointNotFoundError(
+            "There is no run here yet (no catalog.json), and so no step of one. Check the URL.",
+            url=store.url,
+            step=steps[0],
+        )
     entry = find(catalog, steps[0], url=store.url)
     warn_of_going_back(catalog, entry, url=store.url)
-    data = fetch_entry(store, entry, retry_seconds=_asking_seconds(deadline))
+    data = fetch_entry(store, entry, retry_seconds=_retry_seconds(deadline))
     return _Chosen(entry, data if len(data) * len(steps) <= _MANIFESTS_BYTES_MAX else None)
 
 
 def _require_not_thinned(entry: Entry, template: Mapping[str, Any]) -> None:
-    gone = [key for key in entry.thinned if key in template]
-    if gone:
+    missing = [key for key in entry.thinned if key in template]
+    if missing:
         raise InvalidArgumentError(
-            "This checkpoint was thinned: retention let go what the state asks for. Leave it out of the state, or "
-            "restore a newer step.",
+            "This checkpoint was thinned: retention deleted entries that the state asks for. Leave these keys out of "
+            "the state, or restore a newer step.",
             step=entry.step,
-            without=", ".join(gone),
+            without=", ".join(missing),
         )
 
 
@@ -260,8 +270,8 @@ def _saved_paths(manifest: Manifest) -> set[tuple[str | int, ...]]:
     return {path for name, path in (manifest.flatten or {}).items() if name in entries}
 
 
-def _tell_of_what_has_no_place(template: Mapping[str, Any], saved: set[tuple[str | int, ...]]) -> None:
-    """Of an optimizer that has made no step, most of all: what is empty asks for nothing, and gets nothing."""
+def _warn_of_empty_places(template: Mapping[str, Any], saved: set[tuple[str | int, ...]]) -> None:
+    """Warn of empty dicts of the state below which the checkpoint has values, as of an optimizer without a step."""
     places = empty_places(template)
     depths = {len(place) for place in places}
     below_of = Counter(path[:depth] for path in saved for depth in depths if depth < len(path))
@@ -275,10 +285,10 @@ def _tell_of_what_has_no_place(template: Mapping[str, Any], saved: set[tuple[str
             )
 
 
-def _tell_of_missing_ranks(
+def _warn_of_other_world_size(
     state: Mapping[str, Any], manifest: Manifest, saved: set[tuple[str | int, ...]], world_size: int
 ) -> None:
-    """Once: which of the values that differ between ranks stay as they are, and which are nobody's."""
+    """Warn of `PerRank` values that stay as they are, and of those of the checkpoint that no rank gets."""
     keys = sorted(key for key, value in state.items() if isinstance(value, PerRank))
     kept = [key for key in keys if any((PER_RANK_KEY, str(rank), key) not in saved for rank in range(world_size))]
     left = [
@@ -286,14 +296,17 @@ def _tell_of_missing_ranks(
         for key in keys
         if any((PER_RANK_KEY, str(rank), key) in saved for rank in range(world_size, manifest.world_size))
     ]
-    for told, of in (("ranks that it has no values of keep their own", kept), ("values of others are left out", left)):
-        if of:
+    for message, named in (
+        ("ranks that it has no values of keep their own", kept),
+        ("values of others are left out", left),
+    ):
+        if named:
             logger.warning(
                 "The checkpoint was saved by %d ranks and is restored by %d: %s (%s). What was saved can be read by "
                 "dcp_remote.load(url, step=%d, keys='per_rank.*').",
                 manifest.world_size,
                 world_size,
-                told,
-                ", ".join(of),
+                message,
+                ", ".join(named),
                 manifest.run.step if manifest.run is not None else 0,
             )
