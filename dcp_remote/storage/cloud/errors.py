@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import TypeAlias
 
 import botocore.exceptions as botocore_exceptions
@@ -24,6 +25,7 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
+from dcp_remote.storage.base import Condition
 from dcp_remote.storage.cloud.redaction import redact
 
 CloudError: TypeAlias = StorageError | InvalidArgumentError
@@ -140,6 +142,30 @@ ADVICE = {
 
 CREDENTIALS_CODES = frozenset(ADVICE)
 
+NO_SUCH_BUCKET_CODE = "NoSuchBucket"
+
+# Error classes by S3's error code, where the HTTP status says less; failed keys of DeleteObjects have no status.
+_CLASSES_BY_CODE: dict[str, type[StorageError]] = {
+    **dict.fromkeys((*CREDENTIALS_CODES, "AccessDenied"), PermissionDeniedError),
+    **dict.fromkeys(("NoSuchKey", "NoSuchVersion"), ObjectNotFoundError),
+    # The first five have status 400, and are caused by the network.
+    **dict.fromkeys(("RequestTimeout", "IncompleteBody", "BadDigest"), TransientStorageError),
+    **dict.fromkeys(("XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"), TransientStorageError),
+    **dict.fromkeys(("InternalError", "ServiceUnavailable", "SlowDown"), TransientStorageError),
+}
+
+# Error classes by HTTP status. Any other status is transient from 500 on, and final below.
+_CLASSES_BY_STATUS: dict[int, type[StorageError]] = {
+    HTTPStatus.UNAUTHORIZED: PermissionDeniedError,
+    HTTPStatus.FORBIDDEN: PermissionDeniedError,
+    HTTPStatus.NOT_FOUND: ObjectNotFoundError,
+    HTTPStatus.REQUEST_TIMEOUT: TransientStorageError,
+    HTTPStatus.CONFLICT: TransientStorageError,  # not for a conditional write; see `make_answer_error`
+    HTTPStatus.PRECONDITION_FAILED: ConditionFailedError,
+    HTTPStatus.TOO_MANY_REQUESTS: TransientStorageError,
+    HTTPStatus.NOT_IMPLEMENTED: StorageError,
+}
+
 # Without s3:ListBucket, S3 answers 403 instead of 404: a first save, or a load of a missing checkpoint, looks denied.
 _DENIED_ADVICE = (
     "A job needs s3:GetObject and s3:PutObject on the objects, and s3:ListBucket on the bucket: without "
@@ -152,7 +178,8 @@ _FULL = (
 )
 _NOT_UNDERSTOOD = (
     "The store refuses a request that every S3 store should understand. If it does not know the newer checksums, give "
-    "storage_options['checksum_algorithm'] = 'SHA256' or 'none'."
+    "storage_options['checksum_algorithm'] = 'SHA256' or 'none', or s3fs "
+    "config_kwargs={'request_checksum_calculation': 'when_required'}."
 )
 
 # Error codes that a later attempt would get again. obstore raises those of status 400, 413, 501 and 507 as GenericError
@@ -201,6 +228,42 @@ def classify_error(error: BaseException) -> ErrorClass:
         if base in ERROR_CLASSES:
             return ERROR_CLASSES[base]
     return StorageError
+
+
+def classify_answer(status: int, code: str = "") -> type[StorageError]:
+    """Return this package's class for an answer of a store over HTTP.
+
+    Args:
+        status: HTTP status, of 400 or more; 0 if unknown.
+        code: Error code of S3; empty if unknown.
+    """
+    if code in _FINAL:
+        return StorageError
+    default = TransientStorageError if status >= HTTPStatus.INTERNAL_SERVER_ERROR else StorageError
+    return _CLASSES_BY_CODE.get(code) or _CLASSES_BY_STATUS.get(status, default)
+
+
+def make_answer_error(
+    status: int, code: str, *, verb: str, url: str, cause: str = "", condition: Condition = "any"
+) -> StorageError:
+    """Return the error of this package for an answer of S3, by its status and error code; see `classify_answer`.
+
+    Args:
+        status: HTTP status; 0 if unknown.
+        code: Error code; empty if unknown.
+        verb: Verb of the store contract.
+        url: URL of the object or the prefix.
+        cause: Message of the client, without secrets.
+        condition: Condition of a put.
+    """
+    error_class = classify_answer(status, code)
+    is_missing = status == HTTPStatus.NOT_FOUND and code != NO_SUCH_BUCKET_CODE
+    # 409: another conditional write of this key is in progress. 404: a swap of an object that does not exist.
+    if (condition != "any" and status == HTTPStatus.CONFLICT) or (condition not in ("any", "absent") and is_missing):
+        error_class = ConditionFailedError
+    what = NO_SUCH_BUCKET if code == NO_SUCH_BUCKET_CODE else _FINAL.get(code) or advised(WHAT[error_class], code)
+    details = {"verb": verb, "url": url, "code": code, "cause": cause}
+    return error_class(what, **{name: value for name, value in details.items() if value})
 
 
 def translate(error: BaseException, *, verb: str, url: str, secrets: Sequence[str], what: str = "") -> CloudError:
