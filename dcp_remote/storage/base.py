@@ -69,11 +69,13 @@ class Capabilities:
             overwrite, retire and gc are refused.
         shared: True if other processes of this job, on any host, see the same objects.
         swap_refusal: Reason why `compare_and_swap` is False, for error messages; empty otherwise.
+        write_refusal: Reason why the store is read-only, for error messages; empty if the store can be written.
     """
 
     compare_and_swap: bool
     shared: bool
     swap_refusal: str = ""
+    write_refusal: str = ""
 
 
 @runtime_checkable
@@ -139,7 +141,8 @@ class ObjectStore(Protocol):
         Raises:
             ConditionFailedError: The key is not in the state that `condition` names. If an earlier answer was lost, an
                 earlier attempt of this same put may be the reason.
-            InvalidArgumentError: `condition` is a `Version`, and the store cannot compare and swap.
+            InvalidArgumentError: `condition` is a `Version`, and the store cannot compare and swap; or the store is
+                read-only.
         """
         ...
 
@@ -156,6 +159,9 @@ class ObjectStore(Protocol):
 
         Returns:
             Errors of the keys that could not be deleted, by key.
+
+        Raises:
+            InvalidArgumentError: The store is read-only.
         """
         ...
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from dcp_remote.common.deadline import Deadline, RetryPolicy, jitter
-from dcp_remote.errors import ConditionFailedError, StorageError, TransientStorageError
+from dcp_remote.errors import ConditionFailedError, InvalidArgumentError, StorageError, TransientStorageError
 from dcp_remote.storage.base import Condition, ObjectStore, Version
 from dcp_remote.storage.request_context import of_use_for
 
@@ -58,7 +58,9 @@ def unproven_server(scheme: str, endpoint_url: str | None, bucket: str) -> str |
 def require_conditional_writes(
     store: ObjectStore, deadline: Deadline, *, swaps: bool, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Refuse a store whose server carries out a put although its condition fails. Called before the first such put.
+    """Refuse a read-only store, and a server that carries out a put although its condition fails.
+
+    Called before the first conditional put.
 
     Costs nothing if the server is known to be correct, or was probed before by this process. Otherwise it costs two
     PUTs and a DELETE, and one more PUT with `swaps`. Without permission to delete, or if this process is killed, one
@@ -71,8 +73,11 @@ def require_conditional_writes(
         sleep: Waits, in seconds.
 
     Raises:
+        InvalidArgumentError: The store is read-only; no request was sent.
         StorageError: The server ignores a condition, refused a request, or did not answer by the deadline.
     """
+    if store.capabilities.write_refusal:
+        raise InvalidArgumentError(store.capabilities.write_refusal, url=store.url)
     unproven = getattr(store, "unproven_server", None)  # not in the contract, so a user's own store is trusted
     server = unproven() if callable(unproven) else None
     wanted = ("If-None-Match", "If-Match") if swaps else ("If-None-Match",)

@@ -1,104 +1,74 @@
-"""Stores on fsspec file systems: s3fs and local ones; all others are refused with the reason.
+"""Stores on fsspec file systems: s3fs and local ones to save and load, any other to load.
 
 fsspec's own way to create a file, `pipe_file(mode="create")`, checks and then writes on most file systems, so that two
-savers may both succeed; and directory listings may come from a cache. So none of fsspec's methods is used here. From
-s3fs's `S3FileSystem` only the configuration is taken, and each verb is one request of the S3 client that it makes; a
-local folder is served by `LocalStore`. s3fs runs in one thread, in Python, and is slower than `s3://` URLs.
+savers may both succeed. So s3fs sends S3's own requests (`fsspec_s3`), a local folder is served by `LocalStore`, and
+every other file system is read-only. s3fs runs in one thread, in Python, and is slower than `s3://` URLs.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime
 from http import HTTPStatus
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from botocore.exceptions import ClientError
 from fsspec import AbstractFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import (
-    CorruptCheckpointError,
     DcpRemoteError,
     InvalidArgumentError,
     ObjectNotFoundError,
+    PermissionDeniedError,
     StorageError,
+    TransientStorageError,
 )
-from dcp_remote.storage.base import (
-    Capabilities,
-    Condition,
-    Content,
-    ObjectInfo,
-    ObjectStore,
-    Version,
-    may_follow,
-    quoted,
-)
-from dcp_remote.storage.cloud.config import Timeouts
-from dcp_remote.storage.cloud.errors import WHAT, advised, chained
+from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, ObjectStore, Version
+from dcp_remote.storage.cloud.errors import WHAT, ErrorClass, cause_of, chained, classify_answer, classify_error
 from dcp_remote.storage.cloud.options import check_endpoint
-from dcp_remote.storage.conditional_writes import unproven_server
-from dcp_remote.storage.fsspec_client import (
-    KINDS_BY_CODE,
-    NO_SUCH_BUCKET_CODE,
-    Body,
-    Call,
-    Configuration,
-    Connection,
-    Parsed,
-    read_body,
+from dcp_remote.storage.cloud.redaction import redact
+from dcp_remote.storage.fsspec_s3 import (
+    answer_of,
+    check_listed,
+    fill,
+    make_oversize_error,
+    open_s3fs_store,
+    request_seconds,
     status_of,
-    translated,
 )
 from dcp_remote.storage.local import LocalStore
-from dcp_remote.storage.request_context import rounded_up, seconds_left
-from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix, parse_url
+from dcp_remote.storage.request_context import nothing_lands
+from dcp_remote.storage.url import check_key, check_list_prefix, parse_url
 
 _Answer = TypeVar("_Answer")
 
-_CAPABILITIES = Capabilities(compare_and_swap=True, shared=True)
+_ACCEPTED = "any file system of fsspec; to save, s3fs.S3FileSystem, LocalFileSystem, or a DirFileSystem around them"
 
-# Most keys of S3 in one DeleteObjects request, and in one page of a listing.
-_KEYS_MAX = 1000
+# File systems that answer from a cache, which misses the commits of other jobs.
+_CACHES = frozenset({"blockcache", "cached", "filecache", "simplecache"})
 
-# Key that no object has, so that a GET shows whether the bucket exists.
-_PROBE_KEY = "dcp-remote-probe"
-
-_ACCEPTED = "s3fs.S3FileSystem, fsspec's LocalFileSystem, and a DirFileSystem around one of them"
-
-# Reasons of refusal, by the protocol of the file system.
-_USE_GS = "Its create is not tested to be atomic. Google Cloud Storage is served without it: write gs://bucket/prefix."
-_USE_AZ = "Its create is not tested to be atomic. Azure is served without it: write az://container/prefix."
-_CACHED = "It answers from a cache, which misses the commits of other jobs: pass the file system that it wraps."
-_READ_ONLY = "It supports no conditional writes."
-_ARCHIVE = "An archive is one file, with one writer and no conditional writes."
-_REFUSALS = {
-    "gs": _USE_GS,
-    "gcs": _USE_GS,
-    "abfs": _USE_AZ,
-    "abfss": _USE_AZ,
-    "az": _USE_AZ,
-    "adl": _USE_AZ,
-    "blockcache": _CACHED,
-    "cached": _CACHED,
-    "filecache": _CACHED,
-    "simplecache": _CACHED,
-    "http": _READ_ONLY,
-    "https": _READ_ONLY,
-    "zip": _ARCHIVE,
-    "tar": _ARCHIVE,
-    "libarchive": _ARCHIVE,
-    "memory": "Its create checks and then writes. Write memory://name/prefix for a store in this process.",
-    "s3": "A subclass of S3FileSystem may override anything: pass an S3FileSystem itself.",
-    "file": "A subclass of LocalFileSystem may override anything: pass the path itself.",
+# Stores to write to, by the protocol of the file system.
+_WRITABLE = {
+    **dict.fromkeys(("gs", "gcs"), "gs://bucket/prefix"),
+    **dict.fromkeys(("abfs", "abfss", "az", "adl"), "az://container/prefix"),
+    "memory": "memory://name/prefix",
+    "s3": "s3fs's own S3FileSystem",
+    "file": "fsspec's own LocalFileSystem",
 }
-_REFUSAL = (
-    "Its create is not known to be atomic: fsspec's own `mode='create'` checks and then writes, so that two savers may "
-    "both succeed."
-)
+
+# Names of a file system's arguments whose values are hidden in errors.
+_SECRET_NAME = re.compile(r"(?i)key|secret|token|passw|passphrase|credential|auth|header|cookie|sas|connection_string")
+
+# Names under which file systems give the time of the last write; a file system without any has the time 0.
+_TIME_NAMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 
 
 def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[str]) -> ObjectStore:
@@ -106,18 +76,18 @@ def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[st
 
         RemoteWriter(open_fsspec_store(s3fs.S3FileSystem(endpoint_url=..., key=..., secret=...), "bucket/prefix"))
 
-    Accepted are `s3fs.S3FileSystem` (with its credentials, endpoint, `config_kwargs` and `s3_additional_kwargs`),
-    fsspec's `LocalFileSystem` (served by `LocalStore`, with its rules for network file systems), and `DirFileSystem`
-    around one of them. If a store needs longer than s3fs's 15 seconds to answer a PUT of a shard, raise
-    `config_kwargs={"read_timeout": ...}`.
+    Checkpoints are saved to and loaded from `s3fs.S3FileSystem` (with its credentials, endpoint, `config_kwargs` and
+    `s3_additional_kwargs`), fsspec's `LocalFileSystem` (served by `LocalStore`, with its rules for network file
+    systems), and `DirFileSystem` around one of them. Every other file system is read-only, also a subclass of these. If
+    a store needs longer than s3fs's 15 seconds to answer a PUT of a shard, raise `config_kwargs={"read_timeout": ...}`.
 
     Args:
-        filesystem: File system, of which the arguments are used, not the connections or caches.
+        filesystem: File system. Of an `S3FileSystem` the arguments are used, not the connections or caches.
         path: Path with or without the file system's protocol; for S3 an existing bucket, and a prefix.
 
     Raises:
-        InvalidArgumentError: The file system is not accepted, the path is invalid, or the URL of the endpoint contains
-            a user, a password or a query.
+        InvalidArgumentError: The file system caches or is asynchronous, the path is invalid, or the URL of the endpoint
+            or the path contains a user, a password or a query.
     """
     path = os.fspath(path)
     while type(filesystem) is DirFileSystem:
@@ -126,299 +96,238 @@ def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[st
             check_key(path)  # `..` would leave the folder
         path = "/".join(part for part in (filesystem.path, path) if part)
         filesystem = filesystem.fs
+    if not isinstance(filesystem, AbstractFileSystem):
+        given = type(filesystem).__name__
+        raise InvalidArgumentError("This is no file system of fsspec.", type=given, accepted=_ACCEPTED)
+    # Private, but the one way to a path without its protocol, which every file system implements.
+    bare = filesystem._strip_protocol(path)
+    s3fs = sys.modules.get("s3fs")  # imported already, if the file system is one of s3fs
+    is_s3 = s3fs is not None and type(filesystem) is s3fs.S3FileSystem
+    if not is_s3 and type(filesystem) is not LocalFileSystem:
+        return _open_to_read(filesystem, bare)
     if not path:
         raise InvalidArgumentError("The path is empty.", accepted=_ACCEPTED)
-    if type(filesystem) is LocalFileSystem:
-        return LocalStore(filesystem._strip_protocol(path))
-    s3fs = sys.modules.get("s3fs")  # imported already, if the file system is one of s3fs
-    if s3fs is None or type(filesystem) is not s3fs.S3FileSystem:
-        _refuse(filesystem)
-    bare = filesystem._strip_protocol(path).lstrip("/")
+    if not is_s3:
+        return LocalStore(bare)
+    bare = bare.lstrip("/")
     if "://" in bare:
         raise InvalidArgumentError("The path has the scheme of another file system: pass bucket/prefix.", path=path)
     parsed = parse_url(f"s3://{bare}")
     endpoint_url = filesystem.endpoint_url or filesystem.client_kwargs.get("endpoint_url")
     if endpoint_url is not None:
         check_endpoint(endpoint_url, named="The endpoint_url of the file system")
-    return _reopen(parsed, Configuration(parsed.bucket, filesystem.storage_args, filesystem.storage_options))
+    return open_s3fs_store(parsed, filesystem.storage_args, filesystem.storage_options)
 
 
-def _refuse(filesystem: object) -> NoReturn:
-    kind: Any = type(filesystem)
-    if not isinstance(filesystem, AbstractFileSystem):
-        raise InvalidArgumentError("This is no file system of fsspec.", type=kind.__name__, accepted=_ACCEPTED)
-    # From the class, since an instance of a cache has the protocol of the file system that it wraps.
-    protocols = (kind.protocol,) if isinstance(kind.protocol, str) else tuple(kind.protocol)
-    reason = next((_REFUSALS[protocol] for protocol in protocols if protocol in _REFUSALS), _REFUSAL)
-    raise InvalidArgumentError(
-        f"This file system cannot hold checkpoints. {reason}",
-        filesystem=f"{kind.__module__}.{kind.__qualname__}",
-        accepted=_ACCEPTED,
-    )
+def _open_to_read(filesystem: AbstractFileSystem, path: str) -> ReadOnlyFsspecStore:
+    protocol = _protocol_of(filesystem)
+    if protocol in _CACHES:
+        raise InvalidArgumentError(
+            "This file system answers from a cache, which misses the commits of other jobs: pass the file system that "
+            "it wraps.",
+            filesystem=type(filesystem).__qualname__,
+            accepted=_ACCEPTED,
+        )
+    if getattr(filesystem, "asynchronous", False):
+        raise InvalidArgumentError(
+            "This file system is for coroutines: create it without asynchronous=True.", accepted=_ACCEPTED
+        )
+    url = filesystem.unstrip_protocol(path)
+    if protocol in ("http", "https"):
+        check_endpoint(url, named="The path")
+    elif redact(url, ()) != url:
+        raise InvalidArgumentError("The path contains a user and a password: give them to the file system.")
+    # Only file systems with fsspec's event loop are safe in threads, so the others get one call at a time.
+    return ReadOnlyFsspecStore(filesystem, path, nullcontext() if filesystem.async_impl else threading.Lock())
 
 
-class FsspecStore:
-    """Store of a bucket and prefix, through the client of an s3fs file system; made by `open_fsspec_store`.
+class ReadOnlyFsspecStore:
+    """Store that reads through the public methods of any fsspec file system; opened by `open_fsspec_store`.
 
-    Safe to use from many threads. Pickles the arguments of the file system, including explicit credentials. Children
-    share the client. A process that was forked after the first request cannot use the store: use `spawn`.
-
-    No request is retried here or by botocore (`RetryingStore` retries, under a deadline). Buffers are sent without a
-    copy of the whole. Checksums are botocore's: CRC32 by default, another or none by `config_kwargs`.
+    Safe to use from many threads; a file system without fsspec's own event loop gets one call at a time. Pickles the
+    file system. Objects have no versions, and the modification time 0 where the file system gives none. The file
+    system decides about its retries and redirects; each call ends by the deadline of the request.
     """
 
-    def __init__(self, parsed: ParsedUrl, connection: Connection) -> None:
-        """Store the URL and the connection; sends no request."""
-        self._parsed = parsed
-        self._connection = connection
+    def __init__(self, filesystem: Any, path: str, lock: AbstractContextManager[object]) -> None:
+        """Store the file system and a path without protocol; sends no request."""
+        self._filesystem = filesystem
+        self._path = path.rstrip("/") + "/" if path else filesystem.root_marker
+        self._lock = lock
 
     def __repr__(self) -> str:
         """Return the class and the URL; arguments of the file system may be secrets."""
         return f"{type(self).__name__}({self.url!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the configuration, including explicit credentials."""
-        return _reopen, (self._parsed, self._connection.configuration())
+        """Pickle the file system, including explicit credentials."""
+        return _open_to_read, (self._filesystem, self._path)
 
     @property
     def url(self) -> str:
-        """See `ObjectStore.url`. Like any `s3://` URL, it contains no endpoint."""
-        return self._parsed.canonical
+        """See `ObjectStore.url`. The URL of the path, by the file system; it names no server unless the path does."""
+        return str(self._filesystem.unstrip_protocol(self._path.rstrip("/")))
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `ObjectStore.capabilities`. S3's conditional PUT compares and swaps."""
-        return _CAPABILITIES
+        """See `ObjectStore.capabilities`. Read-only; memory is not shared with other processes."""
+        protocol = _protocol_of(self._filesystem)
+        refusal = (
+            f"The store is read-only: fsspec's {protocol} has no conditional PUT. Write with "
+            f"{_WRITABLE.get(protocol, 's3://, gs://, az://, file:// or an S3FileSystem')}."
+        )
+        return Capabilities(
+            compare_and_swap=False, shared=protocol != "memory", swap_refusal=refusal, write_refusal=refusal
+        )
 
-    def child(self, prefix: str) -> FsspecStore:
+    def child(self, prefix: str) -> ReadOnlyFsspecStore:
         """See `ObjectStore.child`."""
-        return FsspecStore(self._parsed.child(prefix), self._connection)
+        check_key(prefix)
+        return ReadOnlyFsspecStore(self._filesystem, self._path + prefix, self._lock)
 
     def head(self, key: str) -> ObjectInfo:
-        """See `ObjectStore.head`. One request; nothing is cached."""
-        path = self._path(key)
+        """See `ObjectStore.head`. One `info`; a listing that the file system cached is dropped."""
+        check_key(key)
 
-        async def request(call: Call) -> ObjectInfo:
-            answer = await call("head_object", Key=path)
-            return _info(key, answer, size_bytes=answer["ContentLength"])
+        def request() -> ObjectInfo:
+            self._filesystem.invalidate_cache()
+            info = self._filesystem.info(self._path + key)
+            if info["type"] != "file":
+                raise FileNotFoundError(key)
+            return _make_found(key, info)
 
         return self._ask("head", key, request)
 
     def get(self, key: str, *, limit_bytes: int) -> Content:
-        """See `ObjectStore.get`. One request."""
-        path = self._path(key)
-
-        async def request(call: Call) -> Content:
-            answer = await call("get_object", Key=path)
-            size_bytes, data = answer.get("ContentLength"), b""
-            if size_bytes is None or size_bytes <= limit_bytes:
-                data = await read_body(answer["Body"], limit_bytes=limit_bytes)
-                size_bytes = len(data)
-            if size_bytes > limit_bytes:
-                answer["Body"].close()
-                raise CorruptCheckpointError(
-                    "The object is larger than any object of dcp_remote with this key.",
-                    url=f"{self.url}/{key}",
-                    size_bytes=size_bytes,
-                    limit_bytes=limit_bytes,
-                )
-            return Content(data=data, version=_version(answer))
-
-        return self._ask("get", key, request, size_bytes=limit_bytes)
+        """See `ObjectStore.get`. One `cat_file`, of one byte more than `limit_bytes` at most."""
+        check_key(key)
+        data = self._read("get", key, 0, limit_bytes + 1)
+        if len(data) > limit_bytes:
+            raise make_oversize_error(f"{self.url}/{key}", size_bytes=len(data), limit_bytes=limit_bytes)
+        return Content(data=data, version=Version(etag=None))
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """See `ObjectStore.get_into`. One request; its answer is copied once."""
-        path = self._path(key)
-        stop = start + len(buffer)
-
-        async def request(call: Call) -> bytes:
-            try:
-                answer = await call("get_object", Key=path, Range=f"bytes={start}-{stop - 1}")
-            except ClientError as error:
-                if status_of(error) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-                    return b""
-                raise
-            if not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
-                answer["Body"].close()
-                raise StorageError("The store does not serve ranges of an object.", url=f"{self.url}/{key}")
-            return await read_body(answer["Body"], limit_bytes=len(buffer))
-
-        data = self._ask("get_into", key, request, size_bytes=len(buffer))
-        if len(data) > len(buffer):
-            raise StorageError("The store sent more bytes than the requested range.", url=f"{self.url}/{key}")
-        if len(data) < len(buffer):
-            raise CorruptCheckpointError(
-                "The object ends before the range that is to be read.",
-                url=f"{self.url}/{key}",
-                size_bytes=start + len(data) if data else None,
-                start=start,
-                stop=stop,
-            )
-        buffer[:] = data
+        """See `ObjectStore.get_into`. One `cat_file`; its answer is copied once."""
+        check_key(key)
+        with nothing_lands():
+            data = self._read("get_into", key, start, start + len(buffer))
+        fill(buffer, data, start=start, url=f"{self.url}/{key}")
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        """See `ObjectStore.put`. One PUT, whatever the size; S3 verifies its checksum before it answers."""
-        path = self._path(key)
-        body = Body(buffers)
-        match: dict[str, str | None] = {}
-        if condition == "absent":
-            match = {"IfNoneMatch": "*"}
-        elif condition != "any":
-            match = {"IfMatch": condition.etag}
-        answer = self._ask(
-            "put",
-            key,
-            lambda call: call("put_object", Key=path, Body=body, **match),
-            size_bytes=body.size_bytes,
-            condition=condition,
-        )
-        return _version(answer)
+        """See `ObjectStore.put`. Refused."""
+        raise InvalidArgumentError(self.capabilities.write_refusal, url=f"{self.url}/{key}")
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`. One request per 1,000 objects; never from s3fs's cache of listings."""
+        """See `ObjectStore.list`. One `find`, and an `info` for each object whose size it lacks (`http`)."""
         check_list_prefix(prefix)
-        return self._list(prefix, after)
+        folder = self._path + prefix[: prefix.rfind("/") + 1]
+
+        def request() -> Sequence[ObjectInfo]:
+            self._filesystem.invalidate_cache()
+            try:
+                found = self._filesystem.find(folder.rstrip("/"), detail=True)
+            except FileNotFoundError:
+                return []
+            infos = {name.removeprefix(self._path): info for name, info in found.items() if name.startswith(folder)}
+            keys = sorted(key for key in infos if key.startswith(prefix) and key > after)
+            for key in keys:
+                if infos[key].get("size") is None:
+                    infos[key] = self._filesystem.info(self._path + key)
+            return [_make_found(key, infos[key]) for key in keys]
+
+        for info in self._ask("list", prefix, request):
+            check_listed(self.url, info.key)
+            yield info
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """See `ObjectStore.delete`. One request per 1,000 keys; if it fails, all its keys are reported."""
-        for key in keys:
-            self._path(key)
-        failed: dict[str, StorageError] = {}
-        for first in range(0, len(keys), _KEYS_MAX):
-            failed.update(self._delete_batch(keys[first : first + _KEYS_MAX]))
-        return failed
+        """See `ObjectStore.delete`. Refused."""
+        raise InvalidArgumentError(self.capabilities.write_refusal, url=self.url)
 
-    def explain_missing(self) -> str | None:
-        """Return a sentence that says so if an object is missing because its bucket does not exist, else None.
+    def _read(self, verb: str, key: str, start: int, stop: int) -> bytes:
+        def request() -> bytes:
+            try:
+                return bytes(self._filesystem.cat_file(self._path + key, start=start, end=stop))
+            except Exception as error:
+                if _status_of(error) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                    return b""
+                raise
 
-        One request, sent after a manifest was not found; never on the path of a save.
-        """
+        return self._ask(verb, key, request, size_bytes=stop - start)
+
+    def _ask(self, verb: str, key: str, request: Callable[[], _Answer], *, size_bytes: int = 0) -> _Answer:
+        """Make a call of the file system and return its result; raise its errors as errors of dcp_remote."""
+        answer: Future[_Answer] = Future()
+
+        def work() -> None:
+            try:
+                with self._lock:
+                    answer.set_result(request())
+            except BaseException as error:  # noqa: BLE001  # raised below
+                answer.set_exception(error)
+
         try:
-            self.get(_PROBE_KEY, limit_bytes=0)
-        except ObjectNotFoundError as error:
-            if error.details.get("code") == NO_SUCH_BUCKET_CODE:
-                return str(error)
+            # In a thread, so that a call that does not return ends for the caller by its deadline.
+            threading.Thread(target=work, name="dcp_remote-fsspec", daemon=True).start()
+            return answer.result(request_seconds(size_bytes))
         except DcpRemoteError:
-            pass  # the store answered that the object is missing; another failure now does not explain that
-        return None
-
-    def unproven_server(self) -> str | None:
-        """Return the server and bucket if conditional writes are unproven there; None for Amazon's own servers.
-
-        Sends no request; see `conditional_writes`.
-        """
-        endpoint_url = self._ask("open", "", Call.endpoint_url)
-        check_endpoint(endpoint_url, named="AWS_ENDPOINT_URL, or `endpoint_url` of the profile,")
-        return unproven_server("s3", endpoint_url, self._parsed.bucket)
-
-    @property
-    def _root(self) -> str:
-        """Prefix that all keys of this store have in the bucket."""
-        return f"{self._parsed.prefix}/" if self._parsed.prefix else ""
-
-    def _path(self, key: str) -> str:
-        check_key(key)
-        return self._root + key
-
-    def _list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        last, where = after, {"StartAfter": self._root + after} if after else {}
-        while True:
-            infos, token = self._page(prefix, where)
-            for info in infos:
-                if info.size_bytes == 0 and (not info.key or info.key.endswith("/")):
-                    continue  # marker of a "folder", which some consoles create
-                if not may_follow(info.key, last) or not info.key.startswith(prefix):
-                    raise StorageError(
-                        "The store does not list its keys in order.", url=f"{self.url}/{info.key}", after=last
-                    )
-                _check_listed(self.url, info.key)
-                last = info.key
-                yield info
-            if token is None:
-                return
-            if where == {"ContinuationToken": token}:
-                raise StorageError(
-                    "The listing does not go on: the store repeats a continuation token.", url=self.url, after=last
-                )
-            where = {"ContinuationToken": token}
-
-    def _page(self, prefix: str, where: Mapping[str, str]) -> tuple[Sequence[ObjectInfo], str | None]:
-        """Return the next page of a listing, and the token of the page after it; None at the end."""
-        root = self._root
-
-        async def request(call: Call) -> tuple[Sequence[ObjectInfo], str | None]:
-            page = await call("list_objects_v2", Prefix=root + prefix, MaxKeys=_KEYS_MAX, **where)
-            infos = [
-                _info(entry["Key"].removeprefix(root), entry, size_bytes=entry["Size"])
-                for entry in page.get("Contents", [])
-            ]
-            return infos, page["NextContinuationToken"] if page.get("IsTruncated") else None
-
-        return self._ask("list", prefix, request)
-
-    def _delete_batch(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        paths = {self._path(key): key for key in keys}
-        order = {"Objects": [{"Key": path} for path in paths], "Quiet": True}
-        try:
-            answer = self._ask("delete", "", lambda call: call("delete_objects", Delete=order))
-        except StorageError as error:
-            return dict.fromkeys(keys, error)
-        failed: dict[str, StorageError] = {}
-        for entry in answer.get("Errors", []):
-            key, code = paths.get(entry.get("Key")), entry.get("Code")
-            kind = KINDS_BY_CODE.get(code, StorageError)
-            if kind is ObjectNotFoundError:
-                continue  # absent counts as deleted
-            failure = kind(advised(WHAT[kind], code), verb="delete", url=self._named(key or ""), code=code)
-            # An error that names none of the keys is reported for all of them.
-            failed.update(dict.fromkeys([key] if key is not None else keys, failure))
-        return failed
-
-    def _named(self, key: str) -> str:
-        return f"{self.url}/{key}" if key else self.url
-
-    def _ask(
-        self,
-        verb: str,
-        key: str,
-        request: Callable[[Call], Awaitable[_Answer]],
-        *,
-        size_bytes: int = 0,
-        condition: Condition = "any",
-    ) -> _Answer:
-        """Send a request and return its result; raise errors of the client as errors of dcp_remote."""
-        try:
-            seconds = min(Timeouts().request_seconds(size_bytes), rounded_up(seconds_left()))
-            return self._connection.run(request, seconds=seconds)
-        except DcpRemoteError:  # some of these are OSErrors and ValueErrors too
             raise
-        except Exception as error:  # noqa: BLE001  # `translate` handles every error
-            secrets = self._connection.secrets(answered=isinstance(error, ClientError))
-            failure = translated(error, verb=verb, url=self._named(key), secrets=secrets, condition=condition)
+        except Exception as error:  # noqa: BLE001  # `_classify` handles every error
+            secrets = list(_find_secrets(self._filesystem.storage_options))
+            kind = _classify(error)
+            url = f"{self.url}/{key}" if key else self.url
+            failure = kind(WHAT[kind], verb=verb, url=url, cause=cause_of(str(error) or type(error).__name__, secrets))
             raise failure from chained(error, secrets)
 
 
-def _reopen(parsed: ParsedUrl, configuration: Configuration) -> FsspecStore:
-    return FsspecStore(parsed, Connection(configuration))
+def _classify(error: BaseException) -> ErrorClass:
+    """Return the class of dcp_remote for an error of a file system: by HTTP status, errno or class."""
+    status = _status_of(error)
+    if status >= HTTPStatus.BAD_REQUEST:
+        return classify_answer(status)
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        # `HTTPFileSystem.info` raises it for every failure, from the reason.
+        reason = _classify(error.__cause__)
+        return reason if reason in (TransientStorageError, PermissionDeniedError) else ObjectNotFoundError
+    aiohttp = sys.modules.get("aiohttp")  # imported already, if the error is one of aiohttp
+    if aiohttp is not None and isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError):
+        return StorageError if isinstance(error, aiohttp.ClientSSLError) else TransientStorageError
+    if isinstance(error, OSError) and error.errno is not None:
+        return classify_error(OSError(error.errno, ""))  # Python's own subclass for this number
+    return classify_error(error)
 
 
-def _version(answer: Parsed) -> Version:
-    return Version(etag=quoted(answer.get("ETag")))
+def _status_of(error: BaseException) -> int:
+    """Return the HTTP status of an error of s3fs, aiohttp (`status`) or gcsfs (`code`); 0 if there is none."""
+    answer = answer_of(error)
+    if answer is not None:
+        return status_of(answer)
+    return next((value for name in ("status", "code") if isinstance(value := getattr(error, name, None), int)), 0)
 
 
-def _info(key: str, answer: Parsed, *, size_bytes: int) -> ObjectInfo:
+def _protocol_of(filesystem: object) -> str:
+    # From the class, since an instance of a cache has the protocol of the file system that it wraps.
+    protocol: Any = type(filesystem).protocol  # type: ignore[attr-defined]
+    return protocol if isinstance(protocol, str) else protocol[0]
+
+
+def _find_secrets(value: object, *, is_secret: bool = False) -> Iterator[str]:
+    """Yield the texts among the arguments of a file system whose names are those of secrets."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _find_secrets(inner, is_secret=is_secret or _SECRET_NAME.search(str(name)) is not None)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _find_secrets(inner, is_secret=is_secret)
+    elif is_secret and isinstance(value, str) and value:
+        yield value
+
+
+def _make_found(key: str, info: Mapping[str, Any]) -> ObjectInfo:
+    times = [info[name] for name in _TIME_NAMES if isinstance(info.get(name), datetime | int | float)]
+    modified = times[0] if times else 0.0
     return ObjectInfo(
-        key=key, size_bytes=size_bytes, version=_version(answer), modified_seconds=answer["LastModified"].timestamp()
+        key=key,
+        size_bytes=int(info["size"]),
+        version=Version(etag=None),
+        modified_seconds=modified.timestamp() if isinstance(modified, datetime) else float(modified),
     )
-
-
-def _check_listed(url: str, key: str) -> None:
-    try:
-        check_key(key)
-    except InvalidArgumentError as error:
-        raise StorageError(
-            "An object below this URL has a key that no checkpoint has, with empty, `.` or `..` parts, or a control "
-            "character. Remove it.",
-            url=url,
-            key=key,
-        ) from error

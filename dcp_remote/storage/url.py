@@ -20,9 +20,7 @@ SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "az", "file", "memory")
 
 _KNOWN = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///path, memory://name/prefix, or a path"
 
-_FILE_SYSTEMS = (
-    "A file system of fsspec (s3fs, local) is opened by `dcp_remote.storage.open_fsspec_store(filesystem, path)`."
-)
+_FILE_SYSTEMS = "A file system of fsspec is opened by `dcp_remote.storage.open_fsspec_store(filesystem, path)`."
 
 # Schemes by which other tools name the same stores.
 _ALIASES: dict[str, Scheme] = {

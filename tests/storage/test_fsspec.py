@@ -1,4 +1,4 @@
-"""Stores on s3fs: the shipped suite, servers that record their requests, and refused file systems."""
+"""Stores on s3fs: the shipped suite, servers that record their requests, and file systems that are not written to."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from dcp_remote.run.lookup import read_manifest
 from dcp_remote.storage import LocalStore, open_fsspec_store, open_store
 from dcp_remote.storage.base import Condition, ObjectStore, Version
 from dcp_remote.storage.conditional_writes import require_conditional_writes
-from dcp_remote.storage.fsspec_client import Body
+from dcp_remote.storage.fsspec_s3 import Body
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
 from dcp_remote.testing.store_suite import StoreSuite
@@ -417,7 +417,7 @@ def test_secrets_are_in_no_repr(s3_server: S3Server) -> None:
     """Check the repr of the store and of its configuration."""
     store: Any = open_fsspec_store(file_system(s3_server), "bucket/p")
     assert repr(store) == "FsspecStore('s3://bucket/p')"
-    assert SECRET not in repr(store._connection.configuration())
+    assert SECRET not in repr(store._connection)
 
 
 @pytest.mark.parametrize("endpoint_url", ["http://alice:a-password@127.0.0.1:9", "http://127.0.0.1:9/?sig=a-password"])
@@ -510,18 +510,10 @@ def cached(kind: type[AbstractFileSystem]) -> Callable[[Path], AbstractFileSyste
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        pytest.param(derived(AbstractFileSystem, protocol=("gs", "gcs")), "gs://bucket/prefix", id="gcsfs"),
-        pytest.param(derived(AbstractFileSystem, protocol=("abfs", "az")), "az://container/prefix", id="adlfs"),
-        pytest.param(derived(AbstractFileSystem, protocol="own"), "checks and then writes", id="unheard-of"),
-        pytest.param(derived(S3FileSystem), "pass an S3FileSystem itself", id="derived from s3fs"),
-        pytest.param(derived(LocalFileSystem), "pass the path itself", id="derived from local"),
-        pytest.param(lambda _: MemoryFileSystem(), "memory://name/prefix", id="memory"),
-        pytest.param(lambda _: HTTPFileSystem(), "supports no conditional writes", id="http"),
-        pytest.param(lambda _: DirFileSystem(path="a", fs=MemoryFileSystem()), "memory://name", id="dir of memory"),
-        pytest.param(zip_file_system, "one file", id="zip"),
         pytest.param(cached(SimpleCacheFileSystem), "from a cache", id="simplecache"),
         pytest.param(cached(WholeFileCacheFileSystem), "from a cache", id="filecache"),
         pytest.param(cached(CachingFileSystem), "from a cache", id="blockcache"),
+        pytest.param(lambda _: HTTPFileSystem(asynchronous=True), "for coroutines", id="asynchronous"),
         pytest.param(lambda _: "s3://bucket", "no file system of fsspec", id="no file system"),
     ],
 )
@@ -530,6 +522,31 @@ def test_refusals(make: Callable[[Path], AbstractFileSystem], reason: str, tmp_p
     with pytest.raises(InvalidArgumentError, match=reason) as caught:
         open_fsspec_store(make(tmp_path), "bucket/prefix")
     assert "s3fs.S3FileSystem" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        pytest.param(derived(AbstractFileSystem, protocol=("gs", "gcs")), "fsspec's gs .* gs://bucket", id="gcsfs"),
+        pytest.param(derived(AbstractFileSystem, protocol=("abfs", "az")), "az://container/prefix", id="adlfs"),
+        pytest.param(derived(AbstractFileSystem, protocol="own"), "fsspec's own has no cond.* s3://", id="unheard-of"),
+        pytest.param(derived(S3FileSystem), "s3fs's own S3FileSystem", id="derived from s3fs"),
+        pytest.param(derived(LocalFileSystem), "fsspec's own LocalFileSystem", id="derived from local"),
+        pytest.param(lambda _: MemoryFileSystem(), "memory://name/prefix", id="memory"),
+        pytest.param(lambda _: DirFileSystem(path="a", fs=MemoryFileSystem()), "memory://name", id="dir of memory"),
+        pytest.param(zip_file_system, "fsspec's zip has no conditional PUT", id="zip"),
+    ],
+)
+def test_all_others_are_read_only(make: Callable[[Path], AbstractFileSystem], advice: str, tmp_path: Path) -> None:
+    """Write to each file system without conditional PUTs: refused, and the message says where to write."""
+    store = open_fsspec_store(make(tmp_path), "bucket/prefix")
+    for condition in ("any", "absent", Version(etag='"old"')):
+        with pytest.raises(InvalidArgumentError, match=f"read-only: .*{advice}"):
+            store.put("key", [b"x"], condition=condition)
+    with pytest.raises(InvalidArgumentError, match=f"read-only: .*{advice}"):
+        store.delete(["key"])
+    assert not store.capabilities.compare_and_swap
+    assert store.capabilities.write_refusal == store.capabilities.swap_refusal
 
 
 def test_pickles_carry_no_client(s3_server: S3Server) -> None:
