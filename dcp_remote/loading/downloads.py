@@ -129,9 +129,10 @@ def download(
         return submitted(pool, partial(receive, fetch, data))
 
     def receive(fetch: Fetch[T], data: memoryview) -> Fetched[T]:
-        deadline = Deadline(retry_seconds, cancellation.clock)
+        seconds = retry_seconds if deadline is None else min(retry_seconds, deadline.remaining_seconds())
+        range_deadline = Deadline(seconds, cancellation.clock)
         with lease.used():
-            RetryingStore(store, deadline, sleep=cancellation.pause).get_into(fetch.key, fetch.start, data)
+            RetryingStore(store, range_deadline, sleep=cancellation.pause).get_into(fetch.key, fetch.start, data)
         return Fetched(fetch, data, fetch.digest(data))
 
     def in_flight_max(fetch: Fetch[T]) -> int:

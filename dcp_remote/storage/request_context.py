@@ -1,4 +1,4 @@
-"""Per-thread context of a request: its time limit, and the lease of the buffer that it fills.
+"""Context of a request: its time limit, which helper threads get too, and the lease of the buffer that it fills.
 
 A store that does not answer may block a request for half a minute, long past a deadline. A pending request cannot be
 cancelled, but it writes nothing into its buffer until bytes arrive. So a caller that gives up can reclaim its buffers
@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from dcp_remote.errors import StorageError
 
@@ -19,15 +20,16 @@ def _no_limit() -> float:
     return math.inf
 
 
-class _ThreadState(threading.local):
-    """Context of the request of each thread.
+# A context variable: a thread that sends a request for another one runs in a copy of that thread's context.
+_seconds_left: ContextVar[Callable[[], float]] = ContextVar("dcp_remote_seconds_left", default=_no_limit)
 
-    Attributes:
-        seconds_left: Returns the seconds until the result of the request is of no use.
-        lease: Lease of the buffer that the thread reads into; None outside of a load.
+
+class _ThreadState(threading.local):
+    """Lease of the buffer that each thread reads into; None outside of a load.
+
+    Not a context variable: a lease counts threads, and a helper thread writes into memory of its own.
     """
 
-    seconds_left: Callable[[], float] = staticmethod(_no_limit)
     lease: BufferLease | None = None
 
 
@@ -36,17 +38,17 @@ _thread_state = _ThreadState()
 
 @contextmanager
 def of_use_for(left: Callable[[], float]) -> Iterator[None]:
-    """Limit the requests of this thread to `left()` seconds while a block runs; of nested blocks the inner counts."""
-    before, _thread_state.seconds_left = _thread_state.seconds_left, left
+    """Limit the requests of this context to `left()` seconds while a block runs; of nested blocks the inner counts."""
+    token = _seconds_left.set(left)
     try:
         yield
     finally:
-        _thread_state.seconds_left = before
+        _seconds_left.reset(token)
 
 
 def seconds_left() -> float:
-    """Return the time limit of this thread's request in seconds; infinite if there is none."""
-    return _thread_state.seconds_left()
+    """Return the time limit of this context's requests in seconds; infinite if there is none."""
+    return _seconds_left.get()()
 
 
 def rounded_up(seconds: float) -> float:

@@ -7,8 +7,8 @@ as damaged, by another path if there is one: by obstore instead of a direct read
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TypeVar
 
 from dcp_remote.errors import CorruptCheckpointError
@@ -21,18 +21,13 @@ _Answer = TypeVar("_Answer")
 _Decoded = TypeVar("_Decoded")
 
 
-class _ThreadState(threading.local):
-    """Kind of the read that a thread makes."""
-
-    is_reread: bool = False
-
-
-_thread_state = _ThreadState()
+# A context variable: a thread that sends a request for another one runs in a copy of that thread's context.
+_is_reread: ContextVar[bool] = ContextVar("dcp_remote_is_reread", default=False)
 
 
 def is_reread() -> bool:
-    """Return whether this thread repeats a read, which must not take the path of the first one."""
-    return _thread_state.is_reread
+    """Return whether this request repeats a read, and so must not take the path of the first one."""
+    return _is_reread.get()
 
 
 class RereadingStore(WrappedStore):
@@ -52,11 +47,11 @@ class RereadingStore(WrappedStore):
             self.url,
             request.key,
         )
-        before, _thread_state.is_reread = _thread_state.is_reread, True
+        token = _is_reread.set(True)
         try:
             return send()
         finally:
-            _thread_state.is_reread = before
+            _is_reread.reset(token)
 
 
 def get_decoded(

@@ -37,6 +37,7 @@ from dcp_remote.loading.downloads import DOWNLOADS_IN_FLIGHT, DOWNLOADS_WAITING,
 from dcp_remote.saving.uploads import UPLOADS_IN_FLIGHT, Prepared, Uploads
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Condition, Version
+from dcp_remote.storage.request_context import seconds_left
 from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import FaultyStore, matching, nth
 
@@ -901,6 +902,15 @@ def test_a_deadline_that_expires_during_retries() -> None:
         with pytest.raises(StorageError, match="no time left"):
             list(download(store, [fetch(0, 10)], memory_budget_bytes=1000, deadline=deadline))
         assert not workers("download")
+
+
+def test_requests_end_with_the_load() -> None:
+    """Read with a deadline in a minute: no request has more time than that."""
+    limits: list[float] = []
+    store = HookedStore(store_with_data(), lambda _key: limits.append(seconds_left()))
+    list(download(store, [fetch(0, 10)], memory_budget_bytes=1000, deadline=Deadline(60, lambda: 0)))
+    assert len(limits) == 1
+    assert limits[0] <= 60
 
 
 def test_drawing_may_fail() -> None:

@@ -196,7 +196,7 @@ class BucketClients:
         try:
             # While the request limit is reduced, the store is overloaded: send no second requests.
             should_hedge = self.request_limit.share() == 1
-            seconds = self.timeouts.request_seconds(len(buffer))
+            seconds = self.request_seconds(len(buffer))
             if not reader.read(url, start, buffer, seconds=seconds, hedge=hedge if should_hedge else None):
                 return "refused"
         except (ConnectionError, TimeoutError):

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -91,7 +92,7 @@ class DirectRangeReader:
 
     Args:
         verify: False accepts any certificate; a path names a file of certificates to trust.
-        connect_seconds: Time limit to open a connection.
+        connect_seconds: Time limit to open a connection; that of the read counts if it is shorter.
         silence_seconds: Time limit between two arrivals of bytes.
         connector: Opens the connections; None for a new one.
     """
@@ -127,8 +128,8 @@ class DirectRangeReader:
             start: First byte.
             buffer: Destination, as long as the range.
             seconds: Time limit of the whole read.
-            hedge: Function that reads the same range by obstore, called in another thread if this read is late; None to
-                send no second request.
+            hedge: Function that reads the same range by obstore, called in another thread, with a copy of this context,
+                if this read is late; None to send no second request.
 
         Returns:
             Whether the range was read. If not, the store gave another answer, and obstore has to repeat the request.
@@ -160,7 +161,7 @@ class DirectRangeReader:
                 parts.hostname or "",
                 parts.port,
                 context=context,
-                connect_seconds=self._connect_seconds,
+                connect_seconds=min(self._connect_seconds, seconds),
                 connector=self._connector,
             ),
             request,
@@ -173,7 +174,8 @@ class DirectRangeReader:
             self._latencies, connection, len(buffer), seconds=request.seconds, silence_seconds=self._silence_seconds
         )
         try:
-            watch.begin(partial(self._hedges.submit, request.hedge) if request.hedge is not None else None)
+            hedge = request.hedge
+            watch.begin(partial(self._hedges.submit, copy_context().run, hedge) if hedge is not None else None)
             connection.request("GET", request.target, headers={"Range": f"bytes={start}-{start + len(buffer) - 1}"})
             with connection.getresponse() as answer:
                 if answer.status in _BUSY:

@@ -22,9 +22,11 @@ from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import StorageError, TransientStorageError
 from dcp_remote.storage.cloud import tls_stream
 from dcp_remote.storage.cloud.config import Timeouts
+from dcp_remote.storage.cloud.connector import Connector
 from dcp_remote.storage.cloud.range_reader import DirectRangeReader
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
 from dcp_remote.storage.cloud.tls_stream import TlsStream
+from dcp_remote.storage.request_context import of_use_for, seconds_left
 from dcp_remote.storage.rereads import RereadingStore
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
@@ -332,6 +334,41 @@ def test_a_late_read_is_overtaken() -> None:
         assert read(store, 5, 105) == DATA[5:105]
         asked = [is_direct(request) for request in server.requests if request.headers["range"] == "bytes=5-104"]
     assert asked[-2:] == [True, False]
+
+
+def test_connecting_ends_with_the_read() -> None:
+    """Connect to an address that never answers: the read ends at its own limit, which is shorter than the connect's."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(0)
+    with suppress(BlockingIOError):
+        while True:
+            ours.send(bytes(KiB))
+    connector = Connector(begin=lambda _: ours)
+    reader = DirectRangeReader(verify=None, connect_seconds=1e5, silence_seconds=1e5, connector=connector)
+    with theirs, pytest.raises(TimeoutError):
+        reader.read("http://127.0.0.1:1/key", 0, memoryview(bytearray(10)), seconds=0.1, hedge=_never)
+
+
+def test_the_second_request_of_a_late_read_knows_the_deadline() -> None:
+    """Let a read hang with seven seconds left: the function that reads once more has the same time limit."""
+    hang, limits = threading.Event(), list[float]()
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return HttpAnswer(silent=True) if hang.is_set() else answer_range(request)
+
+    def hedge() -> memoryview:
+        limits.append(seconds_left())
+        return memoryview(DATA[:100])
+
+    with scripted_server(answer) as server:
+        reader = DirectRangeReader(verify=None, connect_seconds=5, silence_seconds=60)
+        url, buffer = f"{server.endpoint_url}/key", memoryview(bytearray(100))
+        for _ in range(SAMPLES_MIN):
+            assert reader.read(url, 0, buffer, seconds=60, hedge=_never)
+        hang.set()
+        with of_use_for(lambda: 7.0):
+            assert reader.read(url, 0, buffer, seconds=60, hedge=hedge)
+    assert limits == [7.0]
 
 
 def test_connections_are_closed_with_their_store() -> None:
