@@ -307,7 +307,9 @@ class BucketClients:
                 with self._lock:
                     self._endpoint, self._credentials, self._credentials_changes = endpoint, found, 0
                     self._clients.clear()
-                self._diagnose_again_at = 0.0  # the last diagnosis was made with the old credentials
+                # A diagnosis under way is made with the old credentials: wait for its end, or it would be reused.
+                with self._diagnosis_lock:
+                    self._diagnose_again_at = 0.0
             return is_renewed
 
     def take_credentials_error(self) -> Exception | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -225,6 +227,37 @@ def test_an_unchanged_file_fails_at_once(credentials_file: Path) -> None:
         with pytest.raises(TransientStorageError):
             store.put("key", [b"x"])
         store.put("key", [b"x"])
+
+
+def test_a_diagnosis_with_replaced_credentials_is_not_reused(credentials_file: Path) -> None:
+    """Find newer credentials while a diagnosis with the old ones is under way: the next diagnosis is made anew."""
+    write(credentials_file, 1)
+    asked, go_on = threading.Event(), threading.Event()
+    bucket = Bucket()
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if "dcp-remote-diagnosis" in request.path and not asked.is_set():
+            asked.set()
+            assert go_on.wait(30)
+        return bucket(request)
+
+    with scripted_server(answer) as server, ThreadPoolExecutor(2) as pool:
+        store = open_at(server)
+        read(store)
+        clients, bucket.good = store._clients, 2
+        old = clients.get_signing_credentials()
+        early = pool.submit(clients.diagnose, "run", reuse=True)
+        assert asked.wait(30)
+        write(credentials_file, 2)
+        renewal = pool.submit(clients.renew_credentials, old)
+        while clients.get_signing_credentials() is old:
+            time.sleep(0.01)
+        go_on.set()
+        diagnosis = early.result()
+        assert diagnosis is not None
+        assert diagnosis.error_class is PermissionDeniedError
+        assert renewal.result()
+        assert clients.diagnose("run", reuse=True) is None
 
 
 def test_no_other_credentials_are_found(credentials_file: Path) -> None:
