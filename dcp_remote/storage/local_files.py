@@ -24,6 +24,7 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage.base import Version
+from dcp_remote.storage.request_context import seconds_left
 
 # Most buffers that one writev(2) takes: 1,024 on Linux.
 _WRITEV_BUFFERS_MAX = os.sysconf("SC_IOV_MAX")
@@ -199,7 +200,8 @@ def locked(path: str, *, writable: bool) -> Iterator[os.stat_result]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        TimeoutError: The lock was held for `_LOCK_WAIT_SECONDS_MAX`, longer than any running process holds it.
+        TimeoutError: For `_LOCK_WAIT_SECONDS_MAX`, longer than any running process holds a lock, or until the caller's
+            deadline, the lock was held, or the file was replaced each time.
     """
     descriptor, status = _lock(path, writable=writable)
     try:
@@ -209,7 +211,7 @@ def locked(path: str, *, writable: bool) -> Iterator[os.stat_result]:
 
 
 def _lock(path: str, *, writable: bool) -> tuple[int, os.stat_result]:
-    deadline = Deadline(_LOCK_WAIT_SECONDS_MAX)
+    deadline = Deadline(min(_LOCK_WAIT_SECONDS_MAX, seconds_left()))
     flags = os.O_CLOEXEC | os.O_NONBLOCK | (os.O_RDWR if writable else os.O_RDONLY)
     attempt = 0
     while True:
@@ -223,14 +225,15 @@ def _lock(path: str, *, writable: bool) -> tuple[int, os.stat_result]:
             # The file may have lost its name meanwhile. Its inode is not reused while it is open.
             if os.path.samestat(status, os.stat(path)):
                 return descriptor, os.fstat(descriptor)
+            obstacle = "the object was replaced by another process each time"
         except BlockingIOError:
-            if deadline.expired():
-                _unlock(descriptor)
-                raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", path) from None
+            obstacle = "another process holds the lock"
         except BaseException:
             _unlock(descriptor)
             raise
         _unlock(descriptor)
+        if deadline.expired():
+            raise TimeoutError(errno.ETIMEDOUT, obstacle, path)
         attempt += 1
         time.sleep(_LOCK_POLLING.delay_seconds_limit(attempt))
 
@@ -286,15 +289,13 @@ def make_folders(path: str) -> None:
         NotADirectoryError: A file has the name of one of the folders.
         OSError: The file system does not allow folders there.
     """
-    races = 0
-    while not os.path.isdir(path):
+    for _ in range(_FOLDER_RACES_MAX):
+        if os.path.isdir(path):
+            return
         try:
             os.mkdir(path)
         except FileNotFoundError:
             # The parent was removed, or no folder is allowed here, which /proc reports with the same errno.
-            races += 1
-            if races > _FOLDER_RACES_MAX:
-                raise OSError(errno.EOPNOTSUPP, "no folder can be made here", path) from None
             make_folders(os.path.dirname(path))
         except FileExistsError:
             # One lstat decides, since between two calls another process may remove the folder that was found.
@@ -304,6 +305,8 @@ def make_folders(path: str) -> None:
                     raise NotADirectoryError(errno.ENOTDIR, "a file is where a folder must be", path) from None
         else:
             _sync_folder(os.path.dirname(path))
+            return
+    raise OSError(errno.EOPNOTSUPP, "no folder can be made here", path)
 
 
 def sync_folders(folder: str, *, down_from: str) -> None:

@@ -33,6 +33,7 @@ from dcp_remote.storage import Content, LocalStore, ObjectStore, open_store
 from dcp_remote.storage.local import HIDDEN_FOLDER
 from dcp_remote.storage.local_files import storage_error, sweep_temporaries
 from dcp_remote.storage.mounts import LOCAL_FILE_SYSTEMS, file_system_type, swap_refusal
+from dcp_remote.storage.request_context import of_use_for
 from dcp_remote.testing.store_suite import StoreSuite
 
 
@@ -219,6 +220,26 @@ def test_a_lock_that_is_never_released_is_an_error(store: LocalStore, monkeypatc
                 store.put("key", [b"2"], condition=condition)
         assert list(store.delete(["key"])) == ["key"]
     assert store.get("key", limit_bytes=1).data == b"1"
+    assert _temporaries(store) == []
+
+
+def test_a_file_that_is_replaced_after_each_lock_is_an_error(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Let another process replace the file each time that it was locked: the put fails, and replaces nothing."""
+    store.put("key", [b"1"])
+    usual = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        usual(descriptor, operation)
+        if os.path.samestat(os.fstat(descriptor), _path(store, "key").stat()) and operation & fcntl.LOCK_EX:
+            (tmp_path / "other").write_bytes(b"2")
+            os.replace(tmp_path / "other", _path(store, "key"))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with of_use_for(lambda: 0.1), pytest.raises(TransientStorageError, match="replaced by another process each time"):
+        store.put("key", [b"3"])
+    assert store.get("key", limit_bytes=1).data == b"2"
     assert _temporaries(store) == []
 
 
