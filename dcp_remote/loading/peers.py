@@ -154,12 +154,6 @@ class PeerServer:
         if count_free_descriptors() < _DESCRIPTORS_MIN:
             raise OSError(errno.EMFILE, "too few files may be opened (ulimit -n) for connections to other ranks")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listening = [socket.create_server((host, 0), family=family, backlog=BACKLOG)]
-        unix = listen_on_unix_socket()
-        if unix is not None:
-            self._listening.append(unix)
-        name = bytes(unix.getsockname()) if unix is not None else b""
-        self.address = Address(host, self._listening[0].getsockname()[1], name, os.urandom(_SECRET_BYTES))
         self._kept_bytes_max = kept_bytes_max
         self._kept_bytes = 0
         self._changed = threading.Condition()
@@ -167,13 +161,16 @@ class PeerServer:
         self._closed = threading.Event()
         self._connections: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
-        self._woken, self._wake = socket.socketpair()
         self._accepting = threading.Thread(target=self._accept, name="dcp_remote-peer-accept", daemon=True)
-        try:
+        with contextlib.ExitStack() as opened:  # closed again if the next socket or the thread fails
+            tcp = opened.enter_context(socket.create_server((host, 0), family=family, backlog=BACKLOG))
+            unix = listen_on_unix_socket()
+            self._listening = [tcp] if unix is None else [tcp, opened.enter_context(unix)]
+            name = bytes(unix.getsockname()) if unix is not None else b""
+            self.address = Address(host, tcp.getsockname()[1], name, os.urandom(_SECRET_BYTES))
+            self._woken, self._wake = map(opened.enter_context, socket.socketpair())
             self._accepting.start()
-        except RuntimeError:
-            self._close_sockets()
-            raise
+            self._sockets = opened.pop_all()
 
     def __enter__(self) -> Self:
         """Return the server."""
@@ -197,11 +194,7 @@ class PeerServer:
         self._accepting.join()
         for thread in self._threads:  # complete, since the accepting thread has ended
             thread.join()
-        self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        for opened in (*self._listening, self._woken, self._wake):
-            opened.close()
+        self._sockets.close()
 
     def offer(self, number: int, data: memoryview, *, receivers: int, stays: bool) -> None:
         """Offer a unit to the clients.

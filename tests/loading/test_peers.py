@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import gc
 import itertools
 import resource
 import socket
@@ -238,6 +240,19 @@ def test_a_host_whose_own_name_is_a_loopback_address(
     """As in Debian: the address is that of the default route, if there is one."""
     monkeypatch.setattr(peers, "_address_towards", ways.get)
     assert host_towards(host) == own
+
+
+@pytest.mark.parametrize("refused", ["listen_on_unix_socket", "socket.socketpair"])
+def test_a_server_that_cannot_open_all_its_sockets(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse a socket after the first: the error is raised, and the sockets opened before are closed."""
+
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(f"dcp_remote.loading.peers.{refused}", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        PeerServer(HERE, kept_bytes_max=0)
+    gc.collect()  # a socket that was left open is a ResourceWarning
 
 
 def test_too_few_descriptors_for_connections() -> None:
