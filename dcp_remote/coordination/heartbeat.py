@@ -38,8 +38,12 @@ _UNHEARD_PER_BEAT = 512
 # One line of an error: 10,000 of them fit into one answer.
 _LINE_CHARACTERS_MAX = 160
 
-# Time for the last heartbeat when a rank closes, since nobody can know whether the thread is stuck in the store.
+# Longest time that `close` waits for the thread, which may be stuck in the store.
 _CLOSE_SECONDS = 5.0
+# Its wait if the store has not answered for `_CLOSE_SECONDS`: the thread is probably stuck.
+_CLOSE_SILENT_SECONDS = 0.5
+# Part of its wait in which the thread calls `farewell`; the rest is left for the last heartbeat.
+_FAREWELL_SHARE = 0.8
 
 
 def heartbeat_interval_seconds(world_size: int) -> float:
@@ -150,7 +154,7 @@ class Heartbeat:
             that returns the store: called once, in the thread, where it may block.
         rank: Rank whose heartbeat this is.
         beat_seconds: Seconds between two heartbeats.
-        farewell: Called repeatedly in the thread at `close`, until it returns True, for five seconds at most.
+        farewell: Called repeatedly in the thread at `close`, until it returns True, for four seconds at most.
         clock: Monotonic clock, in seconds; for tests.
 
     Attributes:
@@ -191,6 +195,7 @@ class Heartbeat:
         self._wake = threading.Event()
         self._logged: str | None = None
         self._is_closing = False
+        self._farewell_end = 0.0
         self._says_goodbye = True
         self._gone: Exception | None = None
         self._run_lock = threading.Lock()
@@ -318,17 +323,19 @@ class Heartbeat:
         """Publish the last heartbeat and stop the thread; returns in time even if the store is stuck.
 
         Args:
-            seconds: Longest time to wait for the thread; never more than ten seconds.
+            seconds: Longest time to wait for the thread; never more than five seconds.
             says_goodbye: Publish that there will be no more heartbeats. Otherwise ranks that watch this one take it for
                 a silent rank, unless another heartbeat of this rank begins later.
         """
         _running.discard(self)
+        patience_seconds = _CLOSE_SECONDS if self.contact_seconds() < _CLOSE_SECONDS else _CLOSE_SILENT_SECONDS
+        patience_seconds = min(patience_seconds, seconds)
         self._says_goodbye = says_goodbye
+        self._farewell_end = self._clock() + _FAREWELL_SHARE * patience_seconds
         self._is_closing = True
         self._wake.set()
         if self._thread is not None and threading.current_thread() is not self._thread:
-            patience_seconds = 2 * _CLOSE_SECONDS if self.contact_seconds() < _CLOSE_SECONDS else 0.5
-            self._thread.join(min(patience_seconds, seconds))
+            self._thread.join(patience_seconds)
 
     # ---- in the thread
 
@@ -380,8 +387,7 @@ class Heartbeat:
 
     def _say_goodbye(self, client: Client) -> None:
         self._empty_outbox(client)
-        end = self._clock() + _CLOSE_SECONDS
-        while not self._farewell(client) and self._clock() < end:
+        while not self._farewell(client) and self._clock() < self._farewell_end:
             time.sleep(0.02)
         note = "closed" if self._says_goodbye else self._status.note
         goodbye = replace(self._status, count=self._count + 1, is_inside=False, is_closed=self._says_goodbye, note=note)

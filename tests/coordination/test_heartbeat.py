@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -257,6 +258,27 @@ def test_closing_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(asked) == 4
     store = dist.HashStore()
     Heartbeat(store, 0, beat_seconds=0.02, farewell=lambda _client: False).start().close()
+    assert RankStatus.decode(Client(store).get("beat/0")).is_closed
+
+
+def test_closing_takes_no_longer_than_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block in `farewell`: `close` returns after the limit, and not after twice the limit."""
+    monkeypatch.setattr("dcp_remote.coordination.heartbeat._CLOSE_SECONDS", 1.5)
+    go_on = threading.Event()
+    heartbeat = Heartbeat(dist.HashStore(), 0, beat_seconds=0.02, farewell=lambda _client: go_on.wait(30)).start()
+    wait_until(lambda: heartbeat.contact_seconds() < 0.5)
+    began_seconds = time.monotonic()
+    heartbeat.close()
+    assert time.monotonic() - began_seconds < 2.5
+    go_on.set()
+
+
+def test_the_last_heartbeat_comes_within_the_time_to_close() -> None:
+    """Close with half a second while `farewell` never returns True: the last heartbeat is in the store after that."""
+    store = dist.HashStore()
+    heartbeat = Heartbeat(store, 0, beat_seconds=0.02, farewell=lambda _client: False).start()
+    wait_until(lambda: heartbeat.contact_seconds() < 0.5)
+    heartbeat.close(0.5)
     assert RankStatus.decode(Client(store).get("beat/0")).is_closed
 
 
