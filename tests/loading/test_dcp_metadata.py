@@ -1,75 +1,24 @@
-"""Conversion of torch's metadata into a manifest and back, and the reports that the coordinator refuses to commit.
-
-Metadata and reports come from a save of simulated ranks; then each test changes something in them.
-"""
+"""Conversion of a manifest into torch's metadata. The manifests come from saves of simulated ranks."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from dcp_remote import RemoteReader, RemoteWriter, load
-from dcp_remote.errors import InvalidArgumentError, SaveFailedError, UnsupportedFormatError
+from dcp_remote.errors import UnsupportedFormatError
 from dcp_remote.format import manifest_json
-from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
-from dcp_remote.format.manifest_validation import check
 from dcp_remote.loading.dcp_metadata import to_dcp_metadata
-from dcp_remote.saving.dcp_metadata import planned_of
-from dcp_remote.saving.manifest_assembly import SaveInfo, to_manifest
-from dcp_remote.saving.rank_report import RankReport
-from dcp_remote.storage import MemoryStore
 from tests.end_to_end.test_resharding import saved_states
-from tests.support.manifests import decode, plain
+from tests.saving.test_manifest_assembly import planned, three_ranks
+from tests.support.manifests import decode
 from tests.support.properties import examples
-from tests.support.simulated_ranks import LocalShards, State, load_as_ranks, save_as_ranks, shard
-from tests.support.strategies import AnyDtypePlanner, Case, cases
-
-INFO = SaveInfo(save_id="5" * 32, replaces=(), created="2026-01-01T00:00:00+00:00", writer={"dcp_remote": "0"})
-
-
-@dataclass(frozen=True)
-class Planned:
-    """Arguments of `RemoteWriter.finish`: metadata and the reports of all ranks."""
-
-    metadata: Metadata
-    reports: list[RankReport]
-
-    def manifest(self) -> Manifest:
-        """Return the manifest, validated as when it is encoded."""
-        return check(to_manifest(planned_of(self.metadata), self.reports, INFO))
-
-
-def planned(
-    states: list[State], planner: Callable[[], Any] = AnyDtypePlanner, store: MemoryStore | None = None
-) -> Planned:
-    """Save without a commit, and return the arguments that the coordinator got."""
-    finished: list[Planned] = []
-
-    class CapturingWriter(RemoteWriter):
-        def finish(self, metadata: Metadata, results: Any) -> None:
-            # Pickled and unpickled, as between ranks.
-            reports = [result.storage_data for written in results for result in pickle.loads(pickle.dumps(written))]
-            finished.append(Planned(metadata, reports))
-
-    store = store or MemoryStore()
-    save_as_ranks(states, lambda: CapturingWriter(store), planner)
-    return finished[0]
-
-
-def three_ranks() -> Planned:
-    """Save a matrix in six chunks, two on each rank, a replicated tensor, a small object and one in a shard."""
-    parts = shard(torch.randn(60, 10), 3, (3, 2))
-    return planned(
-        [{"w": part, "r": torch.ones(3), "n": 1, "text": "x" * 100_000, "m": {"b": torch.ones(2)}} for part in parts]
-    )
+from tests.support.strategies import Case, cases
 
 
 @examples(60)
@@ -84,172 +33,6 @@ def test_metadata_survives_the_manifest(case: Case) -> None:
     assert list(found.state_dict_metadata) == list(plan.metadata.state_dict_metadata)
     assert found.planner_data == plan.metadata.planner_data
     assert pickle.dumps(plan.metadata) == before
-
-
-def test_pieces_are_those_of_their_chunks() -> None:
-    """The piece of each chunk lies in a shard of the rank that holds the chunk, and has the chunk's length."""
-    manifest = three_ranks().manifest()
-    tensors = manifest.tensors
-    number = tensors.index["w"]
-    ranks = []
-    for chunk in range(int(tensors.chunk_first[number]), int(tensors.chunk_first[number + 1])):
-        piece = int(tensors.piece_first[chunk])
-        assert int(tensors.piece_first[chunk + 1]) == piece + 1
-        assert int(manifest.pieces.length[piece]) == 20 * 5 * 4
-        ranks.append((tensors.offsets_of(chunk), manifest.shards.keys[int(manifest.pieces.shard[piece])][10:20]))
-    assert sorted(ranks) == [
-        ((row, column), f"rank-{(row // 20 * 2 + column // 5) % 3:05d}") for row in (0, 20, 40) for column in (0, 5)
-    ]
-    assert set(manifest.inline) == {"n"}
-    assert [item.name for item in manifest.stored] == ["text"]
-    assert set(manifest.names()) == {"w", "r", "n", "text", "m.b"}
-
-
-def without(report: RankReport, name: str) -> RankReport:
-    """Remove a tensor from the report of a rank; the shards stay."""
-    keep = np.array([report.names[n] != name for n in report.chunk_name], dtype=bool)
-    kept_values = np.repeat(keep, report.chunk_dimensions)
-    return replace(
-        report,
-        chunk_name=report.chunk_name[keep],
-        chunk_hint=report.chunk_hint[keep],
-        chunk_dimensions=report.chunk_dimensions[keep],
-        chunk_offsets=report.chunk_offsets[kept_values],
-        chunk_piece_first=report.chunk_piece_first[keep],
-        chunk_pieces=report.chunk_pieces[keep],
-    )
-
-
-def test_a_chunk_that_no_rank_wrote() -> None:
-    """Each rank in turn leaves out the matrix, or its whole report: the save fails and names the entry."""
-    good = three_ranks()
-    for rank in range(3):
-        reports = list(good.reports)
-        reports[rank] = without(reports[rank], "w")
-        for short in (reports, [r for r in good.reports if r.rank != rank]):
-            with pytest.raises(SaveFailedError) as caught:
-                replace(good, reports=short).manifest()
-            error = caught.value
-            assert error.details.get("tensor", error.details.get("object")) in ("w", "r", "n", "text", "m.b")
-            assert "nothing was committed" in str(error)
-
-
-def test_an_object_that_no_rank_wrote() -> None:
-    """An inline object, and one in a shard."""
-    good = three_ranks()
-    for name, change in (("n", {"inline": {}}), ("text", {"stored": ()})):
-        reports = [replace(report, **change) for report in good.reports]
-        with pytest.raises(SaveFailedError) as caught:
-            replace(good, reports=reports).manifest()
-        assert caught.value.details["object"] == name
-
-
-def test_another_dtype_than_planned() -> None:
-    """A rank that wrote another dtype is named; torch does not compare dtypes."""
-    good = three_ranks()
-    reports = list(good.reports)
-    dtypes = tuple(
-        "float64" if name == "w" else dtype for name, dtype in zip(reports[1].names, reports[1].dtypes, strict=True)
-    )
-    reports[1] = replace(reports[1], dtypes=dtypes)
-    with pytest.raises(SaveFailedError) as caught:
-        replace(good, reports=reports).manifest()
-    assert caught.value.details == {"tensor": "w", "rank": 1, "written": "float64", "planned": "float32"}
-
-
-def test_a_tensor_and_a_chunk_that_were_not_planned() -> None:
-    """The error names the tensor, or the rank that wrote the chunk."""
-    good = three_ranks()
-    entries = {name: meta for name, meta in good.metadata.state_dict_metadata.items() if name != "w"}
-    with pytest.raises(SaveFailedError, match="nobody planned") as caught:
-        replace(good, metadata=replace(good.metadata, state_dict_metadata=entries)).manifest()
-    assert caught.value.details["tensor"] == "w"
-    reports = list(good.reports)
-    reports[2] = replace(reports[2], chunk_offsets=reports[2].chunk_offsets + 1)
-    with pytest.raises(SaveFailedError, match="nobody planned") as caught:
-        replace(good, reports=reports).manifest()
-    assert caught.value.details["rank"] == 2
-
-
-@pytest.mark.parametrize("hint", [-1, 0, 5, 6, 10**6])
-def test_hints_are_not_trusted(hint: int) -> None:
-    """Hints that are missing, wrong or out of range give the same manifest: chunks are found by their offsets."""
-    good = three_ranks()
-    expected = good.manifest()
-    reports = [replace(report, chunk_hint=np.full_like(report.chunk_hint, hint)) for report in good.reports]
-    found = replace(good, reports=reports).manifest()
-    assert manifest_json.encode(found) == manifest_json.encode(expected)
-
-
-def test_the_first_rank_that_wrote_a_chunk_counts() -> None:
-    """Of a replicated tensor that two ranks wrote, though it was planned once, the first report counts."""
-    good = three_ranks()
-    by_rank = [report for report in good.reports if "r" in report.names]
-    assert len(by_rank) == 1  # torch's planner leaves it on one
-    twin = replace(by_rank[0], rank=7)
-    twin = replace(
-        twin,
-        shards=replace(
-            twin.shards, keys=tuple(f"shards/00/twin-{n}.safetensors" for n in range(len(twin.shards.keys)))
-        ),
-    )
-    manifest = to_manifest(planned_of(good.metadata), [*good.reports, twin], INFO)
-    assert not any("twin" in manifest.shards.keys[shard_] for shard_ in manifest.pieces.shard.tolist())
-    manifest = to_manifest(planned_of(good.metadata), [twin, *good.reports], INFO)
-    piece = int(manifest.tensors.piece_first[int(manifest.tensors.chunk_first[manifest.tensors.index["r"]])])
-    assert "twin" in manifest.shards.keys[int(manifest.pieces.shard[piece])]
-
-
-def test_a_shard_of_which_only_some_pieces_are_named() -> None:
-    """Three ranks write the same matrix of 400 KB and text; the second writes more entries behind them in its shard.
-
-    The manifest names the first rank's pieces of the common entries, the second's other pieces, whose digests begin in
-    the middle of the block table, and none of the third's. Read whole, by rows (verified by the tables), and by `load`.
-    """
-    store = MemoryStore()
-    generator = torch.Generator().manual_seed(5)
-    x, other_x, y = (torch.randn(1000, 100, generator=generator) for _ in range(3))
-    text, other_text, note = (letter * 400_000 for letter in "abc")
-    first = {"m": {"x": x, "text": text}}
-    second = {"m": {"x": other_x, "text": other_text, "y": y, "note": note}}
-    saves = [planned([state], store=store) for state in (first, second, first)]
-    reports = [replace(save.reports[0], rank=rank) for rank, save in enumerate(saves)]
-    manifest = check(to_manifest(planned_of(saves[1].metadata), reports, INFO))
-    assert manifest.shards.keys == (*reports[0].shards.keys, *reports[1].shards.keys)
-    assert len(manifest.shards.keys) == 2
-    assert manifest.pieces.shard.tolist() == [0, 1, 0, 1]
-    assert sorted(manifest.pieces.table.tolist())[:2] == [0, 7]
-    assert int(manifest.shards.table_lengths[1]) == 4 * 7 * 16
-    store.put(MANIFEST_KEY, [manifest_json.encode(manifest)])
-    for found in (load(store)["m"], loaded(store, {"x": torch.zeros(1000, 100), "y": torch.zeros(1000, 100)})):
-        assert torch.equal(found["x"], x)
-        assert torch.equal(found["y"], y)
-        assert (found["text"], found["note"]) == (text, note)
-    rows = {name: LocalShards((1000, 100), torch.float32, [((600, 0), torch.zeros(20, 100))]) for name in ("x", "y")}
-    found = loaded(store, rows)
-    for name, whole in (("x", x), ("y", y)):
-        ((_, part),) = found[name].chunks
-        assert torch.equal(part, whole[600:620])
-
-
-def loaded(store: MemoryStore, tensors: State) -> State:
-    """Load into templates, with the objects beside them."""
-    state: State = {"m": {**tensors, "text": "", "note": ""}}
-    load_as_ranks([state], lambda: RemoteReader(store))
-    inner: State = state["m"]
-    return inner
-
-
-@pytest.mark.parametrize(
-    "data", [["a list"], {"w": "no tuple"}, {"w": (1.5,)}, {"w": (True,)}, {1: ("w",)}, {"w": (b"x",)}, object()]
-)
-def test_planner_data_that_is_no_flatten_mapping(data: object) -> None:
-    """Planner data that only pickle could store, from a user's own planner, is refused; None stays None."""
-    good = three_ranks()
-    with pytest.raises(InvalidArgumentError, match="flatten mapping"):
-        replace(good, metadata=replace(good.metadata, planner_data=data)).manifest()
-    without_any = replace(good, metadata=replace(good.metadata, planner_data=None)).manifest()
-    assert to_dcp_metadata(without_any).planner_data is None
 
 
 @pytest.mark.parametrize(
@@ -278,27 +61,6 @@ def test_properties_that_torch_does_not_know(change: dict[str, Any]) -> None:
     kinds = tuple(replace(kind, **change) for kind in manifest.tensors.kinds)
     with pytest.raises(UnsupportedFormatError):
         to_dcp_metadata(replace(manifest, tensors=replace(manifest.tensors, kinds=kinds)))
-
-
-def test_a_memory_format_that_has_no_word() -> None:
-    """The save is refused, and the error names the tensor."""
-    good = planned([{"t": torch.zeros(4, dtype=torch.int8)}])
-    meta = good.metadata.state_dict_metadata["t"]
-    assert isinstance(meta, TensorStorageMetadata)
-    properties = TensorProperties(dtype=torch.int8, memory_format=torch.channels_last_3d)
-    changed = replace(good.metadata, state_dict_metadata={"t": replace(meta, properties=properties)})
-    with pytest.raises(InvalidArgumentError) as caught:
-        replace(good, metadata=changed).manifest()
-    assert caught.value.details["tensor"] == "t"
-
-
-def test_reports_are_small() -> None:
-    """A pickled report of 1,000 tensors of differing sizes: measured 70,855 bytes, 45,900 of them names and digests."""
-    state: State = {f"model.layers.{n // 10}.block.{n % 10}.weight": torch.ones(300 + n % 5) for n in range(1000)}
-    (report,) = planned([state]).reports
-    data = pickle.dumps(report)
-    assert len(data) < 85_000
-    assert plain(pickle.loads(data)) == plain(report)
 
 
 def test_a_state_of_nothing() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import signal
 import socket
 import threading
@@ -17,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from dcp_remote.common.hedging import LATE_SECONDS_MIN, SAMPLES_MIN, LatencyTracker
+from dcp_remote.common.hedging import SAMPLES_MIN
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import StorageError, TransientStorageError
 from dcp_remote.storage.cloud import tls_stream
@@ -378,29 +377,6 @@ def test_connections_are_closed_with_their_store() -> None:
         read(store, 0, 100)
         del store
         gc.collect()
-
-
-def test_late_seconds() -> None:
-    """Note latencies: nothing is late before enough are known, and then never below a second."""
-    pace = LatencyTracker()
-    for number in range(SAMPLES_MIN):
-        assert pace.late_seconds(8 * MiB) == math.inf
-        pace.note(8 * MiB, 0.1 + number / 1000)
-    assert pace.late_seconds(8 * MiB) == LATE_SECONDS_MIN
-    assert pace.late_seconds(64 * MiB) == math.inf
-    for _ in range(1000):
-        pace.note(8 * MiB, 3.0)
-    assert pace.late_seconds(8 * MiB) == 6.0
-
-
-def test_few_are_sent_twice() -> None:
-    """Note a thousand late requests: a twentieth of them may be hedged, and a few after a quiet time."""
-    pace = LatencyTracker()
-    repeated = 0
-    for _ in range(1000):
-        pace.note(1, 100.0)
-        repeated += pace.may_repeat()
-    assert 45 <= repeated <= 55
 
 
 def _never() -> memoryview:
