@@ -1,6 +1,6 @@
-"""A process whose store does not answer ends when it has to: within the notice after SIGTERM, and at the second Ctrl-C.
+"""A process whose store does not answer ends in time: within the notice after SIGTERM, and at the second Ctrl-C.
 
-Each is a process of its own. What kills a job at the end of its notice is an alarm there, set by the signal.
+Each case is a process of its own, in which an alarm set by the signal kills the job at the end of its notice.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ checkpoints.save(1, {{"w": torch.ones(1000)}})
 
 @contextmanager
 def process(path: Path, prefix: str, script: str) -> Iterator[subprocess.Popen[str]]:
-    """One whose first save is stalled."""
+    """Start a process whose first save hangs."""
     code = BEGINNING + textwrap.dedent(script)
     command = [sys.executable, "-c", code, str(path), prefix]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
@@ -68,7 +68,7 @@ def process(path: Path, prefix: str, script: str) -> Iterator[subprocess.Popen[s
 
 
 def processes(folder: Path, cases: Sequence[tuple[str, str]], stack: ExitStack) -> list[subprocess.Popen[str]]:
-    """One for each case, of a prefix and a script, at a time."""
+    """Start a process for each case of a prefix and a script, all at a time."""
     with ThreadPoolExecutor(len(cases)) as pool:
         begun = [
             pool.submit(stack.enter_context, process(folder / str(number), *case)) for number, case in enumerate(cases)
@@ -77,11 +77,11 @@ def processes(folder: Path, cases: Sequence[tuple[str, str]], stack: ExitStack) 
 
 
 def test_sigterm(tmp_path: Path) -> None:
-    """Whatever waits already, and whatever does not answer: the process has ended before it is killed, and says why."""
+    """After SIGTERM the process ends before it is killed, and says why, whatever it waits for and whatever hangs."""
     cases = {
         ("shards/", "checkpoints.wait()"): "SaveTimeoutError",
         ("manifests/", "checkpoints.close()"): "CommitUnknownError",
-        ("shards/", ""): "SaveTimeoutError",  # the end of the process
+        ("shards/", ""): "SaveTimeoutError",  # at the end of the process
     }
     with ExitStack() as stack:
         children = processes(tmp_path, list(cases), stack)
@@ -94,7 +94,7 @@ def test_sigterm(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_twice(tmp_path: Path) -> None:
-    """The first says what is waited for, and until when; the second ends the process, half an hour before that."""
+    """The first Ctrl-C logs what is waited for, and until when; the second ends the process half an hour earlier."""
     cases = [
         ("shards/", "with checkpoints: time.sleep(1e6)"),
         ("manifests/", "time.sleep(1e6)"),
@@ -118,7 +118,7 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
 
 
 def test_seconds_for_work() -> None:
-    """All but eight seconds of the notice, or three fifths of a short one; never less than none."""
+    """Work gets the notice less eight seconds, or three fifths of a short notice; never less than zero."""
     for notice_seconds, work_seconds in ((30.0, 22.0), (10.0, 6.0)):
         clock = Clock()
         preemption = Preemption(RankGroup(0, 1, None), notice_seconds, clock=clock)
@@ -132,10 +132,7 @@ def test_seconds_for_work() -> None:
 
 
 def test_a_process_that_outlives_its_notice_saves_and_restores() -> None:
-    """A step of training was longer than the notice, or nobody killed it after SIGTERM: what begins then is done.
-
-    The next SIGTERM is heard of like the first.
-    """
+    """A process that outlives its notice saves and restores as usual; the next SIGTERM is heard of like the first."""
     store, clock = MemoryStore(), Clock()
     with CheckpointManager(store, notice_seconds=1.0) as checkpoints:
         preemption = checkpoints._preemption

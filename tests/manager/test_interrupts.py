@@ -1,8 +1,8 @@
-"""Ctrl-C, and threads that cannot start, anywhere in a call of a manager: nothing is committed of a state that changes.
+"""Ctrl-C, and threads that cannot start, anywhere in a manager's call: no changed state is committed.
 
-A strike raises KeyboardInterrupt at a line of this package or of `threading`, in the main thread, as a signal's handler
-does. The lines are those that a call passes when nothing strikes, each of them in turn. Not those of a `with`: a tracer
-comes there before a lock is released, where no signal's handler is ever called.
+KeyboardInterrupt is raised in the main thread at a line of this package or of `threading`, as by a signal's handler.
+Each line that an uninterrupted call passes is tried in turn, except those of a `with`: the tracer runs there before a
+lock is released, where no signal's handler is ever called.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dcp_remote.manager.background_save import BackgroundSave
 from dcp_remote.storage import MemoryStore
 from tests.support.parties import managers_of, party, wait_until
 
-# File, line, and how often it was passed before. What is passed more often is a loop that waits.
+# File, line, and number of passes so far. Lines passed more often are loops that wait.
 Place: TypeAlias = tuple[str, int, int]
 _PASSES_MAX = 2
 
@@ -36,17 +36,17 @@ FILES = str(Path(dcp_remote.__file__).parent), threading.__file__
 
 
 @pytest.fixture(autouse=True)
-def other_tests_are_left_alone() -> Iterator[None]:
-    """A strike in the middle of closing leaves idle threads behind, which other tests know by another name."""
+def _rename_leftover_threads() -> Iterator[None]:
+    """Rename idle threads that an interrupted close leaves behind, so that other tests ignore them."""
     before = frozenset(threading.enumerate())
     yield
     for thread in frozenset(threading.enumerate()) - before:
-        thread.name = "left by a strike"
+        thread.name = "left by an interrupt"
 
 
 @contextmanager
 def at_each_line(visit: Callable[[Place], None]) -> Iterator[None]:
-    """Call something at each line that this thread passes, where it may raise."""
+    """Call `visit` at each line that this thread passes; it may raise."""
     passes: Counter[tuple[str, int]] = Counter()
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Any:
@@ -67,29 +67,29 @@ def at_each_line(visit: Callable[[Place], None]) -> Iterator[None]:
 
 
 def places_of(call: Callable[[], object]) -> list[Place]:
-    """Where a call may be struck."""
+    """Return the lines at which a call can be interrupted."""
     places: list[Place] = []
     with at_each_line(places.append):
         call()
     return [place for place in places if place[2] <= _PASSES_MAX]
 
 
-def is_struck(call: Callable[[], object], place: Place) -> bool:
-    """Whether a call that is struck at a place raises."""
-    struck = False
+def is_interrupted(call: Callable[[], object], place: Place) -> bool:
+    """Interrupt a call at a line; return whether the call raises."""
+    was_raised = False
 
-    def strike(at: Place) -> None:
-        nonlocal struck
-        if at == place and not struck:
-            struck = True
+    def interrupt(at: Place) -> None:
+        nonlocal was_raised
+        if at == place and not was_raised:
+            was_raised = True
             raise KeyboardInterrupt
 
     try:
-        with at_each_line(strike):
+        with at_each_line(interrupt):
             call()
     except (KeyboardInterrupt, RuntimeError):
-        # The latter is what `threading.Condition` makes of it, which releases a lock that it does not hold.
-        assert struck
+        # RuntimeError is raised by `threading.Condition`, which then releases a lock that it does not hold.
+        assert was_raised
         return True
     return False
 
@@ -104,13 +104,13 @@ def assert_is(state: dict[str, Any], value: float) -> None:
 
 
 def every(places: list[Place], torture_seconds: float) -> list[Place]:
-    """All of them in a long campaign, and some each time."""
+    """Return all lines in a long campaign, otherwise about 150 of them."""
     return places if torture_seconds > 60 else places[:: max(1, len(places) // 150)]
 
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_save_that_is_interrupted_anywhere(torture_seconds: float, *, wait: bool) -> None:
-    """It raises, and then the state changes: what is committed is the old one, whole, or nothing; the next save is."""
+    """An interrupted save raises, then the state changes: the old one is committed or nothing; the next save works."""
 
     def begin() -> tuple[MemoryStore, CheckpointManager, dict[str, Any]]:
         store = MemoryStore()
@@ -122,7 +122,7 @@ def test_a_save_that_is_interrupted_anywhere(torture_seconds: float, *, wait: bo
     assert any(place[0] == threading.__file__ for place in places)
     for place in every(places, torture_seconds):
         store, checkpoints, state = begin()
-        raised = is_struck(lambda: checkpoints.save(1, state, wait=wait), place)  # noqa: B023  # called at once
+        raised = is_interrupted(lambda: checkpoints.save(1, state, wait=wait), place)  # noqa: B023  # called at once
         for tensor in state["model"].values():
             tensor.fill_(7.0)
         with suppress(DcpRemoteError):
@@ -137,25 +137,25 @@ def test_a_save_that_is_interrupted_anywhere(torture_seconds: float, *, wait: bo
 
 
 def test_a_restore_that_is_interrupted_anywhere(torture_seconds: float) -> None:
-    """The next one restores."""
+    """After an interrupted restore the next one succeeds."""
     store = MemoryStore()
     with CheckpointManager(store) as checkpoints:
         checkpoints.save(1, state_of(1))
     checkpoints = CheckpointManager(store)
     for place in every(places_of(lambda: checkpoints.restore(state_of(0))), torture_seconds):
-        is_struck(lambda: checkpoints.restore(state_of(0)), place)
+        is_interrupted(lambda: checkpoints.restore(state_of(0)), place)
         state = state_of(0)
         assert checkpoints.restore(state) == 1, place
         assert_is(state, 1)
     checkpoints.close()
 
 
-# ---- the others are told
+# ---- other ranks
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()], ids=repr)
 def test_a_rank_whose_thread_does_not_start(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other raises why, long before the deadline; both save the next step."""
+    """The other rank raises the reason long before the deadline; both save the next step."""
     start, store, fails = threading.Thread.start, MemoryStore(), [True]
 
     def refuse(thread: threading.Thread) -> None:
@@ -188,7 +188,7 @@ def test_a_rank_whose_thread_does_not_start(error: BaseException, monkeypatch: p
 
 
 def test_a_rank_alone_leaves_nothing_in_a_store_that_it_has_not() -> None:
-    """However many saves and restores: what a joint leaves behind is swept by the pulse, and there is none."""
+    """A single rank has no store of its group, and collects no keys to delete there."""
     with CheckpointManager(MemoryStore()) as checkpoints:
         for step in range(1, 4):
             checkpoints.save(step, state_of(step), wait=True)
@@ -197,12 +197,12 @@ def test_a_rank_alone_leaves_nothing_in_a_store_that_it_has_not() -> None:
 
 
 def test_ctrl_c_before_the_thread_of_a_save_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is started, and comes too late to begin: the next save does not wait for it."""
+    """A save interrupted before its thread runs never begins: the next save does not wait for it."""
     released, run = threading.Event(), BackgroundSave._run
 
-    def late(flight: BackgroundSave) -> None:
+    def late(save: BackgroundSave) -> None:
         released.wait(60.0)
-        run(flight)
+        run(save)
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""CheckpointManager on one process: what is saved, what is restored, who may save, what goes, and how errors arrive."""
+"""CheckpointManager on one process: contents of saves, restores, fencing, retention, dedup, and errors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from tests.support.simulated_ranks import load_as_ranks, save_as_ranks
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """What training may have at a step: a frozen part, a changing part, objects."""
+    """Return a state of training at a step: a frozen part, a changing part, objects."""
     return {
         "model": {"frozen": torch.arange(50_000.0), "weight": torch.full((50, 7), float(step))},
         "optim": {"state": {"weight": {"exp_avg": torch.full((50, 7), step / 2)}}, "param_groups": [{"lr": 0.1}]},
@@ -67,7 +67,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def saved(store: Any, *steps: int, **options: Any) -> None:
-    """A job that saves these steps of an empty run, or goes on from its newest."""
+    """Save these steps as a new job of the run."""
     with CheckpointManager(store, **options) as checkpoints:
         checkpoints.restore(state_of(0))
         for step in steps:
@@ -75,7 +75,7 @@ def saved(store: Any, *steps: int, **options: Any) -> None:
 
 
 def assert_is(state: dict[str, Any], step: int) -> None:
-    """That a state is the one of a step."""
+    """Check that a state is that of a step."""
     expected = state_of(step)
     assert torch.equal(state["model"]["weight"], expected["model"]["weight"])
     assert torch.equal(state["model"]["frozen"], expected["model"]["frozen"])
@@ -89,7 +89,7 @@ def assert_is(state: dict[str, Any], step: int) -> None:
 
 
 def test_save_and_restore() -> None:
-    """Newest, by step, by name; with what the user noted."""
+    """Restores the newest checkpoint, one by step and one by name, with the user's metadata."""
     store = MemoryStore()
     with CheckpointManager(store) as checkpoints:
         assert checkpoints.restore(state_of(0)) is None
@@ -120,7 +120,7 @@ def test_save_and_restore() -> None:
 
 
 def test_others_read_a_run() -> None:
-    """`load`, `latest` and torch's own load through `RemoteReader`: its newest, a step, a name."""
+    """`load`, `latest` and torch's own load through `RemoteReader` read a run: its newest, a step, a name."""
     store = MemoryStore()
     assert dcp_remote.latest(store) is None
     saved(store, 1, 2)
@@ -135,11 +135,11 @@ def test_others_read_a_run() -> None:
     with pytest.raises(CheckpointNotFoundError, match="steps='1, 2'"):
         load(store, step=3)
     with pytest.raises(InvalidArgumentError, match="integer"):
-        load(store, step=1.0)  # type: ignore[arg-type]  # on purpose
+        load(store, step=1.0)  # type: ignore[arg-type]  # the wrong type is the test
 
 
 def test_what_is_changed_afterwards_is_not_saved() -> None:
-    """The state is copied, objects included, into memory that the next save uses again."""
+    """Changes after the call are not saved: all is copied, objects included, into memory that the next save reuses."""
     store = MemoryStore()
     state = state_of(1)
     with CheckpointManager(store) as checkpoints:
@@ -158,10 +158,10 @@ def test_what_is_changed_afterwards_is_not_saved() -> None:
 
 
 def test_a_whole_training_in_one_commit() -> None:
-    """Model, optimizer, schedule, scaler, data position, random states: resumed, the next steps are the same."""
+    """Model, optimizer, schedule, scaler, data position, random states: the steps after a restore are the same."""
 
     class Position:
-        """Where the data is; torch's `Stateful`."""
+        """Position in the data; torch's `Stateful`."""
 
         batch = 0
 
@@ -249,7 +249,7 @@ def test_a_whole_training_in_one_commit() -> None:
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], what: str) -> None:
-    """Told by the call; nothing is written but, at the most, the fence; the next save is right."""
+    """Wrong arguments raise in the call; at most the fence is written; the next save succeeds."""
     store = MemoryStore()
     with CheckpointManager(store) as checkpoints:
         call: dict[str, Any] = {"step": 1, "state": state_of(1), "wait": True} | arguments
@@ -264,27 +264,27 @@ def test_wrong_arguments(arguments: dict[str, Any], what: str) -> None:
 @pytest.mark.parametrize("name", ["timeout_seconds", "silence_seconds", "notice_seconds"])
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "30"])
 def test_seconds_that_are_none(name: str, seconds: Any) -> None:
-    """Refused by the name of the argument, a text among them."""
+    """Invalid durations, a text among them, are refused by the argument's name."""
     with pytest.raises(InvalidArgumentError, match=f"^{name} must be a number above zero"):
         CheckpointManager(MemoryStore(), **{name: seconds})
 
 
 def test_a_retention_that_is_none() -> None:
     with pytest.raises(InvalidArgumentError, match="Retention"):
-        CheckpointManager(MemoryStore(), retention=3)  # type: ignore[arg-type]  # on purpose
+        CheckpointManager(MemoryStore(), retention=3)  # type: ignore[arg-type]  # the wrong type is the test
 
 
 def test_a_metric_that_is_not_finite(caplog: pytest.LogCaptureFixture) -> None:
-    """A loss that has become NaN does not end the training; the checkpoint goes without it, and that is said."""
+    """A metric that is NaN does not end the training: it is left out of the checkpoint, with a warning."""
     store = MemoryStore()
     with CheckpointManager(store) as checkpoints:
         checkpoints.save(1, state_of(1), metrics={"loss": float("nan"), "accuracy": 0.5})
-    assert [dict(entry.metrics) for entry in read_catalog(store).catalog.entries] == [{"accuracy": 0.5}]  # type: ignore[union-attr]  # it is there
+    assert [dict(entry.metrics) for entry in read_catalog(store).catalog.entries] == [{"accuracy": 0.5}]  # type: ignore[union-attr]  # a catalog was written
     assert "metric=loss" in caplog.text
 
 
 def test_notes_are_copied() -> None:
-    """What is changed after the call is not noted."""
+    """Changes to metadata and metrics after the call are not saved."""
     store = MemoryStore()
     notes = {"seen": [1]}
     with CheckpointManager(store) as checkpoints:
@@ -298,7 +298,7 @@ def test_notes_are_copied() -> None:
     "state", [torch.nn.Linear(2, 2), torch.ones(2), None, [torch.ones(2)]], ids=lambda s: type(s).__name__
 )
 def test_a_state_that_is_no_dict(state: Any) -> None:
-    """A module itself, say: refused by save and restore, and the manager can still be used."""
+    """A state that is no dict, such as a module, is refused by save and restore; the manager stays usable."""
     with CheckpointManager(MemoryStore()) as checkpoints:
         with pytest.raises(InvalidArgumentError, match=f"state must be a dict.* type='{type(state).__name__}'"):
             checkpoints.save(1, state)
@@ -308,7 +308,7 @@ def test_a_state_that_is_no_dict(state: Any) -> None:
 
 
 def test_keys_that_are_no_text() -> None:
-    """A schedule's milestones, and tensors below a number: each comes back under its own key, and is saved again."""
+    """Integer keys of objects (a schedule's milestones) and of tensors come back as integers, to be saved again."""
 
     def made(value: float) -> dict[str, Any]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=value)
@@ -345,7 +345,7 @@ def test_keys_that_are_no_text() -> None:
 
 @pytest.mark.parametrize("key", ["0", 0], ids=repr)
 def test_lists_below_keys_that_are_no_text(key: object) -> None:
-    """What was saved replaces what is there, as below text: shorter, longer, empty, with None, and beside tensors."""
+    """Saved lists replace those of the state, as below text keys: shorter, longer, empty, with None, with tensors."""
 
     def made(*lists: Any) -> dict[str, Any]:
         return {"history": {key: list(lists)}, "shared": {key: lists[0]}}
@@ -363,11 +363,11 @@ def test_lists_below_keys_that_are_no_text(key: object) -> None:
     assert str(load(store)["history"]) == str({str(key): saved["history"][key]})
 
 
-# ---- who may save
+# ---- fencing and rollback
 
 
 def test_a_step_that_falls_behind() -> None:
-    """A loop that does not go on from what was restored: its checkpoints would never be restored."""
+    """A save at or before the restored step is refused: such a checkpoint would never be restored."""
     store = MemoryStore()
     saved(store, 10, 20)
     with CheckpointManager(store, retention=Retention(keep_last=2)) as checkpoints:
@@ -381,11 +381,11 @@ def test_a_step_that_falls_behind() -> None:
     with CheckpointManager(store) as checkpoints:
         assert checkpoints.steps() == [20, 21]
         checkpoints.restore(state_of(0), 20)
-        checkpoints.save(20, state_of(20), overwrite=True)  # at the very step that it went back to
+        checkpoints.save(20, state_of(20), overwrite=True)  # the very step that was restored
 
 
 def test_what_is_left_behind_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """Once, by the job that goes back or over; and that a job starts from nothing."""
+    """A job that rolls back or starts over logs once what it abandons; a job that starts from nothing logs that."""
     store = MemoryStore()
     saved(store, 10, 20)
     assert "starts from nothing" in caplog.text
@@ -400,7 +400,7 @@ def test_what_is_left_behind_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_job_that_was_fenced_stays_so() -> None:
-    """Restoring again and going on, it would take the run back from the job that took it."""
+    """A fenced job stays fenced after a restore: else it would take the run back from the job that fenced it."""
     store = MemoryStore()
     with contextlib.suppress(FencedError), CheckpointManager(store) as old:
         old.save(1, state_of(1), wait=True)
@@ -410,11 +410,11 @@ def test_a_job_that_was_fenced_stays_so() -> None:
         assert old.restore(state_of(0)) == 2
         with pytest.raises(FencedError):
             old.save(3, state_of(3), wait=True)
-    assert dcp_remote.latest(store).step == 2  # type: ignore[union-attr]  # it is there
+    assert dcp_remote.latest(store).step == 2  # type: ignore[union-attr]  # a checkpoint was written
 
 
 def test_a_run_that_was_not_restored() -> None:
-    """Its checkpoints would be left behind without a word: refused; told how to say what is meant."""
+    """Saving into a run without a restore is refused, and the message names `start_over`."""
     store = MemoryStore()
     saved(store, 10, 20)
     with CheckpointManager(store) as checkpoints:
@@ -431,13 +431,13 @@ def test_a_run_that_was_not_restored() -> None:
         checkpoints.save(5, state_of(5))
         checkpoints.wait()
         assert checkpoints.steps() == [5]
-        assert_is(load(store, step=25), 25)  # left behind, not gone
+        assert_is(load(store, step=25), 25)  # abandoned, and still in the store
     with pytest.raises(InvalidArgumentError, match="exclude each other"):
         CheckpointManager(store, start_over=True, resumed_from=3)
 
 
 def test_going_back() -> None:
-    """What is newer than what was restored is marked, replaced as steps come again, and newest no more."""
+    """Checkpoints newer than the restored one are abandoned, and replaced as their steps come again."""
     store = MemoryStore()
     saved(store, 10, 20, 30)
     with CheckpointManager(store) as checkpoints:
@@ -446,7 +446,7 @@ def test_going_back() -> None:
         checkpoints.save(20, state_of(-20))
         checkpoints.wait()
         assert checkpoints.steps() == [10, 20]
-        assert checkpoints.restore(state_of(0)) == 20  # once more, in the same job
+        assert checkpoints.restore(state_of(0)) == 20  # a second restore in the same job
         checkpoints.save(40, state_of(40))
     assert load(store, step=20)["step"] == -20
     assert load(store, step=30)["step"] == 30
@@ -454,7 +454,7 @@ def test_going_back() -> None:
 
 
 def test_restoring_an_older_step_says_what_that_abandons(caplog: pytest.LogCaptureFixture) -> None:
-    """Before a byte of it is read, and what to do instead; the newest restored before the next save undoes it."""
+    """Restoring an older step logs first what it abandons and how to avoid that; restoring the newest undoes it."""
     store = MemoryStore()
     with CheckpointManager(store) as checkpoints:
         for step in (10, 20, 30):
@@ -478,7 +478,7 @@ def test_restoring_an_older_step_says_what_that_abandons(caplog: pytest.LogCaptu
 
 
 def test_a_checkpoint_by_itself_that_was_saved_over_a_run() -> None:
-    """A job is told before it trains, and not when it saves."""
+    """A run whose prefix holds a checkpoint of its own is refused by restore, not first by save."""
     store = MemoryStore()
     saved(store, 1)
     save_as_ranks([{"a": torch.zeros(3)}], lambda: RemoteWriter(store))
@@ -493,7 +493,7 @@ def test_a_checkpoint_by_itself_that_was_saved_over_a_run() -> None:
 
 
 def test_a_checkpoint_by_itself_is_no_run() -> None:
-    """Whoever read there would find that, and never the run."""
+    """A checkpoint saved by itself makes its prefix unusable for a run: readers would find it and never the run."""
     store = MemoryStore()
     save_as_ranks([{"a": torch.zeros(3)}], lambda: RemoteWriter(store))
     with CheckpointManager(store) as checkpoints, pytest.raises(CheckpointExistsError, match="URL of its own"):
@@ -502,7 +502,7 @@ def test_a_checkpoint_by_itself_is_no_run() -> None:
 
 
 def test_a_run_that_lost_its_catalog() -> None:
-    """Nobody begins anew for want of it: not a restore, not a save, not who asks for the newest."""
+    """Without its catalog a run with checkpoints is refused: by restore, by save, and by `latest`."""
     store = MemoryStore()
     saved(store, 1, 2)
     store.delete([CATALOG_KEY])
@@ -524,7 +524,7 @@ def test_a_run_that_lost_its_catalog() -> None:
 
 
 def test_a_step_twice() -> None:
-    """Refused before anything is uploaded; `overwrite=True` replaces it."""
+    """A step that exists is refused before any upload; `overwrite=True` replaces it."""
     store = RecordingStore(MemoryStore())
     with CheckpointManager(store) as checkpoints:
         checkpoints.save(1, state_of(1), wait=True)
@@ -537,7 +537,7 @@ def test_a_step_twice() -> None:
 
 
 def test_a_zombie() -> None:
-    """A job that was started before another commits nothing more, whatever it had begun."""
+    """A job that was started before another one commits nothing more, not even a save that it had begun."""
     store = MemoryStore()
     old = CheckpointManager(store)
     old.save(1, state_of(1), wait=True)
@@ -549,18 +549,18 @@ def test_a_zombie() -> None:
     old.save(4, state_of(4))
     with pytest.raises(FencedError):
         old.close()
-    assert [entry.step for entry in read_catalog(store).catalog.entries] == [1, 2]  # type: ignore[union-attr]  # it is there
+    assert [entry.step for entry in read_catalog(store).catalog.entries] == [1, 2]  # type: ignore[union-attr]  # a catalog was written
 
 
 def test_the_generators_of_a_training_are_its_own() -> None:
-    """Every third request fails and is tried again after a random pause, which training draws none of its numbers for.
+    """Every third request fails and is retried after a random pause; the training's random generators are not used.
 
-    A cut connection in a campaign once changed what a rank drew next.
+    A retry of a cut connection once changed the numbers that a rank drew next.
     """
     store = FaultyStore(
         MemoryStore(), [matching(lambda _verb, _key, number: number % 3 == 0, "response", persistent=True)]
     )
-    before = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tobytes()  # type: ignore[index]  # words
+    before = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tobytes()  # type: ignore[index]  # the words of its state
     saved(store, 1, 2, retention=Retention(keep_last=1))
     saved(store, 3, retention=Retention(keep_last=1))
     assert len(store.hits) > 10
@@ -569,18 +569,18 @@ def test_the_generators_of_a_training_are_its_own() -> None:
     assert np.random.get_state()[1].tobytes() == before[2]  # type: ignore[index]  # as above
 
 
-# ---- what goes
+# ---- retention
 
 
 def test_retention() -> None:
-    """The newest, every so many, the best, and what is pinned; nothing without."""
+    """Retention keeps the newest, every n-th, the best and pinned checkpoints; without a retention all are kept."""
     store = MemoryStore()
     with CheckpointManager(
         store, retention=Retention(keep_last=2, keep_every=50, keep_best=Best("loss"))
     ) as checkpoints:
         for step in range(10, 110, 10):
             checkpoints.save(step, state_of(step), metrics={"loss": abs(step - 30)}, wait=True)
-            if step == 20:  # the newest, which nothing retires meanwhile
+            if step == 20:  # 20 is the newest, which no retention retires
                 checkpoints.pin(20)
                 checkpoints.unpin(20)
                 checkpoints.pin(20)
@@ -597,7 +597,7 @@ def test_retention() -> None:
 
 
 def test_thinning() -> None:
-    """Older ones lose their optimizer: its shards go, and no data moves. The rest still loads."""
+    """Older checkpoints lose their optimizer: its shards are deleted, no data is copied, and the rest still loads."""
     store = RecordingStore(MemoryStore())
     with CheckpointManager(store, retention=Retention(keep_optimizer_last=1)) as checkpoints:
         for step in (1, 2, 3):
@@ -609,7 +609,7 @@ def test_thinning() -> None:
     state = {"model": state_of(0)["model"]}
     with CheckpointManager(store) as checkpoints:
         assert checkpoints.restore(state, 1) == 1
-        entries = read_catalog(store).catalog.entries  # type: ignore[union-attr]  # it is there
+        entries = read_catalog(store).catalog.entries  # type: ignore[union-attr]  # a catalog was written
         assert [entry.thinned for entry in entries] == [("optim",), ("optim",), ()]
         assert entries[0].size_bytes < entries[2].size_bytes
     found = find_orphans(store, grace_seconds=0)
@@ -617,7 +617,7 @@ def test_thinning() -> None:
 
 
 def test_a_state_that_asks_for_what_was_thinned() -> None:
-    """Says so, and not that a key is missing."""
+    """A state that asks for a thinned part gets an error that names the thinning, and no missing key."""
     store = MemoryStore()
     saved(store, 1, 2, retention=Retention(keep_optimizer_last=1))
     with CheckpointManager(store) as checkpoints:
@@ -628,7 +628,7 @@ def test_a_state_that_asks_for_what_was_thinned() -> None:
 
 
 def test_what_has_no_place_in_the_state_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """An optimizer that has made no step has no state to restore into; so has a dict that is still empty."""
+    """Parts without a place in the state are logged: an optimizer before its first step, and an empty dict."""
 
     def made() -> dict[str, Any]:
         model = nn.Linear(3, 2)
@@ -649,7 +649,7 @@ def test_what_has_no_place_in_the_state_is_said(caplog: pytest.LogCaptureFixture
 
 
 def test_a_checkpoint_that_was_thinned_lends_no_optimizer() -> None:
-    """Not even to who wrote it, and remembers what it held. Nobody thins the newest; here somebody does."""
+    """A thinned checkpoint's optimizer shards are not reused, not even by the job that wrote them."""
     store = MemoryStore()
     frozen = state_of(1)
     frozen["optim"]["state"]["weight"]["exp_avg"] = torch.arange(50_000.0)
@@ -680,7 +680,7 @@ def test_a_checkpoint_that_was_thinned_lends_no_optimizer() -> None:
 
 
 def test_without_permission_to_delete(caplog: pytest.LogCaptureFixture) -> None:
-    """Retention goes on, and leaves the objects to the janitor; it says so once."""
+    """Retention without permission to delete goes on, leaves the objects to `dcp-remote gc`, and says so once."""
     inner = MemoryStore()
 
     def denied() -> Exception:
@@ -702,7 +702,7 @@ def test_without_permission_to_delete(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_did_not_change_is_not_sent_again() -> None:
-    """Nor after a restart; each checkpoint loads by itself. Switched off, all is sent."""
+    """Unchanged tensors are not sent again, also after a restart; each checkpoint loads alone. Without dedup all is."""
     for dedup in (True, False):
         store = RecordingStore(MemoryStore())
         with CheckpointManager(store, dedup=dedup) as checkpoints:
@@ -725,7 +725,7 @@ def test_what_did_not_change_is_not_sent_again() -> None:
 
 
 def test_requests() -> None:
-    """The first save of a job also takes the fence. Then: the catalog, shards, the manifest, and the swap."""
+    """A save requests the catalog, shards, the manifest and the swap; the first save of a job also takes the fence."""
     store = RecordingStore(MemoryStore())
     with CheckpointManager(store) as checkpoints:
         state = {"model": torch.zeros(5)}
@@ -745,7 +745,7 @@ def test_requests() -> None:
 
 
 def test_an_error_in_the_background_is_raised_by_the_next_call() -> None:
-    """Once; then the manager goes on. The run is as it was."""
+    """An error in the background is raised once, by the next call; the manager goes on, and the run is unchanged."""
     inner = MemoryStore()
     broken = [
         matching(
@@ -772,7 +772,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call() -> None:
 
 
 def test_an_object_that_needs_code() -> None:
-    """Refused by key and type; with `allow_pickle` on both sides it goes."""
+    """An object that needs code is refused by key and type; `allow_pickle` on both sides allows it."""
     store = MemoryStore()
     with CheckpointManager(store) as checkpoints, pytest.raises(UnsafeObjectError, match="settings"):
         checkpoints.save(1, {"settings": Settings(), "model": torch.zeros(3)}, wait=True)
@@ -784,11 +784,11 @@ def test_an_object_that_needs_code() -> None:
 
 
 class Settings:
-    """Of the user's own."""
+    """A class of the user."""
 
 
 def test_the_store_is_down() -> None:
-    """The save ends at its deadline, and says what was tried last."""
+    """Without the store a save ends at its deadline, and its error names the last attempt."""
     store = FaultyStore(
         MemoryStore(), [matching(lambda verb, key, number: key.startswith("shards/"), "request", persistent=True)]
     )
@@ -800,7 +800,7 @@ def test_the_store_is_down() -> None:
 
 
 class HangingStore(WrappedStore):
-    """Does not answer one request until it is told to."""
+    """Store that does not answer one request until it is released."""
 
     def __init__(self, store: MemoryStore, hangs: Callable[[Request], bool]) -> None:
         super().__init__(store)
@@ -813,12 +813,12 @@ class HangingStore(WrappedStore):
 
 
 def threads_that_save() -> list[threading.Thread]:
-    # Ctrl-C in `Thread.start`, of other tests, leaves a thread in the list that never ran.
+    # Ctrl-C in `Thread.start`, in other tests, leaves threads in the list that never ran.
     return [one for one in threading.enumerate() if one.name == "dcp_remote-save" and one.is_alive()]
 
 
 def test_a_commit_that_hangs() -> None:
-    """Whoever waits is told that it is not known; and nothing is committed behind his back when it wakes up."""
+    """A commit that hangs ends as CommitUnknownError at the deadline, and commits nothing when it goes on."""
     inner = MemoryStore()
     store = HangingStore(inner, lambda request: request.verb == "put" and request.key.startswith("manifests/"))
     checkpoints = CheckpointManager(store, timeout_seconds=1.0)
@@ -832,7 +832,7 @@ def test_a_commit_that_hangs() -> None:
 
 
 def test_a_fence_that_hangs() -> None:
-    """The thread that is left behind does not fence the job that went on without it."""
+    """A thread that hung while it took the fence does not fence the job that went on without it."""
     inner = MemoryStore()
     store = HangingStore(inner, lambda request: threading.current_thread() is first[0] and request.verb == "get")
     first: list[threading.Thread | None] = [None]
@@ -849,7 +849,7 @@ def test_a_fence_that_hangs() -> None:
         with pytest.raises(SaveTimeoutError):
             checkpoints.save(1, state_of(1), wait=True)
     assert first[0] is not None
-    checkpoints._background_saves.newest = None  # whose thread the next save would wait for, for half a minute
+    checkpoints._background_saves.newest = None  # else the next save would wait half a minute for its thread
     checkpoints._timeout_seconds = 60.0
     checkpoints.save(2, state_of(2), wait=True)
     store.go_on.set()
@@ -860,7 +860,7 @@ def test_a_fence_that_hangs() -> None:
 
 
 def test_a_restore_while_a_save_that_was_given_up_hangs() -> None:
-    """The thread that is left behind does not take the job, which went back meanwhile, for one that was fenced."""
+    """A save's thread that hung, and was given up, does not fence its own job, which rolled back meanwhile."""
     inner = MemoryStore()
     hanging = threading.Event()
 
@@ -886,7 +886,7 @@ def test_a_restore_while_a_save_that_was_given_up_hangs() -> None:
 
 
 class InterruptedUploadStore(WrappedStore):
-    """A shard that is under way until the test lets it go, and Ctrl-C meanwhile."""
+    """Store that raises Ctrl-C while a shard is uploaded, and ends the upload when the test says so."""
 
     go_on = threading.Event()
 
@@ -898,7 +898,7 @@ class InterruptedUploadStore(WrappedStore):
 
 
 class GoOn(logging.Handler):
-    """Lets the shard go once the log has said what is waited for."""
+    """Log handler that ends the upload once the awaited line is logged."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if "waiting for requests of the save of step 1; Ctrl-C ends this" in record.getMessage():
@@ -907,7 +907,7 @@ class GoOn(logging.Handler):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
 def test_ctrl_c_in_a_save_says_what_is_waited_for() -> None:
-    """Before it is waited for: without the line in the log the shard would stay under way."""
+    """Ctrl-C logs what is waited for before it waits: without the line the shard would never be uploaded."""
     handler = GoOn()
     logging.getLogger("dcp_remote.manager.background_save").addHandler(handler)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -921,7 +921,7 @@ def test_ctrl_c_in_a_save_says_what_is_waited_for() -> None:
 
 
 class InterruptingStore(WrappedStore):
-    """Ctrl-C while a shard is on its way."""
+    """Store that raises Ctrl-C while a shard is uploaded."""
 
     uploads = 0
 
@@ -936,11 +936,11 @@ class InterruptingStore(WrappedStore):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
 def test_ctrl_c_in_a_save_that_copies_nothing() -> None:
-    """The state changes afterwards: nothing of it may be committed under that step, and the next save is right."""
+    """After Ctrl-C in a save without a copy, the state changes: none of it is committed; the next save is right."""
     store = MemoryStore()
     state = state_of(1)
     with CheckpointManager(InterruptingStore(store)) as checkpoints:
-        # A job in the background of a shell is begun without.
+        # Background jobs of a shell begin with SIGINT ignored.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             with pytest.raises(KeyboardInterrupt):
@@ -952,11 +952,11 @@ def test_ctrl_c_in_a_save_that_copies_nothing() -> None:
         assert checkpoints.steps() == []
         checkpoints.save(2, state_of(2))
     assert_is(load(store), 2)
-    assert [entry.step for entry in read_catalog(store).catalog.entries] == [2]  # type: ignore[union-attr]  # it is there
+    assert [entry.step for entry in read_catalog(store).catalog.entries] == [2]  # type: ignore[union-attr]  # a catalog was written
 
 
 def test_the_copy_of_a_state_goes_with_its_save() -> None:
-    """Two copies of one state, each of its size, are too much; so is one for ever."""
+    """The copy of a state is freed with its save: two copies at a time, or one for ever, would be too much."""
     with CheckpointManager(MemoryStore()) as checkpoints:
         big = torch.zeros(1_000)
         gone = weakref.ref(big)
@@ -967,7 +967,7 @@ def test_the_copy_of_a_state_goes_with_its_save() -> None:
 
 
 def test_a_child_that_is_forked_leaves_the_save_to_its_parent(tmp_path: Path) -> None:
-    """It has none of the threads, and ends as if there were no manager."""
+    """A forked child has no thread of the save, and ends as if there were no manager; the parent's save ends."""
     code = f"""
 import os, time, torch
 from dcp_remote import CheckpointManager, latest
@@ -987,7 +987,7 @@ assert latest({str(tmp_path)!r}).step == 1
 
 
 def test_a_manager_made_too_early(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Before torch.distributed was initialized, each rank would take itself for the only one."""
+    """A manager made before torch.distributed is initialized is refused: each rank would act as the only one."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with CheckpointManager(MemoryStore()) as checkpoints:
         assert "WORLD_SIZE is set" in caplog.text
@@ -1000,7 +1000,7 @@ def test_a_manager_made_too_early(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
 def test_preemption_after_going_back() -> None:
-    """Steps that are done again count, and so does one that is asked about several times."""
+    """Preemption counts steps that are done again, and a step that is asked about several times once."""
     store = MemoryStore()
     saved(store, 4)
     with CheckpointManager(store) as checkpoints:
@@ -1013,7 +1013,7 @@ def test_preemption_after_going_back() -> None:
 
 
 def test_leaving_the_block() -> None:
-    """It waits, and raises; but an error of the block itself comes first."""
+    """Leaving the block waits for the save and raises its error, unless the block itself raised."""
     store = FaultyStore(
         MemoryStore(),
         [
@@ -1038,14 +1038,14 @@ def test_leaving_the_block() -> None:
 
 
 def test_a_state_dict_that_raises() -> None:
-    """Raised as it is; the manager goes on."""
+    """An error of a state_dict is raised as it is; the manager goes on."""
 
     class Broken:
         def state_dict(self) -> dict[str, Any]:
             raise ZeroDivisionError
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            """Nothing."""
+            """Do nothing."""
 
     with CheckpointManager(MemoryStore()) as checkpoints:
         with pytest.raises(ZeroDivisionError):
@@ -1054,7 +1054,7 @@ def test_a_state_dict_that_raises() -> None:
 
 
 def test_a_template_that_does_not_fit() -> None:
-    """Torch says what is missing; the manager goes on, and counts nothing as restored."""
+    """A template that does not fit raises torch's message; the manager goes on, and takes nothing as restored."""
     store = MemoryStore()
     saved(store, 1)
     with CheckpointManager(store) as checkpoints:
@@ -1066,7 +1066,7 @@ def test_a_template_that_does_not_fit() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_end_of_the_process(tmp_path: Path, *, fails: bool) -> None:
-    """Nobody closes the manager: the last save is waited for; if it fails, the process says so by its exit code."""
+    """A process that never closes its manager waits for the last save, and ends with an error code if that fails."""
     program = f"""
         import torch
         from dcp_remote import CheckpointManager
@@ -1092,7 +1092,7 @@ def test_the_end_of_the_process(tmp_path: Path, *, fails: bool) -> None:
 
 @pytest.mark.parametrize("key", ["manifest.json", "catalog.json", "manifests/"])
 def test_a_restore_asks_no_longer_than_it_has_time(key: str) -> None:
-    """A store that answers nothing but 503, from any question on; not for the five minutes that a load may ask."""
+    """A restore from a store that answers 503 ends at its own deadline, not after the five minutes of a load."""
     store = MemoryStore()
     with CheckpointManager(store) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(3)}, wait=True)

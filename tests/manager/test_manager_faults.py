@@ -1,10 +1,10 @@
-"""Every way to fail, at every request of a manager's saves and restores: what was told is true, and the run goes on.
+"""Every fault at every request of a manager's saves and restores: reported outcomes are true, and the run stays usable.
 
-For each scene (a first save, a later one, a new job's, an overwrite, a rollback, a new beginning, retention at work, an
-attempt after one that failed, ground that is taken away meanwhile, a restore) and each way to fail: the first request
-fails, then the second, until one is through before its fault is reached. Then, past the faults, it is looked at what
-the run holds, each checkpoint loaded bit for bit; the same manager saves once more; a new job restores and saves, and
-the old one is told so; orphans are removed. What is late arrives at once, or in the middle of the next save, or last.
+For each scene (first save, later save, a new job's, overwrite, rollback, start over, retention, retry after a failure,
+reused shards removed meanwhile, restore) and each kind of fault: the first request fails, then the second, until an
+operation ends before its fault. Then, without faults, every checkpoint of the run is loaded bit for bit; the same
+manager saves again; a new job restores and saves, after which the old one is fenced; orphans are removed. Late requests
+arrive at once, during the next save, or last.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ pytestmark = pytest.mark.torture
 
 _Answer = TypeVar("_Answer")
 
-# Of one operation: three failures in a row take milliseconds. What fails for ever is given up soon.
+# Deadline of one operation: three failures in a row take milliseconds, and lasting faults end soon.
 PATIENCE_SECONDS = 30.0
 FOR_EVER_SECONDS = 0.2
 
 
-# ---- what is saved, and what is found
+# ---- saved states, and contents of a run
 
 
 def state_of(value: float) -> dict[str, Any]:
-    """What training may have: parts that never change, in the model and in its optimizer; parts that always do."""
+    """Return a state with parts that never change, in the model and in its optimizer, and parts that always do."""
     return {
         "model": {"frozen": torch.arange(300.0), "w": torch.full((6, 3), value)},
         "optim": {"frozen": torch.arange(200.0) + 0.5, "m": torch.full((6,), value)},
@@ -76,7 +76,7 @@ def state_of(value: float) -> dict[str, Any]:
 
 
 def value_of(state: dict[str, Any], *, thinned: bool = False) -> float:
-    """The one value of a state, whose every bit is as it should be."""
+    """Return the one value of a state, after a check of its every bit."""
     value = state["n"]
     assert isinstance(value, float)
     expected = state_of(value)
@@ -90,7 +90,7 @@ def value_of(state: dict[str, Any], *, thinned: bool = False) -> float:
 
 
 def seen(store: MemoryStore) -> tuple[str, ...]:
-    """What the run holds, each checkpoint loaded: `3=103` is step 3 with the state of 103."""
+    """Load all checkpoints of a run, and describe them: `3=103` is step 3 with the state of 103."""
     run = stored(store)
     return tuple(_seen(store, entry) for entry in run.entries) if run is not None else ()
 
@@ -98,7 +98,7 @@ def seen(store: MemoryStore) -> tuple[str, ...]:
 def _seen(store: MemoryStore, entry: Entry) -> str:
     objects = store.space.objects
     manifest = objects[entry.manifest].data
-    # Of equal bytes it is known; a shard that is not there is of none.
+    # Equal bytes have known contents; a shard that is missing belongs to no state.
     content = (entry, manifest, *(getattr(objects.get(key), "data", None) for key in _shards_of(manifest)))
     if content not in _known:
         value = value_of(load(store, step=entry.step), thinned=bool(entry.thinned))
@@ -119,14 +119,14 @@ def _shards_of(manifest: bytes) -> tuple[str, ...]:
 
 
 class Gate(WrappedStore):
-    """Leads to one store now and to another later. Somebody may act on the run just before a manifest is put."""
+    """Store that leads to one store now and to another later, and calls a hook just before a manifest is put."""
 
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(store)
         self.meanwhile: Callable[[], object] | None = None
 
     def lead_to(self, store: ObjectStore) -> None:
-        """From the next request on."""
+        """Lead to another store from the next request on."""
         self._store = store
 
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
@@ -141,15 +141,15 @@ class Scene:
     """An operation of a manager.
 
     Attributes:
-        before: What the run holds before it, as `seen` says it.
-        after: What it holds when all is done.
+        before: Contents of the run before the operation, as `seen` describes them.
+        after: Contents when the operation succeeded.
         act: The operation.
-        earlier: Steps that an earlier job has saved.
-        options: Of the manager.
-        ready: What the manager has done before, when nothing fails; told by the gate that it goes through.
-        meanwhile: What somebody else does just before the first manifest is put.
-        between: What else the run may hold in between; those that hold the new checkpoint are from `committed_from` on.
-        committed_from: Index among all of what the run may hold; None if nothing is to be committed.
+        earlier: Steps saved by an earlier job.
+        options: Options of the manager.
+        ready: Earlier work of the manager, without faults; gets the manager's gate.
+        meanwhile: Change by another program, just before the first manifest is put.
+        between: Other contents in between; those with the new checkpoint begin at `committed_from`.
+        committed_from: Index into `held` of the first contents with the new checkpoint; None if nothing is committed.
     """
 
     before: tuple[str, ...]
@@ -164,12 +164,12 @@ class Scene:
 
     @property
     def held(self) -> list[tuple[str, ...]]:
-        """What the run may hold, in this order."""
+        """Return the possible contents of the run, in order."""
         return list(dict.fromkeys((self.before, *self.between, self.after)))
 
 
 def saves(step: int, **options: Any) -> Callable[[CheckpointManager, bool], None]:
-    """In the background, or not."""
+    """Return an operation that saves a step, in the background or not."""
 
     def act(manager: CheckpointManager, background: bool) -> None:
         manager.save(step, state_of(step + 100), wait=not background, **options)
@@ -182,7 +182,7 @@ def has_saved(*steps: int) -> Callable[[CheckpointManager, Gate], None]:
     def ready(manager: CheckpointManager, gate: Gate) -> None:
         for step in steps:
             manager.save(step, state_of(step), wait=True)
-            tidied(manager)
+            finish_background_work(manager)
 
     return ready
 
@@ -192,7 +192,7 @@ def has_restored(step: int | None = None) -> Callable[[CheckpointManager, Gate],
 
 
 def has_failed(manager: CheckpointManager, gate: Gate) -> None:
-    """Saved a step; failed to save another, whose shards were refused."""
+    """Save a step; fail to save another, whose shards are refused."""
     has_saved(1)(manager, gate)
     inner = gate._store
     gate.lead_to(FaultyStore(inner, [matching(is_shard_put, "request", error=denied)]))
@@ -215,8 +215,8 @@ def denied() -> PermissionDeniedError:
     return PermissionDeniedError("An injected refusal.")
 
 
-def tidied(manager: CheckpointManager) -> None:
-    """What follows a save in the background is done, or given up."""
+def finish_background_work(manager: CheckpointManager) -> None:
+    """Wait until the work that follows a background save is done, or given up."""
     if manager._background_saves.newest is not None:
         manager._background_saves.newest.finish()
 
@@ -228,17 +228,17 @@ def remove_orphans(store: MemoryStore) -> None:
 
 
 def retire_newest(store: MemoryStore) -> None:
-    upkeep, run = Maintenance(store), stored(store)
+    maintenance, run = Maintenance(store), stored(store)
     assert run is not None
-    upkeep.retire([run.entries[-1].step], deadline=Deadline(PATIENCE_SECONDS), force=True)
-    upkeep.delete(deadline=Deadline(PATIENCE_SECONDS))
+    maintenance.retire([run.entries[-1].step], deadline=Deadline(PATIENCE_SECONDS), force=True)
+    maintenance.delete(deadline=Deadline(PATIENCE_SECONDS))
 
 
 def thin_oldest(store: MemoryStore) -> None:
-    upkeep, run = Maintenance(store), stored(store)
+    maintenance, run = Maintenance(store), stored(store)
     assert run is not None
-    thin(upkeep, [run.entries[0].step], deadline=Deadline(PATIENCE_SECONDS))
-    upkeep.delete(deadline=Deadline(PATIENCE_SECONDS))
+    thin(maintenance, [run.entries[0].step], deadline=Deadline(PATIENCE_SECONDS))
+    maintenance.delete(deadline=Deadline(PATIENCE_SECONDS))
 
 
 SCENES: dict[str, Scene] = {
@@ -282,7 +282,7 @@ SCENES: dict[str, Scene] = {
     "its shards are removed meanwhile": Scene(
         ("1=1",), ("1=1", "2=102"), saves(2), ready=has_saved(1), meanwhile=remove_orphans
     ),
-    "what it borrows is retired meanwhile": Scene(
+    "what it reuses is retired meanwhile": Scene(
         ("1=1", "2=2"),
         ("1=1", "3=103"),
         saves(3),
@@ -292,7 +292,7 @@ SCENES: dict[str, Scene] = {
         between=(("1=1",),),
         committed_from=2,
     ),
-    "what it borrows is thinned meanwhile": Scene(
+    "what it reuses is thinned meanwhile": Scene(
         ("1=1", "2=2", "3=3"),
         ("1=1 thinned", "2=102", "3=3 abandoned"),
         saves(2),
@@ -308,7 +308,7 @@ SCENES: dict[str, Scene] = {
 
 @cache
 def _objects_of(steps: tuple[int, ...]) -> tuple[tuple[str, bytes], ...]:
-    """What an earlier job left, each checkpoint with shards of its own: what one of them names goes with it."""
+    """Return the objects of an earlier job whose checkpoints share no shard: retiring one removes all that it names."""
     store = MemoryStore()
     with CheckpointManager(store, dedup=False) as manager:
         has_saved(*steps)(manager, Gate(store))
@@ -324,7 +324,7 @@ Way: TypeAlias = Literal[
     "late by one request",
     "late by three requests",
     "late by all requests",
-    "409",  # S3's answer to a conditional write while another is under way; nothing was written
+    "409",  # S3's answer to a conditional write while another one is under way; nothing was written
     "412 on our own write",  # carried out, repeated by a client that lost the answer, and refused then
     "503 for a while",
     "503 for ever",
@@ -341,17 +341,17 @@ FOR_EVER = WAYS[8:12]
 KILLED = WAYS[12:]
 LATE = ("late by one request", "late by three requests", "late by all requests", "killed while it is on its way")
 
-# When what is late arrives, if nothing brings it before.
+# Arrival of a late request that nothing brings earlier.
 Moment: TypeAlias = Literal["at once", "in the next save", "last"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 
 class Killed(BaseException):
-    """The process ends here; nothing catches it but what catches all."""
+    """End of the process; caught only by handlers of BaseException."""
 
 
 def faults(way: Way, number: int) -> list[Fault]:
-    """The `number`-th request fails in this way; it and two more for a while; it and all that follow for ever."""
+    """Return faults of this kind: of the `number`-th request; of it and the next two; of it and all that follow."""
 
     def swap(verb: Verb, key: str, now: int) -> bool:
         return now >= number and verb == "put" and key == CATALOG_KEY
@@ -382,12 +382,12 @@ def faults(way: Way, number: int) -> list[Fault]:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pauses a fortieth of what they are: hundreds of cases a minute."""
+    """Shorten pauses to a fortieth: hundreds of cases a minute."""
     policy = partial(RetryPolicy, first_delay_seconds=0.005, delay_seconds_max=0.05)
     monkeypatch.setattr(retrying, "RetryPolicy", policy)
     monkeypatch.setattr(catalog_store, "_FIRST_PAUSE_SECONDS", 0.00125)
     monkeypatch.setattr(uploads, "CLEANUP_SECONDS", FOR_EVER_SECONDS)
-    # A process that is killed leaves no thread behind; here the thread is left, and says what ended it.
+    # A killed process leaves no thread; here the thread remains, and would report its end as an error.
     monkeypatch.setattr(threading, "excepthook", _Hook(threading.excepthook))
 
 
@@ -408,7 +408,7 @@ def _defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 @contextmanager
 def impatient(manager: CheckpointManager, *, patience_seconds: float = FOR_EVER_SECONDS) -> Iterator[None]:
-    """Whatever asks the store gives up so soon; a save by its deadline, the rest by patience of its own."""
+    """Shorten all limits: a save ends by its deadline, other requests by limits of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "_timeout_seconds", patience_seconds)
         patch.setattr(background_maintenance, "_ROUND_SECONDS", patience_seconds)
@@ -423,15 +423,15 @@ def impatient(manager: CheckpointManager, *, patience_seconds: float = FOR_EVER_
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What goes wrong.
+    """One fault, as applied to a store.
 
     Attributes:
-        store: That the manager goes through while it acts.
-        hit: How many requests it has hit.
-        arrive: Carries out what is late.
-        kills: The process ends by it.
-        harmless: The operation succeeds all the same.
-        around: While the manager acts.
+        store: Store that the manager uses meanwhile.
+        hit: Returns the number of requests that failed.
+        arrive: Carries out late requests.
+        kills: Whether the process ends.
+        harmless: Whether the operation succeeds all the same.
+        around: Context in which the manager acts.
     """
 
     store: ObjectStore
@@ -443,7 +443,7 @@ class Trouble:
 
 
 def failing(way: Way, number: int) -> Callable[[MemoryStore], Trouble]:
-    """The `number`-th request fails in this way."""
+    """Return the fault that lets the `number`-th request fail in this way."""
 
     def trouble(store: MemoryStore) -> Trouble:
         faulty = FaultyStore(store, faults(way, number))
@@ -461,11 +461,11 @@ def failing(way: Way, number: int) -> Callable[[MemoryStore], Trouble]:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How an operation ended.
+    """Outcome of an operation, as reported.
 
     Attributes:
-        error: None if it succeeded.
-        possible: What the run may hold then, also when all that was late has arrived.
+        error: Error raised; None if the operation succeeded.
+        possible: Contents that the run may then have, also after all late requests have arrived.
     """
 
     error: BaseException | None
@@ -473,7 +473,7 @@ class Told:
 
 
 class Case:
-    """A scene in which one thing goes wrong, and what follows."""
+    """A scene in which one fault occurs, and its consequences."""
 
     def __init__(
         self, scene: Scene, trouble: Callable[[MemoryStore], Trouble], moment: Moment, *, background: bool
@@ -486,7 +486,7 @@ class Case:
         self.trouble = trouble(self.store)
 
     def run(self) -> bool:
-        """Whether anything went wrong."""
+        """Run the case; return whether a request failed."""
         manager = CheckpointManager(self.gate, timeout_seconds=PATIENCE_SECONDS, **self.scene.options)
         try:
             self._run(manager)
@@ -511,7 +511,9 @@ class Case:
         if trouble.harmless:
             assert outcome.error is None, outcome.error
         self._assert_holds(outcome.possible)
-        if not trouble.hit() and outcome.error is None:  # a busy machine may not even come so far in so little time
+        if (
+            not trouble.hit() and outcome.error is None
+        ):  # a busy machine may be too slow to reach the fault before the deadline
             assert seen(self.store) == scene.after
         if self.moment == "at once":
             trouble.arrive()
@@ -526,11 +528,11 @@ class Case:
         self._removed()
 
     def _told(self, manager: CheckpointManager) -> Told:
-        """Act. An error means that nothing is committed, but for one that says that it does not know."""
+        """Act. Nothing is committed after an error, unless the error says that the outcome is unknown."""
         held, first = self.scene.held, self.scene.committed_from
         try:
             self.scene.act(manager, self.background)
-            tidied(manager)
+            finish_background_work(manager)
         except (Killed, DcpRemoteError) as error:
             unknown = isinstance(error, CommitUnknownError) or self.trouble.kills
             return Told(error, held if unknown else held[:first])
@@ -541,7 +543,7 @@ class Case:
         assert holds in possible, (holds, possible)
 
     def _same_manager(self, manager: CheckpointManager, outcome: Told) -> None:
-        """It tries the same again, as far as that makes sense, and then saves another step."""
+        """Let the manager repeat the operation if that makes sense, and then save another step."""
         scene = self.scene
         if outcome.error is not None and self.moment == "at once":
             try:
@@ -549,7 +551,7 @@ class Case:
             except CheckpointExistsError:
                 self._assert_holds(scene.held[scene.committed_from :])
             else:
-                tidied(manager)
+                finish_background_work(manager)
                 assert seen(self.store) == scene.after
         elif scene.committed_from is None and manager.last_load is None:
             with pytest.raises(CheckpointExistsError, match="restore"):
@@ -558,17 +560,17 @@ class Case:
         self.gate.meanwhile = self.trouble.arrive if self.moment == "in the next save" else None
         manager.save(10, state_of(110), wait=self.background)
         manager.wait()
-        tidied(manager)
+        finish_background_work(manager)
         holds = seen(self.store)
         assert holds[-1] == "10=110"
-        # What was to be left behind is: by the commit that failed, or by this one.
+        # The failed commit, or this one, abandoned what the operation was to abandon.
         assert {one for one in scene.after if "abandoned" in one} <= set(holds)
         if self._retention is not None:
             assert len(holds) == self._retention.keep_last
             assert self._retention.keep_optimizer_last is None or all("thinned" in one for one in holds[:-1])
 
     def _new_job(self) -> None:
-        """Restores the newest that counts, and saves."""
+        """Let a new job restore the newest checkpoint that counts, and save."""
         expected = [one for one in seen(self.store) if "abandoned" not in one]
         with CheckpointManager(self.gate, timeout_seconds=PATIENCE_SECONDS) as manager:
             state = state_of(0)
@@ -580,12 +582,12 @@ class Case:
         assert seen(self.store)[-1] == "20=120"
 
     def _removed(self) -> None:
-        """Orphans go, and nothing else; whatever comes after that can be removed as well."""
+        """Remove orphans and nothing else; objects written later are removable, too."""
         holds = seen(self.store)
         remove_orphans(self.store)
         assert keys(self.store) == named(self.store)
         self.trouble.arrive()
-        # A thread that tidies up, and was stuck, goes on with what the retention of its job says.
+        # A thread that hung goes on to apply its job's retention.
         assert seen(self.store) == holds or (self._retention is not None and seen(self.store) == holds[-1:])
         holds = seen(self.store)
         remove_orphans(self.store)
@@ -598,7 +600,7 @@ class Case:
 
 
 def run_case(title: str, trouble: Callable[[MemoryStore], Trouble], moment: Moment, *labels: object) -> bool:
-    """Whether anything went wrong. In the background or not, whatever the label is: the same each time."""
+    """Run one case in the background or not, by a hash of its labels; return whether a request failed."""
     try:
         return Case(SCENES[title], trouble, moment, background=len(repr(labels)) % 2 == 0).run()
     except BaseException as error:
@@ -607,7 +609,7 @@ def run_case(title: str, trouble: Callable[[MemoryStore], Trouble], moment: Mome
 
 
 def run_cases(title: str, way: Way, moment: Moment) -> None:
-    """The first request fails, then the second, until one is through before its fault is reached."""
+    """Let the first request fail, then the second, until an operation ends before its fault."""
     requests = itertools.count(1)
     while run_case(title, failing(way, request := next(requests)), moment, way, request):
         pass
@@ -615,7 +617,7 @@ def run_cases(title: str, way: Way, moment: Moment) -> None:
 
 @cache
 def requests_of(title: str) -> int:
-    """How many requests a scene has when nothing fails."""
+    """Return the number of requests of a scene without faults."""
     recorded: list[RecordingStore] = []
 
     def recording(store: MemoryStore) -> Trouble:
@@ -628,14 +630,14 @@ def requests_of(title: str) -> int:
 
 @pytest.mark.parametrize("title", SCENES)
 def test_a_scene_in_which_nothing_fails(title: str) -> None:
-    """It ends as it should, and has requests enough for something to go wrong."""
+    """Each scene succeeds without faults, and has enough requests for faults."""
     assert requests_of(title) >= 4
 
 
 @pytest.mark.parametrize("ways", [ONCE, FOR_EVER, KILLED], ids=["once", "for-ever", "killed"])
 @pytest.mark.parametrize("title", SCENES)
 def test_what_was_told_is_true(title: str, ways: tuple[Way, ...], torture_seconds: float) -> None:
-    """See the module. What happens once or for a while harms nothing. Short: every other way, one request of each."""
+    """Reported outcomes are true after every fault. Short form: every other kind of fault, one request of each."""
     if torture_seconds < LONG_SECONDS:
         place = list(SCENES).index(title)
         for number, way in enumerate(ways[place % 2 :: 2], start=3 * place):
@@ -651,14 +653,14 @@ def test_what_was_told_is_true(title: str, ways: tuple[Way, ...], torture_second
 
 
 class StuckStore(WrappedStore):
-    """One of its requests gets no answer until it is released; it was carried out before, or is only then."""
+    """Store that holds back the answer to one request until it is released; carried out before that, or only then."""
 
     def __init__(self, store: ObjectStore, number: int, when: Literal["before", "after"]) -> None:
         super().__init__(store)
         self._numbers = itertools.count(1)
         self._number, self._when = number, when
         self.reached, self._released = threading.Event(), threading.Event()
-        self._others = frozenset(threading.enumerate())  # of other tests: one that is interrupted leaves threads behind
+        self._others = frozenset(threading.enumerate())  # interrupted tests leave threads behind
 
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
         if next(self._numbers) != self._number:
@@ -671,7 +673,7 @@ class StuckStore(WrappedStore):
         return answer
 
     def release(self) -> None:
-        """Returns when whoever was stuck has ended."""
+        """Answer the request; returns when its thread has ended."""
         self._released.set()
         for thread in frozenset(threading.enumerate()) - self._others - {threading.current_thread()}:
             if thread.name.startswith("dcp_remote-"):
@@ -684,7 +686,7 @@ class StuckStore(WrappedStore):
 
 @contextmanager
 def not_waiting(manager: CheckpointManager) -> Iterator[None]:
-    """Nor for a thread that is stuck."""
+    """Shorten the waits for a thread that hangs."""
     with impatient(manager), pytest.MonkeyPatch.context() as patch:
         patch.setattr(outcome, "GRACE_SECONDS", 0.05)
         for name in ("_LOOK_SECONDS", "_UNWIND_SECONDS", "_FINISH_SECONDS", "_FINISH_FAILED_SECONDS"):
@@ -693,7 +695,7 @@ def not_waiting(manager: CheckpointManager) -> Iterator[None]:
 
 
 def stuck(number: int, when: Literal["before", "after"]) -> Callable[[MemoryStore], Trouble]:
-    """The `number`-th request is not answered; whoever sent it hangs."""
+    """Return the fault that leaves the `number`-th request unanswered; its thread hangs."""
 
     def trouble(store: MemoryStore) -> Trouble:
         stuck = StuckStore(store, number, when)
@@ -707,9 +709,9 @@ def stuck(number: int, when: Literal["before", "after"]) -> Callable[[MemoryStor
 def test_a_store_that_does_not_answer(
     title: str, when: Literal["before", "after"], torture_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request hangs, and the thread that sent it: the save ends by its deadline, and what it told stays true.
+    """A save whose request hangs ends by its deadline, and its reported outcome stays true when the thread goes on.
 
-    Also when the thread wakes up: at once, in the middle of the next save, or long after. Short: two requests a scene.
+    The thread goes on at once, during the next save, or long after. Short form: two requests a scene.
     """
     monkeypatch.setattr(background_save, "_STOP_SECONDS", 0.02)
     monkeypatch.setattr(coordinator, "_WAIT_SECONDS", 0.02)
@@ -724,7 +726,7 @@ def test_a_store_that_does_not_answer(
 
 
 def not_settled(store: ObjectStore, change: Change, *, create: bool = False, **_others: Any) -> Catalog:
-    """A swap whose answer counts as it came: nobody looks whether it was carried out."""
+    """Swap whose answer counts as it came, without reading back whether the swap was carried out."""
     found = read_catalog(store)
     now = found.catalog if found is not None else Catalog("f" * 32)
     wanted = change(now)
@@ -736,7 +738,7 @@ def not_settled(store: ObjectStore, change: Change, *, create: bool = False, **_
 
 
 def taken_for_granted(store: ObjectStore, change: Change, **others: Any) -> Catalog:
-    """A swap that was not answered counts as carried out."""
+    """Swap that counts as carried out if no answer came."""
     made: list[Catalog] = []
 
     def noted(now: Catalog) -> Catalog | None:
@@ -752,7 +754,7 @@ def taken_for_granted(store: ObjectStore, change: Change, **others: Any) -> Cata
 
 
 def compared_by_save_id(now: Catalog, attempt: Attempt) -> Catalog | None:
-    """What is borrowed is taken to be as it was, if the checkpoint is live."""
+    """Commit that takes a reused checkpoint for unchanged if it is live."""
     live = {entry.save_id: entry for entry in now.entries}
     base = live.get(attempt.borrowed[0]) if attempt.borrowed is not None else None
     return committed(now, attempt if base is None else replace(attempt, borrowed=(base.save_id, base.manifest)))
@@ -773,19 +775,19 @@ def nothing_left_behind(now: Catalog, attempt: Attempt) -> Catalog | None:
 
 
 def retired_first(self: Coordinator, *arguments: Any, commit: Callable[..., Any] = Coordinator.commit) -> Any:
-    """Retention at work before the commit, as if that could not fail."""
+    """Apply retention before the commit, as if the commit could not fail."""
     run = catalog_of(self._store)
     assert run is not None
-    upkeep = Maintenance(self._store)
-    upkeep.retire([entry.step for entry in run.entries], deadline=Deadline(PATIENCE_SECONDS), force=True)
-    upkeep.delete(deadline=Deadline(PATIENCE_SECONDS))
+    maintenance = Maintenance(self._store)
+    maintenance.retire([entry.step for entry in run.entries], deadline=Deadline(PATIENCE_SECONDS), force=True)
+    maintenance.delete(deadline=Deadline(PATIENCE_SECONDS))
     return commit(self, *arguments)
 
 
 def cleaned_up(
     self: JobSession, begun: SaveTicket, *arguments: Any, commit: Callable[..., Any] = JobSession.commit, **others: Any
 ) -> Any:
-    """What nobody knows the end of counts as failed, and its manifest as garbage."""
+    """Count an unknown outcome as a failure, and delete its manifest."""
     try:
         return commit(self, begun, *arguments, **others)
     except CommitUnknownError:
@@ -797,18 +799,18 @@ PLANTED: dict[str, tuple[object, str, object, str, Way]] = {
     "an answer is not settled by reading": (job, "swap", not_settled, "later save", "response lost"),
     "no answer is a good answer": (job, "swap", taken_for_granted, "later save", "request lost"),
     "no fence": (job, "fenced", refreshed, "later save", "request lost"),
-    "borrowed of a checkpoint that was thinned": (
+    "reuse of a checkpoint that was thinned": (
         job,
         "committed",
         compared_by_save_id,
-        "what it borrows is thinned meanwhile",
+        "what it reuses is thinned meanwhile",
         "request lost",
     ),
-    "borrowed of a checkpoint that is gone": (
+    "reuse of a checkpoint that is gone": (
         job,
         "committed",
         not_compared,
-        "what it borrows is retired meanwhile",
+        "what it reuses is retired meanwhile",
         "request lost",
     ),
     "no floor": (job, "committed", below_the_floor, "its shards are removed meanwhile", "request lost"),
@@ -820,10 +822,10 @@ PLANTED: dict[str, tuple[object, str, object, str, Way]] = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At some request of a scene that was chosen for it. Without the bug, the same is what is tested above.
+    """Each planted bug is found at some request of its scene. Without the bug, the same scenes pass above.
 
-    An attempt that follows one that failed, and does not raise the revision, is not found here: it harms nobody, and
-    may only have to begin again if orphans are removed meanwhile.
+    Not found: a retry after a failure that does not raise the revision. It is harmless; the retry may only have to
+    begin again if orphans are removed meanwhile.
     """
     where, name, wrong, title, way = PLANTED[bug]
     monkeypatch.setattr(where, name, wrong)

@@ -1,4 +1,4 @@
-"""What one rank keeps of a save, beside the thread of an earlier one that was left behind."""
+"""State that one rank keeps between saves, while the thread of an earlier save is still running."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from dcp_remote.storage.counting import CountingStore
 LOST = SaveFailedError("Rank 0 has been silent for a minute.")
 
 
-class _Joint:
-    """Loses the coordinator as soon as this rank has put its shards."""
+class _LostCoordinator:
+    """Collective operation that loses the coordinator once this rank has put its shards."""
 
     ended_before_commit = False
 
@@ -50,34 +50,34 @@ def _task(step: int) -> Task:
 
 
 def _saver(store: MemoryStore, begun: dict[int, SaveTicket], monkeypatch: pytest.MonkeyPatch) -> RankSaver:
-    """Rank 1's, which has nothing to write."""
+    """Return the saver of rank 1, which has nothing to write."""
     ranks = RankGroup(1, 2, dist.HashStore())
     saver = RankSaver(ranks, CountingStore(store), None, memory_budget_bytes=2**30, allow_pickle=False)
     figures = RankFigures(rank=1)
     report = SimpleNamespace(shards=SimpleNamespace(keys=()), put=0)
     agreed = {step: SimpleNamespace(ticket=one, plan=RankPlan(SavePlan([]))) for step, one in begun.items()}
-    monkeypatch.setattr(saver, "_plan", lambda _joint, task, **_: agreed[task.labels.step])
+    monkeypatch.setattr(saver, "_plan", lambda _collective, task, **_: agreed[task.labels.step])
     monkeypatch.setattr(saver, "_upload", lambda *_: report)
     monkeypatch.setattr(saver, "_make_figures", lambda *_: figures)
     return saver
 
 
-def _failed(saver: RankSaver, joint: Any, task: Task) -> None:
+def _failed(saver: RankSaver, collective: Any, task: Task) -> None:
     with pytest.raises(SaveFailedError):
-        saver._attempt(joint, task, 1, saver._store.counts)
+        saver._attempt(collective, task, 1, saver._store.counts)
 
 
 def test_whether_a_lost_coordinator_committed_is_asked_of_this_save_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not of the one before, whose thread was stuck, and puts its last shard meanwhile."""
+    """A lost coordinator's commit is looked up for this save alone, not for an earlier one that still uploads."""
     store = MemoryStore()
     job, begun = JobSession(store), dict[int, SaveTicket]()
     for step in (1, 2):
         begun[step] = job.begin(CheckpointLabels.of(step), borrow=False, deadline=Deadline(60.0))
     job.commit(begun[2], b"a manifest", size_bytes=1, deadline=Deadline(60.0))
     saver, before, now = _saver(store, begun, monkeypatch), _task(1), _task(2)
-    _failed(saver, _Joint(lambda: _failed(saver, _Joint(), before)), now)
+    _failed(saver, _LostCoordinator(lambda: _failed(saver, _LostCoordinator(), before)), now)
     assert saver.find_commit(now, LOST).step == 2
-    _failed(saver, _Joint(), before)
+    _failed(saver, _LostCoordinator(), before)
     with pytest.raises(SaveFailedError) as caught:
         saver.find_commit(_task(3), LOST)
     assert caught.value is LOST
@@ -86,17 +86,17 @@ def test_whether_a_lost_coordinator_committed_is_asked_of_this_save_alone(monkey
 def test_shards_that_a_late_thread_leaves_while_ranks_agree_are_told_of_the_next_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The thread of an earlier save fails just when this one has said which shards are unclear."""
+    """Unclear shards of an earlier save that fails just after this save's report are in the next save's report."""
     store = MemoryStore()
     begun = {1: JobSession(store).begin(CheckpointLabels.of(1), borrow=False, deadline=Deadline(60.0))}
     saver = _saver(store, begun, monkeypatch)
-    monkeypatch.undo()  # it plans as ever
+    monkeypatch.undo()  # the saver's own planning again
     told: list[int] = []
 
-    class Agreeing(_Joint):
+    class Agreeing(_LostCoordinator):
         def gather(self, value: Any, decide: object) -> Any:
             told.append(len(pickle.loads(pickle.dumps(value.unclear))))
-            saver._give_up(_Joint(), begun[1], ("shards/a",))  # type: ignore[arg-type]
+            saver._give_up(_LostCoordinator(), begun[1], ("shards/a",))  # type: ignore[arg-type]
             return SimpleNamespace(ticket=begun[1], is_known=True)
 
     for _ in range(2):

@@ -1,7 +1,7 @@
-"""A training that was saved and loaded goes on as if nothing had happened.
+"""Training that was saved and loaded goes on exactly as the training that was not interrupted.
 
-Every optimizer and schedule of torch, random numbers of Python, numpy and torch, scalers, averages, loaders of data:
-saved after some steps, loaded into objects that are new, and then both go on. What they do must be equal bit for bit.
+Every optimizer and schedule of torch, random numbers of Python, numpy and torch, scalers, averages, data loaders: saved
+after some steps, loaded into new objects, and then both go on. Their results must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ State: TypeAlias = dict[str, Any]
 
 
 class Lookup(nn.Module):
-    """Rows of a table, whose gradients are sparse."""
+    """Embedding with sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,16 +57,16 @@ def model_for(optimizer: str, seed: int) -> nn.Module:
 
 def optimizer_for(model: nn.Module, name: str, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
     kind = getattr(torch.optim, name)
-    if name in ("LBFGS", "SparseAdam"):  # one takes a single group, the other is given a single tensor
-        return kind(model.parameters(), **settings)  # type: ignore[no-any-return]  # by its name
+    if name in ("LBFGS", "SparseAdam"):  # LBFGS takes a single group, SparseAdam is given a single tensor
+        return kind(model.parameters(), **settings)  # type: ignore[no-any-return]  # the class is looked up by its name
     first, second = (list(part.parameters()) for part in model.children())
-    # A group with a learning rate of its own, and one that is empty for now.
+    # A group with its own learning rate, and an empty one.
     groups = [{"params": first}, {"params": second, "lr": 0.02}, {"params": []}]
-    return kind(groups, **settings)  # type: ignore[no-any-return]  # by its name
+    return kind(groups, **settings)  # type: ignore[no-any-return]  # the class is looked up by its name
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """One step on inputs that belong to its number."""
+    """Take one step on inputs given by its number."""
     inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(number))
 
     def closure() -> float:
@@ -79,7 +79,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
 
 
 def optimizers() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every class of `torch.optim`, as it is and in each of its variants that run on a CPU."""
+    """Yield every class of `torch.optim`, with defaults and in each of its variants that run on a CPU."""
     for name, kind in sorted(vars(torch.optim).items()):
         if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
             yield name, {}
@@ -88,13 +88,13 @@ def optimizers() -> Iterator[tuple[str, dict[str, Any]]]:
             variants |= {"line_search_fn": "strong_wolfe", "decoupled_weight_decay": True}
             known = inspect.signature(kind).parameters
             for setting, value in variants.items():
-                # A learning rate that is a tensor is refused by these.
+                # These refuse a learning rate that is a tensor.
                 if setting in known and (setting, name) not in {("lr", "LBFGS"), ("lr", "SparseAdam")}:
                     yield name, {setting: value}
 
 
 def fitting(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Loops over tensors take no learning rate that is a tensor, unless told to."""
+    """Return the settings without those that a loop over tensors refuses."""
     return dict(settings) | ({"foreach": False} if "lr" in settings and name != "Muon" else {})
 
 
@@ -103,7 +103,7 @@ OPTIMIZERS = [pytest.param(n, fitting(n, s), id="-".join([n, *s])) for n, s in o
 
 @pytest.mark.parametrize(("name", "settings"), OPTIMIZERS)
 def test_an_optimizer_goes_on_as_if_nothing_had_happened(name: str, settings: dict[str, Any]) -> None:
-    """Two steps, a save of its own `state_dict()`, a fresh model and optimizer that load it; then one step of each."""
+    """Two steps, a save of `state_dict()`, a load into a fresh model and optimizer: one more step of each is equal."""
     model = model_for(name, seed=1)
     optimizer = optimizer_for(model, name, settings)
     step(model, optimizer, 1)
@@ -121,7 +121,7 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(name: str, settings: di
     assert same(restored.state_dict(), optimizer.state_dict())
 
 
-# torch itself cannot take the state of these apart: it makes a step without a closure, or with dense gradients.
+# torch cannot take these optimizers' states apart: it makes a step without a closure, or with dense gradients.
 NOT_TAKEN_APART = {"LBFGS", "SparseAdam"}
 
 
@@ -131,7 +131,7 @@ def taken_apart(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 @pytest.mark.parametrize(("name", "settings"), [one for one in OPTIMIZERS if one.values[0] not in NOT_TAKEN_APART])
 def test_an_optimizer_taken_apart_by_torch_goes_on(name: str, settings: dict[str, Any]) -> None:
-    """The same through `get_state_dict` and `set_state_dict`: tensors loaded in place, options as objects."""
+    """The same through `get_state_dict` and `set_state_dict`: tensors are loaded in place, options as objects."""
     model = model_for(name, seed=1)
     optimizer = optimizer_for(model, name, settings)
     step(model, optimizer, 1)
@@ -151,7 +151,7 @@ def test_an_optimizer_taken_apart_by_torch_goes_on(name: str, settings: dict[str
 
 @dataclasses.dataclass
 class Warmup:
-    """A schedule with a state of its own, which torch keeps: the attributes of a callable object."""
+    """Schedule with a state that torch keeps: the attributes of a callable object."""
 
     steps: int
 
@@ -185,7 +185,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 def test_every_scheduler_of_torch_is_tried() -> None:
-    """A class that a newer torch brings has no line in the table above."""
+    """Every scheduler of torch is in the table above, so that a new one in a newer torch is noticed."""
     bases = {"LRScheduler", "_LRScheduler"}
     found = {
         name
@@ -198,10 +198,10 @@ def test_every_scheduler_of_torch_is_tried() -> None:
 @pytest.mark.parametrize("kind_of_lr", ["float", "tensor"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_goes_on_as_if_nothing_had_happened(name: str, kind_of_lr: str) -> None:
-    """Three steps, a save, a fresh scheduler of a fresh optimizer; then four steps of each: rates and parameters."""
+    """Three steps, a save, a load into a fresh scheduler and optimizer: four more give equal rates and parameters."""
 
     def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        lr = 0.05 if kind_of_lr == "float" else torch.tensor(0.05)  # changed in place by its scheduler
+        lr = 0.05 if kind_of_lr == "float" else torch.tensor(0.05)  # the scheduler changes the tensor in place
         model = nn.Linear(4, 2)
         torch.manual_seed(seed)
         nn.init.normal_(model.weight)
@@ -231,7 +231,7 @@ def test_a_scheduler_goes_on_as_if_nothing_had_happened(name: str, kind_of_lr: s
 
 BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
-# How a state is taken, how it is given back, and what is drawn then.
+# Per case: how its state is taken, how it is given back, and what is drawn then.
 Random: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]
 
 
@@ -272,7 +272,7 @@ RANDOM: dict[str, Random] = {
     },
     **{
         f"state of {kind}": (
-            lambda kind=kind: generator_of(kind).bit_generator.state,  # type: ignore[misc]  # the loop's, kept
+            lambda kind=kind: generator_of(kind).bit_generator.state,  # type: ignore[misc]  # the loop's present value
             functools.partial(state_set, kind),
             lambda generator: [*generator.random(3), *generator.integers(9, size=3)],
         )
@@ -283,7 +283,7 @@ RANDOM: dict[str, Random] = {
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_numbers_go_on_as_if_nothing_had_happened(name: str) -> None:
-    """A state is saved after an odd number of normal draws; what is drawn from it and from the loaded one is equal."""
+    """A generator's state, saved after an odd number of normal draws, gives the same draws after a load."""
     take, give, draw = RANDOM[name]
     random.gauss(0, 1)
     np.random.standard_normal(1)
@@ -294,7 +294,7 @@ def test_random_numbers_go_on_as_if_nothing_had_happened(name: str) -> None:
 
 
 def test_a_scaler_goes_on_as_if_nothing_had_happened() -> None:
-    """A GradScaler that has backed off and grown again; then an overflow and three steps of each: equal scales."""
+    """A restored GradScaler that has backed off and grown: after an overflow and three steps, scales are equal."""
 
     def scales(scaler: torch.amp.GradScaler, losses: list[float]) -> list[float]:
         parameter = nn.Parameter(torch.ones(1))
@@ -320,7 +320,7 @@ def test_a_scaler_goes_on_as_if_nothing_had_happened() -> None:
 
 @pytest.mark.parametrize("averaging", [None, get_ema_multi_avg_fn(0.9)])
 def test_an_averaged_model_goes_on_as_if_nothing_had_happened(averaging: Any) -> None:
-    """SWA and EMA, buffers included: saved after two updates, loaded both ways; equal after two more."""
+    """SWA and EMA with buffers, saved after two updates and loaded both ways, are equal after two more."""
 
     def updated(model: nn.Module, average: AveragedModel, numbers: range) -> None:
         for number in numbers:
@@ -350,7 +350,7 @@ def test_an_averaged_model_goes_on_as_if_nothing_had_happened(averaging: Any) ->
 
 
 class Loader:
-    """What a stateful loader of data keeps: its own numbers, those of its workers, and bytes of its dataset."""
+    """State of a stateful data loader: its own numbers, those of its workers, and bytes of its dataset."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -359,13 +359,13 @@ class Loader:
         self.buffer: collections.deque[np.int64] = collections.deque(maxlen=4)
 
     def draw(self) -> tuple[int, ...]:
-        """A batch."""
+        """Draw a batch."""
         self.buffer += (worker.integers(100) for worker in self.workers)
         self.seen[f"source {int(torch.randint(3, (), generator=self.generator))}"] += 1
         return tuple(int(number) for number in self.buffer)
 
     def state_dict(self) -> State:
-        """In the shapes of torchdata's: snapshots in snapshots, keyed by name, numbers of numpy among them."""
+        """Return a state shaped like torchdata's: nested snapshots, keyed by name, with numpy numbers."""
         return {
             "_iterator_finished": False,
             "_snapshot": {
@@ -379,7 +379,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Take over."""
+        """Load a state."""
         snapshot = state["_snapshot"]
         self.generator.set_state(snapshot["_main_snapshot"]["generator"])
         self.workers = [worker["rng"] for worker in snapshot["_worker_snapshots"].values()]
@@ -387,7 +387,7 @@ class Loader:
 
 
 class Job:
-    """A whole training, as a user would write it down for `dcp.save`: model, schedule, data, randomness, settings."""
+    """A whole training as a user writes it for `dcp.save`: model, schedule, data, randomness, settings."""
 
     def __init__(self, seed: int) -> None:
         self.model = model_for("AdamW", seed)
@@ -399,20 +399,20 @@ class Job:
         self.losses: collections.defaultdict[str, list[np.float64]] = collections.defaultdict(list)
 
     def step(self) -> None:
-        """Draw, train, note."""
+        """Draw a batch, train on it, record the loss."""
         step(self.model, self.optimizer, sum(self.loader.draw()) + random.randrange(1000))
         self.scheduler.step()
         self.losses["train"].append(np.float64(torch.randn(())))
 
     def state_dict(self) -> State:
-        """Of everything; mappings whose type matters are in a tuple, which torch does not take apart."""
+        """Return the state of everything; mappings of special types lie in a tuple, which torch does not take apart."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         randomness = (random.getstate(), np.random.get_state(), torch.get_rng_state())
         own = (self.settings, self.begun, self.losses, self.scheduler.state_dict())
         return {"model": model, "optim": optimizer, "data": self.loader.state_dict(), "random": randomness, "own": own}
 
     def load_state_dict(self, state: State) -> None:
-        """Take over."""
+        """Load a state."""
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
         self.settings, self.begun, self.losses, schedule = state["own"]
         self.scheduler.load_state_dict(schedule)
@@ -424,7 +424,7 @@ class Job:
 
 
 def test_a_whole_job_goes_on_as_if_nothing_had_happened() -> None:
-    """A stateful job, saved after three steps and loaded into one of another seed; after three more both are equal."""
+    """A stateful job, saved after three steps and loaded into one with another seed, is equal after three more."""
     store = MemoryStore()
     job = Job(seed=1)
     for _ in range(3):

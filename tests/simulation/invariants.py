@@ -1,7 +1,7 @@
-"""What must hold of a run, looked at each time that something in its store changes.
+"""Invariants of a run, checked whenever something in its store changes.
 
-Shares no code with what swaps the catalog: from what an actor said that it is about, and the catalog that it replaces,
-follows here what the next one must be.
+Shares no code with the functions that swap the catalog: the next catalog is derived here from the operation that an
+actor announced and from the catalog that it replaces.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from dcp_remote.run.retention import Candidate, Retention, decide
 from dcp_remote.storage.memory import MemoryObject
 from tests.simulation.world import BrokenError
 
-# Of a tensor, by its name in the flat state dict.
+# Bytes of each tensor, by the tensor's name in the flat state dict.
 State: TypeAlias = Mapping[str, bytes]
 
 OPTIMIZER = "optim"
 
 
-# ---- what an actor can be about ----
+# ---- operations that an actor announces ----
 
 
 @dataclass(frozen=True, slots=True)
 class Fencing:
-    """Beginning a save. Jobs of one name are one: a program, and its copy that somebody made while it ran."""
+    """Beginning a save. Jobs of one name count as one job: a program, and a copy of it made while it ran."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Committing what was begun.
+    """Committing a save that was begun.
 
     Attributes:
-        label: For people.
-        save_id: Of it.
-        job: Whose it is.
-        step: Of training.
-        before: The save_id that it saw at this step, and was told to replace.
-        abandons: What this job went on from, until its first commit; None after that.
-        names: By which it can be asked for.
-        metrics: By name.
-        began: The revision that it saw.
-        state: What it saves.
+        label: Name of the save in messages.
+        save_id: Identity of the attempt.
+        job: Name of the job that saves.
+        step: Training step.
+        before: save_id that the job saw at this step, and was told to replace; None for none.
+        abandons: Step that this job resumed from, until its first commit; None after that.
+        names: Names of the checkpoint.
+        metrics: Names and values.
+        began: Revision of the catalog that the job saw.
+        state: The saved state.
     """
 
     label: str
@@ -74,7 +74,7 @@ class Keeping:
 
 @dataclass(frozen=True, slots=True)
 class Removing:
-    """Retiring these steps because a person said so."""
+    """Retiring these steps at a person's request."""
 
     steps: tuple[int, ...]
     force: bool
@@ -89,19 +89,19 @@ class Thinning:
 
 @dataclass(frozen=True, slots=True)
 class Collecting:
-    """Removing orphans that are so old."""
+    """Removing orphans older than the grace period."""
 
     grace_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """Raising the floor above what may be live no more."""
+    """Raising the floor above checkpoints that may no longer be live."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pinning:
-    """Pinning a step, or not any more."""
+    """Pinning a step, or unpinning it."""
 
     step: int
     pin: bool
@@ -109,7 +109,7 @@ class Pinning:
 
 @dataclass(frozen=True, slots=True)
 class Recovering:
-    """Making a lost catalog again."""
+    """Recreating a lost catalog."""
 
 
 class _Named(msgspec.Struct):
@@ -123,18 +123,19 @@ class _Document(msgspec.Struct):
 
 @dataclass
 class Run:
-    """A run, as it really lies in the store.
+    """A run, as its objects lie in the store.
 
     Attributes:
-        objects: Of the store.
-        store_seconds: Its clock.
-        catalog: What lies there; None before the first, and after an accident.
-        catalogs: All that ever lay there since the last accident, by revision.
-        saves: All that were begun, by save_id.
-        lived: Those that were ever live, and whether thinned.
-        refused: Those of which somebody was told that they are not committed.
-        answers: What was ever right to be given who asked for a step, a name, or the newest (None), and its save_id.
-        is_lost: The catalog is, and nobody has made it again.
+        objects: Objects of the store, by key.
+        store_seconds: The store's clock, in seconds.
+        catalog: The present catalog; None before the first, and after an accident.
+        catalogs: All catalogs since the last accident, by revision.
+        saves: All saves that were begun, by save_id.
+        lived: save_ids that were ever live, and whether each was thinned.
+        refused: save_ids of which an actor was told that they are not committed.
+        answers: Valid answers so far: what a reader asked for (a step, a name, or None for the newest), and its
+            save_id.
+        is_lost: Whether the catalog is lost and not yet recreated.
     """
 
     objects: Mapping[str, MemoryObject]
@@ -151,61 +152,62 @@ class Run:
     _named: frozenset[str] = frozenset()
     _first: dict[str, float] = field(
         default_factory=dict
-    )  # when each object was put; a put that was repeated comes later
+    )  # time at which each object was first put; a repeated put does not change it
 
-    # ---- what actors say ----
+    # ---- reports of actors ----
 
     def begin(self, save: Save) -> None:
-        """A save was begun."""
+        """Record that a save began."""
         _require(save.save_id not in self.saves, f"{save.label} has the save_id of {self.saves.get(save.save_id)}")
         self.saves[save.save_id] = save
 
     def committed(self, save: Save, catalog: Catalog) -> None:
-        """Somebody was told that it is."""
-        _require(save.save_id in self.lived, f"{save.label} was told that it is committed, and never was")
-        _require(catalog.holds(save.save_id), f"{save.label} was told of a catalog without it")
+        """Check a save of which an actor was told that it is committed."""
+        _require(save.save_id in self.lived, f"{save.label} was reported as committed, and never was live")
+        _require(catalog.holds(save.save_id), f"{save.label} was reported as committed with a catalog without it")
         self.existed(catalog)
 
     def refuse(self, save: Save, why: BaseException) -> None:
-        """Somebody was told that it is not, and will not be.
+        """Check a save of which an actor was told that it is not committed, and never will be.
 
-        It may have been: committed without hearing of it, and replaced or retired before it looked.
+        The save may have been live for a while: committed, its answer lost, then replaced or retired before its job
+        looked.
         """
         self.refused.add(save.save_id)
         live = self.catalog is not None and self.catalog.holds(save.save_id)
-        _require(not live, f"{save.label} was told {type(why).__name__}, and is committed")
+        _require(not live, f"{save.label} was reported as {type(why).__name__}, and is committed")
 
     def existed(self, catalog: Catalog) -> None:
-        """Somebody was given this catalog."""
+        """Check a catalog that an actor was given."""
         there = self.catalogs.get(catalog.revision)
-        _require(catalog == there, f"a catalog was told of that never lay there: {self.show(catalog)}")
+        _require(catalog == there, f"an actor was given a catalog that never existed: {self.show(catalog)}")
 
     def loaded(self, state: State, asked: int | str | None) -> None:
-        """Somebody loaded this: it must be a whole checkpoint that was live, and what was asked for, bit for bit."""
+        """Check what an actor loaded: a whole checkpoint that was live and is the one asked for, bit for bit."""
         found = [save for save in self.saves.values() if save.state.get("model.w") == state.get("model.w")]
-        _require(len(found) == 1, f"what was loaded is nobody's: {state}")
+        _require(len(found) == 1, f"a loaded state belongs to no save: {state}")
         (save,) = found
-        _require((asked, save.save_id) in self.answers, f"{save.label} was loaded, and never was what {asked} asks for")
+        _require((asked, save.save_id) in self.answers, f"{save.label} was loaded, and never was an answer to {asked}")
         left = {name: data for name, data in save.state.items() if not name.startswith(OPTIMIZER)}
         _require(
             state == save.state or (self.lived[save.save_id] and state == left),
-            f"{save.label} was loaded with other bytes, or not all",
+            f"{save.label} was loaded with other bytes, or in part",
         )
 
     def lose(self) -> None:
-        """An accident: the catalog is gone. What was refused may come back, and so may what was retired."""
+        """Record an accident: the catalog is gone. Refused and retired checkpoints may come back."""
         self.catalog = None
         self.is_lost = True
         self.catalogs.clear()
         self.refused.clear()
         self._named = frozenset()
         if not any(key.startswith(MANIFESTS_PREFIX) for key in self.objects):
-            self._owners.clear()  # nobody could know of them: it is a new run
+            self._owners.clear()  # no manifest is left that could name the owners: it is a new run
 
-    # ---- what is carried out ----
+    # ---- requests as the store carried them out ----
 
     def wrote(self, key: str, data: bytes, before: bytes | None, doing: object) -> str:
-        """See `Observer.wrote`."""
+        """Check an object that was put; see `Observer.wrote`."""
         if key == CATALOG_KEY:
             return self._swapped(catalog_json.decode(data), doing)
         _require(before in (None, data), f"{key} was written again, with other bytes")
@@ -217,16 +219,16 @@ class Run:
         return ""
 
     def deleted(self, keys: Sequence[str], doing: object) -> None:
-        """See `Observer.deleted`."""
+        """Check objects that were deleted; see `Observer.deleted`."""
         live = sorted(self._named.intersection(keys))
         _require(not live, f"deleted, and named by a live checkpoint: {live}")
         if isinstance(doing, Collecting):
             ages = {key: self.store_seconds() - self._first[key] for key in keys if key in self._first}
             young = {key: age for key, age in ages.items() if age < doing.grace_seconds}
-            _require(not young, f"removed as orphans, and only so many seconds old: {young}")
+            _require(not young, f"removed as orphans, younger than the grace period (ages in seconds): {young}")
 
     def named(self) -> frozenset[str]:
-        """Everything that the catalog names, and the catalog."""
+        """Return the keys that the catalog names, and the catalog's own."""
         return self._named
 
     def _swapped(self, new: Catalog, doing: object) -> str:
@@ -235,14 +237,14 @@ class Run:
         if old is None:
             _require(
                 isinstance(doing, Recovering | Fencing) and (isinstance(doing, Recovering) or not new.entries),
-                f"a run was begun by {doing}: {said}",
+                f"a run was created by {doing}: {said}",
             )
-            # Whoever owns it now is newer than any job before.
+            # The new owner is newer than any job before.
             _require(new.token >= max(self._owners, default=0), f"an older job owns the run: {said}")
             if isinstance(doing, Fencing):
                 self._owners[new.token] = doing.job
         else:
-            _require(old.run_id == new.run_id, "another run was begun in the place of one")
+            _require(old.run_id == new.run_id, "one run replaced another")
             _require(old.revision < new.revision, f"the revision went down: {said}")
             _require(old.token <= new.token, f"the token went down: {said}")
             _require(old.floor <= new.floor, f"the floor went down: {said}")
@@ -254,16 +256,18 @@ class Run:
         return said
 
     def _look(self, catalog: Catalog, said: str) -> None:
-        """See that everything lies there that the catalog names."""
+        """Check that everything that the catalog names exists."""
         names = [name for entry in catalog.entries for name in entry.names]
-        _require(len(set(names)) == len(names), f"a name stands at two checkpoints: {said}")
+        _require(len(set(names)) == len(names), f"two checkpoints have one name: {said}")
         named = {CATALOG_KEY}
         for entry in catalog.entries:
             label = self._label(entry)
             document = self._documents.get(entry.manifest)
             _require(document is not None, f"the manifest of {label} was never put: {said}")
             assert document is not None
-            _require(document.save_id == entry.save_id, f"the manifest of {label} is of another: {said}")
+            _require(
+                document.save_id == entry.save_id, f"the manifest of {label} belongs to another checkpoint: {said}"
+            )
             mine = {entry.manifest, *document.shards.keys}
             missing = sorted(key for key in mine if key not in self.objects)
             _require(not missing, f"live, and missing: {label} {missing}: {said}")
@@ -279,10 +283,10 @@ class Run:
         _require(not late, f"refused, and committed: {late}: {said}")
 
     def _check(self, doing: object, old: Catalog, new: Catalog) -> None:
-        """See that a swap did what it was for, and nothing else."""
+        """Check that a swap did what its operation is for, and nothing else."""
         told = f"{doing} made {self.show(new)} of {self.show(old)}"
         if not isinstance(doing, Fencing):
-            _require(new.token == old.token, f"the fence was taken by the way: {told}")
+            _require(new.token == old.token, f"an operation that must not take the fence took it: {told}")
         match doing:
             case Fencing(job):
                 _require((new.entries, new.floor) == (old.entries, old.floor), told)
@@ -306,7 +310,7 @@ class Run:
                 entries = tuple(replace(one, pinned=pin) if one.step == step else one for one in old.entries)
                 _require((new.entries, new.floor) == (entries, old.floor), told)
             case _:
-                raise BrokenError(f"nobody was to swap the catalog: {told}")
+                raise BrokenError(f"an operation that must not swap the catalog did: {told}")
 
     def _check_commit(self, save: Save, old: Catalog, new: Catalog, told: str) -> None:
         owner = self._owners.get(old.token)
@@ -317,7 +321,7 @@ class Run:
         assert entry is not None
         as_noted = (old.token, save.names, save.metrics, save.began, False, (), False)
         as_is = (entry.token, entry.names, entry.metrics, entry.began, entry.pinned, entry.thinned, entry.abandoned)
-        _require(as_is == as_noted, f"not as it was noted, or of a job that was fenced: {told}")
+        _require(as_is == as_noted, f"the entry differs from the save, or has the token of a fenced job: {told}")
         kept: list[Entry] = []
         for one in old.entries:
             left = save.abandons is not None and one.step > save.abandons and one.token < old.token
@@ -325,19 +329,19 @@ class Run:
                 names = tuple(name for name in one.names if name not in save.names)
                 kept.append(replace(one, names=names, abandoned=one.abandoned or left))
             elif not (one.abandoned or left):
-                _require(one.save_id == save.before, f"replaced what it was not told to: {told}")
-        # Among them that what it leaves behind is abandoned.
-        _require([one for one in new.entries if one != entry] == kept, f"others are not as they should be: {told}")
+                _require(one.save_id == save.before, f"replaced a checkpoint without being told to: {told}")
+        # Among them: what the rollback leaves behind is abandoned.
+        _require([one for one in new.entries if one != entry] == kept, f"other checkpoints changed: {told}")
 
     def _check_pins_and_names(self, doing: object, old: Catalog, new: Catalog) -> None:
-        """See that a pin, and a name, is lost by an explicit call alone, whatever else this swap may do."""
+        """Check that a pin or a name is lost only by an explicit call, whatever else this swap may do."""
         after = {entry.save_id: entry for entry in new.entries}
         for one in old.entries:
             there = after.get(one.save_id)
             match doing:
                 case Removing(steps) if one.step in steps:
                     continue
-                case Save(before=before) if one.save_id == before:  # it was told to overwrite it
+                case Save(before=before) if one.save_id == before:  # the job was told to overwrite it
                     continue
                 case Pinning(step, pin=False) if one.step == step:
                     unpinned = True
@@ -358,15 +362,15 @@ class Run:
         for one in old.entries:
             there = new.at(one.step)
             if there is None:
-                _require(one.step in gone, f"let go what was to be kept: {told}")
+                _require(one.step in gone, f"retired a checkpoint that was to be kept: {told}")
             elif there != one:
-                _require(one.step in thin, f"thinned what was to stay whole: {told}")
+                _require(one.step in thin, f"thinned a checkpoint that was to stay whole: {told}")
                 after = replace(one, manifest=there.manifest, thinned=there.thinned, size_bytes=there.size_bytes)
-                _require(there == after and there.thinned == (OPTIMIZER,), f"not only thinned: {told}")
+                _require(there == after and there.thinned == (OPTIMIZER,), f"changed by more than thinning: {told}")
         _require(all(old.holds(one.save_id) for one in new.entries), told)
 
     def show(self, catalog: Catalog) -> str:
-        """In a line of the history."""
+        """Return the catalog as one line of the history."""
         entries = " ".join(map(self._shown, catalog.entries))
         return f"r{catalog.revision} t{catalog.token} f{catalog.floor} [{entries}]"
 

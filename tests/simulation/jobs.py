@@ -1,8 +1,8 @@
-"""Jobs that train, and whatever else goes on in one run at a time, simulated: a history is decided by its seed.
+"""Simulated training jobs and everything else that acts on one run at the same time; a seed determines the history.
 
-`world.py` decides which actor goes on and what is lost; `invariants.py` says what must hold. Here are the actors:
-jobs that save (and overwrite, and borrow, and go back, and go on though they are fenced), what retires, thins, pins and
-removes orphans, and readers, by the functions of the package.
+`world.py` decides which actor goes on and which request fails; `invariants.py` says what must hold. Here are the
+actors, which use the functions of the package: jobs that save (and overwrite, reuse shards, roll back, and continue
+although they are fenced), actors that retire, thin, pin and remove orphans, and readers.
 
     python -m tests.simulation.jobs 1234     the history of this seed, one line a request
 """
@@ -69,32 +69,32 @@ from tests.simulation.world import Actor, BrokenError, World
 from tests.support.manifests import Layout, build
 from tests.support.runs import thin
 
-# Long enough for a save in which little goes wrong, and no longer.
+# Long enough for a save with few faults, and no longer.
 SAVE_SECONDS = 60.0
 
-# How likely it is that the catalog is lost.
+# Probability that the catalog is lost.
 LOSES = 0.15
 
-# How often a save begins anew.
+# Attempts of one save.
 ATTEMPTS = 3
 
 NAMES = ("model.frozen", "model.w", "optim.m")
 BYTES = 16
 
-# What of a `JobSession` is of the machine that it runs on, and no part of a copy.
+# Attributes of a `JobSession` that belong to its machine, and are not copied with the job.
 _MACHINE = ("_store", "_sleep", "_uniform", "_new_id")
 
 
-# What an actor may be told. That something is damaged is not among it.
+# Errors that an actor may get. An error that says that something is damaged is not among them.
 TOLD = (CheckpointNotFoundError, CommitConflictError, CommitUnknownError, SaveFailedError, StorageError)
 
 
-# ---- what a checkpoint consists of: a shard for each tensor ----
+# ---- the contents of a checkpoint: one shard per tensor ----
 
 
 @cache
 def pattern(names: tuple[str, ...]) -> Any:
-    """The document of a manifest of tensors of four numbers."""
+    """Return the document of a manifest of tensors of four numbers."""
     layouts = [Layout(name, TensorKind("float32"), (4,), (Box((0,), (4,)),), ((BYTES,),)) for name in names]
     manifest = build(layouts, shard_of=range(len(names)))
     starts = np.array([len(shard_header(name)) for name in names], dtype=np.int64)
@@ -108,14 +108,14 @@ def pattern(names: tuple[str, ...]) -> Any:
 
 @cache
 def shard_header(name: str) -> bytes:
-    """The bytes before the data."""
+    """Return the bytes of a shard that precede its data."""
     return header([HeaderEntry(name, "float32", (4,), BYTES)], table_length=0)
 
 
 def manifest_of(save_id: str, run: RunInfo, keys: Sequence[str], state: State) -> bytes:
-    """Of a state that lies in these shards, as it is stored.
+    """Return the stored manifest of a state that lies in these shards.
 
-    Not by way of the encoder, which has its own tests and takes longer than all requests of a save.
+    Made without the encoder, which has its own tests and takes longer than all requests of a save.
     """
     of = pattern(tuple(state))
     digests = b"".join(piece_digest(digest(data)) for data in state.values())
@@ -130,12 +130,12 @@ def manifest_of(save_id: str, run: RunInfo, keys: Sequence[str], state: State) -
 
 
 def numbers(*values: float) -> bytes:
-    """The bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return np.resize(np.array(values, dtype=np.float32), 4).tobytes()
 
 
 def loaded(actor: Actor | World, run: Run, step: int | str | None) -> State:
-    """Load a checkpoint by the real reader, and see that it is one."""
+    """Load a checkpoint by the real reader, and check it."""
     may_be_told = run.is_lost
     try:
         nested = load(actor.store, step=step)
@@ -157,22 +157,22 @@ def loaded(actor: Actor | World, run: Run, step: int | str | None) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Who acts. Few, most of the time: what two do to each other is rare among many.
+    """Actors of one history. Few, most of the time: interactions of two actors are rare among many.
 
     Attributes:
-        jobs: How many train, at least and at most.
-        keep: How many retire and thin.
-        collect: How many remove orphans.
-        pin: How many pin.
-        read: How many load.
-        doubles: How likely a job is to run twice, at each save.
-        said: How likely who retires and thins is to be told what, rather than by a retention.
-        rounds: How often each does what it does, at most.
-        resumes: From where a job goes on, one of these: the newest, one that is older, none on purpose, or none by
+        jobs: Fewest and most jobs that train.
+        keep: Fewest and most actors that retire and thin.
+        collect: Fewest and most actors that remove orphans.
+        pin: Fewest and most actors that pin.
+        read: Fewest and most readers.
+        doubles: Probability that a job runs twice, at each save.
+        explicit: Probability that steps are retired and thinned by an explicit call, rather than by a retention.
+        rounds: Most repetitions of each actor.
+        resumes: Choices of where a job goes on: the newest checkpoint, an older one, none on purpose, or none by
             mistake.
-        thins: How likely somebody is, while a save borrows, to thin what it borrows from; and who retires and thins, to
-            thin alone, while somebody removes orphans.
-        pins: How likely somebody is, while a save replaces what is abandoned, to pin that.
+        thins: Probability that, while a save reuses shards, another actor thins the checkpoint that holds them; and
+            that an actor that retires and thins only thins, while another one removes orphans.
+        pins: Probability that, while a save replaces an abandoned checkpoint, another actor pins that one.
     """
 
     jobs: tuple[int, int]
@@ -181,7 +181,7 @@ class Scene:
     pin: tuple[int, int] = (0, 0)
     read: tuple[int, int] = (0, 0)
     doubles: float = 0.0
-    said: float = 0.5
+    explicit: float = 0.5
     rounds: int = 3
     thins: float = 0.0
     pins: float = 0.0
@@ -191,16 +191,16 @@ class Scene:
 SCENES = (
     Scene(jobs=(1, 3), keep=(0, 2), collect=(0, 1), pin=(0, 1), read=(0, 1), doubles=0.1),
     Scene(jobs=(2, 2), read=(0, 1)),
-    Scene(jobs=(1, 1), keep=(1, 2), said=0.8, read=(0, 1)),
+    Scene(jobs=(1, 1), keep=(1, 2), explicit=0.8, read=(0, 1)),
     Scene(jobs=(1, 1), keep=(1, 1), collect=(1, 1)),
     Scene(jobs=(1, 1), collect=(1, 2), doubles=0.1),
     Scene(jobs=(1, 1), doubles=0.5),
-    Scene(jobs=(0, 1), keep=(1, 2), said=0.1, pin=(1, 2)),
-    Scene(jobs=(1, 1), keep=(1, 2), said=1.0, rounds=1),
-    Scene(jobs=(0, 1), keep=(1, 1), collect=(1, 1), said=1.0, rounds=1),
+    Scene(jobs=(0, 1), keep=(1, 2), explicit=0.1, pin=(1, 2)),
+    Scene(jobs=(1, 1), keep=(1, 2), explicit=1.0, rounds=1),
+    Scene(jobs=(0, 1), keep=(1, 1), collect=(1, 1), explicit=1.0, rounds=1),
     Scene(jobs=(1, 1), collect=(1, 1), rounds=1),
     Scene(jobs=(1, 1), doubles=1.0, rounds=2),
-    Scene(jobs=(0, 0), keep=(1, 1), said=0.8, read=(1, 1), rounds=1),
+    Scene(jobs=(0, 0), keep=(1, 1), explicit=0.8, read=(1, 1), rounds=1),
     Scene(jobs=(1, 2), pin=(0, 1), resumes=("older",), pins=0.5),
     Scene(jobs=(1, 1), rounds=1, resumes=("older",), thins=1.0),
     Scene(jobs=(0, 0), keep=(1, 1), rounds=1, thins=1.0),
@@ -209,18 +209,18 @@ SCENES = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a job does.
+    """Plan of one job.
 
     Attributes:
-        resumes: From where; as in `Scene`.
-        saves: How many.
-        overwrites: How likely it is to replace what lies there, from 0 to 1.
-        borrows: Whether it names shards of the newest checkpoint again.
-        stubborn: It goes on when it is told that it is fenced.
-        doubles: How likely it is to run twice from a save on.
-        thins: As in `Scene`.
-        pins: As in `Scene`.
-        retention: What it keeps; None keeps all.
+        resumes: Where the job goes on; as in `Scene`.
+        saves: Number of saves.
+        overwrites: Probability of replacing an existing checkpoint, from 0 to 1.
+        borrows: Whether shards of the newest checkpoint are reused.
+        stubborn: Whether the job goes on although it is fenced.
+        doubles: Probability of running twice from a save on.
+        thins: Probability, as in `Scene`.
+        pins: Probability, as in `Scene`.
+        retention: Policy that the job applies; None keeps all.
     """
 
     resumes: str = "newest"
@@ -249,7 +249,7 @@ class Plan:
 
 
 def retention(rng: random.Random) -> Retention:
-    """One that lets go much."""
+    """Return a random retention that retires many checkpoints."""
     return Retention(
         keep_last=rng.choice([1, 1, 2]),
         keep_every=rng.choice([None, None, 2]),
@@ -260,14 +260,14 @@ def retention(rng: random.Random) -> Retention:
 
 
 class Trainer:
-    """A job, and what it holds in memory. A copy of it is the same job, run twice."""
+    """A job and its state in memory. A copy of a trainer is the same job, run twice."""
 
     def __init__(self, actor: Actor, run: Run, plan: Plan, *, name: str) -> None:
         self.actor, self.run, self.plan, self.name = actor, run, plan, name
         self.job = self._job()
         self.maintenance = _maintenance(self.actor)
         self.step = 0
-        # What it says at its commits until one succeeds, as `JobSession` does.
+        # The step that each commit names until one succeeds, as in `JobSession`.
         self.abandons: int | None = None
 
     def resume(self) -> None:
@@ -291,7 +291,7 @@ class Trainer:
         self.job.go_on_from(self.abandons)
 
     def train(self) -> None:
-        """Save again and again."""
+        """Save repeatedly."""
         actor, rng = self.actor, self.actor.rng
         for number in range(self.plan.saves):
             self.step += rng.choice([0, 0, 1, 1, 1, 2] if number and self.plan.overwrites else [1, 1, 2])
@@ -302,22 +302,22 @@ class Trainer:
             except FencedError:
                 if not self.plan.stubborn:
                     return
-            self._tidy()
+            self._apply_retention()
             if rng.random() < 0.5:
                 actor.world.rest(actor)
 
-    def _tidy(self) -> None:
-        """As the manager does after a save."""
+    def _apply_retention(self) -> None:
+        """Apply retention as the manager does after a save."""
         actor, maintenance = self.actor, self.maintenance
         actor.doing = Settling()
-        said(actor, lambda: maintenance.settle(deadline=actor.deadline(SAVE_SECONDS)))
+        record_error(actor, lambda: maintenance.settle(deadline=actor.deadline(SAVE_SECONDS)))
         if self.plan.retention is not None:
-            tidy(actor, maintenance, self.plan.retention)
+            apply_retention(actor, maintenance, self.plan.retention)
         else:
-            said(actor, lambda: maintenance.delete(deadline=actor.deadline(SAVE_SECONDS)))
+            record_error(actor, lambda: maintenance.delete(deadline=actor.deadline(SAVE_SECONDS)))
 
     def copied(self) -> Callable[[Actor], Trainer]:
-        """A snapshot of all that this job holds in memory, which can go on in another actor."""
+        """Return a function that continues this job in another actor, from a copy of its memory."""
         other, known = copy.copy(self), {name: value for name, value in vars(self.job).items() if name not in _MACHINE}
 
         def started(actor: Actor) -> Trainer:
@@ -329,14 +329,14 @@ class Trainer:
         return started
 
     def _double(self) -> None:
-        """From here on this job runs twice, as if a snapshot of its machine were started: both are about to save."""
+        """Run this job twice from here on, as if from a snapshot of its machine: both copies are about to save."""
         start = self.copied()
         is_new = self.job.token is None
 
         def play(actor: Actor) -> None:
             other = start(actor)
             if is_new:
-                other.name = actor.name  # it takes a fence of its own
+                other.name = actor.name  # the copy takes a fence of its own
             other.plan = replace(self.plan, doubles=0.0)
             other.step -= 1
             other.train()
@@ -358,7 +358,10 @@ class Trainer:
             except FencedError as error:
                 self.actor.say(f"    is told {type(error).__name__}")
                 raise
-            except (CheckpointExistsError, InvalidArgumentError) as error:  # the latter where its double is ahead
+            except (
+                CheckpointExistsError,
+                InvalidArgumentError,
+            ) as error:  # InvalidArgumentError where the other copy is ahead
                 self.actor.say(f"    is told {type(error).__name__}")
                 return
             except TOLD as error:
@@ -372,7 +375,7 @@ class Trainer:
         number = world.number()
         label = f"{self.name}.{number}"
         base = self._base(begun)
-        state, lent = self._state(number, base)
+        state, reused = self._state(number, base)
         save = Save(
             label=label,
             save_id=begun.save_id,
@@ -388,19 +391,22 @@ class Trainer:
         actor.doing = save
         self.run.begin(save)
         self._disturb(base, note.step)
-        actor.say(f"    begins {label} of step {note.step}" + (f", with {', '.join(lent)} of before" if lent else ""))
+        actor.say(
+            f"    begins {label} of step {note.step}"
+            + (f", with {', '.join(reused)} of an earlier checkpoint" if reused else "")
+        )
         storing = RetryingStore(actor.store, deadline)
         names = ShardNames(0, origin(revision=begun.run.revision, step=note.step))
-        keys = [lent.get(name) or names.key(number) for number, name in enumerate(state)]
+        keys = [reused.get(name) or names.key(number) for number, name in enumerate(state)]
         put: list[str] = []
         try:
             for name, key in zip(state, keys, strict=True):
-                if name not in lent:
+                if name not in reused:
                     put.append(key)
                     storing.put(key, [shard_header(name), state[name]])
         except StorageError as error:
             self.run.refuse(save, error)
-            storing.delete(put)  # nothing can name them
+            storing.delete(put)  # no manifest can name them
             raise
         body = manifest_of(begun.save_id, begun.run, keys, state)
         size_bytes = sum(len(shard_header(name)) + BYTES for name in state)
@@ -429,14 +435,14 @@ class Trainer:
         self.maintenance.remember(entry.manifest, keys)
 
     def _disturb(self, base: Manifest | None, step: int) -> None:
-        """Let others thin what is lent, and pin what is to be replaced, while the save is under way."""
+        """Let other actors thin the reused checkpoint, and pin the one to be replaced, during the save."""
         rng, world = self.actor.rng, self.actor.world
         if base is not None and self.plan.thins and rng.random() < self.plan.thins:
-            lender = self.run.saves[base.save_id].step
-            world.add(f"{self.name}-thins", lambda other: said(other, lambda: _thin(other, lender)))
+            reused_step = self.run.saves[base.save_id].step
+            world.add(f"{self.name}-thins", lambda other: record_error(other, lambda: _thin(other, reused_step)))
         before = self.run.catalog.at(step) if self.run.catalog is not None else None
         if before is not None and self.plan.pins and rng.random() < self.plan.pins:
-            world.add(f"{self.name}-pins", lambda other: said(other, lambda: _pin(other, before.step)))
+            world.add(f"{self.name}-pins", lambda other: record_error(other, lambda: _pin(other, before.step)))
 
     def _base(self, begun: SaveTicket) -> Manifest | None:
         if begun.borrowed is None:
@@ -448,18 +454,18 @@ class Trainer:
             return None
 
     def _state(self, number: int, base: Manifest | None) -> tuple[dict[str, bytes], dict[str, str]]:
-        """What is saved, and the shards of before in which some of it lies."""
+        """Return the state to save, and the keys of the earlier shards that hold some of it."""
         rng = self.actor.rng
         names = NAMES if rng.random() < 0.9 else NAMES[:2]
         state = {name: numbers(number, index) for index, name in enumerate(names)}
-        lent: dict[str, str] = {}
+        reused: dict[str, str] = {}
         if base is not None:
             before = self.run.saves[base.save_id].state
             for index, name in enumerate(base.tensors.names):
                 if name in state and name != "model.w" and rng.random() < 0.6:
                     state[name] = before[name]
-                    lent[name] = base.shards.keys[index]
-        return state, lent
+                    reused[name] = base.shards.keys[index]
+        return state, reused
 
     def _job(self) -> JobSession:
         actor = self.actor
@@ -468,32 +474,34 @@ class Trainer:
         )
 
 
-# ---- what else goes on in a run ----
+# ---- other actors of a run ----
 
 
 def keep(actor: Actor, *, scene: Scene) -> None:
-    """Retire and thin: by a retention, or because a person says so."""
+    """Retire and thin, by a retention or by an explicit call."""
     rng = actor.rng
     maintenance = _maintenance(actor)
     by = retention(rng)
     for _ in range(rng.randint(1, scene.rounds)):
         if scene.thins:
-            said(actor, partial(_thin_beside_gc, actor))
-        elif rng.random() >= scene.said:
-            tidy(actor, maintenance, by)
+            record_error(actor, partial(_thin_beside_gc, actor))
+        elif rng.random() >= scene.explicit:
+            apply_retention(actor, maintenance, by)
         else:
-            said(actor, partial(_remove, actor, maintenance))
+            record_error(actor, partial(_remove, actor, maintenance))
         if scene.rounds > 1:
             actor.world.rest(actor)
 
 
-def tidy(actor: Actor, maintenance: Maintenance, by: Retention) -> None:
-    """As the manager does after a save."""
+def apply_retention(actor: Actor, maintenance: Maintenance, by: Retention) -> None:
+    """Apply retention and delete, as the manager does after a save."""
     actor.doing = Keeping(by)
-    said(actor, lambda: maintenance.apply(by, deadline=actor.deadline(SAVE_SECONDS)))
+    record_error(actor, lambda: maintenance.apply(by, deadline=actor.deadline(SAVE_SECONDS)))
     if actor.rng.random() < 0.3:
         actor.world.rest(actor)
-    said(actor, lambda: maintenance.delete(deadline=actor.deadline(SAVE_SECONDS), batch=actor.rng.choice([2, 1000])))
+    record_error(
+        actor, lambda: maintenance.delete(deadline=actor.deadline(SAVE_SECONDS), batch=actor.rng.choice([2, 1000]))
+    )
 
 
 def _remove(actor: Actor, maintenance: Maintenance) -> None:
@@ -501,7 +509,7 @@ def _remove(actor: Actor, maintenance: Maintenance) -> None:
     catalog = _catalog(actor)
     if not catalog.entries:
         return
-    # The newest more often: others are most likely to look at it just now.
+    # The newest more often: other actors are most likely to read it at this moment.
     steps = (catalog.entries[-1 if rng.random() < 0.5 else rng.randrange(len(catalog.entries))].step,)
     force = rng.random() < 0.7
     deadline = actor.deadline(SAVE_SECONDS)
@@ -519,7 +527,7 @@ def _thin_beside_gc(actor: Actor) -> None:
     if older:
         step = actor.rng.choice(older)
         actor.world.add(f"{actor.name}-collects", partial(collect, rounds=1))
-        # About when its new manifest lies there, and the catalog does not name it yet.
+        # The orphans are removed when the new manifest lies there, and the catalog does not name it yet.
         actor.gives_way_at = frozenset({actor.requests + actor.rng.randint(3, 7)})
         _thin(actor, step)
 
@@ -540,7 +548,7 @@ def collect(actor: Actor, *, rounds: int) -> None:
     for _ in range(actor.rng.randint(1, rounds)):
         grace_seconds = actor.rng.choice([0.0, 0.0, 30.0])
         actor.doing = Collecting(grace_seconds)
-        said(
+        record_error(
             actor,
             partial(
                 remove_orphans,
@@ -557,9 +565,9 @@ def collect(actor: Actor, *, rounds: int) -> None:
 
 
 def pin(actor: Actor, *, rounds: int) -> None:
-    """Pin what is live, or let it go again."""
+    """Pin a live checkpoint, or unpin one."""
     for _ in range(actor.rng.randint(1, rounds)):
-        said(actor, lambda: _pin(actor))
+        record_error(actor, lambda: _pin(actor))
         if rounds > 1:
             actor.world.rest(actor)
 
@@ -579,16 +587,16 @@ def _pin(actor: Actor, step: int | None = None) -> None:
 
 
 def read(actor: Actor, run: Run, *, rounds: int) -> None:
-    """Load the newest, or any."""
+    """Load the newest checkpoint, or any."""
     for _ in range(actor.rng.randint(1, rounds)):
         step: int | str | None = actor.rng.choice([None, None, "best", actor.rng.randrange(5)])
-        said(actor, partial(loaded, actor, run, step))
+        record_error(actor, partial(loaded, actor, run, step))
         if rounds > 1:
             actor.world.rest(actor)
 
 
-def said(actor: Actor, act: Callable[[], object]) -> None:
-    """Do it, and say what it failed with; nobody may be told that a checkpoint is damaged."""
+def record_error(actor: Actor, act: Callable[[], object]) -> None:
+    """Call `act`, and record the error that it raises; no actor may be told that a checkpoint is damaged."""
     try:
         act()
     except (*TOLD, InvalidArgumentError) as error:
@@ -606,15 +614,15 @@ def _catalog(actor: Actor) -> Catalog:
 
 
 class History:
-    """What follows from a seed.
+    """History that a seed determines.
 
     Attributes:
-        world: Who went on, and what was lost.
-        run: What lies there.
+        world: The scheduler and its faults.
+        run: The run, with its invariants.
     """
 
     def __init__(self, seed: int, scenes: Sequence[Scene] = SCENES) -> None:
-        """Nothing has happened yet."""
+        """Make a history in which nothing has happened yet."""
         self.world = World(seed)
         self._scenes = scenes
         self._trainers: list[Trainer] = []
@@ -622,7 +630,7 @@ class History:
         self.world.observer = self.run
 
     def play(self) -> None:
-        """All of it; raises if something does not hold."""
+        """Play the whole history; raises `BrokenError` if an invariant is broken."""
         with world.simulated(self.world):
             self._begin()
             self._go_on()
@@ -631,7 +639,7 @@ class History:
             self._end()
 
     def _begin(self) -> None:
-        """A job that saves a few checkpoints, in fair weather."""
+        """Let a job save a few checkpoints without faults."""
         world = self.world
         weather = world.weather
         world.calm()
@@ -641,7 +649,7 @@ class History:
         world.weather = weather
 
     def _go_on(self) -> None:
-        """Several at a time."""
+        """Let several actors act at a time."""
         world, rng = self.world, self.world.rng
         scene = rng.choice(self._scenes)
         rounds = scene.rounds
@@ -674,7 +682,7 @@ class History:
         self.world.add(name, play, rests=rests)
 
     def _lose(self) -> None:
-        """The catalog is deleted, and made again, by two at a time, while somebody reads, or goes on saving."""
+        """Delete the catalog, and let up to two actors recreate it while others read or go on saving."""
         world, rng = self.world, self.world.rng
         if self.run.catalog is None:
             return
@@ -684,7 +692,9 @@ class History:
 
         def play(actor: Actor) -> None:
             actor.doing = Recovering()
-            said(actor, lambda: recover(actor.store, timeout_seconds=100.0, sleep=actor.sleep, uniform=actor.uniform))
+            record_error(
+                actor, lambda: recover(actor.store, timeout_seconds=100.0, sleep=actor.sleep, uniform=actor.uniform)
+            )
 
         for number in range(rng.randint(1, 2)):
             world.add(f"recover{number}", play, rests=True)
@@ -696,7 +706,7 @@ class History:
 
             def go_on(actor: Actor) -> None:
                 zombie = start(actor)
-                # What it lets go it would delete, also if it came back; the rest of it does no harm.
+                # A job that retires would delete even what the recovery brought back; other saves do no harm.
                 zombie.plan = Plan(saves=2, overwrites=0.5, stubborn=True)
                 zombie.train()
 
@@ -704,7 +714,7 @@ class History:
         world.run()
 
     def _end(self) -> None:
-        """All is quiet: every checkpoint loads, a new job goes on, and what nobody names can be removed."""
+        """Check, without faults, that every checkpoint loads, a new job goes on, and all orphans can be removed."""
         world, run = self.world, self.run
         world.calm()
         world.say("", "all is quiet")
@@ -736,7 +746,7 @@ class History:
 
 
 def play(seed: int) -> History:
-    """A history; one that breaks something says which seed it has, and how to see it again."""
+    """Play the history of a seed; an error names the seed and how to repeat the history."""
     history = History(seed)
     try:
         history.play()

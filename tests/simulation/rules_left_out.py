@@ -1,4 +1,4 @@
-"""The rules of a run's catalog, each left out: what explorers of a run must find broken."""
+"""The rules of a run's catalog, each left out: explorers of a run must find each of these broken."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from dcp_remote.format.catalog import Attempt, Catalog
 
 
 def no_token(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    """A job that was fenced may commit."""
+    """Let a fenced job commit."""
     ours = replace(attempt, entry=replace(attempt.entry, token=catalog.token))
     after = rules.committed(catalog, ours)
     return after and replace(after, entries=tuple(attempt.entry if one == ours.entry else one for one in after.entries))
 
 
 def no_floor_for_saves(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    """What began before orphans were removed may commit."""
+    """Let a save commit that began before orphans were removed."""
     after = rules.committed(replace(catalog, floor=0), attempt)
     return after and replace(after, floor=catalog.floor)
 
 
 def no_floor_for_thinning(catalog: Catalog, save_id: str, **thinning: Any) -> Catalog | None:
-    """So may a manifest that was put before that."""
+    """Let a manifest be committed that was put before orphans were removed."""
     after = rules.thinned(replace(catalog, floor=0), save_id, **thinning)
     return after and replace(after, floor=catalog.floor)
 
 
 def no_floor_by_retiring(catalog: Catalog, save_ids: Iterable[str]) -> Catalog | None:
-    """What is let go may be committed once more."""
+    """Let a retired checkpoint be committed again."""
     after = rules.retired(catalog, save_ids)
     return after and replace(after, floor=catalog.floor)
 
 
 def no_look_at_what_is_borrowed(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    """The checkpoint whose shards are named again may have gone."""
+    """Let a save commit whose reused checkpoint is gone."""
     return rules.committed(catalog, replace(attempt, borrowed=None))
 
 
 def no_look_at_the_lending_manifest(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    """It may have been thinned."""
+    """Let a save commit whose reused checkpoint was thinned."""
     live = {entry.save_id: (entry.save_id, entry.manifest) for entry in catalog.entries}
     borrowed = attempt.borrowed and live.get(attempt.borrowed[0], attempt.borrowed)
     return rules.committed(catalog, replace(attempt, borrowed=borrowed))
 
 
 def no_moving_of_names(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    """Others keep the names that a checkpoint is given."""
+    """Leave the names of a new checkpoint at the checkpoints that had them."""
     nameless = replace(attempt, entry=replace(attempt.entry, names=()))
     after = rules.committed(catalog, nameless)
     return after and replace(
@@ -57,6 +57,6 @@ def no_moving_of_names(catalog: Catalog, attempt: Attempt) -> Catalog | None:
 
 
 def no_look_at_the_pin(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    """What was pinned since the save began may be replaced."""
+    """Let a checkpoint be replaced that was pinned since the save began."""
     unpinned = (replace(one, pinned=False) if one.step == attempt.entry.step else one for one in catalog.entries)
     return rules.committed(replace(catalog, entries=tuple(unpinned)), attempt)

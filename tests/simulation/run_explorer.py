@@ -1,10 +1,10 @@
 """Every interleaving of the requests of a few actors on one run, with the functions that the package decides by.
 
-An actor is a generator of requests to the store. From each state each actor's next request is carried out: its answer
-arrives, or, of a swap, is lost, or the swap itself is late and carried out at any time after. Every state is looked at,
-so that any actor may as well have stopped there for ever. What must hold: every object that a live checkpoint names
-exists; no fenced job commits; whoever is told "committed" is or was live; a name belongs to one checkpoint; what is
-pinned stays, where nobody retires or overwrites it.
+An actor is a generator of requests to the store. From each state, each actor's next request is carried out: its answer
+arrives, or, for a swap, is lost, or the swap itself is late and carried out at any time after. Every state is checked,
+so that any actor may as well have stopped there for ever. Invariants: every object that a live checkpoint names exists;
+no fenced job commits; a save that was reported as committed is or was live; a name belongs to one checkpoint; a pinned
+checkpoint stays unless it is retired or overwritten.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dcp_remote.run.catalog_store import Change
 
 RUN = "run"
 
-# How often an actor reads again before it gives up.
+# Attempts of a swap before its actor gives up.
 TRIES = 2
 
 
@@ -30,31 +30,31 @@ TRIES = 2
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Asks for the catalog."""
+    """Request of the catalog."""
 
 
 @dataclass(frozen=True, slots=True)
 class List:
-    """Asks for the names of all objects."""
+    """Request of the names of all objects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Writes an object."""
+    """Request to write an object."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Deletes an object."""
+    """Request to delete an object."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Replaces the catalog of this revision; no two catalogs that ever lay there have the same."""
+    """Request to replace the catalog of this revision; no two catalogs of a history have the same revision."""
 
     revision: int
     catalog: Catalog
@@ -62,25 +62,25 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What the store holds. An object is "revision/who"; a manifest spells out what it names behind a colon."""
+    """Contents of the store. An object is "revision/who"; a manifest lists its objects' names behind a colon."""
 
     catalog: Catalog
     objects: frozenset[str]
 
 
 Request: TypeAlias = Read | List | Put | Delete | Swap
-Answer: TypeAlias = Catalog | frozenset[str] | bool | None  # None: the answer to a swap was lost, or it is on its way
+Answer: TypeAlias = Catalog | frozenset[str] | bool | None  # None: the answer to a swap was lost, or is late
 Actor: TypeAlias = Generator[Request, Answer, "Told"]
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How an actor ended.
+    """Outcome of an actor.
 
     Attributes:
-        outcome: "done", or the class of what refused it, or why it gave up.
-        catalog: The catalog that it ended with, if it is done.
-        save_id: What it says is committed.
+        outcome: "done", the name of the class of the error, or the reason for giving up.
+        catalog: Last catalog that the actor saw, if its outcome is "done".
+        save_id: save_id that was reported as committed.
     """
 
     outcome: str
@@ -110,7 +110,7 @@ def manifest_of(began: int, who: str, names: Sequence[str]) -> str:
 
 @cache
 def named_by(manifest: str) -> frozenset[str]:
-    """A manifest's own name, and those in it."""
+    """Return a manifest's own name, and the names in it."""
     return frozenset({manifest, *filter(None, manifest.partition(":")[2].split("+"))})
 
 
@@ -128,7 +128,7 @@ def began_at(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the actors decide by, so that a test can leave something out."""
+    """Rules that the actors decide by, so that a test can leave one out."""
 
     committed: Callable[[Catalog, Attempt], Catalog | None] = rules.committed
     retired: Callable[[Catalog, Sequence[str]], Catalog | None] = rules.retired
@@ -141,7 +141,7 @@ class Rules:
 
 
 def swapping(by: Rules, change: Change) -> Actor:
-    """What `catalog_store.swap` does."""
+    """Swap the catalog as `catalog_store.swap` does."""
     for _ in range(by.tries):
         seen = yield Read()
         assert isinstance(seen, Catalog)
@@ -170,19 +170,19 @@ def save(
     names: tuple[str, ...] = (),
     attempts: int = 1,
 ) -> Actor:
-    """Save into the run, once more if it is to begin again.
+    """Save into the run, again if a new attempt is asked for.
 
     Args:
         by: The rules.
-        step: To save.
-        who: The save_id.
-        token: Of the job.
-        base: Step whose shards are named again.
-        overwrite: What is live at this step may be replaced.
-        again: An attempt before this one did not commit.
-        abandons: See `Attempt`.
-        names: Of the checkpoint.
-        attempts: How often to begin.
+        step: Step to save.
+        who: save_id of the attempt.
+        token: Token of the job.
+        base: Step whose shards are reused.
+        overwrite: Whether a live checkpoint of this step may be replaced.
+        again: Whether an attempt before this one did not commit.
+        abandons: Step that the job resumed from; see `Attempt`.
+        names: Names of the checkpoint.
+        attempts: Most attempts.
     """
     if again and (yield from swapping(by, rules.refreshed)).outcome != "done":
         return Told("unknown")
@@ -228,7 +228,7 @@ def save(
 
 
 def retire(by: Rules, step: int) -> Actor:
-    """Retire what is live at a step, then delete what it named and no live checkpoint names."""
+    """Retire the live checkpoint of a step, then delete what no other live checkpoint names."""
     seen = yield Read()
     assert isinstance(seen, Catalog)
     entry = seen.at(step)
@@ -244,7 +244,7 @@ def retire(by: Rules, step: int) -> Actor:
 
 
 def thin(by: Rules, step: int, who: str) -> Actor:
-    """Leave out one shard, "0/opt", of what is live at a step."""
+    """Leave out one shard, "0/opt", of the live checkpoint of a step."""
     seen = yield Read()
     assert isinstance(seen, Catalog)
     entry = seen.at(step)
@@ -272,7 +272,7 @@ def thin(by: Rules, step: int, who: str) -> Actor:
 
 
 def gc(by: Rules) -> Actor:
-    """Delete what no live checkpoint names, under a floor."""
+    """Delete orphans, under a raised floor."""
     objects, seen = (yield List()), (yield Read())
     assert isinstance(objects, frozenset)
     assert isinstance(seen, Catalog)
@@ -287,7 +287,7 @@ def gc(by: Rules) -> Actor:
 
 
 def pin(by: Rules, step: int) -> Actor:
-    """Pin what is live at a step."""
+    """Pin the live checkpoint of a step."""
     return (yield from swapping(by, lambda now: rules.pinned(now, step, pin=True)))
 
 
@@ -296,7 +296,7 @@ def fence(by: Rules) -> Actor:
 
 
 def roll_back(by: Rules, to: int, *, steps: Sequence[int], who: str) -> Actor:
-    """A new job that restored a step: it takes the fence, and saves these steps."""
+    """Start a new job that restored a step: take the fence, and save these steps."""
     told = yield from fence(by)
     if told.catalog is None:
         return told
@@ -318,15 +318,15 @@ def deleting(names: frozenset[str]) -> Generator[Request, Answer, None]:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All that the future depends on.
+    """State of the store and all actors.
 
     Attributes:
-        world: The store.
-        places: Of each actor, as the explorer numbers them.
-        flying: Swaps that are on their way.
-        lived: Every save_id that was ever live.
-        fenced: The save_id that a fenced job committed.
-        unpinned: The save_id of what was pinned and went.
+        world: Contents of the store.
+        places: Number of each actor's place, as the explorer counts them.
+        flying: Swaps that were sent and not yet carried out.
+        lived: save_ids that were ever live.
+        fenced: save_id that a fenced job committed.
+        unpinned: save_id of a pinned checkpoint that was lost.
     """
 
     world: World
@@ -339,17 +339,17 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an actor is, which the answers that it got decide: what it asks next, or was told at its end."""
+    """Position of an actor, given by the answers that it got: its next request, or its outcome."""
 
     heard: tuple[Answer, ...]
     next: Request | Told
 
 
 class Explorer:
-    """All states that a scene can come into.
+    """Explorer of all states that a scene can reach.
 
     Args:
-        actors: Who acts; each call begins anew.
+        actors: Functions that make the actors; each call begins anew.
         late: Whether a swap may be carried out after its actor went on.
     """
 
@@ -359,7 +359,7 @@ class Explorer:
         self._numbers: dict[tuple[int, int, Answer], int] = {}
 
     def explore(self, world: World) -> tuple[str | None, int]:
-        """What is broken in some state, or None; and how many states there are."""
+        """Return the broken invariant of some state (None if there is none), and the number of states."""
         lived = frozenset(entry.save_id for entry in world.catalog.entries)
         start = State(world, tuple(range(len(self._actors))), frozenset(), lived)
         found, todo = {start}, [start]
@@ -374,7 +374,7 @@ class Explorer:
         return None, len(found)
 
     def ends(self) -> list[Told]:
-        """How actors ended, in any order so far."""
+        """Return the outcomes of actors so far, in any order."""
         return [place.next for place in self._places if isinstance(place.next, Told)]
 
     def _broken(self, state: State) -> str | None:
@@ -414,7 +414,7 @@ class Explorer:
                     yield replace(state, places=unheard, flying=state.flying | {request})
 
     def _moved(self, state: State, actor: int, answer: Answer) -> tuple[int, ...]:
-        """Where all are when an actor has got an answer."""
+        """Return the places of all actors after one actor got an answer."""
         places = state.places
         key = (actor, places[actor], answer)
         number = self._numbers.get(key)
@@ -426,7 +426,7 @@ class Explorer:
 
 
 def carried_out(state: State, swap: Swap) -> State | None:
-    """After a swap; None if the catalog is another than it was asked for."""
+    """Return the state after a swap; None if the catalog's revision is another than the swap's."""
     before = state.world.catalog
     world, done = answered(state.world, swap)
     if done is not True:

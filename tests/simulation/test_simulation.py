@@ -1,7 +1,7 @@
 """Random histories of one run under several jobs; then the same with each rule of the protocol left out.
 
-`jobs.py` has the actors, `world.py` the faults, and `invariants.py` what must hold. A rule that is
-left out must break something in some history, or it would be no rule, or the histories too tame.
+`jobs.py` has the actors, `world.py` the faults, and `invariants.py` the invariants. A rule that is left out must break
+an invariant in some history; else the rule is needless, or the histories are too tame.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from tests.support.histories import run_histories
 
 pytestmark = pytest.mark.torture
 
-# In every run of the tests; as many more as there is time for in the campaign.
+# Seeds of every run of the tests; the campaign runs more, as time allows.
 HISTORIES = 1_000
 
 
 def test_a_thousand_histories() -> None:
-    """Every live checkpoint loads to the bit after each, and removing orphans leaves what the catalog names."""
+    """After each of a thousand histories every live checkpoint loads to the bit, and no orphan is left."""
     for seed in range(HISTORIES):
         requests = sum(is_request(line) for line in play(seed).world.lines)
         assert requests > 10
@@ -59,7 +59,7 @@ def test_a_thousand_histories() -> None:
 
 
 def test_as_many_as_there_is_time_for(torture_seconds: float) -> None:
-    """Other ones."""
+    """Further histories, until the time is used up."""
 
     def history(seed: int) -> None:
         play(HISTORIES + seed)
@@ -69,7 +69,7 @@ def test_as_many_as_there_is_time_for(torture_seconds: float) -> None:
 
 
 def test_a_seed_is_a_history() -> None:
-    """Line by line, in this process and in another one; and each seed is another's."""
+    """Each seed gives the same history, line by line, also in another process; two seeds differ."""
     seeds = range(40)
     told = ["\n".join(play(seed).world.lines) for seed in seeds]
     assert ["\n".join(play(seed).world.lines) for seed in reversed(seeds)] == told[::-1]
@@ -85,7 +85,7 @@ def test_a_seed_is_a_history() -> None:
 
 
 def test_everything_happens() -> None:
-    """What can go wrong does, and everybody is told everything that one can be told, in some of these histories."""
+    """Every fault, and every error that an actor may get, occurs in some of these histories."""
     lines = [line for seed in range(300) for line in play(seed).world.lines]
     for part in (": lost", ": unheard", ": late", ": 503", "412", "is lost", "all is quiet", "+pin", "+thin", "+left"):
         assert any(part in line for line in lines), part
@@ -94,7 +94,7 @@ def test_everything_happens() -> None:
 
 
 def is_request(line: str) -> bool:
-    """A line of a history that tells of one."""
+    """Return whether a line of a history tells of a request."""
     return any(f" {verb} " in line[:40] for verb in ("get", "put", "head", "list", "delete"))
 
 
@@ -107,18 +107,18 @@ def no_look_at_the_step(catalog: Catalog, attempt: Attempt) -> Catalog | None:
 
 
 def no_look_at_what_is_replaced(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    """Who may replace what was there may replace whatever is."""
+    """Let a job that may replace one checkpoint of a step replace any other of that step."""
     return rules.committed(catalog, attempt) if attempt.before is None else no_look_at_the_step(catalog, attempt)
 
 
 def nothing_abandoned(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    """What a rollback leaves behind counts as before."""
+    """Count checkpoints that a rollback left behind as before."""
     after = rules.committed(catalog, attempt)
     return after and replace(after, entries=tuple(replace(one, abandoned=False) for one in after.entries))
 
 
 def unpinned(by: Retention, live: Sequence[Candidate]) -> Decision:
-    """Retention lets go what is pinned."""
+    """Let retention retire pinned checkpoints."""
     return decide(by, [replace(one, pinned=False) for one in live])
 
 
@@ -132,14 +132,14 @@ def deleting_first(store: ObjectStore, change: catalog_store.Change, **other: An
 
 
 class Selfish(LiveShards):
-    """Takes no account of the shards that others name."""
+    """Live shards that ignore the shards of other checkpoints."""
 
     def not_named(self, keys: Iterable[str], entries: Iterable[Entry]) -> set[str]:
         return set(keys).difference(entry.manifest for entry in entries)
 
 
 class DeafStore(WrappedStore):
-    """Takes silence for success."""
+    """Store whose lost answers count as success."""
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         try:
@@ -153,7 +153,7 @@ def taking_silence_for_success(store: ObjectStore, change: catalog_store.Change,
 
 
 def overwriting_unseen(store: ObjectStore, change: catalog_store.Change, **other: Any) -> Catalog:
-    """A swap that puts without a condition."""
+    """Swap the catalog by an unconditional put."""
 
     class Careless(WrappedStore):
         def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
@@ -163,7 +163,7 @@ def overwriting_unseen(store: ObjectStore, change: catalog_store.Change, **other
 
 
 class LocallyDated(WrappedStore):
-    """The catalog is as old as this machine believes."""
+    """Store whose objects have the age that this machine's clock gives."""
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float]) -> None:
         super().__init__(store)
@@ -192,7 +192,7 @@ LIVE = gc._live
 
 
 def looking_once() -> Callable[..., gc._Seen | None]:
-    """Orphans are those of the first look, whoever committed before the floor was raised."""
+    """Remove the orphans of the first look, though a save committed before the floor was raised."""
     seen: dict[int, gc._Seen | None] = {}
 
     def live(store: ObjectStore, named: LiveShards, *other: Any) -> gc._Seen | None:
@@ -205,7 +205,7 @@ def looking_once() -> Callable[..., gc._Seen | None]:
 
 
 def no_second_look(store: ObjectStore, entry: Entry, **other: Any) -> object:
-    """A reader that finds nothing takes the checkpoint for damaged."""
+    """Let a reader take a checkpoint for damaged when an object is missing at its first look."""
     try:
         return lookup.read_manifest_at(store, entry.manifest, save_id=entry.save_id, **other)
     except FileNotFoundError as error:
@@ -264,7 +264,7 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
 }
 
 
-# Rules that few histories need: those in which somebody does just that.
+# Rules whose loss shows only in histories with specific actors.
 SCENES_OF = {
     "raising the floor, of retiring": SCENES[2:3],
     "looking at the pin": SCENES[-3:-2],
@@ -276,12 +276,12 @@ SCENES_OF = {
 
 @pytest.mark.parametrize("rule", LEFT_OUT)
 def test_a_rule_left_out_is_found(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rule is one that some history needs."""
+    """Each rule, left out, breaks an invariant in some history."""
     target, planted = LEFT_OUT[rule]
     monkeypatch.setattr(target, planted)
     for seed in range(2_000):
         try:
             History(seed, SCENES_OF.get(rule, SCENES)).play()
-        except (BrokenError, CorruptCheckpointError, LookupError):  # the last where two things have one name
+        except (BrokenError, CorruptCheckpointError, LookupError):  # LookupError where two objects have one name
             return
     pytest.fail(f"no history needs {rule}")

@@ -1,9 +1,9 @@
-"""Several programs on one store, request by request: who goes on, what is lost, late or refused, is decided by a seed.
+"""Several programs on one store, scheduled request by request; a seed decides the order and every fault.
 
 An actor is ordinary synchronous code in a thread of its own, with a store that stops it at every request until the
-scheduler lets it go on: exactly one runs at a time, so that a history is a function of its seed. Time passes only as
-the scheduler says: nothing sleeps, and no clock of this machine is looked at. Nothing here knows what the actors do:
-`jobs.py` does.
+scheduler lets it go on: exactly one actor runs at a time, so that a history is a function of its seed. Only the
+scheduler advances time: nothing sleeps, and no clock of this machine is read. This module does not know what the actors
+do; `jobs.py` does.
 """
 
 from __future__ import annotations
@@ -45,66 +45,66 @@ from dcp_remote.storage.wrapper import Request, WrappedStore
 _Answer = TypeVar("_Answer")
 _T = TypeVar("_T")
 
-# What becomes of a request.
+# Outcome of a request.
 Fate: TypeAlias = Literal[
     "answered",
     "lost",  # never carried out
     "unheard",  # carried out; the answer is lost
-    "late",  # the answer is lost, and it is carried out later
+    "late",  # the answer is lost, and the write is carried out later
     "409",  # another conditional write was under way; nothing was written
     "412 of its own",  # carried out, repeated by a client that lost the answer, and refused then
     "in part",  # of several keys some are deleted
     "503",
     "403",
     "stops before",  # the actor stops for ever, and nothing was sent
-    "stops after",  # it was carried out
-    "stops, late",  # it is carried out later
+    "stops after",  # the request was carried out
+    "stops, late",  # the request is carried out later
 ]
 
-# What of others an actor may be held up by: all that they ask; what they put under a new name; swaps and deletions.
+# Events of other actors that an actor may wait for: requests; puts of new objects; swaps and deletions.
 What: TypeAlias = Literal["requests", "puts", "changes"]
 _HELD_FOR: dict[What, list[int]] = {"requests": [3, 10], "puts": [1, 2, 3, 4, 6], "changes": [1, 1, 2, 3]}
 
-# Of the actors' clocks; the store's is another.
+# Epoch of the actors' clocks; the store's clock has another.
 _EPOCH_SECONDS = 1_800_000_000.0
 
 
 class StoppedError(BaseException):
-    """Raised in the thread of an actor that stops for ever: at its next request, and at each that it then tries."""
+    """Raised in the thread of an actor that stops for ever: at its next request, and at each later one."""
 
 
 class BrokenError(AssertionError):
-    """What must hold does not."""
+    """An invariant of the simulated run is broken."""
 
 
 class Observer(Protocol):
-    """What looks at everything that is really carried out, at the moment when it is."""
+    """Observer of every request that is carried out, at that moment."""
 
     def wrote(self, key: str, data: bytes, before: bytes | None, doing: object) -> str:
-        """An object was put; says it in a few words. Raises `BrokenError` if that must not be."""
+        """Check an object that was put, and return a short text about it. Raises `BrokenError`."""
         ...
 
     def deleted(self, keys: Sequence[str], doing: object) -> None:
-        """These objects were deleted, if they were there. Raises `BrokenError` if that must not be."""
+        """Check objects that were deleted, as far as they existed. Raises `BrokenError`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """How likely each thing is, per request.
+    """Probability of each fault, per request.
 
     Attributes:
-        lost: A request, or its answer.
-        late: A write is carried out later.
-        refused: A conditional write is refused, either way.
-        stops: An actor stops for ever.
-        stalls: An actor is held up before its request, or by an answer that it waits for, while others go on.
-        outage: Requests begin to fail, of one actor or of all, for a while.
-        swaps: By how much all this is likelier for what replaces an object on condition.
-        sticky: The same actor goes on.
-        fickle: Actors are given new weights.
-        latency_seconds: Of a request, on average.
-        rest_seconds: Between two things that an actor does, on average.
+        lost: Probability that a request, or its answer, is lost.
+        late: Probability that a write is carried out later.
+        refused: Probability that a conditional write is refused, carried out or not.
+        stops: Probability that an actor stops for ever.
+        stalls: Probability that an actor is held up before its request, or by an awaited answer, while others go on.
+        outage: Probability that requests of one actor or of all begin to fail, for a while.
+        swaps: Factor on all of these for conditional replacements of an object.
+        sticky: Probability that the same actor goes on.
+        fickle: Probability that actors are given new weights.
+        latency_seconds: Mean latency of a request, in seconds.
+        rest_seconds: Mean pause between two operations of an actor, in seconds.
     """
 
     lost: float = 0.0
@@ -121,7 +121,7 @@ class Weather:
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Self:
-        """Of one history: some have none of a kind, some much."""
+        """Return the weather of one history: some have no fault of a kind, some many."""
         latency_seconds = rng.choice([0.05, 0.5, 1.0])
 
         def some(most: float) -> float:
@@ -146,14 +146,14 @@ class Actor:
     """A program on a machine of its own.
 
     Attributes:
-        name: In the history.
-        rng: For what it chooses itself.
-        doing: What it is about, for the observer.
-        store: Its way to the store.
+        name: Name in the history.
+        rng: Source of the actor's own choices.
+        doing: Present operation, for the observer.
+        store: The store, behind the actor's `Gate`.
     """
 
     def __init__(self, world: World, name: str, play: Callable[[Actor], None], *, begins_seconds: float) -> None:
-        """See the class."""
+        """Make an actor that begins when the world runs."""
         self.world, self.name = world, name
         self.rng = random.Random(f"{world.seed} {name}")  # a text is hashed the same in every process
         self.doing: object = None
@@ -161,43 +161,43 @@ class Actor:
         self.may_delete = True
         self.wakes_seconds = begins_seconds
         self.weight = 1.0
-        # It does not go on before so many requests of all have been, or puts, or changes.
+        # The actor goes on after so many requests, puts or changes of all actors.
         self.held_for: What = "requests"
         self.held_until = 0
-        # Before these of its requests, counted from 1, others are to change something.
+        # Numbers of its requests, from 1, at which the actor waits until others have changed something.
         self.gives_way_at: frozenset[int] = frozenset()
         self.requests = 0
         self.go = threading.Lock()
         self.go.acquire()
         self.stopped = self.ended = False
-        # Most clocks are right to the second, some are wrong by hours; and a second is not always as long.
+        # Most clocks are right to the second, some are wrong by hours, and their rates differ slightly.
         self._skew_seconds = self.rng.choice([0.0, self.rng.uniform(-2, 2), self.rng.uniform(-10_000, 10_000)])
         self._speed = self.rng.choice([1.0, self.rng.uniform(0.98, 1.02)])
         self._play = play
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def clock(self) -> float:
-        """Seconds, on a clock that nobody sets."""
+        """Return seconds on a monotonic clock."""
         return self.world.now_seconds * self._speed
 
     def time(self) -> float:
-        """Seconds since 1970, as this machine believes."""
+        """Return seconds since 1970, by this machine's clock."""
         return _EPOCH_SECONDS + self._skew_seconds + self.clock()
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass, and others go on."""
+        """Let time pass while others go on."""
         self.world.sleep(self, seconds)
 
     def uniform(self, low: float, high: float) -> float:
-        """For jitter."""
+        """Return a random number, for jitter."""
         return self.rng.uniform(low, high)
 
     def deadline(self, seconds: float) -> Deadline:
-        """By this actor's clock."""
+        """Return a deadline by this actor's clock."""
         return Deadline(seconds, self.clock)
 
     def say(self, what: str) -> None:
-        """A line of the history."""
+        """Add a line to the history."""
         self.world.say(self.name, what)
 
     def _run(self) -> None:
@@ -208,28 +208,28 @@ class Actor:
                 self._play(self)
         except StoppedError:
             pass
-        except BaseException as error:  # noqa: BLE001  # handed to who runs the world
+        except BaseException as error:  # noqa: BLE001  # raised again by `World.run`
             self.world.broken = self.world.broken or error
         self.ended = True
         self.world.hand_over()
 
 
 class Gate(WrappedStore):
-    """An actor's way to the store: each of its requests waits here until the scheduler lets it go on."""
+    """Store of an actor: each of its requests waits here until the scheduler lets it go on."""
 
     def __init__(self, store: ObjectStore, actor: Actor) -> None:
-        """See the class."""
+        """Wrap the store for an actor."""
         super().__init__(store)
         self._actor = actor
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        """See `ObjectStore.put`. What may be carried out late has left its buffers behind."""
+        """Put an object; copies its buffers, since the put may be carried out late."""
         data = b"".join(buffers)
         sent = Sent(self._actor, self._actor.doing, self._named("put", key, size_bytes=len(data)), data, condition)
         return self._actor.world.request(sent, lambda: self._store.put(key, [data], condition=condition))
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """See `ObjectStore.delete`."""
+        """Delete objects."""
         keys = tuple(keys)
         sent = Sent(self._actor, self._actor.doing, self._named("delete", *keys))
         return self._actor.world.request(sent, lambda: self._store.delete(keys))
@@ -240,7 +240,7 @@ class Gate(WrappedStore):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A request, and whose it is; of a put its bytes and condition."""
+    """A request, its actor and operation; for a put also its bytes and condition."""
 
     actor: Actor
     doing: object
@@ -253,7 +253,7 @@ class Sent:
         return self.request.verb in ("put", "delete")
 
     def __str__(self) -> str:
-        """In a line of the history."""
+        """Return the request as it stands in the history."""
         keys = " ".join(self.request.keys)
         if self.condition == "any":
             return f"{self.request.verb} {keys}"
@@ -262,14 +262,14 @@ class Sent:
 
 
 class World:
-    """A store, actors, and time.
+    """A store, actors and time.
 
     Args:
-        seed: Decides everything.
+        seed: Seed that decides everything.
     """
 
     def __init__(self, seed: int) -> None:
-        """See the class."""
+        """Make a world without actors."""
         self.seed = seed
         self.rng = random.Random(seed)
         self.weather = Weather.drawn(self.rng)
@@ -290,27 +290,27 @@ class World:
         self._finished.acquire()
 
     def calm(self) -> None:
-        """From now on nothing goes wrong."""
+        """End all faults."""
         self.weather = Weather()
         self._outage = (0.0, None)
 
     @property
     def requests(self) -> int:
-        """How many there were."""
+        """Return the number of requests so far."""
         return self._counts["requests"]
 
     @property
     def store_seconds(self) -> float:
-        """The store's clock."""
+        """Return seconds on the store's clock."""
         return self.store._clock()
 
     def number(self) -> int:
-        """One that was not given before, from 1 on."""
+        """Return a new number, from 1 on."""
         self._numbers += 1
         return self._numbers
 
     def add(self, name: str, play: Callable[[Actor], None], *, rests: bool = False) -> Actor:
-        """Another actor, who may rest before it begins; also while others act."""
+        """Add an actor, which may rest before it begins; works while others act."""
 
         def begun(actor: Actor) -> None:
             if rests:
@@ -324,10 +324,10 @@ class World:
         return actor
 
     def choose_who_gives_way(self) -> None:
-        """Of those who are about to begin one or two will be held up, once or twice, until others change something.
+        """Choose up to two of the waiting actors that will be held up, once or twice, until others change something.
 
-        By chance alone that is rare: who is held up seldom is not so where it matters, and who is held up often finds
-        all others held up as well.
+        By chance alone that is rare: an actor that is seldom held up is rarely held up at the point that matters, and
+        one that is often held up finds all others held up as well.
         """
         for actor in self.rng.sample(self._actors, min(len(self._actors), self.rng.choice([0, 1, 1, 2]))):
             last = self.rng.choice([8, 8, 24])
@@ -342,7 +342,7 @@ class World:
         self._finished.acquire()
         self._running, self._over = False, True
         for actor in self._actors:
-            if not actor.ended:  # something is broken: nobody goes on
+            if not actor.ended:  # an invariant is broken: all actors end
                 actor.stopped = True
                 actor.go.release()
             actor.thread.join()
@@ -357,18 +357,18 @@ class World:
             raise self.broken
 
     def say(self, who: str, what: str) -> None:
-        """A line of the history."""
+        """Add a line to the history."""
         self.lines.append(f"{self.now_seconds:10.3f} {who:<12} {what}")
 
-    # ---- what actors call, each in its own thread ----
+    # ---- called by actors, each in its own thread ----
 
     def sleep(self, actor: Actor, seconds: float) -> None:
-        """Let time pass, and others go on."""
+        """Let time pass while others go on."""
         actor.wakes_seconds = self.now_seconds + max(0.0, seconds)
         self._wait(actor)
 
     def rest(self, actor: Actor) -> None:
-        """Do nothing for as long as is usual in this history, or until others are about something."""
+        """Do nothing for this history's usual time, or until others change something."""
         seconds = self.rng.expovariate(1 / self.weather.rest_seconds)
         what: What | None = self.rng.choice([None, "puts", "changes"])
         if what is not None:
@@ -376,7 +376,7 @@ class World:
         self.sleep(actor, seconds if what is None else 0.0)
 
     def request(self, sent: Sent, send: Callable[[], _Answer]) -> _Answer:
-        """Wait for the turn of this actor; then do what the scheduler makes of its request."""
+        """Wait for the turn of this actor; then apply the scheduler's fate to its request."""
         actor, rng = sent.actor, self.rng
         actor.requests += 1
         if actor.requests in actor.gives_way_at:
@@ -398,17 +398,17 @@ class World:
             raise StoppedError from error
 
     def hand_over(self) -> None:
-        """An actor has ended."""
+        """Let the next actor go on: this one has ended."""
         self._next(None)
 
     # ---- the scheduler ----
 
     def _about(self, requests: float) -> float:
-        """Seconds in which about so many requests are answered."""
+        """Return a random time in which about so many requests are answered, in seconds."""
         return self.rng.expovariate(1 / (requests * self.weather.latency_seconds))
 
     def _hold(self, actor: Actor) -> None:
-        """Others go first, however long that takes: a few requests, or until they have changed what was there."""
+        """Let others go first, however long that takes: a few requests, or until the store has changed."""
         self._hold_for(actor, self.rng.choice(["changes", "changes", "requests"]))
 
     def _hold_for(self, actor: Actor, what: What) -> None:
@@ -419,14 +419,14 @@ class World:
         return actor.held_until > self._counts[actor.held_for]
 
     def _wait(self, actor: Actor) -> None:
-        """Until it is this actor's turn."""
+        """Wait for this actor's turn."""
         if not actor.stopped and self._next(actor) is not actor:
             actor.go.acquire()
         if actor.stopped:
             raise StoppedError
 
     def _next(self, current: Actor | None) -> Actor | None:
-        """Choose who goes on, and wake it unless it is who is awake; nobody if none is left, or something is broken."""
+        """Choose the actor that goes on, and wake it unless it is awake; None if all ended or an invariant broke."""
         if self._over:
             return None
         chosen = None if self.broken is not None else self._chosen(current)
@@ -480,13 +480,13 @@ class World:
         return "answered"
 
     def _met(self, fate: Fate, sent: Sent, send: Callable[[], _Answer]) -> _Answer:
-        """What becomes of a request, and what its actor hears of it."""
+        """Apply a fate to a request, and return or raise what its actor gets."""
         actor, verb, key = sent.actor, sent.request.verb, sent.request.key
         match fate:
             case "answered":
                 return self._carried_out(sent, send)
             case "in part":
-                return self._carried_out_in_part(sent)  # type: ignore[return-value]  # what a delete answers
+                return self._carried_out_in_part(sent)  # type: ignore[return-value]  # the answer to a delete
             case "unheard" | "412 of its own" | "stops after":
                 try:
                     self._carried_out(sent, send, fate)
@@ -509,14 +509,14 @@ class World:
         if fate == "403":
             raise PermissionDeniedError("This may not be deleted.", key=key)
         if fate != "503":
-            # It waits for an answer, and may wait long.
+            # The actor waits for an answer, perhaps long.
             if self.rng.random() < 0.4:
                 self._hold(actor)
             self.sleep(actor, self._about(self.rng.choice([1.0, 20.0])))
         raise TransientStorageError("The store did not answer.", verb=verb, key=key, fate=fate)
 
     def _carried_out(self, sent: Sent, send: Callable[[], _Answer], fate: str = "answered") -> _Answer:
-        """Carry it out, show it to the observer, and say so."""
+        """Carry out a request, show it to the observer, and add it to the history."""
         request, objects = sent.request, self.store.space.objects
         found = objects.get(request.key) if request.verb == "put" else None
         before = found.data if found is not None else None
@@ -550,11 +550,11 @@ class World:
         while due := sorted(one for one in self._late if one[0] <= upto)[:1]:
             self._late.remove(due[0])
             _, _, sent, send = due[0]
-            with suppress(DcpRemoteError):  # nobody hears it
+            with suppress(DcpRemoteError):  # no actor gets the answer
                 self._carried_out(sent, send, "arrives late")
 
 
-# ---- what takes clocks, chance and threads by default ----
+# ---- replacements of default clocks, randomness and threads ----
 
 
 class _Here(threading.local):
@@ -565,10 +565,10 @@ _here = _Here()
 
 
 class _Cancellation:
-    """`Cancellation`, on the clock of the actor that transfers."""
+    """`Cancellation` on the clock of the actor that transfers."""
 
     def give_up(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no thread waits."""
 
     def clock(self) -> float:
         return _clock()
@@ -597,7 +597,7 @@ class _Pool:
             future.set_result(call(*args))
         except StoppedError:
             raise
-        except BaseException as error:  # noqa: BLE001  # handed over, as a worker thread does
+        except BaseException as error:  # noqa: BLE001  # raised again from the future, as after a worker thread
             future.set_exception(error)
         return future
 
@@ -622,16 +622,16 @@ def _sleep(seconds: float) -> None:
 
 @contextmanager
 def simulated(world: World) -> Iterator[pytest.MonkeyPatch]:
-    """Time, names and threads are those of the simulation, also where the package takes them by default."""
+    """Replace time, names and threads by the simulation's, also where the package takes them by default."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Deadline.__init__, "__defaults__", (_clock,))
-        patch.setitem(RetryingStore.__init__.__kwdefaults__, "sleep", _sleep)  # type: ignore[arg-type]  # it has some
+        patch.setitem(RetryingStore.__init__.__kwdefaults__, "sleep", _sleep)  # type: ignore[arg-type]  # the constructor has keyword defaults
         for module in (uploads, downloads):
             patch.setattr(module, "Cancellation", _Cancellation)
             patch.setattr(module, "Workers", _Pool)
         patch.setattr(live_shards, "ThreadPoolExecutor", _Pool)
         patch.setattr(job, "datetime", _Datetime)
-        # Pure, and half of the time that a history takes.
+        # Pure, and without a cache half of a history's time.
         for module in (catalog_json, manifest_json):
             patch.setattr(module, "decode", lru_cache(maxsize=200)(module.decode))
         patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=world.number()))
