@@ -1,8 +1,8 @@
-"""What an attacker can do, and what a victim does then.
+"""Powers of an attacker, and reactions of a victim.
 
-The attacker may write any object of the bucket. The digests are no secret: what he writes is sealed as ours is, and so
-reaches the code behind the digest. A victim loads without a template, loads into one, and looks at it with the command
-line; it may get what was saved, or an error of ours, and nothing else.
+The attacker may write any object of the bucket. Digests have no secret: the attacker seals documents as the package
+does, and so reaches the code behind the digest. A victim loads without a template, loads into one, and shows the
+checkpoint by the command line; the only allowed results are the saved values, or an error of this package.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from dcp_remote.testing.wrappers import RecordingStore
 from tests.support.figures import count
 from tests.support.simulated_ranks import LocalShards, State, load_as_ranks, save_as_ranks
 
-# Of two blocks and more, so that parts of it are read by the block table.
+# Two blocks and more, so that parts of it are read by the block table.
 SHAPE = (400, 230)
 NOTES = "0123456789" * 10_000
 
-# What the attacker wrote is told in a line, not repeated.
+# Errors quote the attacker's text within one line.
 MESSAGE_CHARACTERS_MAX = 4_000
 
 _numbers = itertools.count()
@@ -68,29 +68,29 @@ class Bucket:
     watched: RecordingStore
 
     def document(self) -> dict[str, Any]:
-        """What the manifest says, parsed."""
+        """Return the manifest's document, parsed."""
         document: dict[str, Any] = json.loads(unseal(self.objects[MANIFEST_KEY]))
         return document
 
     @property
     def objects(self) -> dict[str, bytes]:
-        """All that lies there."""
+        """Return all objects of the bucket."""
         return {key: found.data for key, found in self.store.space.objects.items()}
 
     def put(self, key: str, data: bytes) -> None:
-        """Write an object, past the store."""
+        """Write an object without the store."""
         objects = self.store.space.objects
         known = objects.get(key) or next(iter(objects.values()))
         objects[key] = replace(known, data=data)
 
     def commit(self, document: object) -> None:
-        """Write a manifest that is sealed as ours are."""
+        """Write a manifest, sealed as the package does."""
         self.put(MANIFEST_KEY, seal(json.dumps(document, separators=(",", ":")).encode()))
 
 
 def bucket() -> Bucket:
-    """A whole checkpoint; each has objects of its own."""
-    # By a name, so that the command line finds it.
+    """Return a new, valid checkpoint with objects of its own."""
+    # The name is how the command line finds it.
     store = MemoryStore(f"attack-{next(_numbers)}")
     store.put(MANIFEST_KEY, [b""])
     template: MemoryObject = store.space.objects[MANIFEST_KEY]
@@ -98,7 +98,7 @@ def bucket() -> Bucket:
     return Bucket(store, RecordingStore(store))
 
 
-# ---- the victims
+# ---- victims
 
 
 def _load(attacked: Bucket) -> None:
@@ -133,7 +133,7 @@ def _load_rows(attacked: Bucket) -> None:
 
 
 def show_text(attacked: Bucket, *, as_json: bool = False, patterns: Sequence[str] = ("*",)) -> str:
-    """What `dcp-remote show` prints."""
+    """Return the output of `dcp-remote show`."""
     out = io.StringIO()
     show.run(attacked.store.url, storage_options={}, step=None, patterns=patterns, as_json=as_json, out=out)
     return out.getvalue()
@@ -152,7 +152,7 @@ LOOKS: dict[str, Callable[[Bucket], object]] = {
 
 
 def outcomes(attacked: Bucket, victims: Mapping[str, Callable[[Bucket], object]]) -> dict[str, DcpRemoteError | None]:
-    """What each victim gets: an error of ours, or None for just what was saved. Anything else fails the test."""
+    """Return each victim's error, None for exactly the saved values. Any other result fails the test."""
     found: dict[str, DcpRemoteError | None] = {}
     for name, victim in victims.items():
         count("attacks")
@@ -173,7 +173,7 @@ def _error_of(victim: Callable[[Bucket], object], attacked: Bucket) -> DcpRemote
 
 
 def assert_refused(attacked: Bucket, *kinds: type[DcpRemoteError]) -> None:
-    """Every victim is told so, by one of these errors; a load asks for the manifest alone, twice if it is damaged."""
+    """Check that every victim gets one of these errors; a load requests only the manifest, twice if damaged."""
     attacked.watched.clear()
     found = outcomes(attacked, LOADS | LOOKS)
     for name, error in found.items():
@@ -183,7 +183,7 @@ def assert_refused(attacked: Bucket, *kinds: type[DcpRemoteError]) -> None:
 
 
 def assert_harmless(attacked: Bucket) -> None:
-    """Every victim gets just what was saved."""
+    """Check that every victim gets exactly the saved values."""
     for name, error in outcomes(attacked, LOADS | LOOKS).items():
         assert error is None, (name, error)
 
@@ -192,19 +192,19 @@ def assert_harmless(attacked: Bucket) -> None:
 
 
 def numbers(column: str) -> list[int]:
-    """What a column holds."""
+    """Return the numbers of a column."""
     values: list[int] = decode_column(column, name="column").tolist()
     return values
 
 
 def column(values: Sequence[int]) -> str:
-    """A column, also of numbers that none may hold."""
+    """Return a column, also of invalid numbers."""
     steps = [b - a for a, b in itertools.pairwise([0, *values])]
     return "8:" + encode_bytes(b"".join((step % 2**64).to_bytes(8, "little") for step in steps))
 
 
 def with_number(document: dict[str, Any], path: str, index: int, change: Callable[[int], int]) -> dict[str, Any]:
-    """The document with one number of a column changed; `path` is `part.column`."""
+    """Return the document with one number of a column changed; `path` is `part.column`."""
     part, name = path.split(".")
     values = numbers(document[part][name])
     values[index] = change(values[index])
@@ -216,7 +216,7 @@ def with_number(document: dict[str, Any], path: str, index: int, change: Callabl
 
 
 def stream(program: bytes, **storages: bytes) -> bytes:
-    """A well-formed zip around a pickle; `d0` is the storage `data/0`."""
+    """Return a well-formed zip around a pickle; `d0` is the storage `data/0`."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02" + program + b".")
@@ -228,28 +228,28 @@ def stream(program: bytes, **storages: bytes) -> bytes:
 
 
 def word(text: str) -> bytes:
-    """BINUNICODE."""
+    """Return the opcode BINUNICODE."""
     return b"X" + len(text.encode()).to_bytes(4, "little") + text.encode()
 
 
 def integer(value: int) -> bytes:
-    """LONG1."""
+    """Return the opcode LONG1."""
     data = pickle.encode_long(value)
     return b"\x8a" + bytes([len(data)]) + data
 
 
 def named(module: str, name: str) -> bytes:
-    """GLOBAL."""
+    """Return the opcode GLOBAL."""
     return f"c{module}\n{name}\n".encode()
 
 
 def call(module: str, name: str, arguments: bytes) -> bytes:
-    """GLOBAL, the arguments as a tuple, REDUCE."""
+    """Return the opcodes GLOBAL, the arguments as a tuple, REDUCE."""
     return named(module, name) + b"(" + arguments + b"tR"
 
 
 def tensor(shape: int, stride: int, *, items: int = 1, storage: str = "FloatStorage", key: str = "0") -> bytes:
-    """A tensor of one dimension over a storage of `items`."""
+    """Return the opcodes of a tensor of one dimension over a storage of `items`."""
     identity = b"(" + word("storage") + named("torch", storage) + word(key) + word("cpu") + integer(items) + b"tQ"
     sizes = integer(shape) + b"\x85" + integer(stride) + b"\x85"
     hooks = call("collections", "OrderedDict", b"")
@@ -257,11 +257,11 @@ def tensor(shape: int, stride: int, *, items: int = 1, storage: str = "FloatStor
 
 
 def doubled(times: int) -> bytes:
-    """One tuple, in which a tuple of nothing stands `2 ** times` times; in five bytes for each time."""
+    """Return the opcodes of a tuple that holds an empty tuple `2 ** times` times, in five bytes for each doubling."""
     steps = (b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) for i in range(times))
     return b"()q\x00" + b"".join(steps) + b"t"
 
 
 def innocent_stream() -> bytes:
-    """What `torch.save` writes of a dict, a tensor, a set and an OrderedDict with attributes."""
+    """Return what `torch.save` writes of a dict, a tensor, a set and an OrderedDict with attributes."""
     return save({"a": torch.ones(3), "b": {1, 2}, "c": b"ab", "d": (1, (2.5, None))})

@@ -1,9 +1,9 @@
-"""Targets of a coverage-guided fuzzer: bytes that lie in a bucket, or are typed as a URL, against what reads them.
+"""Targets of a coverage-guided fuzzer: bytes from a bucket, or a typed URL, and the functions that read them.
 
     python tests/attacks/fuzz.py TARGET [CORPUS] [options of libFuzzer]
-    python tests/attacks/fuzz.py TARGET artifact-that-it-left         # carries out that one input again
+    python tests/attacks/fuzz.py TARGET artifact-of-a-finding        # runs that one input again
 
-A target raises what its reader must not raise. Only the modules concerned are instrumented: torch is large.
+A target raises only errors that its reader must not raise. Only the modules concerned are instrumented: torch is large.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 _TEXT = [f"dcp_remote.format.{name}" for name in ("json_tree", "json_text", "raw_buffers")]
 
-# Of each target, what guides the fuzzer. torch and numpy are known by what they raise.
+# Modules that guide the fuzzer, by target. torch and numpy are known by what they raise.
 MODULES = {
     "manifest": ["dcp_remote.format.document", "dcp_remote.format.manifest_json"],
     "sealed": [f"dcp_remote.format.{name}" for name in ("columns", "manifest_json", "manifest_validation", "tiling")],
@@ -31,12 +31,12 @@ MODULES = {
     "url": ["dcp_remote.storage.url"],
 }
 
-# What the programs of the fuzzer find as `data/0`.
+# The storage `data/0` of the fuzzer's programs.
 STORAGE_BYTES = 64
 
 
 def manifest(data: bytes) -> None:
-    """Bytes of `manifest.json`: few get past the digest."""
+    """Read `manifest.json` from these bytes; few get past the digest."""
     from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
     from dcp_remote.format import manifest_json
 
@@ -48,7 +48,7 @@ def manifest(data: bytes) -> None:
 
 
 def sealed(data: bytes) -> None:
-    """The JSON behind the digest, without its first two bytes; what is taken is written and read again."""
+    """Read this JSON, sealed, without its first two bytes; an accepted document is written and read again."""
     from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
     from dcp_remote.format import manifest_json
     from dcp_remote.format.document import seal
@@ -65,7 +65,7 @@ def sealed(data: bytes) -> None:
 
 
 def columns(data: bytes) -> None:
-    """The text of a column; what is taken is written and read again."""
+    """Read this text as a column; accepted columns are written and read again."""
     from dcp_remote.errors import CorruptCheckpointError
     from dcp_remote.format.columns import decode_column, encode_column
 
@@ -77,7 +77,7 @@ def columns(data: bytes) -> None:
 
 
 def envelope(data: bytes) -> None:
-    """A zstd frame without its magic number."""
+    """Read a zstd frame, given without its magic number."""
     from dcp_remote.errors import CorruptCheckpointError
     from dcp_remote.format.document import unseal
 
@@ -92,27 +92,27 @@ def _decode(encoding: str, data: bytes) -> object:
     from dcp_remote.serialization.objects import EncodedObject, decode_object
 
     try:
-        return decode_object("k", EncodedObject(encoding, data))  # type: ignore[arg-type]  # one of the four
+        return decode_object("k", EncodedObject(encoding, data))  # type: ignore[arg-type]  # one of the four encodings
     except (CorruptCheckpointError, UnsafeObjectError, UnsupportedFormatError):
         return None
 
 
 def json(data: bytes) -> None:
-    """The text of an object; what is taken can be given to torch's planner, as a reader does."""
+    """Read this text as an object; accepted objects are given to torch's planner, as a reader does."""
     from dcp_remote.serialization.torch_streams import save
 
     save(_decode("json", data))
 
 
 def raw(data: bytes) -> None:
-    """The text of an object, and raw bytes behind it: all that follows the last line feed."""
+    """Read this text of an object with the raw bytes behind it: all that follows the last line feed."""
     text, _, behind = data.rpartition(b"\n")
     padded = text + b" " * (-(8 + len(text)) % 64)
     _decode("json+raw", len(padded).to_bytes(8, "little") + padded + behind)
 
 
 def program(data: bytes) -> None:
-    """The pickle of a stream, between protocol and stop; what is taken can be given to torch's planner."""
+    """Read this pickle of a stream, without protocol and stop; accepted objects are given to torch's planner."""
     from dcp_remote.serialization.torch_streams import save
 
     packed = io.BytesIO()
@@ -124,12 +124,12 @@ def program(data: bytes) -> None:
 
 
 def zip_(data: bytes) -> None:
-    """A stream, whole."""
+    """Read these bytes as a whole stream."""
     _decode("torch", data)
 
 
 def url(data: bytes) -> None:
-    """What a user types; what is taken has one spelling."""
+    """Read a URL that a user typed; an accepted URL has one spelling."""
     from dcp_remote.errors import InvalidArgumentError
     from dcp_remote.storage.url import check_key, parse_url
 
@@ -164,9 +164,9 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 def main(arguments: list[str]) -> None:
     """Run a target for ever, or as long as libFuzzer is told to."""
     name = arguments[1]
-    # It has no types, and wheels for Linux alone.
+    # The fuzzer has no types, and wheels for Linux alone.
     atheris: Any = importlib.import_module("atheris")
-    # What decoding is warned of is no finding, and would be told a thousand times.
+    # A warning of a decoder is no finding, and would be printed a thousand times.
     warnings.simplefilter("ignore")
     with atheris.instrument_imports(include=MODULES[name]):
         for module in MODULES[name]:

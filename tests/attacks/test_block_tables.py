@@ -1,4 +1,4 @@
-"""Tables of digests that were forged, moved, exchanged or shared: who reads a part sees what who reads all sees."""
+"""Block tables that were forged, moved, exchanged or shared: a partial read and a full read must see the same."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LENGTH = SHAPE[0] * SHAPE[1] * 4
 
 
 def table_of(attacked: Bucket) -> tuple[str, int, int]:
-    """The key of the model's shard, and where its table begins and ends."""
+    """Return the key of the model's shard, and the start and end of its block table."""
     shards = attacked.document()["shards"]
     stop = numbers(shards["data_starts"])[0]
     return shards["keys"][0], stop - numbers(shards["table_lengths"])[0], stop
 
 
 def with_table(attacked: Bucket, table: bytes) -> dict[str, Any]:
-    """Another table of the same length, and its true digest in the manifest."""
+    """Write another table of the same length; return the document with its valid digest."""
     key, start, stop = table_of(attacked)
     assert len(table) == stop - start
     data = attacked.objects[key]
@@ -37,7 +37,7 @@ def with_table(attacked: Bucket, table: bytes) -> dict[str, Any]:
 
 
 def test_a_forged_table_for_forged_data() -> None:
-    """The block of the rows is exchanged, and its entry, and the table's digest: the piece's own digest tells."""
+    """A block of rows, its entry and the table's digest are exchanged: the digest of the piece shows it."""
     attacked = bucket()
     key, start, stop = table_of(attacked)
     data = bytearray(attacked.objects[key])
@@ -55,7 +55,7 @@ def test_a_forged_table_for_forged_data() -> None:
 
 @pytest.mark.parametrize("name", ["zeros", "reversed", "shifted"])
 def test_a_table_of_other_digests(name: str) -> None:
-    """With a true digest of its own; whole pieces do without it."""
+    """A table of wrong entries with a valid digest fails partial reads; whole pieces are read without the table."""
     attacked = bucket()
     key, start, stop = table_of(attacked)
     table = attacked.objects[key][start:stop]
@@ -68,7 +68,7 @@ def test_a_table_of_other_digests(name: str) -> None:
 
 
 def test_a_piece_that_points_to_other_entries() -> None:
-    """Behind its own: outside. In a table that is longer than it must be: to entries of another piece, or of nobody."""
+    """A piece whose entries would end beyond its table is refused."""
     assert table_entries(LENGTH) == 6
     attacked = bucket()
     document = attacked.document()
@@ -77,7 +77,7 @@ def test_a_piece_that_points_to_other_entries() -> None:
 
 
 def test_a_table_that_begins_elsewhere() -> None:
-    """In the header, so that it ends with entries of the true one: its digest is another, and so are the pieces'."""
+    """A table that begins in the header fails partial reads, unless the piece's entries are moved along with it."""
     attacked = bucket()
     document = attacked.document()
     key, start, stop = table_of(attacked)
@@ -87,13 +87,13 @@ def test_a_table_that_begins_elsewhere() -> None:
     attacked.commit(with_number(document, "shards.table_lengths", 0, lambda n: n + 16))
     found = outcomes(attacked, LOADS)
     assert isinstance(found["rows"], CorruptCheckpointError)
-    # Its entries begin at the second place now: said so, all is as it was.
+    # The piece's entries now begin at the second place: with that stated, the checkpoint is as before.
     attacked.commit(with_number(document, "pieces.table", 0, lambda _: 1))
     assert set(outcomes(attacked, LOADS).values()) == {None}
 
 
 def test_digests_of_other_pieces() -> None:
-    """Exchanged among each other in the manifest: who loads all of it is told, whatever was read first."""
+    """Digests exchanged between pieces in the manifest fail every full load, in any order of reads."""
     pieces = len(numbers(bucket().document()["pieces"]["start"]))
     for one in range(pieces):
         attacked = bucket()

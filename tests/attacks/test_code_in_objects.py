@@ -1,4 +1,4 @@
-"""Objects that would run code: all that a pickle, a tag or a field can name. Nothing runs, and nothing is imported."""
+"""Objects that would run code, by all that a pickle, a tag or a field can name. None runs, and none is imported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ORDERED = call("collections", "OrderedDict", b"")
 
 
 def gadgets(folder: pathlib.Path) -> dict[str, bytes]:
-    """What unpicklers have been led to call; each would make the folder, or lead to something that does."""
+    """Return pickles of known attacks on unpicklers; each would make the folder, or import what does."""
     path = word(str(folder))
     made_by_eval = word(f"__import__('os').mkdir({str(folder)!r})")
     return {
@@ -94,7 +94,7 @@ GADGETS = list(gadgets(pathlib.Path("made")))
 
 @pytest.mark.parametrize("name", GADGETS)
 def test_a_pickle(name: str, tmp_path: pathlib.Path) -> None:
-    """As an object and as a tensor of a checkpoint, told apart and not, for each victim."""
+    """A pickle of a known attack is refused under each encoding, makes no folder and imports no module."""
     folder = tmp_path / "made"
     data = stream(gadgets(folder)[name], d0=b"1234")
     before = set(sys.modules)
@@ -109,7 +109,7 @@ def test_a_pickle(name: str, tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("entry", ["sparse", "shared"])
 @pytest.mark.parametrize("encoding", ["torch", "pickle"])
 def test_a_checkpoint_with_a_pickle(entry: str, encoding: str, tmp_path: pathlib.Path) -> None:
-    """In place of a tensor's or an object's stream, with a right digest: refused by name, also with a template."""
+    """A pickle with a valid digest in a tensor's or object's stream is refused by name, also with a template."""
     folder = tmp_path / "made"
     evil = stream(call("os", "mkdir", word(str(folder))))
     attacked = bucket()
@@ -142,7 +142,7 @@ MODULES = ["antigravity", "this", "tests.support.ceph", "xmlrpc.server", "torch.
 
 
 def test_a_tag_imports_nothing() -> None:
-    """In a process of its own, classes of modules that are not loaded."""
+    """A tag of classes from modules that are not loaded imports none of these; shown in a process of its own."""
     count("attacks", len(MODULES))
     trees = [{"$Enum": {"class": [module, "A"], "name": "A"}} for module in MODULES]
     code = """
@@ -165,12 +165,12 @@ raise SystemExit(sorted(set(sys.modules) - before) or 0)
 @pytest.mark.parametrize("name", ["_dynamo", "onnx", "has_mps", "load", "nn", "float32", "__class__", "strided.x"])
 @pytest.mark.parametrize("field", ["layout", "memory_format"])
 def test_a_field_that_names_something_of_torch(field: str, name: str) -> None:
-    """Torch imports what it is asked for by name; a layout is looked up in a list."""
+    """A field that names another attribute of torch is refused, and imports nothing."""
     attacked = bucket()
     document = attacked.document()
     document["tensors"]["kinds"][0][field] = name
     attacked.commit(document)
-    outcomes(bucket(), LOADS)  # what any load imports
+    outcomes(bucket(), LOADS)  # the imports of any load
     before = set(sys.modules)
     found = outcomes(attacked, LOADS)
     assert isinstance(found["template"], UnsupportedFormatError)
@@ -178,7 +178,7 @@ def test_a_field_that_names_something_of_torch(field: str, name: str) -> None:
 
 
 def test_a_class_of_the_user_is_named_and_no_more() -> None:
-    """The message shows what the attacker wrote, and nothing that a terminal would take for a command."""
+    """A message shows the class that the attacker named, without control characters for a terminal."""
     count("attacks")
     tree = {"$Enum": {"class": ["\x1b]0;owned\x07\n" + "x" * 100_000, "A\x1b[2J"], "name": "A"}}
     with pytest.raises(UnsafeObjectError) as caught:
@@ -188,6 +188,6 @@ def test_a_class_of_the_user_is_named_and_no_more() -> None:
 
 
 def test_what_was_saved_is_harmless() -> None:
-    """The checkpoint that the attacks above are changes of, loaded by every victim."""
+    """The checkpoint without an attack loads for every victim."""
     assert_harmless(bucket())
     assert load(bucket().store)["step"] == 3

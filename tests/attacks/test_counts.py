@@ -1,4 +1,4 @@
-"""Counts that do not fit to each other: more pieces than there are, chunks of nobody, less than none."""
+"""Counts that do not fit each other: more pieces than there are, chunks of no tensor, negative counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNTS = ["tensors.dimensions", "tensors.chunks", "chunks.pieces"]
     ids=["one more", "one less", "none", "2**30", "2**53", "2**61"],
 )
 def test_a_count_of_another_size(path: str, index: int, change: Callable[[int], int]) -> None:
-    """One number of each column of counts."""
+    """One wrong number in any column of counts is refused."""
     attacked = bucket()
     attacked.commit(with_number(attacked.document(), path, index, change))
     assert_refused(attacked, CorruptCheckpointError)
@@ -31,7 +31,7 @@ def test_a_count_of_another_size(path: str, index: int, change: Callable[[int], 
 
 @pytest.mark.parametrize("path", [*COUNTS, "shards.sizes", "pieces.shard", "pieces.digests", "objects.positions"])
 def test_a_column_cut_or_prolonged(path: str) -> None:
-    """By an entry, to nothing, and to three million zeros."""
+    """A column shortened or lengthened by an entry, emptied, or of three million zeros is refused."""
     part, name = path.split(".")
     for change in ("cut", "nothing", "more", "many"):
         attacked = bucket()
@@ -50,7 +50,7 @@ def test_a_column_cut_or_prolonged(path: str) -> None:
 
 @pytest.mark.parametrize("pieces", [0, -1, -4, 2**63 - 1, 2**70])
 def test_an_object_that_makes_up_for_pieces_of_chunks(pieces: int) -> None:
-    """The pieces of chunks and objects together are as many as there are; one of the two counts is below zero."""
+    """Counts of pieces with the right sum are refused if one of the two is negative."""
     attacked = bucket()
     document = attacked.document()
     stored: list[dict[str, Any]] = document["objects"]["stored"]
@@ -61,7 +61,7 @@ def test_an_object_that_makes_up_for_pieces_of_chunks(pieces: int) -> None:
 
 
 def test_lists_that_are_no_longer_as_long_as_their_columns() -> None:
-    """A name, a key, a kind, an object, each left out or given once more under another name."""
+    """A list that is not as long as its columns is refused: a name, key, kind or object left out or added."""
     for part, name in (("tensors", "names"), ("tensors", "kinds"), ("shards", "keys"), ("objects", "stored")):
         for change in ("fewer", "more"):
             attacked = bucket()
@@ -73,7 +73,7 @@ def test_lists_that_are_no_longer_as_long_as_their_columns() -> None:
                 "stored": {"name": "another", "encoding": "json", "pieces": 1},
             }
             if name == "kinds" and change == "more":
-                continue  # a kind that no tensor is of does no harm
+                continue  # an unused kind does no harm
             document[part][name] = entries[:-1] if change == "fewer" else [*entries, other[name]]
             attacked.commit(document)
             assert_refused(attacked, CorruptCheckpointError)

@@ -1,6 +1,6 @@
-"""A little that becomes a lot: frames, zips, columns, codecs. Memory is taken for what is there, not for what is said.
+"""Small inputs that expand: frames, zips, columns, codecs. Memory is allocated for actual data, not for stated sizes.
 
-A bomb is opened in a process that may have little more memory than it has at its beginning.
+Bombs are opened in a process whose memory limit is little more than its memory at the start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GiB = 1024 * MiB
 
 
 def frame(size_bytes: int, *, content: bytes = b" ", says: bool = True) -> bytes:
-    """One byte, over and over, in a frame of a few KiB for each GiB."""
+    """Return a frame of one repeated byte, a few KiB for each GiB."""
     compressor = zstandard.ZstdCompressor(write_content_size=says).compressobj(size=size_bytes if says else -1)
     part = content * MiB
     parts = [compressor.compress(part) for _ in range(size_bytes // MiB)]
@@ -38,7 +38,7 @@ def frame(size_bytes: int, *, content: bytes = b" ", says: bool = True) -> bytes
 
 
 def lying(frame_of: bytes, size_bytes: int) -> bytes:
-    """The same frame with another size in its header (RFC 8878, section 3.1.1)."""
+    """Return the same frame with another size in its header (RFC 8878, section 3.1.1)."""
     data = bytearray(frame_of)
     descriptor = data[4]
     size_at = 5 + (0 if descriptor & 0x20 else 1)
@@ -49,7 +49,7 @@ def lying(frame_of: bytes, size_bytes: int) -> bytes:
 
 @pytest.mark.parametrize("says", ["the truth", "nothing", "less", "more", "more than any"])
 def test_a_manifest_as_a_frame(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the limit at 16 MiB, a frame of 64 MiB; what is refused took no more memory than the limit."""
+    """With a limit of 16 MiB, a frame of 64 MiB is refused, and takes no more memory than the limit."""
     monkeypatch.setattr(document, "DOCUMENT_BYTES_MAX", 16 * MiB)
     honest = frame(64 * MiB)
     bombs = {
@@ -72,7 +72,7 @@ def test_a_manifest_as_a_frame(says: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_frames_beside_each_other() -> None:
-    """Skippable frames, empty ones, a second document, a dictionary that nobody has."""
+    """Skippable frames, empty frames, a second document and an unknown dictionary are refused."""
     document = seal(json.dumps(bucket().document()).encode())
     good = zstandard.ZstdCompressor().compress(document)
     skippable = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"evil"
@@ -90,7 +90,7 @@ def test_frames_beside_each_other() -> None:
 
 
 def test_columns_of_zeros() -> None:
-    """Thirty million entries in each column: a few KiB in a frame, 15 times 256 MiB if all were unpacked."""
+    """A column of thirty million zeros is refused by its length, in memory of a few times the document."""
     count("attacks")
     document = bucket().document()
     entries = 30_000_000
@@ -106,7 +106,7 @@ def test_columns_of_zeros() -> None:
 
 
 def test_memory_is_in_proportion_to_the_document() -> None:
-    """A manifest of 100,000 pieces of nothing but what it must have: checked within 40 times its length."""
+    """A manifest of 100,000 minimal pieces is checked within 40 times its length of memory."""
     count("attacks")
     document = bucket().document()
     pieces = 100_000
@@ -123,7 +123,7 @@ def test_memory_is_in_proportion_to_the_document() -> None:
 
 
 def test_a_compressed_zip() -> None:
-    """A stream of a few KiB whose storage inflates to 64 MiB; and one that says it is 1 TiB."""
+    """A stream of a few KiB whose storage inflates to 64 MiB, and one that claims 1 TiB, are refused."""
     count("attacks")
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -158,7 +158,7 @@ BOMBS = {
 
 
 def test_in_a_process_without_memory(tmp_path: pathlib.Path) -> None:
-    """Half a GiB more than it needs to begin with: each bomb ends in an error of ours, and none in a MemoryError."""
+    """In a process with half a GiB to spare each bomb ends in an error of this package, and none in a MemoryError."""
     count("attacks", len(BOMBS))
     for number, program in enumerate(BOMBS.values()):
         (tmp_path / f"{number}").write_bytes(stream(program, d0=b"1234"))

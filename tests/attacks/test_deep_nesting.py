@@ -1,4 +1,4 @@
-"""Nesting without end: in the document, in paths of the state dict, in objects, in pickles and their attributes."""
+"""Unbounded nesting: in the document, in paths of the state dict, in objects, in pickles and their attributes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEVELS = 200_000
 @pytest.mark.parametrize("field", ["user", "objects", "flatten", "run", "shards", "a field of the future"])
 @pytest.mark.parametrize("opening", ["[", '{"a":'], ids=["lists", "objects"])
 def test_a_field_of_the_manifest(field: str, opening: str) -> None:
-    """At every place, closed again; also with the recursion limit raised beyond the stack."""
+    """Nesting of 200,000 levels is refused in every field of the manifest."""
     deep = opening * LEVELS + "1" + {"[": "]", '{"a":': "}"}[opening] * LEVELS
     attacked = bucket()
     text = json.dumps(attacked.document() | {field: "HERE"}, separators=(",", ":")).replace('"HERE"', deep)
@@ -32,7 +32,7 @@ def test_a_field_of_the_manifest(field: str, opening: str) -> None:
 
 
 def test_a_path_of_the_state_dict() -> None:
-    """As deep as anything can have been saved, and one deeper: nested dicts that nobody can print or compare."""
+    """A path as deep as any that can be saved loads; a deeper one, whose dicts cannot be printed, is refused."""
     for parts in (PATH_PARTS_MAX, PATH_PARTS_MAX + 1, LEVELS):
         attacked = bucket()
         document = attacked.document()
@@ -61,7 +61,7 @@ TEXTS: dict[str, str] = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_an_object_as_json(name: str) -> None:
-    """By itself, and as a value in a manifest, where the command line reads it."""
+    """A deeply nested JSON object is refused, closed or not, also with the recursion limit raised beyond the stack."""
     count("attacks")
     limit = sys.getrecursionlimit()
     for raised in (limit, 10_000_000):
@@ -74,7 +74,7 @@ def test_an_object_as_json(name: str) -> None:
 
 
 def test_a_value_in_a_manifest() -> None:
-    """As deep as JSON may be, so that every reader comes to it: all of them refuse, or print it."""
+    """A value in a manifest that is nested deeper than an object may be is refused by a load."""
     for depth in (400, 404, 405, 900):
         attacked = bucket()
         document = json.dumps(attacked.document(), separators=(",", ":"))
@@ -85,7 +85,7 @@ def test_a_value_in_a_manifest() -> None:
             load(attacked.store)
 
 
-# A level of each costs one to seven bytes.
+# Each level costs one to seven bytes.
 PROGRAMS: dict[str, bytes] = {
     "lists": b"]" * LEVELS + b"a" * (LEVELS - 1),
     "dicts": b"}" + b"K\x00}" * 50_000 + b"s" * 50_000,
@@ -118,7 +118,7 @@ PROGRAMS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_object_as_a_stream(name: str) -> None:
-    """Python hashes and compares tuples without looking at its stack: a key of a million levels ended the process."""
+    """Deep nesting in a stream is refused; hashing a key of a million levels once overflowed the stack."""
     count("attacks")
     with pytest.raises(CorruptCheckpointError):
         decode_object("k", EncodedObject("torch", stream(PROGRAMS[name], d0=b"1234")))

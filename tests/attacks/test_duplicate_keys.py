@@ -1,4 +1,4 @@
-"""One name twice: parsers differ in which of the two counts, so that two readers could see two checkpoints."""
+"""Duplicate names: parsers differ in which of the two counts, so that two readers could see two checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torture
 
 
 def test_the_last_field_counts() -> None:
-    """Each field of the document twice: a false one is nothing where the true one follows it."""
+    """The last of two equal fields counts: a false value before the true one has no effect, for each field."""
     attacked = bucket()
     fields = attacked.document()
     false_of: dict[str, object] = {
@@ -41,7 +41,7 @@ def test_the_last_field_counts() -> None:
 
 
 def test_head_and_document_agree() -> None:
-    """What settles a commit and what is loaded come from two parses of one text."""
+    """The parse that settles a commit and the parse that loads read the same values from one text."""
     count("attacks")
     text = json.dumps(bucket().document(), separators=(",", ":"))
     for one, other in (("a" * 32, "b" * 32), ("b" * 32, "a" * 32)):
@@ -50,7 +50,7 @@ def test_head_and_document_agree() -> None:
 
 
 def test_one_entry_twice() -> None:
-    """A tensor, an object, a key; and an object of the name of a tensor."""
+    """A name used for two entries is refused; of a JSON key given twice the last one counts."""
     attacked = bucket()
     text = unseal(attacked.objects["manifest.json"])
     for before, after in (
@@ -63,14 +63,14 @@ def test_one_entry_twice() -> None:
         assert text.count(before) == 1, before
         attacked.put("manifest.json", seal(text.replace(before, after)))
         if after == b'"step":3,"step":4':
-            # The last one counts; the value is another, as if the attacker had written 4 alone.
+            # The last one counts, as if the attacker had written the value 4 alone.
             assert load(attacked.store)["step"] == 4
         else:
             assert_refused(attacked, CorruptCheckpointError)
 
 
 def test_two_entries_in_one_place() -> None:
-    """Of the nested state dict: twice, through each other, and a list that is a dict as well."""
+    """Entries with conflicting paths in the nested state dict are refused: equal, nested, or of a list and a dict."""
     paths_of: list[dict[str, list[str | int]]] = [
         {"step": ["notes"], "notes": ["notes"]},
         {"step": ["a"], "notes": ["a", "b"]},
@@ -106,14 +106,14 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS, ids=bytes.decode)
 def test_one_name_twice_in_an_object(text: bytes) -> None:
-    """Also where the two are written in two ways."""
+    """A duplicate name in an object is refused, also where the two are spelled in two ways."""
     count("attacks")
     with pytest.raises(CorruptCheckpointError):
         decode_object("k", EncodedObject("json", text))
 
 
 def test_one_key_twice_in_a_stream() -> None:
-    """A pickle is a program: the second one overwrites, for every unpickler. Thousands of them are no dict of ours."""
+    """A second key in a pickle overwrites the first, for every unpickler; thousands of them are refused."""
     count("attacks")
     assert decode_object("k", EncodedObject("torch", stream(b"}(K\x01K\x02K\x01K\x03u"))) == {1: 3}
     with pytest.raises(CorruptCheckpointError):

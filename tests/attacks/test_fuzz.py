@@ -1,7 +1,7 @@
-"""Each target of `fuzz.py` in a process of its own, for as long as the campaign is told to, from inputs that are valid.
+"""Each target of `fuzz.py`, in a process of its own, for as long as the campaign is told to, from valid inputs.
 
-An exception that is not expected, an input that takes 20 s or 3 GiB: libFuzzer writes the input down, and the test
-prints it with the command that carries it out again. What was found so far stands in the file of its idea.
+On an unexpected exception, or an input that takes 20 s or 3 GiB, libFuzzer writes the input to a file, and the test
+prints it with the command that runs it again. Earlier findings are test cases of the attack's own file.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ WORDS = {
 
 @pytest.mark.parametrize("target", SEEDS)
 def test_fuzz(target: str, torture_seconds: float, tmp_path: pathlib.Path) -> None:
-    """Ends without a finding."""
+    """Fuzzing a target ends without a finding."""
     corpus, found = tmp_path / "corpus", tmp_path / "found"
     corpus.mkdir()
     found.mkdir()
@@ -132,7 +132,7 @@ def test_fuzz(target: str, torture_seconds: float, tmp_path: pathlib.Path) -> No
         "dict": words,
         "max_len": 8192,
         "print_final_stats": 1,
-        "seed": 1 if torture_seconds < LONG_SECONDS else 0,  # 0 chooses one
+        "seed": 1 if torture_seconds < LONG_SECONDS else 0,  # 0: libFuzzer chooses one
     }
     done = subprocess.run(
         [*command, *(f"-{name}={value}" for name, value in options.items())],

@@ -1,4 +1,4 @@
-"""Integers beyond all bounds: in fields, in columns, in sizes that multiply, in objects; claims of a petabyte."""
+"""Huge integers: in fields, in columns, in sizes that multiply, in objects; claims of a petabyte."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HUGE = {
 @pytest.mark.parametrize("name", HUGE)
 @pytest.mark.parametrize("path", [["world_size"], ["run"], ["objects", "stored", 0, "pieces"], ["flatten", "step", 1]])
 def test_a_number_of_the_document(path: list[str | int], name: str) -> None:
-    """Each integer that stands by itself."""
+    """Each integer field of the document is refused beyond its bounds."""
     value = HUGE[name]
     attacked = bucket()
     document = attacked.document()
@@ -62,7 +62,7 @@ def test_a_number_of_the_document(path: list[str | int], name: str) -> None:
 
 
 def test_a_number_of_a_million_digits() -> None:
-    """Parsing it takes quadratic time, and is refused by its length."""
+    """A number of a million digits, which takes quadratic time to parse, is refused by its length."""
     for field in ("world_size", "user"):
         attacked = bucket()
         text = json.dumps(attacked.document() | {field: {"a": 7} if field == "user" else 7}).encode()
@@ -79,7 +79,7 @@ def test_a_number_of_a_million_digits() -> None:
 
 @pytest.mark.parametrize("value", [2**53 + 1, 2**62, 2**63 - 1, -1, -(2**63)])
 def test_a_number_of_a_column(value: int) -> None:
-    """Of each column, the first and the last entry; also where the sum of the differences wraps around."""
+    """The first and last entry of each column are refused out of bounds, also where the differences' sum wraps."""
     places = [(part, name) for part in ("shards", "tensors", "chunks", "pieces") for name in bucket().document()[part]]
     for part, name in [*places, ("objects", "positions")]:
         text = bucket().document()[part][name]
@@ -97,7 +97,7 @@ def test_a_number_of_a_column(value: int) -> None:
 
 @pytest.mark.parametrize("shape", [[2**53] * 64, [2**32, 2**32], [2**31, 2**31, 4], [2**53, 0], [0, 2**40, 2**40]])
 def test_sizes_whose_product_wraps_around(shape: list[int]) -> None:
-    """To zero, to what there is, or hidden behind a zero."""
+    """A shape is refused whose product wraps around to zero or to the true size, or is hidden behind a zero."""
     attacked = bucket()
     document = attacked.document()
     rank = numbers(document["tensors"]["dimensions"])[0]
@@ -113,7 +113,7 @@ def test_sizes_whose_product_wraps_around(shape: list[int]) -> None:
 
 
 def claiming(*, length: int, encoding: str) -> Manifest:
-    """Of one tensor or object of so many bytes, in one shard that is not there."""
+    """Return the manifest of one tensor or object of so many bytes, in one shard that does not exist."""
     if encoding == JSON:
         return build([], [ObjectLayout("o", JSON, (length,))])
     kind = TensorKind("uint8", encoding=encoding)
@@ -124,7 +124,7 @@ def claiming(*, length: int, encoding: str) -> Manifest:
     ("encoding", "length"), [(RAW, 2**52), (RAW, 2**46), (RAW, 2**40), (TORCH, 2**38), (JSON, 2**38)]
 )
 def test_sizes_that_no_memory_holds(encoding: str, length: int) -> None:
-    """A sealed manifest claims it, the shard is 4 bytes: typed, and nothing is taken for it."""
+    """A claim of more bytes than any memory has, with a shard of 4 bytes, is refused without an allocation."""
     count("attacks")
     store = MemoryStore()
     manifest = claiming(length=length, encoding=encoding)
@@ -135,7 +135,7 @@ def test_sizes_that_no_memory_holds(encoding: str, length: int) -> None:
 
 
 def test_a_list_of_requests_that_no_memory_holds() -> None:
-    """A host that lends memory it does not have gives a tensor of 16 TiB; 2 million requests are the end."""
+    """A read of more than 2 million requests is refused, since a host may overcommit 16 TiB for a tensor."""
     count("attacks")
     at_most = RANGES_MAX * RANGE_BYTES_MAX
     with pytest.raises(InvalidArgumentError, match="more than one process can read"):
@@ -156,7 +156,7 @@ OBJECTS: dict[str, object] = {
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_a_number_of_an_object(name: str) -> None:
-    """As JSON."""
+    """Huge numbers in a JSON object are refused."""
     count("attacks")
     with pytest.raises(CorruptCheckpointError):
         decode_object("k", EncodedObject("json", json.dumps(OBJECTS[name]).encode()))
@@ -178,7 +178,7 @@ STREAMS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_number_of_a_stream(name: str) -> None:
-    """In sizes, strides and counts."""
+    """Huge sizes, strides and counts in a stream are refused."""
     count("attacks")
     with pytest.raises((CorruptCheckpointError, UnsafeObjectError)):
         decode_object("k", EncodedObject("torch", stream(STREAMS[name], d0=b"1234")))

@@ -1,4 +1,4 @@
-"""Keys of shards that lead elsewhere: to another checkpoint, another bucket, a file of the host, another host."""
+"""Shard keys outside of the checkpoint: in another checkpoint, another bucket, a file of the host, another host."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ KEYS = [
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: f"{ascii(key)[:60]} {len(key)}")
 def test_a_key_that_is_none(key: str) -> None:
-    """The manifest is refused before anything else is asked for."""
+    """A manifest with an invalid key is refused before any other request."""
     attacked = bucket()
     document = attacked.document()
     document["shards"]["keys"][0] = key
@@ -63,7 +63,7 @@ def test_a_key_that_is_none(key: str) -> None:
 
 
 def test_one_key_twice() -> None:
-    """Two shards in one object."""
+    """Two shards with one key are refused."""
     attacked = bucket()
     document = attacked.document()
     document["shards"]["keys"][0] = document["shards"]["keys"][1]
@@ -72,7 +72,7 @@ def test_one_key_twice() -> None:
 
 
 def test_a_folder_beside_the_checkpoint_is_not_read(tmp_path: pathlib.Path) -> None:
-    """In a folder, where `..` would lead to a file that is there: a shard of the checkpoint next door."""
+    """A key with `..` that leads to an existing shard of another folder is refused."""
     for name in ("mine", "theirs"):
         dcp.save({"w": torch.ones(10)}, storage_writer=RemoteWriter(tmp_path / name), no_dist=True)
     manifest = tmp_path / "mine" / "manifest.json"

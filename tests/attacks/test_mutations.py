@@ -1,7 +1,7 @@
-"""Valid things changed at random: whole fields, numbers at their bounds, halves of two, opcodes of a pickle.
+"""Random changes of valid data: whole fields, numbers at their bounds, halves of two, opcodes of a pickle.
 
-What is refused is refused by a typed error. What is taken is sound: it is written and read again as the same, and every
-victim loads it or is told why not.
+Refusals are typed errors. Accepted data is sound: it is written and read again as the same, and every victim loads it
+or gets a typed error.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Path: TypeAlias = tuple[str | int, ...]
 REFUSALS = (CorruptCheckpointError, UnsupportedFormatError)
 OBJECT_REFUSALS = (*REFUSALS, UnsafeObjectError)
 
-# In two seconds, on a busy machine.
+# Examples on a busy machine.
 EXAMPLES_PER_SECOND = 60
 
 
 def run(check: Callable[[Any], None], seconds: float, attacks: st.SearchStrategy[Any]) -> None:
-    """As many examples as the time allows for; a failing one is printed by hypothesis, made small."""
+    """Run as many examples as the time allows; hypothesis prints a failing one, shrunk."""
     examples = max(1, round(seconds * EXAMPLES_PER_SECOND))
 
     def counted(attack: Any) -> None:
@@ -71,7 +71,7 @@ def run(check: Callable[[Any], None], seconds: float, attacks: st.SearchStrategy
 
 
 def places(value: Any, path: Path = ()) -> Iterator[Path]:
-    """Every place in a JSON value, but the root."""
+    """Yield the path of every place in a JSON value except the root."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in inner:
         yield (*path, key)
@@ -113,7 +113,7 @@ def is_column(value: object) -> bool:
 
 @st.composite
 def mutated(draw: st.DrawFn, documents: st.SearchStrategy[dict[str, Any]]) -> dict[str, Any]:
-    """One to four changes of a document."""
+    """Draw one to four changes of a document."""
     document = copy.deepcopy(draw(documents))
     for _ in range(draw(st.integers(1, 4))):
         paths = list(places(document))
@@ -185,7 +185,7 @@ def check_document(document: dict[str, Any]) -> None:
 
 
 def test_documents(torture_seconds: float) -> None:
-    """Sealed again, so that what stands behind the digest is reached."""
+    """Changed documents, sealed again to reach the code behind the digest, are refused or sound."""
     run(check_document, torture_seconds, mutated(DOCUMENTS))
 
 
@@ -205,7 +205,7 @@ def check_flipped(flip: tuple[int, int, int]) -> None:
 
 
 def test_flipped_bits(torture_seconds: float) -> None:
-    """Of any object, as it lies there: an error, or just what was saved."""
+    """After a flipped bit in any object a load fails, or returns the saved values."""
     run(check_flipped, torture_seconds, st.tuples(st.integers(0, 2**20), st.integers(0, 7), st.integers(0, 2)))
 
 
@@ -234,12 +234,12 @@ def check_tree(tree: object) -> None:
 
 
 def test_objects_as_json(torture_seconds: float) -> None:
-    """What is taken is written and read again as the same, and can be given to torch's planner."""
+    """Accepted JSON objects are written and read again as the same, and can be given to torch's planner."""
     run(check_tree, torture_seconds, mutated(st.sampled_from(TREES)))
 
 
 def program_of(data: bytes) -> list[bytes]:
-    """The opcodes of a stream's pickle, with their arguments; neither protocol nor stop."""
+    """Return the opcodes of a stream's pickle with their arguments, without protocol and stop."""
     with zipfile.ZipFile(BytesIO(data)) as archive:
         program = archive.read("archive/data.pkl")
     starts = [position for _, _, position in pickletools.genops(program) if position is not None]
@@ -248,7 +248,7 @@ def program_of(data: bytes) -> list[bytes]:
 
 def sample_streams() -> list[bytes]:
     parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.note = [1]  # type: ignore[attr-defined]  # kept by torch.save
+    parameter.note = [1]  # type: ignore[attr-defined]  # torch.save keeps it
     values: list[object] = [parameter, [torch.eye(2).to_sparse(), {1, 2}, b"ab", 1j], {"a": torch.Size([2]), 1: (2, 3)}]
     return [innocent_stream(), *map(save, values)]
 
@@ -288,7 +288,7 @@ STRAY += [
 
 @st.composite
 def programs(draw: st.DrawFn) -> bytes:
-    """Opcodes left out, doubled, exchanged, put in, cut off, or of two programs."""
+    """Draw a program with opcodes left out, doubled, exchanged, inserted, cut off, or taken from two programs."""
     program = list(draw(st.sampled_from(PROGRAMS)))
     for _ in range(draw(st.integers(1, 5))):
         index = draw(st.integers(0, max(0, len(program) - 1)))
@@ -315,13 +315,13 @@ def check_program(program: bytes) -> None:
         value = decode_object("k", EncodedObject("torch", stream(program, d0=bytes(32), d1=bytes(32))))
     except OBJECT_REFUSALS:
         return
-    # As a reader does before torch's planner sees it.
+    # As a reader does before torch's planner gets it.
     save(value)
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 def test_objects_as_streams(torture_seconds: float) -> None:
-    """Pickles of the opcodes that `torch.save` writes, in another order, most of which are refused."""
+    """Reordered opcodes of `torch.save` are refused, or can be given to torch's planner."""
     run(check_program, torture_seconds, programs())
 
 
@@ -332,7 +332,7 @@ def check_bytes(data_and_encoding: tuple[bytes, str]) -> None:
 
 
 def test_streams_of_which_bytes_are_another(torture_seconds: float) -> None:
-    """A few bytes of whole zips and texts replaced, cut out, or put in; each read as either."""
+    """Zips and texts with bytes replaced, cut out or inserted, read under either encoding, raise only typed errors."""
     samples = [*sample_streams(), *(json.dumps(tree).encode() for tree in TREES)]
     edits = st.lists(st.tuples(st.integers(0, 2**14), st.integers(0, 2), st.binary(max_size=8)), min_size=1, max_size=4)
 

@@ -1,4 +1,4 @@
-"""Names of entries as weapons: commands for terminals, megabytes, characters that no text has, patterns, paths."""
+"""Names of entries as attacks: terminal commands, megabytes, invalid characters, patterns, paths."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NAMES = {
 
 
 def with_names(name: str) -> Bucket:
-    """The name in all places that hold one."""
+    """Return a checkpoint with the name in all places that hold one."""
     attacked = bucket()
     document = attacked.document()
     tensors, stored = document["tensors"]["names"], document["objects"]["stored"]
@@ -58,7 +58,7 @@ def with_names(name: str) -> Bucket:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_terminal_shows_letters(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each way of `show`: lines of graphic characters, one for each entry, whatever the entries are called."""
+    """Each form of `show` prints only graphic characters, one line per entry, whatever the names."""
     attacked = with_names(NAMES[name])
     lines = {}
     for way, arguments in {"all": ["--key", "*"], "top": [], "json": ["--json"]}.items():
@@ -76,7 +76,7 @@ def test_a_terminal_shows_letters(name: str, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_a_name_all_the_same(name: str) -> None:
-    """What was saved under it is loaded under it, also where it is asked for by itself."""
+    """An entry with such a name is loaded under that name, also when it is asked for alone."""
     count("attacks")
     attacked = with_names(NAMES[name])
     found = load(attacked.store)
@@ -87,7 +87,7 @@ def test_it_is_a_name_all_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_error_names_it_in_a_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Shards of zeros, a shape that is another, and a pattern that nothing fits."""
+    """Errors about damaged shards, a wrong shape or an unmatched pattern name it in printable, short text."""
     attacked = with_names(NAMES[name])
     document = attacked.document()
     for key in document["shards"]["keys"]:
@@ -115,7 +115,7 @@ def test_an_error_names_it_in_a_line(name: str, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("escape", ["\\ud800", "\\udfff", "a\\udc00b", "\\ud800\\ud800"])
 def test_a_name_that_is_no_text(escape: str) -> None:
-    """Lone surrogates cannot be written as UTF-8; the parser refuses them wherever a name can stand."""
+    """Lone surrogates, which have no UTF-8, are refused wherever a name can stand."""
     text = json.dumps(bucket().document(), separators=(",", ":"))
     for before in ('"model.weight"', '"notes"', '"step"', '"2.13.0+cpu"', '"user":{}'):
         attacked = bucket()
@@ -130,7 +130,7 @@ def test_a_name_that_is_no_text(escape: str) -> None:
     "data", [b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"\x00", b"\n", b"\xe2\x82"]
 )
 def test_bytes_that_are_no_text(data: bytes) -> None:
-    """Not UTF-8, overlong, surrogates, beyond Unicode, control characters as they are, cut off."""
+    """Invalid UTF-8 and raw control characters in a name are refused."""
     text = json.dumps(bucket().document(), separators=(",", ":")).encode()
     attacked = bucket()
     attacked.put("manifest.json", seal(text.replace(b'"model.weight"', b'"' + data + b'"')))
@@ -138,13 +138,13 @@ def test_bytes_that_are_no_text(data: bytes) -> None:
 
 
 def test_very_many_names() -> None:
-    """Summaries count, and messages name a few."""
+    """With 30,000 names a summary counts them, and an error names a few."""
     attacked = bucket()
     document = attacked.document()
     names = {f"\x1b{n}": n for n in range(30_000)}
     document["objects"]["inline"] |= names
     document["flatten"] = None
-    # The objects, which are three so far, follow the three tensors.
+    # The three objects there are so far follow the three tensors.
     document["objects"]["positions"] = column(range(3, 30_006))
     attacked.commit(document)
     found = outcomes(attacked, LOOKS)

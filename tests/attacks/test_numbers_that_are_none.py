@@ -1,4 +1,4 @@
-"""Values that some parsers take for numbers: NaN, infinities, true or 1.0 for 1, numbers in words, minus nothing."""
+"""Values that some parsers take for numbers: NaN, infinities, true or 1.0 for 1, numbers in words, minus zero."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NO_INTEGERS += ['"1"', '"NaN"', "[1]", "{}", "1 1", "\x001", "--1", "1e", "Nan",
 
 @pytest.mark.parametrize("text", NO_INTEGERS, ids=ascii)
 def test_a_field_that_is_an_integer(text: str) -> None:
-    """The world size, and the pieces of an object, as text that takes their place."""
+    """Invalid text for the world size, or for the pieces of an object, is refused."""
     fields = bucket().document()
     fields["world_size"] = "HERE"
     other = bucket().document()
@@ -55,7 +55,7 @@ def test_a_field_that_is_an_integer(text: str) -> None:
 
 
 def test_minus_nothing_is_no_count() -> None:
-    """As a world size it is 0, which is none; as an index it is 0, which is one."""
+    """Minus zero as a world size is refused, as zero is."""
     attacked = bucket()
     document = attacked.document() | {"world_size": "HERE"}
     attacked.put("manifest.json", seal(json.dumps(document).replace('"HERE"', "-0").encode()))
@@ -83,7 +83,7 @@ COLUMNS += ["1:AA==AA==", "1:_-==", "2:AA==", "8:AAAA", "1:AA", "NaN", "1:\x00",
 
 @pytest.mark.parametrize("text", COLUMNS, ids=ascii)
 def test_a_column_that_is_none(text: str) -> None:
-    """Base64 and widths are strict: one spelling."""
+    """A column is refused in every spelling of base64 and width but the strict one."""
     for part, name in (("pieces", "start"), ("tensors", "chunks"), ("objects", "positions")):
         attacked = bucket()
         document = attacked.document()
@@ -113,7 +113,7 @@ VALUES = [
 
 @pytest.mark.parametrize("text", VALUES)
 def test_a_value_of_an_object(text: str) -> None:
-    """By itself, in a list, as a value in a manifest, where the command line reads it."""
+    """Invalid JSON numbers are refused in objects and in values of a manifest, also by the command line."""
     count("attacks")
     for whole in (text, f"[{text}]", f'{{"a":{text}}}', f'{{"$tuple":[{text}]}}'):
         with pytest.raises(CorruptCheckpointError):
@@ -122,12 +122,12 @@ def test_a_value_of_an_object(text: str) -> None:
     document = json.dumps(attacked.document(), separators=(",", ":")).replace('"step":3', f'"step":{text}')
     attacked.put("manifest.json", seal(document.encode()))
     for name, error in outcomes(attacked, LOOKS).items():
-        # The summary counts entries, and does not look at them.
+        # The summary counts entries without decoding them.
         assert isinstance(error, CorruptCheckpointError) or name == "show of top-level keys", name
 
 
 def test_one_number_is_not_another() -> None:
-    """1, 1.0, true and -0.0 stay what they are, through the manifest and by themselves."""
+    """1, 1.0, true and -0.0 keep type and sign, in a load and in `show`."""
     for text in ("1", "1.0", "true", "-0.0", "0", "-0", "1e-400", "5e-324"):
         count("attacks")
         attacked = bucket()
@@ -168,7 +168,7 @@ INTEGERS_IN_TAGS: list[object] = [
 
 @pytest.mark.parametrize("tree", INTEGERS_IN_TAGS, ids=lambda tree: json.dumps(tree)[:60])
 def test_a_number_in_a_tag(tree: object) -> None:
-    """What a constructor of Python would take, or round."""
+    """Numbers in tags that Python's constructors would accept or round are refused."""
     count("attacks")
     with pytest.raises(CorruptCheckpointError):
         decode_object("k", EncodedObject("json", json.dumps(tree).encode()))
@@ -176,7 +176,7 @@ def test_a_number_in_a_tag(tree: object) -> None:
 
 @pytest.mark.parametrize("items", [b"G\x3f\xf0" + bytes(6), b"\x88", b"N", b"X\x01\x00\x00\x001", b"]", b")"])
 def test_a_number_in_a_stream(items: bytes) -> None:
-    """The count of a storage's items: 1.0, True, None, "1", a list, a tuple."""
+    """A storage's count of items as 1.0, True, None, "1", a list or a tuple is refused."""
     count("attacks")
     program = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu" + items + b"tQ"
     with pytest.raises(CorruptCheckpointError):

@@ -1,4 +1,4 @@
-"""Chunks and pieces that overlap, or leave something out: two tensors in one memory, elements of nobody."""
+"""Chunks and pieces that overlap or leave gaps: two tensors in one range of bytes, elements of no chunk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS, WIDTH = 400, 23
 
 
 def test_two_pieces_in_one_place() -> None:
-    """Each piece on the place of each other one, and a byte before it."""
+    """Two pieces in one place, or overlapping by all but a byte, are refused, for each pair."""
     pieces = range(len(numbers(bucket().document()["pieces"]["start"])))
     for (one, other), shift in itertools.product(itertools.permutations(pieces, 2), (0, -1)):
         attacked = bucket()
@@ -40,7 +40,7 @@ def test_two_pieces_in_one_place() -> None:
 
 
 def document_of(boxes: Sequence[Box], shape: tuple[int, int] = (ROWS, WIDTH)) -> dict[str, Any]:
-    """Of one tensor of bytes in these chunks, each in a piece as long as itself; not checked by anybody."""
+    """Return the unvalidated document of one tensor of bytes in these chunks, each with one piece."""
     whole = Layout("w", TensorKind("uint8"), shape, (Box((0, 0), shape),), ((shape[0] * shape[1],),))
     document: dict[str, Any] = json.loads(unseal(encode(build([whole]))))
     lengths = [box.elements for box in boxes if box.elements]
@@ -66,12 +66,12 @@ def document_of(boxes: Sequence[Box], shape: tuple[int, int] = (ROWS, WIDTH)) ->
 
 
 def slabs(*rows: tuple[int, int]) -> list[Box]:
-    """Whole rows: the first of them, and how many."""
+    """Return boxes of whole rows, each given by first row and number of rows."""
     return [Box((first, 0), (number, WIDTH)) for first, number in rows]
 
 
 def test_chunks_that_tile_their_tensor() -> None:
-    """What the attacks below are changes of."""
+    """The document that the attacks below change is valid."""
     assert decode(seal(json.dumps(document_of(slabs((0, 200), (200, 200)))).encode())).tensors.names == ("w",)
 
 
@@ -92,14 +92,14 @@ LAYOUTS: dict[str, list[Box]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_chunks_that_do_not(name: str) -> None:
-    """They overlap, leave a gap, lie outside, or both; many have just as many elements as the tensor."""
+    """Chunks that overlap, leave gaps or lie outside are refused, also with the right number of elements."""
     attacked = bucket()
     attacked.commit(document_of(LAYOUTS[name]))
     assert_refused(attacked, CorruptCheckpointError)
 
 
 def test_a_layout_that_would_be_compared_for_ever() -> None:
-    """Strips that lie, beside strips that stand: no dimension tells them apart, and 15,000 of each are 10^8 pairs."""
+    """Strips of rows beside strips of columns are refused: 15,000 of each are 10^8 pairs to compare."""
     count("attacks")
     strips = 15_000
     lying = [Box((row, 0), (1, strips)) for row in range(strips)]

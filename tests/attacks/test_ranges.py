@@ -1,4 +1,4 @@
-"""Pieces and block tables that lie where they must not: outside of the shard, in its header, in its table, nowhere."""
+"""Pieces and block tables in invalid places: outside of the shard, in its header, in its table."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ RANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", RANGES)
 def test_a_range_that_is_none(name: str) -> None:
-    """One number of the manifest, sealed again."""
+    """Each invalid range is refused."""
     attacked = bucket()
     attacked.commit(RANGES[name](attacked.document()))
     assert_refused(attacked, CorruptCheckpointError)
 
 
 def test_a_table_of_a_piece_that_has_none() -> None:
-    """Pieces of one block have no entries, and say so."""
+    """An entry in the block table for a piece of one block, which has none, is refused."""
     attacked = bucket()
     document = attacked.document()
     single = numbers(document["pieces"]["length"]).index(5 * 4)
@@ -59,7 +59,7 @@ def test_a_table_of_a_piece_that_has_none() -> None:
 
 
 def test_a_table_that_takes_all_of_the_shard() -> None:
-    """A table is read whole: one of 400,000 bytes for 400,000 bytes of data is refused before it is read."""
+    """A block table of 400,000 bytes for 400,000 bytes of data is refused before it is read."""
     attacked = bucket()
     document = attacked.document()
     start = numbers(document["shards"]["data_starts"])[0]

@@ -1,4 +1,4 @@
-"""Raw bytes behind the text of an object: places that overlap, leave bytes out, or claim what is not there."""
+"""Raw bytes behind the text of an object: ranges that overlap, leave bytes out, or lie outside."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ATTACKS: dict[str, EncodedObject] = {
     "empty": raw_object([data_at(0, 0), data_at(0, 4000)], RAW),
     "huge": raw_object([data_at(0, 2**63 - 1)], RAW),
     "sum that wraps": raw_object([data_at(2**63 - 1, 2**63 - 1)], RAW),
-    "true": raw_object([data_at(False, True), data_at(1, 3999)], RAW),  # that is the attack
+    "true": raw_object([data_at(False, True), data_at(1, 3999)], RAW),  # booleans are integers to Python
     "floats": raw_object([data_at(0.0, 4000.0)], RAW),
     "three numbers": raw_object([{"$bytes": [0, 4000, 1]}], RAW),
     "an object": raw_object([{"$bytes": {"start": 0}}], RAW),
@@ -83,7 +83,7 @@ ATTACKS: dict[str, EncodedObject] = {
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_what_no_encoder_writes_is_corrupt(name: str) -> None:
-    """Each is refused, and takes memory in proportion to what was sent."""
+    """Ranges that no encoder writes are refused, in memory in proportion to the input."""
     tracemalloc.start()
     try:
         with pytest.raises(CorruptCheckpointError):
@@ -95,7 +95,7 @@ def test_what_no_encoder_writes_is_corrupt(name: str) -> None:
 
 
 def test_places_that_are_not_aligned_are_copied() -> None:
-    """Written by somebody else, who may put a float anywhere."""
+    """Unaligned values, which other writers may store, are copied into aligned arrays."""
     raw = b"\1" + np.arange(50_000, dtype="<f4").tobytes() + b"\1" + np.arange(50_000, dtype="<f4").tobytes()
     tree = [data_at(0, 1), tensor_at(1, 200_000, [50_000]), data_at(200_001, 1), array_at(200_002, 200_000, [50_000])]
     data = memoryview(bytearray(raw_object(tree, raw).data))
@@ -112,7 +112,7 @@ WHOLE = b"".join([encode_object("k", VALUE).data, *encode_object("k", VALUE).buf
 
 @given(st.data())
 def test_changed_bytes_are_an_object_or_an_error_of_ours(data: st.DataObject) -> None:
-    """Of the length and the text: bytes replaced, left out and put in; and the end cut off."""
+    """Changed bytes of length and text, or a cut end, give an object or a typed error."""
     changed = bytearray(WHOLE)
     stop = 8 + int.from_bytes(WHOLE[:8], "little")
     for _ in range(data.draw(st.integers(1, 4))):
@@ -128,18 +128,18 @@ def test_changed_bytes_are_an_object_or_an_error_of_ours(data: st.DataObject) ->
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_an_object_that_is_said_to_be_raw_bytes_behind_a_text(number: int) -> None:
-    """The text of 100,000 characters, and the stream, have no length before them."""
+    """An object without raw bytes, under the encoding of one that has them, is refused."""
     attacked = bucket()
     document = attacked.document()
     document["objects"]["stored"][number]["encoding"] = "json+raw"
     attacked.commit(document)
-    # Who reads rows of a tensor alone never sees the object.
+    # A reader of a tensor's rows never decodes the object.
     found = outcomes(attacked, LOADS)
     assert {name for name, error in found.items() if not isinstance(error, CorruptCheckpointError)} == {"rows"}
 
 
 def test_a_tensor_that_is_said_to_be_raw_bytes_behind_a_text() -> None:
-    """Tensors have other encodings than objects."""
+    """A tensor under an encoding of objects is refused."""
     attacked = bucket()
     document = attacked.document()
     for kind in document["tensors"]["kinds"]:

@@ -1,4 +1,4 @@
-"""Headers of shards, which other tools read and we do not: whatever one says, the manifest alone counts."""
+"""Changed headers of shards, which other tools read: for dcp_remote the manifest alone counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torture
 
 
 def header_of(attacked: Bucket, key: str) -> bytes:
-    """All before the block table, or the data."""
+    """Return the bytes before the block table, or before the data."""
     shards = attacked.document()["shards"]
     shard = shards["keys"].index(key)
     return attacked.objects[key][: numbers(shards["data_starts"])[shard] - numbers(shards["table_lengths"])[shard]]
@@ -57,7 +57,7 @@ HEADERS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_header_of_anything(name: str) -> None:
-    """In each shard, with data and manifest as they were: every load gets what was saved."""
+    """With any header in every shard, data and manifest unchanged, each load gets the saved values."""
     attacked = bucket()
     for key in attacked.document()["shards"]["keys"]:
         header = header_of(attacked, key)
@@ -68,7 +68,7 @@ def test_a_header_of_anything(name: str) -> None:
 
 
 def test_who_goes_by_the_header_is_told(tmp_path: pathlib.Path) -> None:
-    """What makes the attacks above real: the library that reads headers refuses most of them."""
+    """The library that reads these headers refuses most of them, which shows that the attacks are real."""
     attacked = bucket()
     key = attacked.document()["shards"]["keys"][0]
     header = header_of(attacked, key)

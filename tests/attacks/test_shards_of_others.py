@@ -1,4 +1,4 @@
-"""Objects that are whole and valid in a place that is not theirs: other checkpoints, other prefixes, changed places."""
+"""Valid objects in wrong places: of other checkpoints, at other prefixes, exchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torture
 
 
 def of_the_same_shapes(value: float) -> dict[str, bytes]:
-    """The objects of another checkpoint, which differs in nothing but its numbers."""
+    """Return the objects of another checkpoint that differs only in its numbers."""
     repeated = [1, 2]
     store = MemoryStore()
     state = {
@@ -38,7 +38,7 @@ def assert_corrupt(attacked: Bucket, *untouched: str) -> None:
 
 
 def test_a_shard_of_another_checkpoint() -> None:
-    """Of equal size and layout, under the key of ours: wrong from its first block on."""
+    """A shard of another checkpoint with equal size and layout, under a key of this one, is refused."""
     attacked = bucket()
     [model, _] = attacked.document()["shards"]["keys"]
     for value in (0.0, 1.0, float("nan")):
@@ -49,7 +49,7 @@ def test_a_shard_of_another_checkpoint() -> None:
 
 
 def test_two_shards_that_changed_places() -> None:
-    """Each whole, of the same save."""
+    """Two shards of one save that were exchanged are refused."""
     attacked = bucket()
     one, other = attacked.document()["shards"]["keys"]
     objects = attacked.objects
@@ -59,7 +59,7 @@ def test_two_shards_that_changed_places() -> None:
 
 
 def test_a_manifest_at_another_prefix() -> None:
-    """Copied without its shards, they are missing: its keys lead to no other prefix, not even its own old one."""
+    """A manifest copied to another prefix without its shards is refused: its keys lead to no other prefix."""
     attacked = bucket()
     elsewhere = attacked.store.child("elsewhere")
     elsewhere.put(MANIFEST_KEY, [attacked.objects[MANIFEST_KEY]])
@@ -70,14 +70,14 @@ def test_a_manifest_at_another_prefix() -> None:
 
 
 def test_a_manifest_of_another_checkpoint() -> None:
-    """Names shards that are not here."""
+    """A manifest of another checkpoint, whose shards are elsewhere, is refused."""
     attacked = bucket()
     attacked.put(MANIFEST_KEY, of_the_same_shapes(1.0)[MANIFEST_KEY])
     assert_corrupt(attacked)
 
 
 def test_a_manifest_of_an_earlier_save() -> None:
-    """Put back after its shards were removed: nothing is mixed."""
+    """A manifest put back after its shards were removed is refused, and mixes no checkpoints."""
     attacked = bucket()
     earlier = attacked.objects
     newer = of_the_same_shapes(2.0)
@@ -91,7 +91,7 @@ def test_a_manifest_of_an_earlier_save() -> None:
 
 
 def test_a_grave_over_a_checkpoint() -> None:
-    """A tombstone in place of the manifest: there is no checkpoint, whatever shards lie there."""
+    """A tombstone in place of the manifest means that there is no checkpoint, whatever shards exist."""
     attacked = bucket()
     attacked.put(MANIFEST_KEY, tombstone("0" * 32, ()))
     for error in outcomes(attacked, LOADS | LOOKS).values():
@@ -100,7 +100,7 @@ def test_a_grave_over_a_checkpoint() -> None:
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 8, 9, 200, -1])
 def test_a_shard_that_is_shorter(cut: int) -> None:
-    """Nothing, a part of its header, all but a byte."""
+    """A shard cut short, to nothing, in its header or by a byte, is refused."""
     attacked = bucket()
     for key in attacked.document()["shards"]["keys"]:
         attacked.put(key, attacked.objects[key][:cut])
@@ -110,7 +110,7 @@ def test_a_shard_that_is_shorter(cut: int) -> None:
 
 
 def test_a_shard_that_is_longer() -> None:
-    """What lies behind the end that the manifest states is not read."""
+    """Bytes behind the end that the manifest states are not read."""
     attacked = bucket()
     for key in attacked.document()["shards"]["keys"]:
         attacked.put(key, attacked.objects[key] + b"evil" * 1000)
@@ -118,7 +118,7 @@ def test_a_shard_that_is_longer() -> None:
 
 
 def test_a_shard_in_place_of_the_manifest() -> None:
-    """And the manifest in place of a shard."""
+    """A shard in place of the manifest, and the manifest in place of a shard, are refused."""
     attacked = bucket()
     key = attacked.document()["shards"]["keys"][0]
     manifest, shard = attacked.objects[MANIFEST_KEY], attacked.objects[key]

@@ -1,7 +1,7 @@
-"""Streams in which two readers see two things: what is checked must be what is loaded.
+"""Streams that two readers read differently: the content that is checked must be the content that is loaded.
 
-Python's `zipfile`, torch's zip reader, `pickletools` and two unpicklers each read a part of the way. In every file the
-harmless half is what one of them sees, and the other half would make a folder.
+Python's `zipfile`, torch's zip reader, `pickletools` and two unpicklers each read a part of a stream. In every file one
+of them sees only the harmless half; the other half would make a folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.torture
 
 
 class Folder:
-    """Unpickled without restriction, it makes a folder."""
+    """Object that makes a folder when unpickled without restriction."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
@@ -40,7 +40,7 @@ def program_of(data: bytes) -> bytes:
 
 
 def renamed(data: bytes, before: bytes, after: bytes, *, central: bool) -> bytes:
-    """A record under another name in its own header alone, or in the directory at the end alone."""
+    """Rename a record in its own header alone, or in the directory at the end alone."""
     signature, offset = (b"PK\x01\x02", 46) if central else (b"PK\x03\x04", 30)
     at = data.index(signature)
     while data[at + offset : at + offset + len(before)] != before:
@@ -49,7 +49,7 @@ def renamed(data: bytes, before: bytes, after: bytes, *, central: bool) -> bytes
 
 
 def two_programs(evil: bytes, good: bytes, *, evil_first: bool) -> bytes:
-    """A zip with two records that each could be the program."""
+    """Return a zip with two records that each could be the program."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
         names = ["archive/data.pkl", "archive/data.pkL"]
@@ -61,7 +61,7 @@ def two_programs(evil: bytes, good: bytes, *, evil_first: bool) -> bytes:
 
 
 def with_comment(data: bytes, comment: bytes) -> bytes:
-    """The end of the directory says that a comment follows."""
+    """Return a zip whose directory's end announces a comment."""
     at = data.rindex(b"PK\x05\x06")
     return data[: at + 20] + struct.pack("<H", len(comment)) + comment
 
@@ -93,7 +93,7 @@ NAMES = list(zips(save(None)))
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_readers_of_one_zip(name: str, tmp_path: pathlib.Path) -> None:
-    """Refused, or just the harmless half; the folder is never made."""
+    """A zip is refused, or only its harmless half is loaded; the folder is never made."""
     count("attacks")
     folder = tmp_path / "made"
     evil = save([Folder(folder)])
@@ -113,7 +113,7 @@ def storage(key: str, kind: str, items: int) -> bytes:
     return b"(" + word("storage") + named("torch", kind) + word(key) + word("cpu") + integer(items) + b"tQ"
 
 
-# Python's own unpickler, torch's, and pickletools read each of these in a way of their own, or might.
+# Python's unpickler, torch's, and pickletools read, or may read, each of these differently.
 PROGRAMS: dict[str, bytes] = {
     "names of Python 2": b"ccopy_reg\n_reconstructor\n(c__builtin__\nobject\n",
     "a module with a space": b"ctorch Size\nx\n",
@@ -150,7 +150,7 @@ PROGRAMS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_one_program_for_three_machines(name: str) -> None:
-    """Refused, or a value without a surprise: what the stack holds at the end, of plain types."""
+    """A program is refused, or gives a plain value from the top of the stack."""
     count("attacks")
     try:
         found = decode_object("k", EncodedObject("torch", stream(PROGRAMS[name], d0=b"1234")))
@@ -161,7 +161,7 @@ def test_one_program_for_three_machines(name: str) -> None:
 
 
 def test_what_is_checked_is_what_is_loaded() -> None:
-    """A storage is loaded once, by the first of its names: a second, larger one is no way around its bounds."""
+    """A storage is loaded once, by its first use: a second, larger use does not evade its bounds."""
     count("attacks")
     program = b"(" + tensor(1, 1, items=1) + tensor(250_000, 1, items=250_000) + b"t"
     for items in (1, 250_000):

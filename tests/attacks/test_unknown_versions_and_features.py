@@ -1,4 +1,4 @@
-"""Manifests of the future, or that say so: refused by what they need, before anything else in them is looked at."""
+"""Manifests of future versions: refused by what they require, before anything else in them is read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEWER: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", NEWER)
 def test_a_newer_document(name: str) -> None:
-    """Each victim is told to upgrade."""
+    """Each victim of a newer document gets UnsupportedFormatError."""
     attacked = bucket()
     attacked.commit(attacked.document() | NEWER[name])
     assert_refused(attacked, UnsupportedFormatError)
@@ -38,7 +38,7 @@ def test_a_newer_document(name: str) -> None:
 @pytest.mark.parametrize("field", ["dtype", "encoding"])
 @pytest.mark.parametrize("value", ["float7", "", "load", "nn", "float32\x00", "Float32", "x" * 1_000_000])
 def test_a_newer_kind_of_tensor(field: str, value: str) -> None:
-    """What is no dtype or encoding may still be a name that torch has."""
+    """An unknown dtype or encoding is refused, also if torch has an attribute of that name."""
     attacked = bucket()
     document = attacked.document()
     document["tensors"]["kinds"][0][field] = value
@@ -48,7 +48,7 @@ def test_a_newer_kind_of_tensor(field: str, value: str) -> None:
 
 @pytest.mark.parametrize("encoding", ["yaml", "raw", "", "Pickle", "json\x00"])
 def test_a_newer_object(encoding: str) -> None:
-    """An encoding that nobody knows; and that of elements, which objects do not have."""
+    """An unknown encoding of an object, or one of tensors, is refused."""
     attacked = bucket()
     document = attacked.document()
     document["objects"]["stored"][0]["encoding"] = encoding
@@ -58,7 +58,7 @@ def test_a_newer_object(encoding: str) -> None:
 
 @pytest.mark.parametrize("tag", ["$", "$$", "$Tuple", "$tuple ", "$__reduce__", "$os.system", "$numpy.load"])
 def test_a_newer_tag(tag: str) -> None:
-    """Names of tags are compared, not called."""
+    """An unknown tag is refused by comparison, and never called."""
     count("attacks")
     with pytest.raises(UnsupportedFormatError):
         decode_object("k", EncodedObject("json", b'{"%s":["true"]}' % tag.encode()))
@@ -66,14 +66,14 @@ def test_a_newer_tag(tag: str) -> None:
 
 @pytest.mark.parametrize("changes", [{"format": "zarr"}, {"kind": "grave"}, {"version": 1}, {"requires": None}])
 def test_what_is_no_manifest(changes: dict[str, Any]) -> None:
-    """Of another format, or of no form at all."""
+    """A document of another format, kind or shape is refused."""
     attacked = bucket()
     attacked.commit(attacked.document() | changes)
     assert_refused(attacked, CorruptCheckpointError)
 
 
 def test_fields_of_the_future_are_ignored() -> None:
-    """As many and as large as they like to be."""
+    """Additional fields are ignored, however many and large."""
     attacked = bucket()
     attacked.commit(attacked.document() | {f"future {n}": ["x" * 100] * 10 for n in range(1000)})
     assert_harmless(attacked)
@@ -81,7 +81,7 @@ def test_fields_of_the_future_are_ignored() -> None:
 
 @pytest.mark.parametrize("text", [b'{"":0}', b'{"version":"9"}', b'{"format":"dcp_remote manifest","version":"2"}'])
 def test_a_head_without_a_body(text: bytes) -> None:
-    """The little that all versions have in common, or less."""
+    """A document with less than the fields common to all versions is refused."""
     attacked = bucket()
     attacked.put("manifest.json", seal(text))
     assert_refused(attacked, CorruptCheckpointError, UnsupportedFormatError)

@@ -1,4 +1,4 @@
-"""A few hundred bytes that would keep a process busy, or fill its memory: copies of copies, and keys of one hash."""
+"""Small inputs that would keep a process busy or fill its memory: copies of copies, keys with equal hashes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ PROGRAMS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_stream(name: str) -> None:
-    """Refused before anything of it is carried out, in memory of about its own length."""
+    """A stream is refused before any of it is executed, in memory of about its own length."""
     count("attacks")
     data = stream(PROGRAMS[name], d0=b"1234")
     tracemalloc.start()
@@ -106,7 +106,7 @@ TREES: dict[str, object] = {
 
 @pytest.mark.parametrize("name", TREES)
 def test_a_text(name: str) -> None:
-    """As JSON."""
+    """JSON objects that take quadratic time are refused."""
     count("attacks")
     data = json.dumps(TREES[name]).encode()
     with pytest.raises(CorruptCheckpointError):
@@ -114,7 +114,7 @@ def test_a_text(name: str) -> None:
 
 
 def test_what_honest_keys_have_in_common_is_no_attack() -> None:
-    """A hundred of one hash are kept, in both encodings; twenty thousand that differ, too."""
+    """A hundred keys with one hash are accepted, in both encodings, and so are twenty thousand different ones."""
     alike = {n * HASH_MODULUS: n for n in range(COLLISIONS_MAX)}
     spread = dict.fromkeys((n, float(n)) for n in range(20_000))
     for value in (alike, spread, [alike, alike], set(alike)):

@@ -1,14 +1,14 @@
-"""One training under many faults: its jobs, one after another, and what must hold after each fault.
+"""One training under many faults: its jobs, one after another, and the checks after each fault.
 
-Every fault begins with a job whose ranks wait at a gate, nothing under way, and ends so; what it does in between is its
-own. After each it is checked, past the link, at the server:
+Every fault begins and ends with a job whose ranks wait at a gate with no operation in progress. After each fault the
+server's objects are read directly, not through the relay, to check that:
 
-- what is live loads, and is bit for bit what the job that saved it had then;
-- what was told as committed is in the catalog, unless retention or a job that went back let it go;
-- what a job restored is the newest checkpoint, bit for bit, random states included;
+- every live checkpoint loads, bit for bit as the job that saved it had the state then;
+- every save reported as committed is in the catalog, unless retention or a rollback removed it;
+- a job restores the newest checkpoint, bit for bit, random states included;
 
-and at the end that the training has come, by way of all jobs, to the very bits of one that was never interrupted, and
-that gc without a grace leaves exactly what the catalog names.
+and at the end that the training, through all jobs, has the very bits of one that was never interrupted, and that gc
+without a grace period leaves exactly what the catalog names.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ URL = f"s3://{BUCKET}/{PREFIX}"
 
 SAVE_EVERY = 3
 
-# So that retention has something to do from the first fault on.
+# Few, so that retention removes checkpoints from the first fault on.
 _STEPS_BEFORE = (KEEP_LAST + 1) * SAVE_EVERY
 
 
 class Campaign:
-    """See the module; use as a context manager, which ends whatever still runs.
+    """Campaign of one training; a context manager, which ends all processes on exit.
 
     Args:
-        folder: For the jobs.
-        seed: Of everything that is chosen.
-        world_size: Of all jobs but those that say otherwise.
+        folder: Folder of the jobs.
+        seed: Seed of all random choices.
+        world_size: World size of all jobs that are not given another.
 
     Attributes:
-        random: What moments and victims are drawn from.
+        random: Generator from which moments and victims are drawn.
         relay: The link between the ranks and the server.
-        job: That trains now.
-        suffered: The faults so far, by name.
+        job: The job that trains now.
+        suffered: Names of the faults so far.
     """
 
     def __init__(self, folder: Path, seed: int, world_size: int) -> None:
@@ -78,31 +78,31 @@ class Campaign:
         self._stack.close()
         self._server_stack.close()
 
-    # ---- the server, past the link
+    # ---- the server, without the relay
 
     @property
     def server(self) -> S3Server:
-        """The one that runs now."""
+        """Return the server that runs now."""
         return self.relay.server
 
     def store(self) -> ObjectStore:
-        """The run, opened past the link."""
+        """Return the store of the run, without the relay."""
         return open_store(URL, self.server.storage_options)
 
     def replace_server(self) -> None:
-        """Start another server that holds the same, and end the one that runs; the link must be down."""
+        """Start another server with the same objects, and end the present one; the relay must be closed."""
         stack = ExitStack()
         server = stack.enter_context(moto_server())
         server.create_bucket(BUCKET)
         old, new = self.store(), open_store(URL, server.storage_options)
         for info in old.list():
-            # The same bytes have the same ETag: to its clients it is the same server, started again.
+            # Equal bytes have equal ETags, so that its clients take it for the same server, restarted.
             assert new.put(info.key, [old.get(info.key, limit_bytes=info.size_bytes).data]).etag == info.version.etag
         self._server_stack.close()
         self._server_stack, self.relay.server = stack, server
 
     def catalog(self) -> Catalog:
-        """As it lies there."""
+        """Read the catalog."""
         seen = read_catalog(self.store())
         assert seen is not None, "there is a run"
         return seen.catalog
@@ -111,7 +111,7 @@ class Campaign:
 
     @property
     def job(self) -> Job:
-        """That trains now."""
+        """Return the job that trains now."""
         return self.jobs[-1]
 
     def launch(
@@ -122,7 +122,7 @@ class Campaign:
         gate: int | None = None,
         environment: dict[str, str] | None = None,
     ) -> Job:
-        """Start a job, which becomes the one that trains; returns at once."""
+        """Start a job, which becomes the one that trains; return at once."""
         arguments = ["--save-every", str(SAVE_EVERY), "--url", URL]
         if restore_step is not None:
             arguments += ["--restore-step", str(restore_step)]
@@ -150,7 +150,7 @@ class Campaign:
         return job
 
     def start(self, **options: Any) -> Job:
-        """Start a job, wait until it has restored, and see that this is the newest checkpoint, whole."""
+        """Start a job, wait until it has restored, and check that this is the newest checkpoint, whole."""
         expected = self.expected(options.get("restore_step"))
         job = self.launch(**options)
         job.wait_idle()
@@ -158,56 +158,56 @@ class Campaign:
         return job
 
     def restart(self, **options: Any) -> Job:
-        """The job that trained ends, if it has not; the next one starts, as a cluster would do it."""
+        """End the job that trains, if it has not ended, and start the next one, as a cluster does."""
         self.job.wait_ended()
         return self.start(**options)
 
     def expected(self, restore_step: int | None = None) -> Entry | None:
-        """What a job that starts now will restore; None if there is no run yet."""
+        """Return the entry that a job started now will restore; None if there is no run yet."""
         seen = read_catalog(self.store())
         if seen is None:
             return None
         return seen.catalog.latest() if restore_step is None else seen.catalog.at(restore_step)
 
     def advance(self, steps: int = SAVE_EVERY) -> int:
-        """Let the job train so many steps more; the first of them at which it saves."""
+        """Let the job train so many more steps; return the first of them at which it saves."""
         gate = self.job.gate
         self.job.order(gate=gate + steps)
         return gate + SAVE_EVERY - gate % SAVE_EVERY
 
     def next_save(self) -> int:
-        """One of the next steps at which the job saves."""
+        """Return one of the next steps at which the job saves."""
         gate = self.job.gate
         return gate + SAVE_EVERY - gate % SAVE_EVERY + SAVE_EVERY * self.random.randrange(2)
 
     def victim(self) -> int:
-        """A rank that is not the coordinator."""
+        """Return a rank that is not the coordinator."""
         return self.random.randrange(1, self.job.world_size)
 
     def asks(self, what: str, *, step: int | None = None, rank: int | None = None) -> Callable[[Asked], bool]:
-        """Requests of this kind."""
+        """Return a condition on requests of this kind."""
 
         def wanted(asked: Asked) -> bool:
             return asked.what == what and step in (None, asked.step) and rank in (None, asked.rank)
 
         return wanted
 
-    # ---- the story
+    # ---- the course of the campaign
 
     def begin(self) -> None:
-        """The first job makes its first checkpoints."""
+        """Let the first job make its first checkpoints."""
         self.start()
         self.advance(_STEPS_BEFORE)
         self.job.wait_idle()
         self.check()
 
     def suffer(self, name: str, fault: Callable[[Campaign], None]) -> None:
-        """One fault; and what must hold after it."""
+        """Inject one fault, and check the run after it."""
         try:
             fault(self)
             self.relay.clear()
             self.job.order(raises=None, refuses=None, sleeps=None)
-            # That it goes on is seen by a save that nothing happens to.
+            # A save without a fault shows that the job goes on.
             step = self.advance()
             self.job.wait_idle()
             assert self.told(self.job, step), f"step {step} was not committed{self.job.story()}"
@@ -219,7 +219,7 @@ class Campaign:
         figures["faults in one training"] += 1
 
     def finish(self) -> None:
-        """Train to an end, and hold it against a training that was never interrupted."""
+        """Train to the last step, and compare with a training that was never interrupted."""
         last = self.job.gate + SAVE_EVERY
         self.job.order(gate=last, last=last)
         ended = [self.job.wait_told(rank, "finished") for rank in self.job.ranks]
@@ -234,7 +234,7 @@ class Campaign:
         self.check_that_gc_leaves_what_is_named()
 
     def _uninterrupted(self, last: int) -> dict[tuple[int, int], tuple[str, str]]:
-        """Digests by rank and step."""
+        """Train without interruption; return digests by rank and step."""
         number = len(self.jobs)
         arguments = ["--save-every", "1"]
         folder = self._folder / "uninterrupted"
@@ -253,16 +253,16 @@ class Campaign:
         finally:
             job.end()
 
-    # ---- what must hold
+    # ---- checks
 
     def check(self) -> None:
-        """What is live loads and is what was saved; nothing that was committed is gone that should not be."""
+        """Check that live checkpoints load as saved, and that no committed checkpoint is gone that should be kept."""
         catalog = self.catalog()
         for entry in catalog.entries:
             try:
                 self._check_that_it_is_what_was_saved(entry)
             except CheckpointNotFoundError:
-                # Retention goes on when a save has been told already; whether it was let go by right, the history says.
+                # Retention goes on after a save has returned; the history says whether it was right.
                 assert all(one.save_id != entry.save_id for one in self.catalog().entries), f"{entry} cannot be read"
         self._check_history()
         live = {(entry.step, entry.save_id) for entry in catalog.entries}
@@ -273,7 +273,7 @@ class Campaign:
                     assert (event["step"], event["save_id"]) in ever, f"never committed: {event}{job.story()}"
 
     def check_restored(self, job: Job, expected: Entry | None) -> None:
-        """Every rank has what that checkpoint's job had, bit for bit; and of its own what that rank had."""
+        """Check that every rank restored the checkpoint bit for bit, with that rank's own values."""
         for rank in job.ranks:
             if expected is None:
                 assert job.events(rank, "fresh"), job.story()
@@ -289,7 +289,7 @@ class Campaign:
                 assert event["own"] == saved["own"], f"rank {rank} draws other random numbers"
 
     def check_that_gc_leaves_what_is_named(self) -> None:
-        """Without a grace, past all jobs."""
+        """Check that gc without a grace period leaves exactly what the catalog names."""
         store, catalog = self.store(), self.catalog()
         remove_orphans(store, grace_seconds=0)
         named = {CATALOG_KEY}
@@ -300,15 +300,15 @@ class Campaign:
         self.check()
 
     def told(self, job: Job, step: int, rank: int = 0) -> bool:
-        """Whether a rank has told that this step was committed."""
+        """Return whether a rank reported that this step was committed."""
         return any(event["step"] == step for event in job.events(rank, "committed"))
 
     def errors(self, job: Job, rank: int) -> list[Event]:
-        """What a rank failed with, first of all."""
+        """Return the events of a rank's failure; the first is the cause."""
         return [event for event in job.events(rank) if event["event"] in ("failed", "save failed")]
 
     def save_error(self, job: Job, rank: int) -> Event:
-        """What the save under way failed with; an assertion fails if it did not."""
+        """Return the error of the save in progress; assert that it failed."""
         errors = [event for event in self.errors(job, rank) if event["error"] != "RuntimeError"]
         assert errors, f"the save did not fail on rank {rank}{job.story()}"
         return errors[0]
@@ -330,7 +330,7 @@ class Campaign:
         self._checked_catalogs = len(catalogs)
 
     def _saving(self, job: Job, rank: int, step: int) -> Event:
-        """What a rank had when it began to save a step; a job saves a step once."""
+        """Return the event of a rank that began to save a step; a job saves a step once."""
         (event,) = [one for one in job.events(rank, "saving") if one["step"] == step]
         return event
 
@@ -345,7 +345,7 @@ class Campaign:
 
 
 def _may_go(entry: Entry, before: Catalog, after: Catalog) -> bool:
-    """Whether a checkpoint that is live no more was let go by right."""
+    """Return whether retention or a replacement could have removed a checkpoint that is no longer live."""
     replacement = after.at(entry.step)
     if replacement is not None:
         return replacement.token > entry.token

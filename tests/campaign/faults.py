@@ -1,7 +1,7 @@
-"""The faults: each a function that strikes a campaign whose job waits at its gate, and leaves it so.
+"""Faults: each is a function that begins and ends with the job of a campaign waiting at its gate.
 
-What is chosen (steps, victims, orders, pauses) is drawn from the campaign's seed. What must come of a fault is stated
-here; what must hold after every one of them, in `Campaign`.
+Random choices (steps, victims, orders, pauses) are drawn from the campaign's seed. The outcome of each fault is checked
+here; what holds after every fault is checked by `Campaign`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from tests.campaign.trainee import SILENCE_SECONDS
 
 Fault: TypeAlias = Callable[[Campaign], None]
 
-# Faults of the whole campaign, by what they are; and those that are tried each time.
+# Faults of the whole campaign, by description; and those of the short form.
 FAULTS: dict[str, Fault] = {}
 
-# More steps than any fault needs: training goes on until something ends it.
+# More steps than any fault needs: training goes on until a process ends it.
 MANY_STEPS = 600
 
 
 def fault(name: str) -> Callable[[Fault], Fault]:
-    """One of them."""
+    """Register a fault under a name."""
 
     def named(function: Fault) -> Fault:
         FAULTS[name] = function
@@ -45,11 +45,11 @@ def fault(name: str) -> Callable[[Fault], Fault]:
     return named
 
 
-# ---- ranks, and all that is around them, killed
+# ---- ranks, or the processes around them, are killed
 
 
 def killed_in_training(campaign: Campaign, *, who: str) -> None:
-    """At any moment while it trains and saves."""
+    """Kill a process at a random moment of training and saving."""
     job = campaign.job
     campaign.advance(MANY_STEPS)
     time.sleep(campaign.random.uniform(0.1, 1.0))
@@ -71,7 +71,7 @@ def kill(campaign: Campaign, job: Job, who: str) -> None:
 
 @fault("torchrun is killed, and the host of the store with it")
 def torchrun_is_killed(campaign: Campaign) -> None:
-    """The ranks live, and could train on; their next save fails, on every one of them, and says why."""
+    """Kill torchrun: the ranks go on, and their next save fails on every one of them, with the reason."""
     job = campaign.job
     job.kill_torchrun()
     campaign.advance(MANY_STEPS)
@@ -82,21 +82,22 @@ def torchrun_is_killed(campaign: Campaign) -> None:
 
 
 @contextmanager
-def struck(
+def at_request(
     campaign: Campaign, moment: Moment, what: str, act: Callable[[], None], *, rank: int | None = None
 ) -> Iterator[int]:
-    """Something is done when such a request of one of the next saves is at that moment; the step is given.
+    """Call `act` when a request of this kind is at this moment, in one of the next saves; yield the step.
 
-    The request is lost then, if it has not been carried out. The job waits for that save, or trains on meanwhile.
+    The connection is then cut, so that a request not yet carried out is lost. The job waits for that save, or trains on
+    meanwhile.
     """
     step = campaign.next_save()
 
-    def strike(_: Asked) -> Fate:
+    def act_and_cut(_: Asked) -> Fate:
         act()
         return "cut"
 
     wanted = campaign.asks(what, step=None if what == "delete" else step, rank=rank)
-    with campaign.relay.trapped(moment, wanted, strike) as trap:
+    with campaign.relay.trapped(moment, wanted, act_and_cut) as trap:
         campaign.job.order(gate=step + campaign.random.choice((0, MANY_STEPS)))
         trap.wait(PATIENCE_SECONDS)
         yield step
@@ -105,9 +106,9 @@ def struck(
 def killed_in_a_save(
     campaign: Campaign, *, who: str, moment: Moment, what: str, live: bool, world_size: int | None = None
 ) -> None:
-    """At that moment of a save, which then is live or is not; the others find out, and say who it was.
+    """Kill a process at this moment of a save, which is then live or not; the other ranks name the lost rank.
 
-    The job that follows has so many ranks.
+    The next job has `world_size` ranks.
     """
     job = campaign.job
     rank = None
@@ -117,7 +118,7 @@ def killed_in_a_save(
     def act() -> None:
         kill_rank(job, rank)
 
-    with struck(campaign, moment, what, act, rank=rank if what == "shard" else None) as step:
+    with at_request(campaign, moment, what, act, rank=rank if what == "shard" else None) as step:
         job.wait_ended()
         newest = campaign.catalog().latest()
         assert newest is not None
@@ -126,7 +127,7 @@ def killed_in_a_save(
         if rank is None or one == rank:
             continue
         if live:
-            # It was committed, whatever became of who did it: who looks sees it.
+            # The save is committed though its coordinator was killed, as the catalog shows.
             assert campaign.told(job, step, one), job.story()
         else:
             assert campaign.save_error(job, one)["details"]["ranks"] == str(rank), job.story()
@@ -155,16 +156,16 @@ for _who in ("the coordinator", "all"):
 
 @fault("the coordinator is killed while old checkpoints are deleted")
 def killed_while_it_deletes(campaign: Campaign) -> None:
-    """The catalog has let them go: what is not deleted are orphans."""
+    """Kill the coordinator while it deletes: the catalog no longer names the objects, so that the rest are orphans."""
     job = campaign.job
     moments: tuple[Moment, ...] = ("half", "answered")
-    with struck(campaign, campaign.random.choice(moments), "delete", lambda: job.kill(0)):
+    with at_request(campaign, campaign.random.choice(moments), "delete", lambda: job.kill(0)):
         job.wait_ended()
     campaign.start()
 
 
-def struck_in_a_restore(campaign: Campaign, *, killed: bool) -> None:
-    """The job ends; of a rank that is stopped the others learn which, in seconds. The next job restores the same."""
+def fail_in_a_restore(campaign: Campaign, *, killed: bool) -> None:
+    """Kill or stop a rank in a restore: the others name a stopped rank in seconds; the next job restores the same."""
     campaign.job.kill_all()
 
     def is_read(asked: Asked) -> bool:
@@ -174,7 +175,7 @@ def struck_in_a_restore(campaign: Campaign, *, killed: bool) -> None:
         job, victim = campaign.launch(), campaign.victim()
         trap.wait(PATIENCE_SECONDS)
         if killed:
-            # torchrun ends the others at once: they do not know of preemption yet.
+            # torchrun ends the other ranks at once: no handler of preemption is installed yet.
             job.kill(victim)
         else:
             job.stop(victim)
@@ -187,15 +188,15 @@ def struck_in_a_restore(campaign: Campaign, *, killed: bool) -> None:
     campaign.start()
 
 
-FAULTS["a rank is killed while it restores"] = partial(struck_in_a_restore, killed=True)
-FAULTS["a rank is stopped while it restores"] = partial(struck_in_a_restore, killed=False)
+FAULTS["a rank is killed while it restores"] = partial(fail_in_a_restore, killed=True)
+FAULTS["a rank is stopped while it restores"] = partial(fail_in_a_restore, killed=False)
 
 
-# ---- ranks stopped, slow, or in error
+# ---- ranks stopped, slow, or failing
 
 
 def stopped_for_a_moment(campaign: Campaign, *, who: str, what: str) -> None:
-    """Shorter than the silence for which a rank is taken for dead: the save goes on, and is committed."""
+    """Stop a rank for less than the silence limit: the save goes on, and is committed."""
     job, step = campaign.job, campaign.next_save()
     rank = 0 if who == "the coordinator" else campaign.victim()
 
@@ -220,7 +221,7 @@ FAULTS["the coordinator is stopped for a moment, in mid-commit"] = partial(
 
 
 def stopped_for_good(campaign: Campaign, *, who: str) -> None:
-    """In mid-upload: the others name it within seconds of the silence. Should it wake up then, it learns of that."""
+    """Stop a rank during its upload: the others name it within seconds of the silence limit; resumed, it is told so."""
     job, step = campaign.job, campaign.next_save()
     stopped = 0 if who == "the coordinator" else campaign.victim()
 
@@ -254,7 +255,7 @@ FAULTS["the coordinator is stopped for good"] = partial(stopped_for_good, who="t
 
 @fault("all ranks are stopped for longer than the silence, and go on")
 def the_machine_sleeps(campaign: Campaign) -> None:
-    """As a suspended virtual machine: nobody is to blame; either it goes on, or it ends with an error."""
+    """Suspend all processes, as with a virtual machine: the job goes on or ends with an error that blames no rank."""
     job = campaign.job
     step = campaign.advance(MANY_STEPS)
     job.wait_saving(step)
@@ -280,7 +281,7 @@ def the_machine_sleeps(campaign: Campaign) -> None:
 
 @fault("a slow rank")
 def slow_rank(campaign: Campaign) -> None:
-    """It comes seconds after the others, who wait for it."""
+    """Let a rank reach a save seconds after the others, which wait for it."""
     job, step = campaign.job, campaign.next_save()
     job.order(gate=step, sleeps=(campaign.random.randrange(job.world_size), 0.6 * SILENCE_SECONDS))
     job.wait_idle()
@@ -289,7 +290,7 @@ def slow_rank(campaign: Campaign) -> None:
 
 @fault("a rank raises in training")
 def raises_in_training(campaign: Campaign) -> None:
-    """Just after a save has begun: that save is committed all the same, since all ranks take their part in it."""
+    """Let a rank raise just after a save began: the save is committed all the same, since all ranks take part in it."""
     job, step, victim = campaign.job, campaign.next_save(), campaign.victim()
     job.order(gate=step + 1, raises=(victim, step + 1))
     job.wait_ended()
@@ -300,7 +301,7 @@ def raises_in_training(campaign: Campaign) -> None:
 
 @fault("a rank cannot give its state")
 def cannot_give_its_state(campaign: Campaign) -> None:
-    """The save ends at once, on all ranks, with that rank's cause."""
+    """Let a rank fail to give its state: the save ends at once on all ranks, with that rank's error."""
     job, step = campaign.job, campaign.next_save()
     victim = campaign.random.randrange(job.world_size)
     job.order(gate=step, refuses=(victim, step))
@@ -315,11 +316,11 @@ def cannot_give_its_state(campaign: Campaign) -> None:
     campaign.start()
 
 
-# ---- the link and the server
+# ---- the relay and the server
 
 
 def met(campaign: Campaign, act: Callable[[Asked], Fate], moment: Moment, what: str, *, times: int = 1) -> None:
-    """A save of which some requests meet something, and which is committed all the same, by its first attempt."""
+    """Apply a fate to some requests of a save, which is committed all the same, by its first attempt."""
     job, step = campaign.job, campaign.next_save()
     with campaign.relay.trapped(moment, campaign.asks(what, step=step), act, times=times) as trap:
         job.order(gate=step)
@@ -342,7 +343,7 @@ FAULTS["the store answers swaps with 409"] = partial(met, act=lambda _: CONFLICT
 
 
 def often(campaign: Campaign, act: Callable[[Asked], Fate], moments: tuple[Moment, ...]) -> None:
-    """Two saves, during which many requests of any kind meet something."""
+    """Apply a fate to many requests of any kind, during two saves."""
     job, chance = campaign.job, random.Random(campaign.random.random())
     traps = [
         campaign.relay.trap(moment, lambda _: chance.random() < 0.4, act, times=12 // len(moments))
@@ -360,10 +361,10 @@ FAULTS["connections are cut all the time"] = partial(often, act=_cut, moments=("
 
 @fault("a slow link")
 def slow_link(campaign: Campaign) -> None:
-    """A save takes longer than the silence: a rank that uploads is busy, and not dead."""
+    """Slow the link, so that a save takes longer than the silence limit: an uploading rank is not taken for dead."""
     job, step = campaign.job, campaign.next_save()
     sizes = [entry.size_bytes for entry in campaign.catalog().entries]
-    # What is sent is less than half of the checkpoint: the rest is frozen.
+    # Less than half of the checkpoint is sent: the rest is frozen.
     campaign.relay.bytes_per_second = sizes[-1] / 2 / SILENCE_SECONDS / 1.3
     campaign.relay.latency_seconds = 0.1
     job.order(gate=step)
@@ -373,7 +374,7 @@ def slow_link(campaign: Campaign) -> None:
 
 @fault("the link is down for a while")
 def link_is_down(campaign: Campaign) -> None:
-    """Connections are cut and new ones refused, for seconds; the save waits, and is committed."""
+    """Cut connections and refuse new ones, for seconds: the save waits, and is committed."""
     job, step = in_mid_save(campaign)
     campaign.relay.close()
     time.sleep(campaign.random.uniform(1.0, 3.0))
@@ -384,7 +385,7 @@ def link_is_down(campaign: Campaign) -> None:
 
 @fault("the server is stopped and started")
 def server_is_restarted(campaign: Campaign) -> None:
-    """Its process ends, and another one has what it stored."""
+    """End the server's process, and start another one with the same objects."""
     job, step = in_mid_save(campaign)
     campaign.relay.close()
     campaign.replace_server()
@@ -395,7 +396,7 @@ def server_is_restarted(campaign: Campaign) -> None:
 
 @fault("the server hangs for a moment")
 def server_hangs(campaign: Campaign) -> None:
-    """SIGSTOP and SIGCONT: connections are open, and nobody answers."""
+    """Stop the server's process and resume it: connections stay open without an answer."""
     job, step = in_mid_save(campaign)
     with hung(campaign):
         time.sleep(campaign.random.uniform(1.0, 3.0))
@@ -413,7 +414,7 @@ def hung(campaign: Campaign) -> Iterator[None]:
 
 
 def in_mid_save(campaign: Campaign) -> tuple[Job, int]:
-    """The job has sent half of a shard of a save, and waits for that save."""
+    """Wait until the job, which waits for its save, has sent half of a shard; return job and step."""
     job, step = campaign.job, campaign.next_save()
     with campaign.relay.trapped("half", campaign.asks("shard", step=step), lambda _: "goes on") as trap:
         job.order(gate=step)
@@ -423,7 +424,7 @@ def in_mid_save(campaign: Campaign) -> tuple[Job, int]:
 
 @fault("nothing may be deleted")
 def nothing_may_be_deleted(campaign: Campaign) -> None:
-    """Retention goes on, and leaves the objects to gc."""
+    """Refuse all deletes: retention goes on, and leaves the objects to gc."""
     job = campaign.job
     with campaign.relay.trapped("sent", campaign.asks("delete"), lambda _: DENIED, times=1_000) as trap:
         job.order(gate=job.gate + 2 * SAVE_EVERY)
@@ -434,7 +435,7 @@ def nothing_may_be_deleted(campaign: Campaign) -> None:
 
 @fault("a bit flips on the way down")
 def a_bit_flips(campaign: Campaign) -> None:
-    """Of a shard that is restored: the job ends, and says which; the next one restores it."""
+    """Flip a bit of a shard during a restore: the job ends, and names the shard; the next job restores it."""
     campaign.job.kill_all()
 
     def is_read(asked: Asked) -> bool:
@@ -449,12 +450,12 @@ def a_bit_flips(campaign: Campaign) -> None:
     campaign.start()
 
 
-# ---- other jobs, and other people
+# ---- other jobs, and commands
 
 
 @fault("two jobs at once")
 def two_jobs(campaign: Campaign) -> None:
-    """The newer one saves; the older one, which knows nothing of it, is told so, and commits nothing more."""
+    """Run two jobs: the newer one saves; the older one is told that it is fenced, and commits nothing more."""
     old = campaign.job
     new = campaign.start()
     if campaign.random.random() < 0.5:
@@ -462,7 +463,7 @@ def two_jobs(campaign: Campaign) -> None:
         new.wait_idle()
         old.order(gate=old.gate + SAVE_EVERY)
     else:
-        # A save of the older one is under way when the newer one takes the fence.
+        # The older job is saving when the newer one takes the fence.
         with campaign.relay.trapped("half", campaign.asks("shard"), lambda _: _paused(1.0)):
             old.order(gate=old.gate + SAVE_EVERY)
             campaign.advance()
@@ -480,7 +481,7 @@ def _paused(seconds: float) -> Fate:
 
 @fault("a coordinator that was taken for dead wakes up in another job's time")
 def zombie(campaign: Campaign) -> None:
-    """It was stopped between manifest and swap; when it goes on, it commits nothing, and says why."""
+    """Stop a job between manifest and swap: when it goes on after another job, it commits nothing, and says why."""
     old, step = campaign.job, campaign.next_save()
 
     def stop(_: Asked) -> Fate:
@@ -505,7 +506,7 @@ def zombie(campaign: Campaign) -> None:
 
 
 def late_swap(campaign: Campaign, *, after_saves: int) -> None:
-    """A dead job's swap is under way for long: it arrives when another job has restored, or has saved."""
+    """Delay a dead job's swap until another job has restored, or has saved."""
     old, step = campaign.job, campaign.next_save()
     arrives, gone = threading.Event(), threading.Event()
 
@@ -541,7 +542,7 @@ FAULTS["a dead job's swap arrives when the next has saved"] = partial(late_swap,
 
 
 def orphans_removed(campaign: Campaign, *, moment: Moment, what: str) -> None:
-    """`dcp-remote gc --delete --grace-hours 0` in the middle of a save, which begins again, and is committed."""
+    """Run `dcp-remote gc --delete --grace-hours 0` during a save: it begins again, and is committed."""
     job, step = campaign.job, campaign.next_save()
 
     def collect(_: Asked) -> Fate:
@@ -561,7 +562,7 @@ FAULTS["orphans are removed between manifest and swap"] = partial(orphans_remove
 
 
 def command(campaign: Campaign, *arguments: str) -> str:
-    """What a command of `dcp-remote` prints on this run, past the link."""
+    """Return the output of a command of `dcp-remote` on this run, without the relay."""
     options = [f"--option={name}={value}" for name, value in campaign.server.storage_options.items()]
     program = "import sys; from dcp_remote.cli import main; sys.exit(main())"
     done = subprocess.run(
@@ -581,7 +582,7 @@ def gc(campaign: Campaign, *arguments: str) -> str:
 
 
 def catalog_lost(campaign: Campaign, *, damaged: bool) -> None:
-    """The next save says so on every rank; `dcp-remote recover` makes it again, and the next job goes on from there."""
+    """Lose the catalog: the next save fails on every rank; after `dcp-remote recover` the next job goes on."""
     job, store = campaign.job, campaign.store()
     newest = campaign.catalog().latest()
     assert newest is not None
@@ -611,7 +612,7 @@ FAULTS["the catalog is damaged"] = partial(catalog_lost, damaged=True)
 
 @fault("rolled back to an older step")
 def rolled_back(campaign: Campaign) -> None:
-    """What is newer is left behind with the first commit: kept, and newest no more."""
+    """Roll back: newer checkpoints are abandoned by the first commit, and kept."""
     campaign.job.kill_all()
     older = [entry for entry in campaign.catalog().entries if not entry.abandoned][:-1]
     entry = campaign.random.choice(older[-2:])
@@ -630,7 +631,7 @@ def rolled_back(campaign: Campaign) -> None:
 
 
 def preempted(campaign: Campaign, *, how: str) -> None:
-    """SIGTERM: all ranks stop at one step, and that is saved."""
+    """Send SIGTERM: all ranks stop at one step, which is saved."""
     job = campaign.job
     campaign.advance(MANY_STEPS)
     time.sleep(campaign.random.uniform(0.0, 0.5))

@@ -1,4 +1,4 @@
-"""Jobs of the campaign: ranks under torchrun, what they tell, and how they are struck."""
+"""Jobs of the campaign: ranks under torchrun, the events that they report, and the signals that they get."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 POLL_SECONDS = 0.02
 
-# For anything that has no bound of its own. A rank imports torch for seconds, on a busy machine for many.
+# Limit of waits without one of their own. A rank imports torch for seconds, on a busy machine for many.
 PATIENCE_SECONDS = 120.0
 
-# What torchrun gives its other ranks to end by themselves once one has failed.
+# Time that torchrun gives the other ranks to end by themselves once one has failed.
 SHUTDOWN_SECONDS = 40
 
 _LOG_LINES_SHOWN = 60
 
 
 class Job:
-    """One job under torchrun, in a folder of its own; ended, one way or another, by `end`.
+    """One job under torchrun, in a folder of its own; always ended by `end`.
 
     Args:
-        number: Among all jobs of the campaign.
-        folder: New.
-        environment: Beside this process's, without anybody's own cloud.
-        arguments: Of the trainee.
-        world_size: How many ranks.
-        gate: The last step that it may make before it is told another.
-        last: The last step of all; None is not decided yet.
+        number: Number among all jobs of the campaign, from 0.
+        folder: New folder.
+        environment: Variables beside this process's, without any cloud configuration of the machine.
+        arguments: Arguments of the trainee.
+        world_size: Number of ranks.
+        gate: Last step that the job may make until `order` moves it.
+        last: Last step of all; None is not decided yet.
     """
 
     def __init__(
@@ -86,34 +86,34 @@ class Job:
                 start_new_session=True,
             )
 
-    # ---- what it tells
+    # ---- events
 
     def events(self, rank: int, kind: str | None = None) -> list[Event]:
-        """What a rank noted so far; a last line that is not whole yet is left out."""
+        """Return a rank's events so far, without an incomplete last line."""
         file = self.folder / f"rank-{rank}.jsonl"
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
         events = [json.loads(line) for line in lines if line.endswith("\n")]
         return [one for one in events if kind in (None, one["event"])]
 
     def last(self, rank: int, kind: str) -> Event:
-        """The last that a rank noted of this kind."""
+        """Return a rank's last event of this kind."""
         events = self.events(rank, kind)
         assert events, f"rank {rank} never told of {kind!r}{self.story()}"
         return events[-1]
 
     @property
     def ranks(self) -> range:
-        """All of them."""
+        """Return all ranks."""
         return range(self.world_size)
 
     def pid(self, rank: int) -> int:
-        """Of a rank's process."""
+        """Return the process id of a rank."""
         pid = self.last(rank, "started")["pid"]
         assert isinstance(pid, int)
         return pid
 
     def story(self) -> str:
-        """For a test that fails: everything that was told, and the end of the log."""
+        """Return all events and the end of the log, for a failure's message."""
         told = [
             f"rank {rank}: {json.dumps({k: v for k, v in event.items() if k not in ('whole', 'own', 'at')})}"
             for rank in self.ranks
@@ -122,20 +122,20 @@ class Job:
         log = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
         return "\n".join([f"\n-- job {self.number}:", *told, "-- its log:", *log])
 
-    # ---- what it is told
+    # ---- orders
 
     @property
     def gate(self) -> int:
-        """The last step that it may make."""
+        """Return the last step that the job may make."""
         return self._orders.gate
 
     def order(self, **changes: Any) -> None:
-        """Let it train as far as `gate` says, and tell ranks what to suffer."""
+        """Move the gate, and tell ranks which faults to act out."""
         self._orders = replace(self._orders, **changes)
         self._orders.write(self.folder)
 
     def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
-        """Look again and again; an assertion fails if it takes too long."""
+        """Poll a condition; an assertion fails after `seconds`."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -144,7 +144,7 @@ class Job:
             time.sleep(POLL_SECONDS)
 
     def wait_idle(self, ranks: Sequence[int] | None = None) -> None:
-        """Until these ranks wait at the gate, their last save committed; an assertion fails if the job ends."""
+        """Wait until these ranks are at the gate, their last save committed; an assertion fails if the job ends."""
 
         def idle() -> bool:
             assert self.torchrun.poll() is None, f"the job ended{self.story()}"
@@ -159,52 +159,52 @@ class Job:
         self.wait_until(idle, f"the ranks come to step {self.gate}")
 
     def wait_told(self, rank: int, kind: str, seconds: float = PATIENCE_SECONDS) -> Event:
-        """Until a rank has noted such an event."""
+        """Wait until a rank has reported such an event, and return it."""
         self.wait_until(lambda: bool(self.events(rank, kind)), f"rank {rank} tells of {kind!r}", seconds)
         return self.last(rank, kind)
 
     def wait_saving(self, step: int, rank: int = 0) -> None:
-        """Until a rank is about to save this step."""
+        """Wait until a rank is about to save this step."""
         self.wait_until(
             lambda: any(one["step"] >= step for one in self.events(rank, "saving")), f"step {step} is being saved"
         )
 
-    # ---- how it is struck
+    # ---- signals
 
     def kill(self, rank: int) -> None:
-        """SIGKILL; returns at once."""
+        """Send a rank SIGKILL; return at once."""
         count("ranks killed")
         with suppress(ProcessLookupError):
             os.kill(self.pid(rank), signal.SIGKILL)
 
     def kill_torchrun(self) -> None:
-        """SIGKILL: the ranks live on, and the host of their store is gone."""
+        """Send torchrun SIGKILL: the ranks live on, without the host of their store."""
         self.torchrun.kill()
         self.torchrun.wait()
 
     def kill_all(self) -> None:
-        """As when a machine loses its power."""
+        """Kill torchrun and all ranks, as a loss of power does."""
         self.torchrun.kill()  # first: it would notice that its ranks die
         for rank in self.ranks:
             self.kill(rank)
         self.torchrun.wait()
 
     def stop(self, rank: int) -> None:
-        """SIGSTOP."""
+        """Send a rank SIGSTOP."""
         count("ranks stopped")
         os.kill(self.pid(rank), signal.SIGSTOP)
 
     def go_on(self, rank: int) -> None:
-        """SIGCONT."""
+        """Send a rank SIGCONT."""
         with suppress(ProcessLookupError):
             os.kill(self.pid(rank), signal.SIGCONT)
 
     def terminate(self, rank: int) -> None:
-        """SIGTERM."""
+        """Send a rank SIGTERM."""
         os.kill(self.pid(rank), signal.SIGTERM)
 
     def alive(self, rank: int) -> bool:
-        """Whether its process is there, and no zombie."""
+        """Return whether a rank's process exists and is no zombie."""
         try:
             stat = Path(f"/proc/{self.pid(rank)}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
@@ -212,14 +212,14 @@ class Job:
         return stat.rpartition(")")[2].split()[0] not in "ZX"
 
     def wait_ended(self, ranks: Sequence[int] | None = None, *, seconds: float = PATIENCE_SECONDS) -> None:
-        """Until these ranks have ended, by default all of them, and torchrun as well."""
+        """Wait until these ranks have ended, by default all of them and torchrun as well."""
         some = self.ranks if ranks is None else ranks
         self.wait_until(lambda: not any(map(self.alive, some)), f"ranks {list(some)} end", seconds)
         if ranks is None:
             self.wait_until(lambda: self.torchrun.poll() is not None, "torchrun ends", seconds)
 
     def end(self) -> None:
-        """Whatever is left of it, by force."""
+        """End all processes of the job by force."""
         self.torchrun.kill()
         self.torchrun.wait()
         for rank in self.ranks:

@@ -1,7 +1,7 @@
-"""An S3 server behind a link that is watched request by request, and can be cut, slowed, held up, refused.
+"""An S3 server behind a relay that sees every request, and can cut, slow, delay or refuse it.
 
-What happens to a request is decided at four moments of its way. So a process can be killed while half of its shard is
-sent, or when the store has carried out what nobody has heard of yet.
+The fate of a request is decided at four moments of its way. So a process can be killed when half of its shard is sent,
+or when the store has carried out a request whose answer was not sent yet.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dcp_remote.format import catalog_json
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog
 from dcp_remote.testing.servers import HttpAnswer, S3Server
 
-# "half": half of the body has arrived; of what has none, as "sent". "sent": all of it, and the server knows nothing.
-# "answered": the server has carried it out, and the client knows nothing.
+# "half": half of the body has arrived; without a body, the same as "sent". "sent": all has arrived, and nothing was
+# passed on. "answered": the server has carried it out, and the client has no answer.
 Moment: TypeAlias = Literal["half", "sent", "answered"]
 
-# What becomes of a request: it goes on; its connection is cut; it is answered so, unless it is only half there; or one
-# bit of the server's answer is another.
+# Fate of a request: it goes on; its connection is cut; the relay answers with this status, unless only half has
+# arrived; or one bit of the server's answer is flipped.
 Fate: TypeAlias = Literal["goes on", "cut", "flipped"] | HttpAnswer
 
 SLOW_DOWN = HttpAnswer(503, b"<Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>")
@@ -39,7 +39,7 @@ DENIED = HttpAnswer(403, b"<Error><Code>AccessDenied</Code><Message>Access Denie
 _SHARD = re.compile(r"shards/.*-step-(\d+)-rank-(\d+)-")
 _MANIFEST = re.compile(r"manifests/step-(\d+)-")
 
-# These belong to one connection, or are made anew for the other one.
+# Headers of one connection, or made anew for the other one.
 _HOP_HEADERS = {"connection", "content-length", "date", "host", "server", "transfer-encoding"}
 
 _SLICE_BYTES = 16 * 1024
@@ -49,14 +49,14 @@ _UPSTREAM_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request on its way.
+    """A request in progress.
 
     Attributes:
-        method: Of HTTP; a delete of many objects is a POST.
-        key: Relative to the run; of a request that names none in its path, empty.
-        query: What follows the question mark.
-        size_bytes: Of its body.
-        catalog: That a swap puts, once it has arrived.
+        method: HTTP method; a delete of many objects is a POST.
+        key: Key relative to the run; empty for a request that names none in its path.
+        query: Text after the question mark.
+        size_bytes: Size of its body.
+        catalog: Catalog that a swap puts, once its body has arrived.
     """
 
     method: str
@@ -67,7 +67,7 @@ class Asked:
 
     @property
     def what(self) -> Literal["shard", "manifest", "swap", "delete", "read", "list", "other"]:
-        """What it is to the run protocol."""
+        """Return the request's kind in the run protocol."""
         if self.method == "PUT":
             kinds: dict[str, Literal["shard", "manifest", "swap"]] = {"shards": "shard", "manifests": "manifest"}
             return "swap" if self.key == CATALOG_KEY else kinds.get(self.key.partition("/")[0], "other")
@@ -79,13 +79,13 @@ class Asked:
 
     @property
     def rank(self) -> int | None:
-        """Whose shard it is."""
+        """Return the rank that wrote the shard."""
         match = _SHARD.search(self.key)
         return int(match[2]) if match else None
 
     @property
     def step(self) -> int | None:
-        """Of which checkpoint; of a swap the newest of those that its job has committed."""
+        """Return the step of the checkpoint; for a swap the newest step that its job has committed."""
         if self.catalog is not None:
             own = [entry.step for entry in self.catalog.entries if entry.token == self.catalog.token]
             return max(own, default=None)
@@ -95,14 +95,14 @@ class Asked:
 
 @dataclass(eq=False)
 class Trap:
-    """What is done to some requests.
+    """Fate of some requests.
 
     Attributes:
-        moment: At which it is done.
-        wanted: To which requests.
-        act: Says what becomes of the request; called in the thread that relays it, which may wait there.
-        times: How often at most.
-        hits: How often so far.
+        moment: Moment at which `act` is called.
+        wanted: Condition on requests.
+        act: Returns the fate of the request; called in the thread that relays it, which may wait there.
+        times: Most calls of `act`.
+        hits: Calls so far.
     """
 
     moment: Moment
@@ -113,26 +113,26 @@ class Trap:
     _hit: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, seconds: float) -> None:
-        """Until it is sprung; an assertion fails if it is not."""
+        """Wait for the first hit; an assertion fails if there is none in time."""
         assert self._hit.wait(seconds), "no such request came by"
 
     def sprung(self) -> bool:
-        """Whether it was, at least once."""
+        """Return whether there was a hit."""
         return self._hit.is_set()
 
 
 class Relay:
-    """A link to a server that runs; use as a context manager.
+    """A relay to a server that runs; a context manager.
 
     Args:
-        server: What is behind it.
-        bucket: Of the run.
-        prefix: Of the run, in its bucket.
+        server: The server behind the relay.
+        bucket: Bucket of the run.
+        prefix: Prefix of the run in its bucket.
 
     Attributes:
-        server: May be replaced by another that holds the same.
-        latency_seconds: Of every request.
-        bytes_per_second: Of all bodies together, in both directions; None is as fast as it goes.
+        server: The server; may be replaced by another one with the same objects.
+        latency_seconds: Added latency of every request.
+        bytes_per_second: Rate of all bodies together, in both directions; None is unlimited.
         catalogs: Every catalog that the server accepted, by revision.
     """
 
@@ -146,7 +146,7 @@ class Relay:
         self._lock = threading.Lock()
         self._free_at = 0.0
         self._connections: set[socket.socket] = set()
-        # Bound and not listened at, it keeps the port while the link is down.
+        # Bound and not listening, it keeps the port while the relay is closed.
         self._reserved = socket.socket()
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind(("127.0.0.1", 0))
@@ -164,18 +164,18 @@ class Relay:
 
     @property
     def endpoint_url(self) -> str:
-        """Where to connect instead of to the server."""
+        """Return the URL to use instead of the server's."""
         return f"http://127.0.0.1:{self._port}"
 
     def open(self) -> None:
-        """Take connections."""
+        """Accept connections."""
         self._http = _Server(self, self._port)
         threading.Thread(
             target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, name="relay", daemon=True
         ).start()
 
     def close(self) -> None:
-        """Cut all connections and refuse new ones, as where no server listens."""
+        """Cut all connections and refuse new ones, as if no server listened."""
         http_server, self._http = self._http, None
         if http_server is not None:
             http_server.shutdown()
@@ -194,14 +194,14 @@ class Relay:
         *,
         times: int = 1,
     ) -> Trap:
-        """Do this to such requests from now on."""
+        """Set the fate of such requests from now on."""
         trap = Trap(moment, wanted, act, times)
         with self._lock:
             self._traps.append(trap)
         return trap
 
     def clear(self) -> None:
-        """No traps, and a fast link."""
+        """Remove all traps and limits."""
         with self._lock:
             self._traps.clear()
         self.latency_seconds, self.bytes_per_second = 0.0, None
@@ -210,7 +210,7 @@ class Relay:
     def trapped(
         self, moment: Moment, wanted: Callable[[Asked], bool], act: Callable[[Asked], Fate], *, times: int = 1
     ) -> Iterator[Trap]:
-        """As `trap`, while the block runs."""
+        """Set a trap while the block runs."""
         trap = self.trap(moment, wanted, act, times=times)
         try:
             yield trap
@@ -219,14 +219,14 @@ class Relay:
                 if trap in self._traps:
                     self._traps.remove(trap)
 
-    # ---- in the threads that relay
+    # ---- called by the threads that relay
 
     def asked(self, method: str, path: str, size_bytes: int) -> Asked:
         place, _, query = path.partition("?")
         return Asked(method, place.removeprefix(self._path) if place.startswith(self._path) else "", query, size_bytes)
 
     def meet(self, moment: Moment, asked: Asked) -> Fate:
-        """What becomes of a request now."""
+        """Return the fate of a request at this moment."""
         with self._lock:
             trap = next((one for one in self._traps if one.moment == moment and one.wanted(asked)), None)
             if trap is not None:
@@ -241,7 +241,7 @@ class Relay:
             trap._hit.set()
 
     def pass_through(self, size_bytes: int) -> None:
-        """Wait until so many bytes have gone over the link."""
+        """Wait until so many bytes have passed at the relay's rate."""
         rate = self.bytes_per_second
         if rate is None:
             return
@@ -251,43 +251,43 @@ class Relay:
         time.sleep(max(0.0, wait_seconds))
 
     def accepted(self, catalog: Catalog) -> None:
-        """The server has taken it."""
+        """Record a catalog that the server accepted."""
         with self._lock:
             self.catalogs.append(catalog)
             self.catalogs.sort(key=lambda one: one.revision)
 
     def connected(self, connection: socket.socket, *, is_open: bool) -> None:
-        """A client has come, or gone."""
+        """Record that a client connected or disconnected."""
         with self._lock:
             (self._connections.add if is_open else self._connections.discard)(connection)
 
 
 def cut(connection: socket.socket) -> None:
-    """End it in both directions, in the middle of whatever it carries."""
+    """End a connection in both directions, in the middle of its message."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = False  # joined, so that none outlives its test
+    daemon_threads = False  # joined, so that no thread outlives its test
 
     def __init__(self, relay: Relay, port: int) -> None:
         self.relay = relay
         super().__init__(("127.0.0.1", port), _Handler)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection, and remember it."""
+        """Accept a connection, and record it."""
         connection, address = super().get_request()
         self.relay.connected(connection, is_open=True)
         return connection, address
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection, and forget it."""
+        """Close a connection, and drop its record."""
         self.relay.connected(request, is_open=False)
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Peers that vanish are what this is about."""
+        """Ignore clients that vanish: the tests kill them."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -298,7 +298,7 @@ class _Handler(BaseHTTPRequestHandler):
     _upstream: http.client.HTTPConnection | None = None
 
     def handle(self) -> None:
-        """All requests of a connection."""
+        """Relay all requests of a connection."""
         try:
             with suppress(OSError, http.client.HTTPException):
                 super().handle()
@@ -363,7 +363,7 @@ class _Handler(BaseHTTPRequestHandler):
         response = self._upstream.getresponse()
         answer = response.read()
         kept = {name: value for name, value in response.getheaders() if name.lower() not in _HOP_HEADERS}
-        # Of a HEAD it is that of what a GET would give.
+        # A HEAD has the length of what a GET would return.
         length = response.getheader("Content-Length") if self.command == "HEAD" else None
         return response.status, kept | {"Content-Length": length or str(len(answer))}, answer
 
@@ -383,4 +383,4 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _relay
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-        """Traps see what comes by."""
+        """Log nothing: traps see the requests."""

@@ -12,7 +12,7 @@ from tests.campaign.campaign import Campaign
 from tests.campaign.faults import FAULTS, killed_in_a_save
 from tests.support.figures import LONG_SECONDS
 
-# What `make test` tries: each kind of consequence once, with as few restarts as that takes.
+# Faults of `make test`: each kind of consequence once, with few restarts.
 SHORT = [
     "a connection is cut in mid-PUT",
     "the answer to the swap is lost",
@@ -41,9 +41,9 @@ def test_a_training_under_faults_ends_as_one_without(tmp_path: Path, torture_sec
 @pytest.mark.torture
 @pytest.mark.timeout(1200)
 def test_world_sizes_change_between_faults(tmp_path: Path, torture_seconds: float) -> None:
-    """Killed in mid-save, and restored by more ranks, or fewer: the whole state is the same, to the last bit.
+    """Killed during a save, and restored by more or fewer ranks, the shared state is the same to the last bit.
 
-    A rank that was there before has its own random states again; one that was not keeps its own.
+    A rank that existed before has its own random states again; a new rank keeps its own.
     """
     sizes = (3, 1, 2) if torture_seconds >= LONG_SECONDS else (1,)
     with Campaign(tmp_path, SEED, world_size=2) as campaign:

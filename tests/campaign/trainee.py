@@ -1,9 +1,10 @@
-"""What the campaign trains: a small model that is deterministic to the bit, saved and restored through a manager.
+"""Program of the campaign: a small model, deterministic to the bit, saved and restored through a manager.
 
-Started by torchrun, one process a rank. Everything that a step changes is in the state, each rank's random states
-included, so that a training that was interrupted anywhere ends in the very bits of one that was not.
+Started by torchrun, one process per rank. Everything that a step changes is in the state, each rank's random states
+included, so that a training that was interrupted anywhere ends in the same bits as one that was not.
 
-It tells what happens in a file of JSON lines, and does what another file says: how far to train, and what to suffer.
+It reports events in a file of JSON lines, and takes orders from another file: how far to train, and which faults to act
+out.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from dcp_remote.errors import DcpRemoteError
 
 WIDTH, HIDDEN, CLASSES, BATCH = 192, 48, 10, 6
 
-# Of a tensor that says which job saved it, shared by all ranks.
+# Size of a tensor that marks the job that saved it, shared by all ranks.
 MARKS = 12
 
-# Small, so that a fault is over soon; a rank says something every second.
+# Small, so that a fault is over soon; every rank reports each second.
 DEADLINE_SECONDS, SILENCE_SECONDS, NOTICE_SECONDS = 30.0, 6.0, 20.0
 
 KEEP_LAST, KEEP_EVERY = 3, 60
 
-# Of a step, at least: saves take a while, too.
+# Least duration of a step: saves take a while, too.
 STEP_SECONDS = 0.02
 
 
 class Net(nn.Module):
-    """A frozen part, which is most of it, as under LoRA; and a trained one that draws random numbers."""
+    """A frozen part, most of the model as under LoRA, and a trained one that draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,13 +67,13 @@ class Net(nn.Module):
 
 
 class Position:
-    """Where the data is; torch's `Stateful`."""
+    """Position in the data; torch's `Stateful`."""
 
     def __init__(self) -> None:
         self.step = 0
 
     def next_batch(self, rank: int) -> torch.Tensor:
-        """A function of the position and the rank; with noise of the rank's own generators."""
+        """Return a batch, a function of position and rank, with noise of the rank's own generators."""
         self.step += 1
         batch = torch.arange(float(BATCH * WIDTH)).reshape(BATCH, WIDTH) * (self.step + 7 * rank)
         return torch.sin(batch) + 0.1 * torch.randn(BATCH, WIDTH) + random.gauss() + float(np.random.rand())
@@ -85,7 +86,7 @@ class Position:
 
 
 class Refusing:
-    """A part of the state that may fail when it is asked for it."""
+    """A part of the state that can be told to fail when its state is asked for."""
 
     fails = False
 
@@ -95,12 +96,12 @@ class Refusing:
         return {"calm": True}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is no state to restore."""
 
 
 @dataclass(slots=True)
 class Training:
-    """Everything that one step changes; and a mark of the job, which tells who saved what."""
+    """Everything that one step changes, and a mark of the job that saves."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -111,7 +112,7 @@ class Training:
 
     @classmethod
     def begun(cls, mesh: DeviceMesh, job: int) -> Training:
-        """At step 0, the same on every rank but for its random states; called on every rank."""
+        """Return a training at step 0, equal on all ranks but for random states; called on every rank."""
         torch.manual_seed(0)
         model = Net()
         fully_shard(model.frozen, mesh=mesh)
@@ -120,13 +121,13 @@ class Training:
         schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step / 100))
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(1_000 + mesh.get_rank())
-        # torch makes the optimizer's state by a step of nothing, which counts: at the same time in every training.
+        # torch creates the optimizer's state by an empty step, which counts: done at the same point in every training.
         get_state_dict(model, optimizer)
         mark = distribute_tensor(torch.full((MARKS,), job), mesh, [Shard(0)], src_data_rank=None)
         return cls(model, optimizer, schedule, Position(), mark, Refusing())
 
     def state(self, job: int) -> dict[str, Any]:
-        """What is saved, or restored into."""
+        """Return the state to save, or to restore into."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {
             "model": model,
@@ -141,11 +142,11 @@ class Training:
         }
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Train on with what was restored."""
+        """Continue from a restored state."""
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
     def advance(self, rank: int) -> None:
-        """One step."""
+        """Train one step."""
         time.sleep(STEP_SECONDS)
         loss = self.model(self.position.next_batch(rank)).square().mean()
         loss.backward()
@@ -155,7 +156,7 @@ class Training:
 
 
 def whole_digest(state: Mapping[str, Any]) -> str:
-    """Of all names, tensors and values that ranks share, whoever saved them; a collective where tensors are sharded."""
+    """Return a digest of all names, tensors and values that ranks share; a collective where tensors are sharded."""
     digest = hashlib.sha256()
     trained = {key: state[key] for key in ("model", "optim", "schedule", "data")}
     for name, value in sorted(_leaves("", trained), key=lambda leaf: leaf[0]):
@@ -170,7 +171,7 @@ def whole_digest(state: Mapping[str, Any]) -> str:
 
 
 def own_digest() -> str:
-    """Of this rank's random states, as the generators themselves have them."""
+    """Return a digest of this rank's random states, read from the generators."""
     digest = hashlib.sha256(repr(random.getstate()).encode())
     kind, words, *rest = np.random.get_state()
     digest.update(f"{kind} {np.asarray(words).tobytes()!r} {rest}".encode())
@@ -190,11 +191,11 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-# ---- what is told, and what is to be suffered
+# ---- events and orders
 
 
 class Events:
-    """What happens on one rank, as JSON lines, each at once: the process may be killed at any time."""
+    """Events of one rank as JSON lines, each written at once: the process may be killed at any time."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8")
@@ -206,15 +207,15 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What the harness wants of the ranks now.
+    """Orders to the ranks.
 
     Attributes:
-        harness: Its process, without which nobody waits for anything.
-        gate: The last step that may be made now.
-        last: The last step of all.
-        raises: Rank and step after which it raises.
-        refuses: Rank and step at whose save it cannot give its state.
-        sleeps: Rank, and how many seconds it takes longer to give its state.
+        harness: Process id of the harness; without that process ranks stop waiting.
+        gate: Last step that may be made now.
+        last: Last step of all.
+        raises: Rank and step after which the rank raises.
+        refuses: Rank and step at whose save the rank fails to give its state.
+        sleeps: Rank, and seconds by which the rank delays its state.
     """
 
     harness: int
@@ -233,7 +234,7 @@ class Orders:
         return cls(**orders)
 
     def write(self, folder: Path) -> None:
-        """Whole, or not at all."""
+        """Write the orders atomically."""
         new = folder / "orders.new"
         orders = {name: getattr(self, name) for name in self.__slots__}
         new.write_text(json.dumps(orders))
@@ -255,7 +256,7 @@ class Trainee:
         self._step = 0
 
     def run(self) -> None:
-        """Train, from the newest checkpoint on, as far as the gate lets."""
+        """Train from the newest checkpoint on, as far as the gate allows."""
         with self._manager() as checkpoints:
             self._checkpoints = checkpoints
             try:
@@ -293,7 +294,7 @@ class Trainee:
         assert step == self._training.position.step, "the position is that of the step"
         jobs = {state["job"], *state["mark"].full_tensor().tolist()}
         own = state["own"].value
-        is_own = self._rank < report.saved_world_size  # a rank that was not there keeps what it has
+        is_own = self._rank < report.saved_world_size  # a new rank keeps its own
         self._events.write(
             "restored",
             save_id=report.save_id,
@@ -302,7 +303,7 @@ class Trainee:
             own_rank=own["rank"],
             **self._digests(),
         )
-        # The next checkpoint is this job's.
+        # The next checkpoint has this job's mark.
         self._training.mark.to_local().fill_(self._options.job)
 
     def _train(self) -> None:
@@ -361,7 +362,7 @@ class Trainee:
             self._tell()
 
     def _tell(self) -> None:
-        """Of the last save that was committed, once."""
+        """Report the last committed save, once."""
         report = self._checkpoints.last_save if self._checkpoints is not None else None
         if report is not None and report.save_id != self._told:
             self._told = report.save_id
@@ -374,7 +375,7 @@ class Trainee:
             )
 
     def _learn_of_the_save(self) -> None:
-        """Training is over; the save under way is not."""
+        """Wait for the save in progress after the last step, and report its outcome."""
         try:
             self._wait()
         except DcpRemoteError as error:
@@ -394,7 +395,7 @@ def _is_there(pid: int) -> bool:
 
 
 def main() -> None:
-    """One rank, started by torchrun."""
+    """Train as one rank, started by torchrun."""
     faulthandler.register(signal.SIGUSR1)
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
@@ -410,7 +411,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE_SECONDS))
     try:
         Trainee(options, events).run()
-    except Exception:  # noqa: BLE001  # told already; what follows is how a process ends
+    except Exception:  # noqa: BLE001  # reported already; what follows is the usual end of a failed process
         sys.excepthook(*cast("Any", sys.exc_info()))
         sys.exit(1)
     dist.destroy_process_group()
