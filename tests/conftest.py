@@ -1,4 +1,4 @@
-"""What tests of several folders share, and the options and figures of the campaign against the core."""
+"""Fixtures of several folders, and the options and counts of the campaign against the core."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.support.parties import wait_until
 from tests.support.properties import load_profile
 from tests.support.rank_pool import RankPool
 
-# For each part that could go on for ever (a fuzzer, random schedules). `make test` runs all of them that short.
+# Limit of each part that has no end of its own (a fuzzer, random schedules). `make test` runs all of them this short.
 _SECONDS = 2.0
 
-# Of the cases of a parametrized test of the campaign, `make test` runs the first and every so many.
+# `make test` runs the first and every n-th case of each parametrized test of the campaign.
 _SMOKE_STEP = 8
 
 _BEGAN = pytest.StashKey[float]()
@@ -43,9 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
     load_profile(config.getoption("--torture-seconds"), is_smoke=config.getoption("--smoke"))
 
 
-@pytest.hookimpl(tryfirst=True)  # before what `-m` does not name is left out
+@pytest.hookimpl(tryfirst=True)  # before the selection by `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every property is part of the campaign, which tries other examples. Real ranks are those of one process."""
+    """Mark every property as a part of the campaign, which runs other examples; run real ranks in one process."""
     cases: Counter[str] = Counter()
     kept, left_out = [], []
     for item in items:
@@ -80,7 +80,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 def torture_seconds(request: pytest.FixtureRequest) -> float:
-    """How long a part of the campaign that has no end of its own may take."""
+    """Return the limit of a part of the campaign that has no end of its own, in seconds."""
     seconds = request.config.getoption("--torture-seconds")
     assert isinstance(seconds, float)
     return seconds
@@ -88,20 +88,20 @@ def torture_seconds(request: pytest.FixtureRequest) -> float:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
-    """One S3 server for the whole session; tests take a bucket each."""
+    """Start one S3 server for the whole session; tests take a bucket each."""
     with moto_server() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
-    """Four processes that live as long as the session; a test takes as many as it needs."""
+    """Start four processes that live as long as the session; a test takes as many as it needs."""
     with RankPool(4) as pool:
         yield pool
 
 
 @pytest.fixture
 def no_heartbeat_is_left() -> Iterator[None]:
-    """Those that a test has left behind end by themselves."""
+    """Wait until the heartbeats that a test has left running have ended."""
     yield
     wait_until(lambda: not [one for one in threading.enumerate() if one.name == "dcp_remote-heartbeat"])

@@ -1,4 +1,4 @@
-"""Catalogs for tests: short ways to write them, any that can be, and stores that hold them."""
+"""Catalogs for tests: short constructors, a hypothesis strategy, and stores that hold them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ RUN = "f" * 32
 
 
 def identity(step: int, letter: str = "a") -> str:
-    """A save_id that a person can read: of a step, and of one of several saves of it."""
+    """Return a readable save_id of a step; the letter tells several saves of the step apart."""
     return f"{letter}{step:031d}"
 
 
 def entry(step: int, letter: str = "a", **other: Any) -> Entry:
-    """A checkpoint of a step, of job 1, whose save began before anything was."""
+    """Return an entry of a step, saved by job 1 and begun at revision 0."""
     save_id = identity(step, letter)
     fields: dict[str, Any] = {
         "step": step,
@@ -37,13 +37,13 @@ def entry(step: int, letter: str = "a", **other: Any) -> Entry:
 
 
 def catalog(*entries: Entry, **other: Any) -> Catalog:
-    """A run of these checkpoints, which job 1 owns."""
+    """Return the catalog of a run of these checkpoints, owned by job 1."""
     fields: dict[str, Any] = {"run_id": RUN, "revision": 10, "token": 1, "entries": entries}
     return Catalog(**fields | other)
 
 
 def attempt(step: int, letter: str = "a", **other: Any) -> Attempt:
-    """A save of a step, which began at revision 10; what `Attempt` does not have is of its entry."""
+    """Return a save of a step that began at revision 10; arguments unknown to `Attempt` go to its entry."""
     own: dict[str, Any] = {"run_id": RUN}
     own |= {name: other.pop(name) for name in ("run_id", "before", "borrowed", "abandons") if name in other}
     return Attempt(entry(step, letter, **{"began": 10} | other), **own)
@@ -57,7 +57,7 @@ METRICS = st.dictionaries(TEXTS, st.floats(allow_nan=False, allow_infinity=False
 
 @st.composite
 def catalogs(draw: st.DrawFn, entries_max: int = 6) -> Catalog:
-    """Any that `catalog_json.check` takes."""
+    """Draw any catalog that `catalog_json.check` accepts."""
     revision, token = draw(NUMBERS), draw(NUMBERS)
     count = draw(st.integers(min_value=0, max_value=entries_max if revision else 0))
     distinct = st.lists(TEXTS, unique=True, max_size=count)
@@ -86,13 +86,13 @@ def catalogs(draw: st.DrawFn, entries_max: int = 6) -> Catalog:
 
 NONCE = "0" * 32
 ONE = catalog(entry(1))
-# By the clock of a test.
+# Created times by the clock of a test, in seconds.
 SECONDS = 60.0
 
 
 @dataclass
 class Clock:
-    """Advances by what is slept."""
+    """Clock that advances by each sleep, in seconds."""
 
     now_seconds: float = 0.0
     pauses: list[float] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Clock:
 
 
 def store_of(run: Catalog | None = ONE) -> MemoryStore:
-    """With a catalog, or empty."""
+    """Return a store with a catalog, or an empty one."""
     store = MemoryStore()
     if run is not None:
         store.put(CATALOG_KEY, [encode(run, NONCE)])
@@ -114,7 +114,7 @@ def store_of(run: Catalog | None = ONE) -> MemoryStore:
 
 
 def stored(store: MemoryStore) -> Catalog | None:
-    """What lies there, looked at past all wrappers."""
+    """Return the catalog in the store, read without wrappers; None if there is none."""
     found = store.space.objects.get(CATALOG_KEY)
     return decode(found.data) if found else None
 
@@ -122,7 +122,7 @@ def stored(store: MemoryStore) -> Catalog | None:
 def swapped(
     store: ObjectStore, change: Change, *, create: bool = False, seconds: float = SECONDS, clock: Clock | None = None
 ) -> Catalog:
-    """`catalog_store.swap`, whose pauses take no time and are as long as they can be."""
+    """Swap as `catalog_store.swap` does, with pauses of full length that take no time."""
     clock = clock or Clock()
     return swap(
         store,
@@ -135,5 +135,5 @@ def swapped(
 
 
 def commit(step: int) -> Change:
-    """Of a save that began on what it is asked on, in the job that owns the run."""
+    """Return the change that commits a save begun on the present catalog, by the job that owns the run."""
     return lambda run: committed(run, attempt(step, "b", run_id=run.run_id, token=run.token, began=run.revision))

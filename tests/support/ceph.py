@@ -1,12 +1,12 @@
 """A real S3 server on this machine, for tests: Ceph's gateway, with one monitor and one OSD, all in memory.
 
-moto shows what a client does; this shows what a store does with it: conditions decided among writers that race,
-signatures checked, bodies that end too early refused. Needs Ceph's programs, on Debian 12:
+moto shows what a client sends; Ceph shows what a store does with the requests: it decides conditions among racing
+writers, checks signatures, and refuses bodies that end too early. Needs Ceph's programs, on Debian 12:
 
     apt-get install --no-install-recommends ceph-mon ceph-osd radosgw
 
-That is Ceph 16. It wants ETags in conditions without quotes, verifies of a body its length, its MD5 and the SHA-256
-of a signed payload, and knows none of S3's newer checksums: it takes them without a look.
+That is Ceph 16. It wants ETags in conditions without quotes, verifies the length of a body, its MD5 and the SHA-256 of
+a signed payload, and accepts S3's newer checksums without verifying them.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from dcp_remote.testing.servers import S3Server
 
 _PROGRAMS = ("ceph-mon", "ceph-osd", "monmaptool", "osdmaptool", "radosgw", "radosgw-admin", "setpriv")
 
-# A second or two alone, on a busy machine many times that.
+# Limit of the start: a second or two on an idle machine, on a busy one many times that.
 _START_SECONDS_MAX = 120.0
 
 _POLL_SECONDS = 0.05
 
-# Enough for the shards of tests; what does not fit is refused, and not swapped out.
+# Enough for the shards of tests; more is refused, and not swapped out.
 _MEMORY_BYTES = 2 * 1024**3
 
 _USER = "testing"
 
-# What a report of a failure quotes of a log.
+# Length of the log that a failure's message quotes.
 _LOG_CHARACTERS_MAX = 900
 
 _CONFIGURATION = """
@@ -104,7 +104,7 @@ rgw enable usage log = false
 
 
 def ceph_is_installed() -> bool:
-    """Whether the programs that `ceph_gateway` starts are there, of version 16: later ones want another start."""
+    """Return whether Ceph's programs are installed, in version 16: later ones have another start."""
     if not all(map(shutil.which, _PROGRAMS)):
         return False
     said = subprocess.run(["radosgw", "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
@@ -113,11 +113,11 @@ def ceph_is_installed() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CephGateway(S3Server):
-    """A gateway that runs."""
+    """A running gateway."""
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """What to pass as `storage_options`: everything that Ceph 16 can do, bodies that it verifies included."""
+        """Return the `storage_options` of all features of Ceph 16, including the checks of bodies that it makes."""
         return self._credentials | {"etag_quotes": False, "sign_payload": True, "checksum_algorithm": "none"}
 
     @property
@@ -130,14 +130,14 @@ class CephGateway(S3Server):
         }
 
     def client(self) -> Any:
-        """A client of botocore, to look past a store; it sends none of the newer checksums."""
+        """Return a botocore client, to read without a store; it sends none of the newer checksums."""
         # `Any`: botocore makes its clients' classes while it runs.
         session: Any = Session()
         config = Config(request_checksum_calculation="when_required")
         return session.create_client("s3", **self._credentials, config=config)
 
     def create_bucket(self, name: str) -> None:
-        """Create a bucket, in one request; one that exists already stays as it is.
+        """Create a bucket, in one request; a bucket that exists is left as it is.
 
         Raises:
             botocore.exceptions.ClientError: The server refused.
@@ -147,14 +147,14 @@ class CephGateway(S3Server):
 
 @contextmanager
 def ceph_gateway() -> Iterator[CephGateway]:
-    """Run a gateway while the block runs. What it stores is lost with it.
+    """Run a gateway while the block runs; stored objects are lost with it.
 
-    Starts in a second or two. Its three processes are killed at the end of the block, however that comes. Should this
-    thread die without, the kernel kills them, and a temporary folder of a few megabytes stays.
+    Starts in a second or two. Its three processes are killed at the end of the block, however that ends. If this thread
+    dies before that, the kernel kills them, and a temporary folder of a few megabytes stays.
 
     Raises:
-        InvalidArgumentError: Ceph 16 is not installed, or did not start within two minutes; the message quotes what the
-            process that failed said last.
+        InvalidArgumentError: Ceph 16 is not installed, or did not start within two minutes; the message quotes the log
+            of the process that failed.
     """
     if not ceph_is_installed():
         missing = [program for program in _PROGRAMS if shutil.which(program) is None]
@@ -170,7 +170,7 @@ def ceph_gateway() -> Iterator[CephGateway]:
         for name in ("mon", "osd", "rgw"):
             (folder / name).mkdir()
 
-        # A monitor that knows of itself alone is a quorum.
+        # A monitor that knows no other is a quorum.
         monmap = ["--create", "--fsid", fsid, "--addv", "a", f"[v1:127.0.0.1:{mon_port}]", str(folder / "monmap")]
         osdmap = str(folder / "osdmap")
         cluster.run("monmaptool", *monmap)
@@ -180,7 +180,8 @@ def ceph_gateway() -> Iterator[CephGateway]:
         cluster.run("ceph-osd", "-i", "0", "--mkfs")
         cluster.start("ceph-osd", "-i", "0")
 
-        # Both would make the pools that are not there yet: one after the other. They wait for the OSD by themselves.
+        # Both would create the missing pools, so that they run one after the other. They wait for the OSD by
+        # themselves.
         user = ["user", "create", "--uid", _USER, "--display-name", _USER]
         keys = ["--access-key", _USER, "--secret-key", _USER]
         cluster.run("radosgw-admin", "-n", "client.rgw", *user, *keys)
@@ -200,7 +201,7 @@ class _Cluster:
         self._deadline = time.monotonic() + _START_SECONDS_MAX
 
     def start(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start a daemon, which is killed when the stack closes: what it stores is worth nothing afterwards."""
+        """Start a daemon, which is killed when the stack closes: its stored objects need no clean end."""
         process = self._open(program, "-f", "--no-mon-config", *arguments)
         self._stack.callback(_kill, process)
         self._daemons[program] = process
@@ -217,7 +218,7 @@ class _Cluster:
             raise self._failure(program, "failed", exit_status=process.returncode)
 
     def wait(self, ready: Callable[[], bool], program: str) -> None:
-        """Look until `ready`; what is waited for is named when a daemon has died, or time is up."""
+        """Poll until `ready` is true; raise with the program's name when a daemon has died, or the time is up."""
         while not ready():
             for daemon, process in self._daemons.items():
                 if process.poll() is not None:
@@ -229,13 +230,13 @@ class _Cluster:
     def _open(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
         with self._log(program).open("ab") as log:
             return subprocess.Popen(
-                # The kernel ends it with this process, should that have no time for it.
+                # The kernel ends the daemon with this process, if this process cannot do so.
                 ["setpriv", "--pdeathsig", "KILL", program, "--conf", str(self.configuration), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=_environment(),
-                process_group=0,  # Ctrl-C is for this process alone, which then ends the others
+                process_group=0,  # Ctrl-C goes to this process alone, which then ends the others
             )
 
     def _log(self, program: str) -> Path:
@@ -243,14 +244,14 @@ class _Cluster:
 
     def _failure(self, program: str, how: str, **details: object) -> InvalidArgumentError:
         said = self._log(program).read_text(errors="replace").splitlines()
-        # Errors are of level -1, and would drown in the rest: a daemon that ends early often crashes as well.
+        # Errors have level -1, and the other levels would hide them: a daemon that ends early often crashes as well.
         errors = [line for line in said if " -1 " in line]
         log = "\n".join(errors or said)[-_LOG_CHARACTERS_MAX:]
         return InvalidArgumentError(f"Ceph's {program} {how}.", **details, log=log)
 
 
 def _environment() -> dict[str, str]:
-    """Nothing that points to another cluster."""
+    """Return this process's environment without variables of another cluster."""
     return {name: value for name, value in os.environ.items() if not name.startswith("CEPH_")}
 
 
@@ -260,7 +261,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reserved_port() -> socket.socket:
-    """A port that only a server that asks for it by number gets: bound, reusable, and not listened at."""
+    """Bind a port without listening: only a server that asks for this number gets it."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))
@@ -268,7 +269,7 @@ def _reserved_port() -> socket.socket:
 
 
 def _answers(port: int) -> bool:
-    """Whether an S3 server lists the buckets of nobody."""
+    """Return whether an S3 server answers an anonymous list of buckets."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", "/")

@@ -1,4 +1,4 @@
-"""What the campaign against the core did, counted where it is done and printed at the end of a run of the tests."""
+"""Counts of the campaign's work, printed at the end of a run of the tests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Figure: TypeAlias = Literal[
     "fuzz executions",  # by atheris
 ]
 
-# From this many seconds on, `--torture-seconds` asks for the whole campaign: what is large then is as large as it gets.
+# Value of `--torture-seconds` from which the campaign runs whole, with its largest cases.
 LONG_SECONDS = 60
 
 figures: Counter[str] = Counter()
 
 
 def count(figure: Figure, number: int = 1) -> None:
-    """Add to a figure."""
+    """Add to a count."""
     figures[figure] += number

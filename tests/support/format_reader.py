@@ -1,4 +1,4 @@
-"""A reader of checkpoints in a folder, written from FORMAT.md alone: neither torch nor dcp_remote is imported."""
+"""A reader of checkpoints in a folder, written from FORMAT.md alone; imports neither torch nor dcp_remote."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-TYPES = {"float32": "<f4", "int64": "<i8", "bool": "?", "complex64": "<c8"}  # as far as the test goes
+TYPES = {"float32": "<f4", "int64": "<i8", "bool": "?", "complex64": "<c8"}  # only those of the test
 
 
 def column(text: str) -> list[int]:
@@ -55,7 +55,7 @@ def read_manifest(folder: Path, step: int | None = None) -> dict[str, Any]:
 
 
 def read(folder: Path, step: int | None = None) -> dict[str, Any]:
-    """Tensors as arrays, objects as the JSON that stands for them, and raw bytes; in the order that was saved."""
+    """Return tensors as arrays, objects as their JSON, and raw bytes, in the order of the save."""
     manifest = read_manifest(folder, step)
     shards, tensors, chunks = manifest["shards"], manifest["tensors"], manifest["chunks"]
     table_starts = [a - b for a, b in zip(column(shards["data_starts"]), column(shards["table_lengths"]), strict=True)]

@@ -33,7 +33,7 @@ from dcp_remote.format.manifest import (
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A tensor: its chunks, and the bytes of each chunk's pieces."""
+    """Layout of a tensor: its chunks, and the lengths of each chunk's pieces in bytes."""
 
     name: str
     kind: TensorKind
@@ -44,7 +44,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class ObjectLayout:
-    """An object in shards, and the bytes of its pieces."""
+    """Layout of an object in shards: the lengths of its pieces in bytes."""
 
     name: str
     encoding: str
@@ -60,15 +60,15 @@ def build(
     gap_bytes: int = 0,
     seed: int = 0,
 ) -> Manifest:
-    """Lay the pieces into shards, one after another in the order in which they are numbered.
+    """Build a manifest whose pieces lie in shards one after another, in the order of their numbers.
 
     Args:
-        layouts: The tensors.
-        objects: The objects in shards.
-        inline: Objects in the manifest.
-        shard_of: The shard of each piece; all in one where it is left out.
-        gap_bytes: Between neighbors in a shard.
-        seed: Of digests and names.
+        layouts: Layouts of the tensors.
+        objects: Layouts of the objects in shards.
+        inline: Objects in the manifest, by name.
+        shard_of: Index of the shard of each piece; by default all are in one.
+        gap_bytes: Gap between neighbors in a shard.
+        seed: Seed of digests and names.
     """
     random = np.random.default_rng(seed)
     lengths = [n for layout in layouts for chunk in layout.pieces for n in chunk]
@@ -137,13 +137,13 @@ def build(
 
 
 def column(values: Sequence[int]) -> I64:
-    """An int64 array, also of nothing."""
+    """Return an int64 array, also of no values."""
     return np.array(values, dtype=np.int64)
 
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """A tiling of a shape, by cutting boxes in two; some are without elements."""
+    """Draw a tiling of a shape, made by cutting boxes in two; some boxes are empty."""
     result = [Box((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 4)) if shape else 0):
         box = result.pop(draw(st.integers(0, len(result) - 1)))
@@ -159,7 +159,7 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Box, ...]:
 
 @st.composite
 def layouts(draw: st.DrawFn, name: str) -> Layout:
-    """A tensor of any kind; some chunks are larger than a block, so that their shards have tables."""
+    """Draw a tensor of any kind; some chunks are larger than a block, so that their shards have block tables."""
     kind = TensorKind(
         dtype=draw(st.sampled_from(["bool", "bfloat16", "float32", "complex128", "quint8"])),
         encoding=draw(st.sampled_from([RAW, RAW, RAW, TORCH, PICKLE])),
@@ -185,7 +185,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
-    """Valid manifests: tensors of all kinds in irregular chunks, objects, pieces anywhere in several shards."""
+    """Draw a valid manifest: tensors of all kinds in irregular chunks, objects, pieces anywhere in several shards."""
     names = draw(st.lists(NAMES, max_size=8, unique=True))
     tensors: list[Layout] = []
     objects: list[ObjectLayout] = []
@@ -211,14 +211,14 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 
 def decode(data: bytes) -> Manifest:
-    """The manifest of a checkpoint; a tombstone is none."""
+    """Decode the manifest of a checkpoint; raise for a tombstone."""
     manifest = manifest_json.decode(data)
     assert manifest is not None
     return manifest
 
 
 def plain(value: object) -> object:
-    """A manifest as lists, tuples, dicts and scalars, to compare and to print."""
+    """Return a manifest as lists, tuples, dicts and scalars, to compare and to print."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if is_dataclass(value) and not isinstance(value, type):
@@ -229,14 +229,14 @@ def plain(value: object) -> object:
 
 
 def assert_sound_head(manifest: Manifest) -> None:
-    """What is said of the save itself."""
+    """Check the fields that describe the save."""
     assert manifest.world_size >= 1
     assert len(manifest.replaces) <= 64
     assert all(re.fullmatch("[0-9a-f]{32}", save_id) for save_id in (manifest.save_id, *manifest.replaces))
 
 
 def assert_sound(manifest: Manifest) -> None:
-    """Everything that a manifest promises, looked at one number at a time; shares no code with `check`."""
+    """Check every promise of a manifest, one number at a time; shares no code with `check`."""
     shards, pieces, tensors = manifest.shards, manifest.pieces, manifest.tensors
     assert_sound_head(manifest)
     count = len(shards.keys)

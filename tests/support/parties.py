@@ -1,4 +1,4 @@
-"""Ranks as threads of this process, which meet in one store: their messages need no process."""
+"""Ranks as threads of this process, connected through one store."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Ended(Generic[T]):
         self.error: BaseException | None = None
         try:
             self.value = part()
-        except BaseException as error:  # noqa: BLE001  # the test looks at it
+        except BaseException as error:  # noqa: BLE001  # kept for the test
             self.error = error
 
     def __repr__(self) -> str:
@@ -123,7 +123,7 @@ def join(ranks: RankGroup, what: str = WHAT, *, seconds: float = 20.0, silence_s
 
 
 def together(ranks: RankGroup, what: str = WHAT, **terms: float) -> tuple[int, int]:
-    """Carry out an operation of two rounds, in which nothing goes wrong."""
+    """Carry out an operation of two rounds without faults."""
     with join(ranks, what, **terms) as collective:
         total = collective.gather(ranks.rank, sum)
         return total, collective.scatter(10 * ranks.rank, lambda values: [value + 1 for value in values])
@@ -147,7 +147,7 @@ def upload(collective: Collective) -> NoReturn:
 
 @contextmanager
 def held(ranks: RankGroup) -> Iterator[None]:
-    """Stop the heartbeat of these ranks meanwhile, as if their process was stopped."""
+    """Stop the heartbeat of these ranks while the block runs, as if their process was stopped."""
     assert ranks.heartbeat is not None
     has_stopped, go_on = threading.Event(), threading.Event()
 

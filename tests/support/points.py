@@ -1,4 +1,4 @@
-"""Points of a save or a load at which something happens to a rank, and what is saved and found around them."""
+"""Points of a save or a load at which a rank fails, and the states saved and found around them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ OLD, NEW, THIRD, NEWEST = 1.0, 2.0, 3.0, 4.0
 
 @contextmanager
 def at(function: Callable[..., object], when: When, action: Callable[[], None]) -> Iterator[None]:
-    """Do something as this thread enters or leaves a function: what it raises is raised there.
+    """Call `action` as this thread enters or leaves a function; its error is raised there.
 
-    That is how a signal's handler strikes, and it needs neither a subclass nor a mock: what is tried is the function
-    itself, with all that is around it.
+    This is how a signal's handler interrupts code, and it needs neither a subclass nor a mock: the function itself is
+    tested, with all its callers.
     """
     code = inspect.unwrap(function).__code__
 
@@ -57,7 +57,7 @@ def at(function: Callable[..., object], when: When, action: Callable[[], None]) 
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Look again and again, for half a minute at most: what another process does has no other way to be seen."""
+    """Poll for half a minute at most: another process's progress cannot be awaited otherwise."""
     deadline_seconds = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline_seconds, "it never came"
@@ -66,12 +66,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a save or a load ended on a rank that raised.
+    """Outcome of a save or a load on a rank that raised.
 
     Attributes:
-        text: What a user reads.
-        failures: Of a `CheckpointException`, by rank.
-        error: What was raised, if it was anything else.
+        text: Message for the user.
+        failures: Errors of a `CheckpointException`, by rank.
+        error: Any other error that was raised; None for a `CheckpointException`.
     """
 
     text: str
@@ -80,20 +80,20 @@ class Ending:
 
 
 def ending(attempt: Callable[[], object]) -> Ending | None:
-    """What an attempt raised; None if it returned."""
+    """Return the error of an attempt; None if it returned."""
     try:
         attempt()
     except CheckpointException as error:
         return Ending(str(error), {rank: cause for rank, (cause, _) in error.failures.items()})
-    except Exception as error:  # noqa: BLE001  # whatever it is, the test wants to see it
+    except Exception as error:  # noqa: BLE001  # any error is a result of the test
         return Ending(str(error), {}, error)
     return None
 
 
 def state(value: float, ranks: Sequence[int] = ()) -> State:
-    """What this rank saves or loads: two top-level keys of its own, and so two shards, with tensors and an object.
+    """Return this rank's state: two top-level keys of its own, and so two shards, with tensors and an object.
 
-    Or what those ranks do.
+    Or the states of the given ranks, merged.
     """
     leaves: State = {}
     for rank in ranks or (dist.get_rank(),):
@@ -103,7 +103,7 @@ def state(value: float, ranks: Sequence[int] = ()) -> State:
 
 
 def assert_is(state: State, value: float) -> None:
-    """Every leaf of it."""
+    """Check that every leaf of the state has this value."""
     for name, entries in state.items():
         leaves = [entries["w"], entries["b"]] if name.startswith("model") else [entries["m"], *entries["steps"]]
         for leaf in leaves:
@@ -111,7 +111,7 @@ def assert_is(state: State, value: float) -> None:
 
 
 def found(path: Path, world_size: int) -> float:
-    """Which of the states is there, whole and verified; raises if there is no checkpoint."""
+    """Load the checkpoint whole, and return its value; raises if there is no checkpoint."""
     state = load(path)
     assert sorted(state) == sorted(f"{top}_{rank}" for rank in range(world_size) for top in ("model", "optim"))
     value = state["optim_0"]["steps"][0]
@@ -121,7 +121,7 @@ def found(path: Path, world_size: int) -> float:
 
 
 def orphans(path: Path) -> set[int]:
-    """The ranks that wrote the shards that no manifest names."""
+    """Return the ranks that wrote the shards that no manifest names."""
     named = set(decode((path / MANIFEST_KEY).read_bytes()).shards.keys)
     keys = {info.key for info in LocalStore(str(path)).list() if info.key != MANIFEST_KEY}
     assert named <= keys

@@ -1,6 +1,6 @@
 """Real ranks: processes with a gloo process group, started once and given one function after another.
 
-Starting a rank takes seconds, most of them to import torch; a call of a pool that runs takes milliseconds.
+Starting a rank takes seconds, most of them to import torch; a call of a running pool takes milliseconds.
 
     with RankPool(4) as pool:
         assert pool.run(dist.get_rank) == [0, 1, 2, 3]
@@ -37,16 +37,16 @@ from dcp_remote.errors import InvalidArgumentError
 _Result = TypeVar("_Result")
 _Arguments = TypeVarTuple("_Arguments")
 
-# Of a collective. torch's half an hour would be a test that hangs; a busy machine of two cores stays below a second.
+# Timeout of a collective, which takes under a second on two busy cores; torch's half an hour would hang the test.
 GROUP_TIMEOUT_SECONDS = 15.0
 
-# Of a call, after which its ranks are killed; the first call also waits for every rank to import torch.
+# Timeout of a call, after which its ranks are killed; the first call also waits for every rank to import torch.
 CALL_TIMEOUT_SECONDS = 120.0
 
-# What a hung rank gets to print its stacks before it is killed.
+# Time that a hung rank has to print its stacks before it is killed.
 _STACKS_SECONDS = 1.0
 
-# What a rank gets to leave by itself when the pool is closed.
+# Time that a rank has to exit by itself when the pool is closed.
 _STOP_SECONDS = 5.0
 
 _BOOTSTRAP = "import sys; from tests.support.rank_pool import _serve; _serve(*sys.argv[1:])"
@@ -54,12 +54,12 @@ _BOOTSTRAP = "import sys; from tests.support.rank_pool import _serve; _serve(*sy
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """How a call ended on a rank that did not return.
+    """Failure of a call on a rank that did not return.
 
     Attributes:
-        description: The traceback; or how the process ended.
-        error: What was raised, if it was and can be pickled.
-        signal: Which one ended the process; None if it lives, or left by itself.
+        description: Traceback, or exit status of the process.
+        error: Error that was raised; None if none was, or it cannot be pickled.
+        signal: Signal that ended the process; None if the process lives, or exited by itself.
     """
 
     description: str
@@ -68,37 +68,37 @@ class RankFailure:
 
 
 class RanksFailedError(Exception):
-    """A call did not return on every rank; the message holds each traceback.
+    """At least one rank did not return from a call; the message holds each traceback.
 
     Attributes:
-        failures: By rank of the call.
-        results: What the other ranks returned.
+        failures: Failures, by rank of the call.
+        results: Results of the other ranks, by rank.
     """
 
     def __init__(self, failures: Mapping[int, RankFailure], results: Mapping[int, Any]) -> None:
-        """See the class."""
+        """Make the error of a call."""
         self.failures = dict(failures)
         self.results = dict(results)
         super().__init__(self.failures, self.results)
 
     def __str__(self) -> str:
-        """Every rank's, in order."""
+        """Return every failure, in order of the ranks."""
         return "\n".join(f"rank {rank}: {self.failures[rank].description}" for rank in sorted(self.failures))
 
 
 class RankPool:
     """Processes of this machine that become the ranks of one call after another.
 
-    Every call has a process group of its own as the default group, so that none suffers from what the one before left
-    behind. Processes are spawned, never forked; a rank has one thread for computing. They talk over the loopback
-    interface alone, and end with this process, however it dies.
+    Every call has a process group of its own as the default group, so that no call is affected by an earlier one.
+    Processes are spawned, never forked; a rank has one thread for computing. Processes communicate over the loopback
+    interface alone, and end with this process, however this process dies.
 
-    For one thread at a time. Use as a context manager, or `close` it.
+    Not thread-safe. Use as a context manager, or `close` it.
 
     Args:
-        world_size: How many processes; a call may use fewer.
-        group_timeout_seconds: Of the default group of each call.
-        call_timeout_seconds: After which the ranks of a call are killed, having printed their stacks.
+        world_size: Number of processes; a call may use fewer.
+        group_timeout_seconds: Timeout of the default group of each call.
+        call_timeout_seconds: Time after which the ranks of a call print their stacks and are killed.
     """
 
     def __init__(
@@ -108,15 +108,15 @@ class RankPool:
         group_timeout_seconds: float = GROUP_TIMEOUT_SECONDS,
         call_timeout_seconds: float = CALL_TIMEOUT_SECONDS,
     ) -> None:
-        """See the class; the processes start with the first call."""
+        """Make a pool; the processes start with the first call."""
         if world_size < 1:
             raise InvalidArgumentError("A pool has at least one rank.", world_size=world_size)
         self._group_timeout_seconds = group_timeout_seconds
         self._call_timeout_seconds = call_timeout_seconds
         self._processes: list[_Process | None] = [None] * world_size
         self._calls = 0
-        # The server of the rendezvous lives here, so that it outlives any rank. It gets a socket that listens already:
-        # a port that was only probed could be taken by somebody else before it is bound.
+        # The server of the rendezvous lives here, so that it outlives any rank. It gets a listening socket, since a
+        # port that was only probed could be taken before it is bound.
         listening = socket.create_server(("127.0.0.1", 0))
         self._port: int = listening.getsockname()[1]
         self._store = dist.TCPStore(
@@ -124,23 +124,23 @@ class RankPool:
         )
 
     def __enter__(self) -> Self:
-        """The pool."""
+        """Return the pool."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close it."""
+        """Close the pool."""
         self.close()
 
     @property
     def world_size(self) -> int:
-        """How many processes there are at most."""
+        """Return the largest number of ranks of a call."""
         return len(self._processes)
 
     @property
     def pids(self) -> list[int | None]:
-        """The processes; None for one that does not run."""
+        """Return the process ids; None for a process that does not run."""
         return [process.pid if process and process.alive() else None for process in self._processes]
 
     def run(
@@ -153,17 +153,17 @@ class RankPool:
         """Call a function on every rank at once, each in the default process group of them all.
 
         Args:
-            function: Of the top level of a module that a new process can import.
-            *args: The same for all; they and the result are pickled, tensors by value.
-            ranks: Which processes become the ranks of this call, in this order; by default all.
-            timeout_seconds: For this call instead of the pool's.
+            function: Function at the top level of a module that a new process can import.
+            *args: Arguments, equal on all ranks; they and the result are pickled, tensors by value.
+            ranks: Indices of the processes that become the ranks of this call, in this order; by default all.
+            timeout_seconds: Timeout of this call instead of the pool's.
 
         Returns:
-            What each returned, by rank.
+            Results, by rank.
 
         Raises:
-            RanksFailedError: At least one rank raised, died, or was killed at the call's timeout. The next call starts
-                anew what does not run any more.
+            RanksFailedError: At least one rank raised, died, or was killed at the call's timeout. The next call
+                restarts dead processes.
             InvalidArgumentError: The function or an argument cannot be pickled, or there is no such rank.
         """
         members = list(range(self.world_size)) if ranks is None else list(ranks)
@@ -235,7 +235,7 @@ class RankPool:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a process is told to do; `work` is pickled apart, so that a failure to load it is an answer, too."""
+    """A call to one process; `work` is pickled apart, so that a failure to unpickle it is reported, too."""
 
     number: int
     rank: int
@@ -246,23 +246,23 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Returned:
-    """What a function returned."""
+    """Result of a call."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class _NotJoined:
-    """The group could not be made, as when another rank was killed meanwhile.
+    """Failure to make the group, as when another rank was killed meanwhile.
 
-    torch numbers its groups, and has counted this one on some ranks: this process would never meet the others again.
+    torch numbers its groups, and has counted this one on some ranks: this process could never join the others again.
     """
 
     failure: RankFailure
 
 
 class _Process:
-    """The pool's side of one process."""
+    """The pool's handle of one process."""
 
     def __init__(self, port: int) -> None:
         ours, theirs = socket.socketpair()
@@ -272,7 +272,7 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 env=_environment(),
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is this process's; it ends the ranks by ending the connection
+                start_new_session=True,  # Ctrl-C goes to this process, which ends the ranks by closing the connection
             )
         finally:
             theirs.close()
@@ -286,7 +286,7 @@ class _Process:
         return self._popen.poll() is None
 
     def send(self, call: _Call) -> None:
-        with suppress(OSError):  # a process that died meanwhile answers with the end of its connection
+        with suppress(OSError):  # if the process died meanwhile, the connection reads as ended
             self.connection.send_bytes(pickle.dumps(call))
 
     def receive(self) -> _Returned | RankFailure | _NotJoined:
@@ -326,19 +326,19 @@ def _environment() -> dict[str, str]:
         # The server of torch's store looks up the host of each new connection, in its only thread: a slow nameserver
         # would stop all ranks for five seconds.
         "RES_OPTIONS": "timeout:1 attempts:1",
-        "OMP_NUM_THREADS": "1",  # several ranks share the cores; read when torch is imported, and so set before
-        "PYTHONPATH": os.pathsep.join(sys.path),  # what can be imported here, can be there
+        "OMP_NUM_THREADS": "1",  # several ranks share the cores; read at torch's import, and so set before
+        "PYTHONPATH": os.pathsep.join(sys.path),  # modules that this process can import
     }
     if loopback is not None:
         environment["GLOO_SOCKET_IFNAME"] = loopback
     return environment
 
 
-# ---- in the rank's process
+# ---- in a rank's process
 
 
 def _serve(descriptor: str, port: str) -> None:
-    """The life of a rank's process: one call after another, until the pool's end of the connection is closed."""
+    """Serve one call after another, until the pool's end of the connection is closed."""
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     connection = Connection(int(descriptor))
@@ -350,7 +350,7 @@ def _serve(descriptor: str, port: str) -> None:
 
 
 def _receive_calls(connection: Connection, calls: queue.SimpleQueue[_Call]) -> None:
-    """In a thread of its own, which sees the pool's end also while a function hangs in a collective."""
+    """Receive calls in a thread, which sees the connection end also while a function hangs in a collective."""
     try:
         while True:
             call = pickle.loads(connection.recv_bytes())
@@ -368,15 +368,15 @@ def _answer(store: dist.Store, call: _Call) -> bytes:
     try:
         function, args = pickle.loads(call.work)
         return pickle.dumps(_Returned(function(*args)))
-    except BaseException as error:  # noqa: BLE001  # whatever ends a function is the caller's to see
+    except BaseException as error:  # noqa: BLE001  # any error is returned to the caller
         return pickle.dumps(RankFailure(traceback.format_exc(), _portable(error)))
 
 
 def _join_group(store: dist.Store, call: _Call) -> None:
     if dist.is_initialized():
-        # Only now, when every rank of the last call has answered: before, it could have cut off a slower one.
+        # Only now, when every rank of the last call has answered: earlier, a slower rank could have been cut off.
         dist.destroy_process_group()
-        # torch caches layouts by mesh, and meshes of different groups are equal: results would name dead groups.
+        # torch caches layouts by mesh, and meshes of different groups are equal: results would refer to dead groups.
         debug._clear_sharding_prop_cache()
     dist.init_process_group(
         "gloo",
@@ -385,7 +385,7 @@ def _join_group(store: dist.Store, call: _Call) -> None:
         world_size=call.world_size,
         timeout=timedelta(seconds=call.group_timeout_seconds),
     )
-    # Nobody begins, and perhaps kills itself, while another is still connecting to it.
+    # No rank begins, and perhaps kills itself, while another is still connecting to it.
     joined = f"call-{call.number}/joined"
     if store.add(f"{joined}-ranks", 1) == call.world_size:
         store.set(joined, "")
@@ -393,9 +393,9 @@ def _join_group(store: dist.Store, call: _Call) -> None:
 
 
 def _portable(error: BaseException) -> BaseException | None:
-    """The error, if it is the same after a journey."""
+    """Return the error if it survives pickling, else None."""
     try:
         loaded = pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001  # a class can do anything when it is pickled
+    except Exception:  # noqa: BLE001  # pickling calls code of the class, which can raise anything
         return None
     return loaded if isinstance(loaded, BaseException) else None

@@ -1,7 +1,7 @@
-"""Runs for tests: saves of real manifests and shards without torch, and what must hold of whatever lies there.
+"""Runs for tests: saves of real manifests and shards without torch, and checks of stored objects.
 
 Each checkpoint has a model of two shards, an optimizer of one, and a step at the top. The bytes of a shard follow from
-its name, so that whoever looks sees whether they are right.
+its name, so that they can be checked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.manifests import Layout, ObjectLayout, build, decode
 
 _Answer = TypeVar("_Answer")
 
-# Of a checkpoint's shards, by number.
+# Numbers of a checkpoint's shards.
 FROZEN, TRAINED, OPTIMIZER = 0, 1, 2
 
 PATIENCE_SECONDS = 30.0
@@ -57,18 +57,18 @@ _PATTERN = _manifest()
 
 
 def content(key: str, size_bytes: int) -> bytes:
-    """Of a shard."""
+    """Return the bytes of a shard."""
     return (key.encode() * size_bytes)[:size_bytes]
 
 
 def manifest_of(
     run: RunInfo, *, letter: str = "a", base: Manifest | None = None, borrows: Sequence[int] = ()
 ) -> Manifest:
-    """Of a checkpoint, whose shards get fresh names, but for those that it borrows."""
+    """Return the manifest of a checkpoint with new shards, except those reused from the base."""
     names = ShardNames(0, origin(revision=run.revision, step=run.step))
-    # One that was thinned has no optimizer to lend.
-    lent = dict(enumerate(base.shards.keys)) if base is not None else {}
-    keys = [lent[number] if number in lent and number in borrows else names.key(number) for number in range(3)]
+    # A thinned base has no optimizer shard to reuse.
+    reused = dict(enumerate(base.shards.keys)) if base is not None else {}
+    keys = [reused[number] if number in reused and number in borrows else names.key(number) for number in range(3)]
     return replace(
         _PATTERN,
         save_id=identity(run.step, letter),
@@ -79,10 +79,10 @@ def manifest_of(
 
 
 def put_shards(store: ObjectStore, manifest: Manifest, *, base: Manifest | None = None) -> None:
-    """All but those that the base lends."""
-    lent = base.shards.keys if base is not None else ()
+    """Put the shards of a manifest, except those of the base."""
+    reused = base.shards.keys if base is not None else ()
     for key, size_bytes in zip(manifest.shards.keys, manifest.shards.sizes.tolist(), strict=True):
-        if key not in lent:
+        if key not in reused:
             store.put(key, [content(key, size_bytes)])
 
 
@@ -98,18 +98,18 @@ def begin(
     names: tuple[str, ...] = (),
     metrics: tuple[tuple[str, float], ...] = (),
 ) -> Attempt:
-    """A save into the run, which is begun if there is none, by the job that holds the fence; all but its commit.
+    """Carry out a save into the run, which is created if needed, by the job that holds the fence, up to its commit.
 
     Args:
-        store: At the run.
-        step: Of training.
-        letter: See `identity`.
-        base: The step whose shards are named again.
-        borrows: Which of them.
-        abandons: See `Attempt`.
-        overwrite: Replace what is live at this step.
-        names: By which it can be asked for.
-        metrics: By name.
+        store: Store at the run's prefix.
+        step: Training step.
+        letter: Letter of the save_id; see `identity`.
+        base: Step whose shards are reused; None for none.
+        borrows: Numbers of the shards that are reused.
+        abandons: Step that the job rolled back to; see `Attempt`.
+        overwrite: Whether to replace a live checkpoint of this step.
+        names: Names of the checkpoint.
+        metrics: Names and values.
     """
     asking = RetryingStore(store, Deadline(PATIENCE_SECONDS))
     seen = read_catalog(asking)
@@ -118,9 +118,9 @@ def begin(
     if base is not None and source is None:
         raise CheckpointNotFoundError("What it is to borrow from is gone.", step=base)
     info = RunInfo(now.run_id, step, now.token, now.revision, names, metrics)
-    lent = read_entry(asking, source) if source is not None else None
-    manifest = manifest_of(info, letter=letter, base=lent, borrows=borrows)
-    put_shards(asking, manifest, base=lent)
+    reused = read_entry(asking, source) if source is not None else None
+    manifest = manifest_of(info, letter=letter, base=reused, borrows=borrows)
+    put_shards(asking, manifest, base=reused)
     key = manifest_key(revision=now.revision, step=step)
     asking.put(key, [manifest_json.encode(manifest)])
     return Attempt(
@@ -133,13 +133,13 @@ def begin(
 
 
 def commit(store: ObjectStore, attempt: Attempt) -> Entry:
-    """The rest of a save."""
+    """Commit a save that was begun."""
     swap(store, lambda run: committed(run, attempt), deadline=Deadline(PATIENCE_SECONDS))
     return attempt.entry
 
 
 def thin(maintenance: Maintenance, steps: Sequence[int], *, deadline: Deadline) -> Applied:
-    """Thin checkpoints by their steps, as retention does; refused for one that is pinned, or the newest."""
+    """Thin checkpoints by their steps, as retention does; refuse pinned ones and the newest."""
     keys = Retention().optimizer_keys
     save_ids: set[str] = set()
 
@@ -161,17 +161,17 @@ def thin(maintenance: Maintenance, steps: Sequence[int], *, deadline: Deadline) 
 
 
 def save(store: ObjectStore, step: int, **how: Any) -> Entry:
-    """Begin it, and commit it."""
+    """Begin a save, and commit it."""
     return commit(store, begin(store, step, **how))
 
 
 def fence(store: ObjectStore) -> Catalog:
-    """A newer job takes the run."""
+    """Take the fence of the run for a newer job."""
     return swap(store, fenced, deadline=Deadline(PATIENCE_SECONDS), create=True)
 
 
 def entry_of(key: str, manifest: Manifest) -> Entry:
-    """What a catalog says of it."""
+    """Return the catalog entry of a manifest."""
     run = manifest.run
     assert run is not None
     return Entry(
@@ -189,7 +189,7 @@ def entry_of(key: str, manifest: Manifest) -> Entry:
 
 
 def a_run(*steps: int, borrow: bool = True) -> MemoryStore:
-    """Of these steps; each borrows the frozen shard of the one before."""
+    """Return a run of these steps; each reuses the frozen shard of the one before."""
     store = MemoryStore()
     for before, step in itertools.pairwise([None, *steps]):
         assert step is not None
@@ -198,7 +198,7 @@ def a_run(*steps: int, borrow: bool = True) -> MemoryStore:
 
 
 def copied(store: MemoryStore) -> MemoryStore:
-    """The same objects of the same versions, to do something else with."""
+    """Return an independent copy of a store, with objects of the same versions."""
     copy = MemoryStore()
     copy.space.objects.update(store.space.objects)
     copy.space._writes = store.space._writes
@@ -206,43 +206,43 @@ def copied(store: MemoryStore) -> MemoryStore:
 
 
 def put_catalog(store: MemoryStore, catalog: Catalog) -> None:
-    """Whatever lies there."""
+    """Put a catalog, without a condition."""
     store.put(CATALOG_KEY, [encode(catalog, "0" * 32)])
 
 
-# ---- what lies there, looked at past all wrappers ----
+# ---- stored objects, read without wrappers ----
 
 
 def steps(store: MemoryStore) -> list[int]:
-    """Live ones."""
+    """Return the live steps."""
     return [entry.step for entry in live(store)]
 
 
 def live(store: MemoryStore) -> tuple[Entry, ...]:
-    """The catalog's checkpoints."""
+    """Return the catalog's entries."""
     catalog = stored(store)
     assert catalog is not None
     return catalog.entries
 
 
 def manifest_at(store: MemoryStore, step: int) -> Manifest:
-    """Of a live checkpoint."""
+    """Return the manifest of a live checkpoint."""
     (entry,) = (entry for entry in live(store) if entry.step == step)
     return decode(store.space.objects[entry.manifest].data)
 
 
 def shard_at(store: MemoryStore, step: int, number: int) -> str:
-    """The key of one of its shards."""
+    """Return the key of a shard of a live checkpoint."""
     return manifest_at(store, step).shards.keys[number]
 
 
 def keys(store: MemoryStore) -> set[str]:
-    """Of all objects but the catalog."""
+    """Return the keys of all objects except the catalog."""
     return set(store.space.objects) - {CATALOG_KEY}
 
 
 def named(store: MemoryStore) -> set[str]:
-    """What the catalog names, and the manifests that it names."""
+    """Return the keys of live manifests and of their shards."""
     return {
         key
         for entry in live(store)
@@ -251,7 +251,7 @@ def named(store: MemoryStore) -> set[str]:
 
 
 def assert_sound(store: MemoryStore) -> None:
-    """Every live checkpoint has its manifest, which says what the catalog says, and its shards with their bytes."""
+    """Check that every live checkpoint has its manifest, as the catalog says, and its shards with their bytes."""
     for entry in live(store):
         assert entry.manifest in store.space.objects, entry
         manifest = _decoded(store.space.objects[entry.manifest].data)
@@ -264,12 +264,12 @@ def assert_sound(store: MemoryStore) -> None:
             assert store.space.objects[key].data == content(key, size_bytes)
 
 
-# A campaign looks at the same few manifests again and again.
+# A campaign decodes the same few manifests repeatedly.
 _decoded = lru_cache(maxsize=1_000)(decode)
 
 
 class MeanwhileStore(WrappedStore):
-    """Somebody else acts on the wrapped store just before the n-th request is carried out, or just after."""
+    """Store in which another program acts just before, or just after, the n-th request."""
 
     def __init__(self, store: ObjectStore, number: int, act: Callable[[], object], *, after: bool = False) -> None:
         super().__init__(store)

@@ -1,6 +1,7 @@
 """Many ranks in one process: torch's save and load, with the collectives replaced by lists.
 
-What `dcp.save` and `dcp.load` do on each rank, in their order (state_dict_saver.py and state_dict_loader.py of torch
+Makes the calls of `dcp.save` and `dcp.load` on each rank, in their order (state_dict_saver.py and state_dict_loader.py
+of torch 2.13), once per rank. A test of any world size takes milliseconds, and needs no process group.
 2.13), called once per rank. A test of any world size takes milliseconds, and needs no process group.
 """
 
@@ -28,20 +29,20 @@ Chunk: TypeAlias = tuple[tuple[int, ...], torch.Tensor]
 
 
 class LocalShards(torch.Tensor):
-    """A rank's chunks of a sharded tensor, as torch's planners take them, without a device mesh or process group.
+    """Chunks of one rank of a sharded tensor, as torch's planners take them, without a device mesh or process group.
 
-    A tensor by its type only, because torch's planners ask for one; follows the protocol
+    A tensor only by type, because torch's planners ask for one; follows the protocol
     `torch.distributed._checkpointable._Checkpointable`.
 
     Attributes:
-        chunks: Offsets and tensor of each chunk that this rank holds; none, one, or several.
+        chunks: Offsets and tensor of each chunk of this rank; none, one, or several.
     """
 
     chunks: tuple[Chunk, ...]
 
     @staticmethod
     def __new__(cls: type[Self], shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk]) -> Self:
-        """A tensor of this shape and dtype that holds nothing but `chunks`."""
+        """Make a tensor of this shape and dtype that holds nothing but `chunks`."""
         tensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
         tensor.chunks = tuple(chunks)
         return tensor
@@ -50,11 +51,11 @@ class LocalShards(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub declares it without `cls`
         cls, func: object, _types: object, _args: tuple[object, ...] = (), _kwargs: object = None
     ) -> object:
-        """No operation is defined on it."""
+        """Raise: no operation is defined."""
         raise NotImplementedError(f"{func} of a LocalShards")
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
-        """One item per chunk."""
+        """Return one write item per chunk."""
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(offsets), number),
@@ -69,16 +70,16 @@ class LocalShards(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The chunks to be read."""
+        """Return the chunks to read."""
         return [ChunkStorageMetadata(torch.Size(offsets), chunk.shape) for offsets, chunk in self.chunks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The chunk at an offset."""
+        """Return the chunk at an offset."""
         return next(chunk for offsets, chunk in self.chunks if torch.Size(offsets) == index.offset)
 
 
 def grid(shape: Sequence[int], parts: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of a tensor cut into `parts[d]` chunks along each dimension, as `torch.chunk` cuts it.
+    """Return offsets and sizes of a tensor cut into `parts[d]` chunks along each dimension, as `torch.chunk` cuts it.
 
     The last chunks may be short or empty, as with an uneven `Shard` placement.
     """
@@ -90,7 +91,7 @@ def grid(shape: Sequence[int], parts: Sequence[int]) -> list[tuple[tuple[int, ..
 
 
 def shard(tensor: torch.Tensor, world_size: int, parts: Sequence[int]) -> list[LocalShards]:
-    """A tensor's grid of chunks dealt out to ranks in turn: a rank may get none, or several."""
+    """Deal a tensor's grid of chunks to the ranks in turn: a rank may get none, or several."""
     cells = grid(tensor.shape, parts)
     return [
         LocalShards(
@@ -154,7 +155,7 @@ def load_as_ranks(
 
 
 def assembled(states: Sequence[Mapping[str, Any]], name: str) -> torch.Tensor:
-    """The whole of a sharded tensor, from all ranks' chunks."""
+    """Return the whole sharded tensor, from all ranks' chunks."""
     first: LocalShards = states[0][name]
     whole = torch.zeros(first.shape, dtype=first.dtype)
     for state in states:

@@ -1,4 +1,4 @@
-"""State dicts that several tests save, and how they are compared."""
+"""State dicts that several tests save, and their comparison."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def state_of_training() -> dict[str, Any]:
-    """A model, its optimizer, a step and a schedule, nested as torch's own functions nest them."""
+    """Return a model, its optimizer, a step and a schedule, nested as torch's own functions nest them."""
     generator = torch.Generator().manual_seed(1)
     return {
         "model": {"weight": torch.randn(7, 5, generator=generator), "bias": torch.randn(7, generator=generator)},
@@ -22,7 +22,7 @@ def state_of_training() -> dict[str, Any]:
 
 
 def blank_state() -> dict[str, Any]:
-    """A template for it."""
+    """Return a template for `state_of_training`."""
     return {
         "model": {"weight": torch.zeros(7, 5), "bias": torch.zeros(7)},
         "optim": {
@@ -35,7 +35,7 @@ def blank_state() -> dict[str, Any]:
 
 
 def equal(left: object, right: object) -> bool:
-    """Equal types and values all the way down."""
+    """Return whether types and values are equal at every level."""
     if isinstance(left, torch.Tensor):
         return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict):

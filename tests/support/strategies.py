@@ -1,7 +1,7 @@
-"""States and shardings for property tests: any dtype, shape, memory layout and dealing of chunks to ranks.
+"""States and shardings for property tests: any dtype, shape, memory layout and assignment of chunks to ranks.
 
-What a tensor holds is kept as numpy bytes (`Whole`), and what was loaded is compared with those: the oracle shares no
-code with the package.
+The elements of a tensor are kept as numpy bytes (`Whole`), and loaded tensors are compared with them: the oracle shares
+no code with the package.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ DTYPES: tuple[torch.dtype, ...] = tuple(
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _NUMPY_INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
 
-# How a tensor lies in memory.
+# Memory layouts of a tensor.
 LAYOUTS = ("contiguous", "transposed", "strided", "offset")
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor's dtype, and its elements as numpy items of their size without a meaning."""
+    """A tensor's dtype, and its elements as opaque numpy items of the dtype's size."""
 
     dtype: torch.dtype
     elements: np.ndarray
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
+        """Return the sizes of the tensor."""
         return self.elements.shape
 
     def cell(self, cell: Cell) -> np.ndarray:
-        """The elements of a cell."""
+        """Return the elements of a cell."""
         offsets, sizes = cell
-        # With the ellipsis an array of no dimensions stays an array.
+        # With the ellipsis an array without dimensions stays an array.
         place: list[slice | EllipsisType] = [slice(o, o + n) for o, n in zip(offsets, sizes, strict=True)]
         return self.elements[(*place, ...)]
 
     def tensor(self, cell: Cell | None = None, *, layout: str = "contiguous") -> torch.Tensor:
-        """The tensor, or a chunk of it, lying in memory as asked."""
+        """Return the tensor, or a chunk of it, in a memory layout."""
         elements = self.elements if cell is None else self.cell(cell)
         size_bytes = self.elements.itemsize
         integers = torch.from_numpy(np.array(elements).view(_NUMPY_INTEGERS[size_bytes]))
@@ -63,7 +63,7 @@ class Whole:
 
 
 def blank(dtype: torch.dtype, shape: Sequence[int], *, layout: str) -> torch.Tensor:
-    """A tensor of 0xA5 bytes that lies in memory as asked."""
+    """Return a tensor of 0xA5 bytes in a memory layout."""
     integer = _INTEGERS[dtype.itemsize]
     if layout == "transposed":
         elements = _fresh(tuple(reversed(shape)), integer).permute(tuple(reversed(range(len(shape)))))
@@ -82,7 +82,7 @@ def _fresh(shape: tuple[int, ...], integer: torch.dtype) -> torch.Tensor:
 
 
 def same_bits(tensor: torch.Tensor, expected: np.ndarray) -> bool:
-    """Whether a tensor has exactly these elements."""
+    """Return whether a tensor has exactly these elements."""
     if tuple(tensor.shape) != expected.shape:
         return False
     integers = tensor.detach().resolve_conj().resolve_neg().view(_INTEGERS[tensor.element_size()])
@@ -90,7 +90,7 @@ def same_bits(tensor: torch.Tensor, expected: np.ndarray) -> bool:
 
 
 def random_whole(dtype: torch.dtype, shape: Sequence[int], seed: int) -> Whole:
-    """Random bytes; of bool, only those that are booleans."""
+    """Return random bytes; for bool, only 0 and 1."""
     generator = np.random.default_rng(seed)
     count = int(np.prod(shape)) * dtype.itemsize
     data = generator.integers(0, 2 if dtype == torch.bool else 256, count, dtype=np.uint8)
@@ -100,7 +100,7 @@ def random_whole(dtype: torch.dtype, shape: Sequence[int], seed: int) -> Whole:
 def dealt(
     whole: Whole, parts: Sequence[int], owners: Sequence[Sequence[int]], *, world_size: int, layouts: Sequence[str]
 ) -> list[LocalShards]:
-    """One `LocalShards` per rank: cell `i` of the grid goes to the ranks `owners[i]`, in layout `layouts[i]`."""
+    """Return one `LocalShards` per rank: cell `i` of the grid goes to the ranks `owners[i]`, in layout `layouts[i]`."""
     chunks: list[list[tuple[tuple[int, ...], torch.Tensor]]] = [[] for _ in range(world_size)]
     # Uneven grids have several empty cells at the end of a dimension; a rank holds one chunk per offset.
     for cell, ranks, layout in zip(grid(whole.shape, parts), itertools.cycle(owners), itertools.cycle(layouts)):
@@ -111,13 +111,13 @@ def dealt(
 
 
 def blank_like(shards: LocalShards, layout: str) -> LocalShards:
-    """Templates of the same chunks, with other bytes in them."""
+    """Return templates of the same chunks, with other bytes."""
     chunks = [(offsets, blank(chunk.dtype, chunk.shape, layout=layout)) for offsets, chunk in shards.chunks]
     return LocalShards(shards.shape, shards.dtype, chunks)
 
 
 class AnyDtypePlanner(DefaultSavePlanner):
-    """torch's planner without its own weighing of items, which knows 27 of the 46 dtypes: the first rank writes."""
+    """torch's planner without its balancing by size, which knows 27 of the 46 dtypes: the first rank writes."""
 
     def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
         seen: set[MetadataIndex] = set()
@@ -131,7 +131,7 @@ class AnyDtypePlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a tensor is cut and dealt out."""
+    """Grid of a tensor, and the ranks and memory layouts of its cells."""
 
     parts: tuple[int, ...]
     owners: tuple[tuple[int, ...], ...]
@@ -140,7 +140,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Resharding:
-    """One tensor, as it is saved and as it is loaded; None: whole on every rank."""
+    """Shardings of one tensor at its save and its load; None: whole on every rank."""
 
     whole: Whole
     saved: Sharding | None
@@ -150,7 +150,7 @@ class Resharding:
 
 @dataclass(frozen=True)
 class Case:
-    """Tensors that are saved by so many ranks, and loaded by so many."""
+    """Tensors with the world sizes that save and load them."""
 
     saving: int
     loading: int
@@ -159,14 +159,14 @@ class Case:
 
 
 def shapes() -> st.SearchStrategy[tuple[int, ...]]:
-    """No dimension to three of them; some empty, and some of more than one block (64 KiB) of bytes."""
+    """Shapes without dimensions up to three of them; some empty, and some of more than one block (64 KiB) of bytes."""
     small = st.lists(st.integers(0, 9), max_size=3).map(tuple)
     large = st.tuples(st.integers(200, 500), st.integers(150, 400))
     return st.one_of(small, small, small, large)
 
 
 def shardings(dimensions: int, world_size: int) -> st.SearchStrategy[Sharding]:
-    """A grid of up to 5 parts a dimension; each cell on one rank, sometimes on several."""
+    """Grids of up to 5 parts a dimension; each cell on one rank, sometimes on several."""
     rank = st.integers(0, world_size - 1)
     owner = st.one_of(rank.map(lambda r: (r,)), st.sets(rank, min_size=1, max_size=3).map(lambda r: tuple(sorted(r))))
     return st.builds(
@@ -179,7 +179,7 @@ def shardings(dimensions: int, world_size: int) -> st.SearchStrategy[Sharding]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """One to four tensors on 1 to 8 ranks, loaded on 1 to 8."""
+    """Draw one to four tensors on 1 to 8 ranks, loaded on 1 to 8."""
     saving, loading = draw(st.integers(1, 8)), draw(st.integers(1, 8))
     tensors = []
     for _ in range(draw(st.integers(1, 4))):

@@ -1,4 +1,4 @@
-"""Points of a save or a load at which a rank is killed, stopped, or held up, and how it then ends on each rank."""
+"""Points of a save or a load at which a rank is killed, stopped or delayed, and the outcome on each rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ THREE, PAIR = range(3), range(2)
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """As torch's thread enters or leaves a function."""
+    """Moment at which torch's thread enters or leaves a function."""
 
     function: Callable[..., object]
     when: When
@@ -42,7 +42,7 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Before the first such request is sent, or after it was answered; in the thread that sends it."""
+    """Moment before the first such request is sent, or after its answer; in the thread that sends the request."""
 
     verb: Verb
     prefix: str
@@ -70,12 +70,12 @@ LOAD: dict[str, Point] = {
 
 
 def places(points: dict[str, Point]) -> list[tuple[str, int]]:
-    """Each on the coordinator, and on another rank where it comes by."""
+    """Return each point on the coordinator, and on another rank if that rank passes the point."""
     return [(point, rank) for point in points for rank in (0, 1) if rank == 0 or point not in COMMITS]
 
 
 class StruckStore(WrappedStore):
-    """Does something at the first request of a kind; others of that kind wait meanwhile."""
+    """Store that acts at the first request of a kind; others of that kind wait meanwhile."""
 
     def __init__(self, store: ObjectStore, point: Sent, action: Callable[[], None]) -> None:
         super().__init__(store)
@@ -101,7 +101,7 @@ class StruckStore(WrappedStore):
 
 
 def struck(path: Path, point: Point, action: Callable[[], None]) -> tuple[ObjectStore, AbstractContextManager[None]]:
-    """The store and the surroundings of an attempt in which this happens at that point."""
+    """Return the store and the context of an attempt in which `action` is called at that point."""
     store = LocalStore(str(path))
     if isinstance(point, Sent):
         return StruckStore(store, point, action), nullcontext()
@@ -109,7 +109,7 @@ def struck(path: Path, point: Point, action: Callable[[], None]) -> tuple[Object
 
 
 def strike(number: signal.Signals) -> None:
-    """To this thread, which then does not go on: a signal to the process could reach another thread first."""
+    """Send a signal to this thread, which stops it here: a signal to the process could reach another thread first."""
     signal.pthread_kill(threading.get_ident(), number)
 
 
@@ -127,7 +127,7 @@ def reload(path: Path, value: float) -> None:
 
 
 class NotingWriter(RemoteWriter):
-    """Notes how the commit ended, which torch cannot tell its caller once the group is dead."""
+    """Writer that records the outcome of the commit, which torch cannot report once the group is dead."""
 
     commit = "never tried"
 
@@ -142,12 +142,12 @@ class NotingWriter(RemoteWriter):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How an attempt ended on a rank.
+    """Outcome of an attempt on a rank.
 
     Attributes:
-        ending: What was raised; None if nothing.
-        commit: Of the coordinator's save.
-        there: What lay in the store when this rank had given up; None if nothing did.
+        ending: Error that was raised; None if none was.
+        commit: Outcome of the coordinator's commit.
+        there: Value in the store when this rank had given up; None if there was no checkpoint.
     """
 
     ending: Ending | None
@@ -156,7 +156,7 @@ class Told:
 
 
 def attempt(store: ObjectStore, points: dict[str, Point]) -> Told:
-    """A save of the new state, or a load."""
+    """Save the new state, or load."""
     if points is LOAD:
         return Told(ending(lambda: dcp.load(state(0.0), storage_reader=RemoteReader(store))))
     writer = NotingWriter(store, overwrite=True)
@@ -165,7 +165,7 @@ def attempt(store: ObjectStore, points: dict[str, Point]) -> Told:
 
 
 def assert_goes_on(rank_pool: RankPool, path: Path, ranks: range) -> None:
-    """A new group, of fresh ranks where one died, saves over what is there, and loads it."""
+    """Check that a new group, with new ranks for dead ones, overwrites the checkpoint and loads it."""
     rank_pool.run(save, path, NEWEST, ranks=ranks)
     assert found(path, len(ranks)) == NEWEST
     rank_pool.run(reload, path, NEWEST, ranks=ranks)
@@ -179,9 +179,9 @@ def assert_is_gloos(ended: Ending | None) -> None:
 
 # ---- waiting for another rank
 #
-# A survivor waits for as long as its group's timeout, and a test that lowered that from the start would fail whenever a
-# busy machine is slow. So it is lowered only when the victim certainly will not come: before each collective, survivors
-# wait until the victim has announced that it enters that one, too, or hangs.
+# A survivor waits as long as its group's timeout; a low timeout from the start would fail tests on a busy machine. So
+# it is lowered only before a collective which the victim certainly will not join: survivors wait until the victim has
+# announced that it enters that collective, or hangs.
 
 GIVE_UP_SECONDS = 0.2
 
@@ -194,7 +194,7 @@ def give_up_soon() -> None:
 
 
 def process_state(pid: int) -> str:
-    """`T` is stopped, `Z` dead; see proc(5)."""
+    """Return the state of a process: `T` is stopped, `Z` dead; see proc(5)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -202,7 +202,7 @@ def process_state(pid: int) -> str:
 
 
 def exchanged(value: int) -> list[int]:
-    """Of each rank."""
+    """Gather the values of all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -210,7 +210,7 @@ def exchanged(value: int) -> list[int]:
 
 @contextmanager
 def before_each_collective(action: Callable[[int], None]) -> Iterator[None]:
-    """Of torch's checkpoint, numbered from 0."""
+    """Call `action` before each collective of torch's checkpoint, with its number from 0."""
     numbers = itertools.count()
     originals = {name: getattr(dist, name) for name in COLLECTIVES}
 

@@ -1,4 +1,4 @@
-"""The pool of ranks: what a function finds there, and that nothing that happens to a rank lasts or hangs."""
+"""The pool of ranks: calls, failures and hangs of a rank, none of which affects later calls."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def unpicklable() -> object:
 
 
 def listening_addresses() -> list[str]:
-    """The local addresses of this process's listening sockets, from Linux's tables."""
+    """Return the local addresses of this process's listening sockets, from Linux's tables."""
     inodes = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
     found = []
     for table in ("tcp", "tcp6"):
@@ -74,13 +74,13 @@ def listening_addresses() -> list[str]:
 
 
 def test_every_rank_runs_in_one_group(rank_pool: RankPool) -> None:
-    """What each rank sees of itself, and a collective among all."""
+    """Each rank knows its number and the world size, and all ranks join a collective."""
     assert rank_pool.run(surroundings, "a") == [("a", rank, 4, 1, "1") for rank in range(4)]
     assert rank_pool.run(reduced, 10) == [46] * 4
 
 
 def test_a_call_can_use_some_of_the_ranks_in_any_order(rank_pool: RankPool) -> None:
-    """They are ranks 0, 1, … of a group of their own; the same processes serve calls of every size."""
+    """A call uses some of the ranks, as ranks 0, 1, … of a group of their own; the same processes serve every size."""
     pids = rank_pool.run(os.getpid)
     assert rank_pool.run(os.getpid, ranks=(3, 1)) == [pids[3], pids[1]]
     for world_size in (1, 3, 2, 4):
@@ -89,7 +89,7 @@ def test_a_call_can_use_some_of_the_ranks_in_any_order(rank_pool: RankPool) -> N
 
 
 def test_tensors_on_a_mesh_survive_a_change_of_world_size(rank_pool: RankPool) -> None:
-    """Caches of torch know layouts by mesh, not by group: products must be right in every group that follows."""
+    """Tensors on a mesh are right in every later group: torch's caches know layouts by mesh, not by group."""
     whole = torch.arange(12, dtype=torch.float64).reshape(6, 2)
     for world_size in (2, 3, 2, 4, 2):
         for product in rank_pool.run(sharded_product, 6, ranks=range(world_size)):
@@ -97,7 +97,7 @@ def test_tensors_on_a_mesh_survive_a_change_of_world_size(rank_pool: RankPool) -
 
 
 def test_an_exception_is_raised_with_the_traceback_of_its_rank(rank_pool: RankPool) -> None:
-    """One rank of three raises; its error and the results of the others are there, and the processes stay."""
+    """One rank of three raises: the failure has its error and the other ranks' results, and the processes stay."""
     pids = rank_pool.run(os.getpid)
     with pytest.raises(RanksFailedError, match=r"(?s)rank 2: Traceback.*fail_on.*On purpose") as caught:
         rank_pool.run(fail_on, 2, ranks=(0, 1, 2))
@@ -109,13 +109,13 @@ def test_an_exception_is_raised_with_the_traceback_of_its_rank(rank_pool: RankPo
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error(rank_pool: RankPool) -> None:
-    """Of that call alone."""
+    """A result that cannot be pickled fails its own call alone."""
     with pytest.raises(RanksFailedError, match="cannot pickle"):
         rank_pool.run(unpicklable, ranks=(0,))
 
 
 def test_what_cannot_be_sent_is_refused(rank_pool: RankPool) -> None:
-    """Before any rank hears of it."""
+    """A function or argument that cannot be pickled is refused before any rank gets a call."""
     with pytest.raises(InvalidArgumentError, match="top level of a module"):
         rank_pool.run(lambda: None)
     with pytest.raises(InvalidArgumentError, match="not ranks of the pool"):
@@ -125,19 +125,19 @@ def test_what_cannot_be_sent_is_refused(rank_pool: RankPool) -> None:
 
 
 def test_a_rank_that_dies_is_named_and_replaced(rank_pool: RankPool) -> None:
-    """It kills itself while the other waits for it in a collective; the next call has all ranks again."""
+    """A rank that kills itself during a collective is named; the next call has all ranks again."""
     pids = rank_pool.run(os.getpid)
     with pytest.raises(RanksFailedError, match="rank 1: the process was ended by SIGKILL") as caught:
         rank_pool.run(die_on, 1, ranks=(0, 1))
     assert caught.value.failures[1].signal == signal.SIGKILL
-    assert isinstance(caught.value.failures[0].error, RuntimeError)  # gloo's
+    assert isinstance(caught.value.failures[0].error, RuntimeError)  # raised by gloo
     after = rank_pool.run(os.getpid)
     assert [old == new for old, new in zip(pids, after, strict=True)] == [True, False, True, True]
     assert rank_pool.run(reduced, 0) == [6] * 4
 
 
 def test_a_rank_that_hangs_is_killed_and_replaced(rank_pool: RankPool) -> None:
-    """By the limit of the call; the rank that returned keeps its result and its process."""
+    """A hung rank is killed at the call's timeout; the other rank keeps its result and its process."""
     pids = rank_pool.run(os.getpid, ranks=(0, 1))
     with pytest.raises(RanksFailedError, match="rank 1: killed, because it did not return within 1 s") as caught:
         rank_pool.run(hang_on, 1, ranks=(0, 1), timeout_seconds=1)
@@ -147,7 +147,7 @@ def test_a_rank_that_hangs_is_killed_and_replaced(rank_pool: RankPool) -> None:
 
 
 def test_a_rank_that_hangs_shows_its_stacks(capfd: pytest.CaptureFixture[str]) -> None:
-    """A pool that starts while this test's standard error is captured."""
+    """A hung rank prints its stacks; shown by a pool that starts while standard error is captured."""
     with RankPool(1) as pool:
         pool.run(os.getpid)
         with pytest.raises(RanksFailedError, match="its stacks are on stderr"):
@@ -156,7 +156,7 @@ def test_a_rank_that_hangs_shows_its_stacks(capfd: pytest.CaptureFixture[str]) -
 
 
 def test_close_ends_the_processes_and_a_call_starts_them_again() -> None:
-    """Seen by their ids: after `close` they are gone."""
+    """`close` ends the processes, seen by their ids, and a call starts them again."""
     with RankPool(1) as pool:
         assert pool.pids == [None]
         (first,) = pool.run(os.getpid)
@@ -170,7 +170,7 @@ def test_close_ends_the_processes_and_a_call_starts_them_again() -> None:
 
 
 def test_ranks_end_with_their_parent() -> None:
-    """A parent that is killed outright: its rank held the other end of a pipe, which then reads as ended."""
+    """Ranks end when their parent is killed, since the connection to the parent then reads as ended."""
     code = (
         "import os, signal, sys\n"
         "from tests.support.rank_pool import RankPool\n"
@@ -179,7 +179,7 @@ def test_ranks_end_with_their_parent() -> None:
     )
     reading, writing = os.pipe()
     try:
-        # Its rank inherits standard error, and so the pipe ends when the last of the two has.
+        # The rank inherits standard error, so that the pipe ends when both processes have.
         parent = subprocess.Popen([sys.executable, "-c", code], stderr=writing, stdout=subprocess.DEVNULL)
         os.close(writing)
         assert parent.wait(timeout=60) == -signal.SIGKILL
@@ -192,7 +192,7 @@ def test_ranks_end_with_their_parent() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's tables of sockets")
 def test_ranks_listen_on_the_loopback_interface_alone(rank_pool: RankPool) -> None:
-    """The addresses of every listening socket of a rank; gloo opens one per group."""
+    """Ranks listen on the loopback interface alone; gloo opens a listening socket for each group."""
     rank_pool.run(reduced, 0, ranks=(0, 1))
     loopback = {f"{int.from_bytes(socket.inet_aton('127.0.0.1'), sys.byteorder):08X}"}
     for addresses in rank_pool.run(listening_addresses, ranks=(0, 1)):
@@ -201,7 +201,7 @@ def test_ranks_listen_on_the_loopback_interface_alone(rank_pool: RankPool) -> No
 
 
 def test_a_group_that_cannot_be_made_does_no_harm_later() -> None:
-    """A rank is stopped before it joins: the other gives up, and later calls find all of them in one group again."""
+    """A rank stopped before it joins fails that group; later calls have all ranks in one group again."""
     with RankPool(2, group_timeout_seconds=1.0) as pool:
         assert pool.run(reduced, 1) == [3, 3]
         stopped = pool.pids[1]

@@ -1,4 +1,4 @@
-"""A small model, trained for a step under each way to parallelize it, and its full state to compare."""
+"""A small model, trained for a step under each kind of parallelism, and its full state to compare."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.attention_norm(x)
         query, key, value = (
-            # The heads that are here: under tensor parallelism each rank has its share.
+            # Number of local heads: under tensor parallelism each rank has its share.
             layer(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """With a parameter that is smaller than any world, and buffers: one of integers, one without dimensions."""
+    """Transformer with a parameter smaller than any world size, and buffers, of integers and without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def fsdp(model: Transformer) -> nn.Module:
 
 
 def hsdp(model: Transformer) -> nn.Module:
-    """Two replicas of two shards."""
+    """Shard by HSDP: two replicas of two shards."""
     return _sharded(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
@@ -111,7 +111,7 @@ def _tensor_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A way to run the model, on some of the pool's ranks."""
+    """Kind of parallelism, and its ranks of the pool."""
 
     parallelize: Callable[[Transformer], nn.Module]
     world_size: int
@@ -134,26 +134,26 @@ STRATEGIES = {
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A model and its optimizer, one step after they were made."""
+    """A model and its optimizer after one step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
     def state(self) -> dict[str, Any]:
-        """What is saved, or loaded into: this rank's part, as `dcp` takes it."""
+        """Return the state to save or to load into: this rank's part, as `dcp` takes it."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optim": optimizer, "steps": 1}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what was loaded."""
+        """Set model and optimizer to a loaded state."""
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
 def trained(strategy: str, seed: int) -> Training:
-    """The model and its AdamW after one step, everything drawn from `seed`; called on every rank."""
+    """Return the model and its AdamW after one step, all drawn from `seed`; called on every rank."""
     torch.manual_seed(seed)
     model = STRATEGIES[strategy].parallelize(Transformer())
-    # Another learning rate per seed, so that a group's options are seen to be restored.
+    # The learning rate depends on the seed, so that a restored option of a group is recognized.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 / (1 + seed), foreach=False)
     tokens = torch.randint(VOCABULARY, (3, LENGTH))
     model(tokens).square().mean().backward()
@@ -163,14 +163,14 @@ def trained(strategy: str, seed: int) -> Training:
 
 
 def save_trained(strategy: str, url: str, seed: int, storage_options: dict[str, str] | None) -> Leaves:
-    """Train and save; the full state that was saved."""
+    """Train and save; return the full state that was saved."""
     state = trained(strategy, seed).state()
     dcp.save(state, storage_writer=RemoteWriter(url, storage_options=storage_options))
     return full(state)
 
 
 def load_each(strategy: str, urls: Sequence[str], storage_options: dict[str, str] | None) -> list[Leaves]:
-    """One training takes over one checkpoint after another; the full state of model and optimizer after each."""
+    """Load one checkpoint after another into one training; return the full state of model and optimizer after each."""
     training = trained(strategy, seed=100)
     states = [full(training.state())]
     for url in urls:
@@ -184,7 +184,7 @@ def load_each(strategy: str, urls: Sequence[str], storage_options: dict[str, str
 
 
 def full(state: object) -> Leaves:
-    """Every leaf by its path, tensors whole and on their own; a collective, called on every rank."""
+    """Return every leaf by its path, with whole tensors; a collective, called on every rank."""
     leaves: Leaves = {}
     _collect(state, "", leaves)
     return leaves
@@ -206,7 +206,7 @@ def _collect(value: object, path: str, leaves: Leaves) -> None:
 
 
 def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], label: str = "") -> None:
-    """Bit for bit, types included."""
+    """Check that both are equal bit for bit, types included."""
     assert actual.keys() == expected.keys(), label
     for path, value in expected.items():
         other = actual[path]

@@ -1,4 +1,4 @@
-"""States of one value: whoever loads one sees whether it is whole, and which save it is of."""
+"""States of one value: a load shows whether the state is whole, and which save it is from."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROWS = 6
 
 
 def states(value: float, world_size: int) -> list[State]:
-    """Of each rank: two top-level keys with tensors, sharded and replicated, and an object; two shards or so."""
+    """Return each rank's state: two top-level keys with sharded and replicated tensors and an object; two shards."""
     parts = shard(torch.full((ROWS, 3), value), world_size, (world_size, 1))
     return [{"model": {"w": part, "r": torch.full((2,), value)}, "optim": {"m": part}, "n": value} for part in parts]
 
 
 def save(store: ObjectStore, value: float, world_size: int, *, timeout_seconds: float = 60.0) -> None:
-    """Save it over whatever is there."""
+    """Save the state of a value, over any checkpoint that exists."""
     save_as_ranks(
         states(value, world_size),
         lambda: RemoteWriter(store, overwrite=True, timeout_seconds=timeout_seconds),
@@ -32,7 +32,7 @@ def save(store: ObjectStore, value: float, world_size: int, *, timeout_seconds: 
 
 
 def value_of(state: State) -> float:
-    """The one value of a rank's state, or of a whole one."""
+    """Return the one value of a rank's state, or of a whole one."""
     value = state["n"]
     assert isinstance(value, float)
     for tensor in (state["model"]["w"], state["model"]["r"], state["optim"]["m"]):
@@ -42,7 +42,7 @@ def value_of(state: State) -> float:
 
 
 def found(store: ObjectStore) -> float | None:
-    """The value that is there, whole; None if there is no checkpoint."""
+    """Load the checkpoint whole, and return its value; None if there is none."""
     try:
         return value_of(load(store))
     except CheckpointNotFoundError:
@@ -50,24 +50,24 @@ def found(store: ObjectStore) -> float | None:
 
 
 def keys(store: MemoryStore) -> set[str]:
-    """Of all objects, past whatever wraps the store."""
+    """Return the keys of all objects, without wrappers of the store."""
     return set(store.space.objects)
 
 
 def shards_in(store: MemoryStore) -> set[str]:
-    """Of all objects but the manifest."""
+    """Return the keys of all objects but the manifest."""
     return keys(store) - {MANIFEST_KEY}
 
 
 def named(store: MemoryStore) -> set[str]:
-    """The shards that the manifest names, if there is one."""
+    """Return the shards that the manifest names; none without a manifest."""
     if MANIFEST_KEY not in store.space.objects:
         return set()
     return set(decode(store.space.objects[MANIFEST_KEY].data).shards.keys)
 
 
 def put_orphans(store: ObjectStore, count: int = 2) -> set[str]:
-    """As many shards that no manifest names, of a save that was cut off, say."""
+    """Put and return so many shards that no manifest names, as an interrupted save leaves them."""
     orphans = {ShardNames(rank).key(0) for rank in range(count)}
     for key in orphans:
         store.put(key, [b"an orphan"])
