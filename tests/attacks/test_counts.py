@@ -23,7 +23,7 @@ COUNTS = ["tensors.dimensions", "tensors.chunks", "chunks.pieces"]
     ids=["one more", "one less", "none", "2**30", "2**53", "2**61"],
 )
 def test_a_count_of_another_size(path: str, index: int, change: Callable[[int], int]) -> None:
-    """One wrong number in any column of counts is refused."""
+    """A wrong number in any column of counts is refused."""
     attacked = bucket()
     attacked.commit(with_number(attacked.document(), path, index, change))
     assert_refused(attacked, CorruptCheckpointError)

@@ -1,4 +1,4 @@
-"""One training under many faults: its jobs, one after another, and the checks after each fault.
+"""A training under many faults: its jobs, one after another, and the checks after each fault.
 
 Every fault begins and ends with a job whose ranks wait at a gate with no operation in progress. After each fault the
 server's objects are read directly, not through the relay, to check that:

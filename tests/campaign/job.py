@@ -33,7 +33,7 @@ _LOG_LINES_SHOWN = 60
 
 
 class Job:
-    """One job under torchrun, in a folder of its own; always ended by `end`.
+    """A job under torchrun, in a folder of its own; always ended by `end`.
 
     Args:
         number: Number among all jobs of the campaign, from 0.

@@ -1,4 +1,4 @@
-"""One training under many faults, by real processes under torchrun and an S3 server; see `Campaign` and `FAULTS`."""
+"""A training under many faults, by real processes under torchrun and an S3 server; see `Campaign` and `FAULTS`."""
 
 from __future__ import annotations
 

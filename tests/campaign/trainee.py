@@ -245,7 +245,7 @@ class Orders:
 
 
 class Trainee:
-    """One rank of one job."""
+    """A rank of a job."""
 
     def __init__(self, options: argparse.Namespace, events: Events) -> None:
         self._options, self._events = options, events

@@ -1,7 +1,7 @@
-"""Damage of every kind to what lies in the store: reading it ends in an error that names what, never in wrong data.
+"""Damage of every kind to stored objects: reads raise an error that names the object, and never return wrong data.
 
-Objects are damaged past the store, in the dictionary of a `MemoryStore`. Every damage is read whole, in parts by other
-sharding (which goes by block tables), and without a template.
+Objects are damaged without the store, in the dictionary of a `MemoryStore`. Each damage is read whole, in parts by
+another sharding (which uses block tables), and without a template.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ TEXT = "0123456789" * 10_000
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint of two ranks in memory, and what its manifest says."""
+    """A checkpoint of two ranks in memory, and its manifest."""
 
     store: MemoryStore
     manifest: Manifest
 
     def shard(self, number: int) -> bytearray:
-        """A copy of one."""
+        """Return a copy of a shard."""
         return bytearray(self.store.space.objects[self.manifest.shards.keys[number]].data)
 
     def put(self, key: str, data: bytes | bytearray | None) -> None:
-        """Replace an object past the store; None removes it."""
+        """Replace an object without the store; None removes it."""
         if data is None:
             del self.store.space.objects[key]
         else:
@@ -76,13 +76,13 @@ def saved() -> Saved:
 
 
 def whole_template() -> State:
-    """Everything, on one rank."""
+    """Return a template of the whole state, on one rank."""
     tensors: State = {name: torch.zeros(whole.shape, dtype=whole.dtype) for name, whole in WHOLES.items()}
     return tensors | {"text": "", "step": 0, "names": []}
 
 
 def column_template() -> State:
-    """Two columns, from both ranks' shards: every block of every piece, which is then cut."""
+    """Return a template of two columns, from both ranks' shards: every block of every piece, which is then cut."""
     columns = {
         name: LocalShards(whole.shape, whole.dtype, [((0, 1), torch.zeros(whole.shape[0], 2, dtype=whole.dtype))])
         for name, whole in WHOLES.items()
@@ -91,7 +91,7 @@ def column_template() -> State:
 
 
 def row_template() -> State:
-    """Some rows of the second half: one block of three, by the block table, and whole pieces of what is small."""
+    """Return a template of rows of the second half: one block of three, by the block table, and small pieces whole."""
     rows: State = {}
     for name, whole in WHOLES.items():
         first, count = whole.shape[0] // 2 + 1, max(1, whole.shape[0] // 8)
@@ -101,7 +101,7 @@ def row_template() -> State:
 
 
 def check_equal(found: State) -> None:
-    """Whatever was read without an error is what was saved."""
+    """Check that a read without an error returned the saved values."""
     for name, whole in WHOLES.items():
         part = found[name]
         for offsets, chunk in part.chunks if isinstance(part, LocalShards) else [((0, 0), part)]:
@@ -125,7 +125,7 @@ def _read(template: Callable[[], State]) -> Callable[[ObjectStore], State]:
 
 
 def flat(nested: State) -> State:
-    """Names as torch makes them."""
+    """Return a state with names as torch makes them."""
     return {
         f"{top}.{rest}" if isinstance(value, dict) else top: inner
         for top, value in nested.items()
@@ -142,7 +142,7 @@ READS: dict[str, Callable[[ObjectStore], State]] = {
 
 
 def errors(saved: Saved) -> Iterator[tuple[str, DcpRemoteError | None]]:
-    """What each way of reading ends in; what it reads without an error is checked to be right."""
+    """Yield each way of reading with its error; results without an error are checked."""
     for name, read in READS.items():
         try:
             found = read(saved.store)
@@ -154,14 +154,14 @@ def errors(saved: Saved) -> Iterator[tuple[str, DcpRemoteError | None]]:
 
 
 def test_without_damage(saved: Saved) -> None:
-    """The four ways of reading, as they are meant; and what the tests below rely on."""
+    """Without damage all four ways of reading succeed; the counts that the tests below rely on are right."""
     assert [error for _, error in errors(saved)] == [None] * 4
     assert len(saved.manifest.shards.keys) == 5
     assert all(saved.manifest.shards.table_lengths[:2] > 0)
 
 
 def test_a_shard_that_is_cut_off(saved: Saved) -> None:
-    """At every twentieth of each shard: whole reads fail and name the shard; partial reads fail or did not need it."""
+    """With a shard cut at any twentieth, whole reads name the shard; partial reads fail or did not need the part."""
     for number, key in enumerate(saved.manifest.shards.keys):
         data = saved.shard(number)
         for twentieth in range(20):
@@ -177,7 +177,7 @@ def test_a_shard_that_is_cut_off(saved: Saved) -> None:
 
 
 def test_a_flipped_bit_in_the_data(saved: Saved) -> None:
-    """Three bits in each block of every shard's data, first and last byte too: the error names shard and entry."""
+    """A flipped bit in any block, first and last byte too, gives an error that names shard and entry."""
     shards = saved.manifest.shards
     for number, key in enumerate(shards.keys):
         data = saved.shard(number)
@@ -188,7 +188,7 @@ def test_a_flipped_bit_in_the_data(saved: Saved) -> None:
             saved.put(key, damaged)
             for name, error in errors(saved):
                 if error is None:
-                    assert name in ("columns", "rows")  # and did not need that block
+                    assert name in ("columns", "rows")  # the block was not needed
                     continue
                 assert isinstance(error, CorruptCheckpointError)
                 assert error.details["shard"] == key
@@ -197,7 +197,7 @@ def test_a_flipped_bit_in_the_data(saved: Saved) -> None:
 
 
 def test_a_flipped_bit_in_a_block_table(saved: Saved) -> None:
-    """Partial reads go by the table, whose own digest is in the manifest: every byte of it. Whole reads do without."""
+    """A flipped bit anywhere in a block table fails partial reads by the table's digest; whole reads do not need it."""
     shards = saved.manifest.shards
     number = next(n for n, key in enumerate(shards.keys) if "rank-00001" in key and shards.table_lengths[n])
     key, data = shards.keys[number], saved.shard(number)
@@ -215,7 +215,7 @@ def test_a_flipped_bit_in_a_block_table(saved: Saved) -> None:
 
 
 def test_shards_that_changed_places(saved: Saved) -> None:
-    """Two of one size, each whole and valid for itself."""
+    """Two valid shards of equal size that were exchanged are noticed."""
     keys = saved.manifest.shards.keys
     data = [saved.shard(number) for number in range(len(keys))]
     pairs = [(a, b) for a in range(len(keys)) for b in range(a) if len(data[a]) == len(data[b])]
@@ -229,7 +229,7 @@ def test_shards_that_changed_places(saved: Saved) -> None:
 
 
 def test_a_foreign_object_in_place_of_a_shard(saved: Saved) -> None:
-    """Zeros of the same size, an empty one, a page of HTML, a shard of another checkpoint."""
+    """Zeros of the same size, an empty object, a page of HTML and a shard of another checkpoint are noticed."""
     other = MemoryStore()
     dcp.save({"w": torch.ones(300_000)}, storage_writer=RemoteWriter(other))
     foreign = next(found.data for key, found in other.space.objects.items() if key.startswith("shards/"))
@@ -242,7 +242,7 @@ def test_a_foreign_object_in_place_of_a_shard(saved: Saved) -> None:
 
 
 def test_a_missing_shard(saved: Saved) -> None:
-    """Each in turn: the checkpoint is still the one that was read, so it is damaged."""
+    """Each missing shard makes the checkpoint damaged, since its manifest is still there."""
     for number, key in enumerate(saved.manifest.shards.keys):
         data = saved.store.space.objects[key]
         saved.put(key, None)
@@ -253,7 +253,7 @@ def test_a_missing_shard(saved: Saved) -> None:
 
 
 def test_a_missing_manifest(saved: Saved) -> None:
-    """A save that was cut off before its end is no checkpoint, and the next save takes its place."""
+    """Without a manifest there is no checkpoint, as after an interrupted save; the next save succeeds."""
     saved.put(MANIFEST_KEY, None)
     assert {type(error) for _, error in errors(saved)} == {CheckpointNotFoundError}
     dcp.save({"x": torch.tensor(1)}, storage_writer=RemoteWriter(saved.store))
@@ -261,7 +261,7 @@ def test_a_missing_manifest(saved: Saved) -> None:
 
 
 def test_a_tombstone(saved: Saved) -> None:
-    """What gc puts in place of an absent manifest is no checkpoint, and a save replaces it without overwrite=True."""
+    """A tombstone of gc is no checkpoint, and a save replaces it without overwrite=True."""
     saved.put(MANIFEST_KEY, manifest_json.tombstone("0" * 32, ()))
     assert {type(error) for _, error in errors(saved)} == {CheckpointNotFoundError}
     dcp.save({"x": torch.tensor(1)}, storage_writer=RemoteWriter(saved.store))
@@ -269,7 +269,7 @@ def test_a_tombstone(saved: Saved) -> None:
 
 
 def test_a_manifest_that_is_cut_off(saved: Saved) -> None:
-    """At every hundredth."""
+    """A manifest cut at any hundredth is refused."""
     data = saved.store.space.objects[MANIFEST_KEY].data
     for hundredth in range(100):
         saved.put(MANIFEST_KEY, data[: len(data) * hundredth // 100])
@@ -281,7 +281,7 @@ def test_a_manifest_that_is_cut_off(saved: Saved) -> None:
     "garbage", [b"", b"{}", b"null", b"[1]", b"\x28\xb5\x2f\xfd" + b"x" * 50, b"\xff" * 100, b"<html>", b"{" * 10_000]
 )
 def test_garbage_in_place_of_a_manifest(saved: Saved, garbage: bytes) -> None:
-    """Nothing is read; a save neither takes it for a checkpoint of ours nor for none."""
+    """Garbage in place of the manifest is refused by reads; a save replaces it only with overwrite=True."""
     saved.put(MANIFEST_KEY, garbage)
     for _, error in errors(saved):
         assert isinstance(error, CorruptCheckpointError)
@@ -293,7 +293,7 @@ def test_garbage_in_place_of_a_manifest(saved: Saved, garbage: bytes) -> None:
 
 
 def test_a_manifest_of_another_version(saved: Saved) -> None:
-    """Refused by its version, whatever else it holds."""
+    """Another version is refused by its number, whatever other fields there are."""
     for found in (b'"version":"9"', b'"version":"1"'):
         data = saved.store.space.objects[MANIFEST_KEY].data
         known = f'"version":"{manifest_json.VERSION}"'.encode()
@@ -304,7 +304,7 @@ def test_a_manifest_of_another_version(saved: Saved) -> None:
 
 
 def test_a_flipped_bit_in_the_manifest(saved: Saved) -> None:
-    """One bit of every byte, of all eight bits in turn: an error of ours, or exactly the data that was saved."""
+    """A flipped bit in each byte of the manifest gives a typed error, or exactly the saved data."""
     data = saved.store.space.objects[MANIFEST_KEY].data
     wrong: list[Any] = []
     for position in range(len(data)):

@@ -1,4 +1,4 @@
-"""A user's default device: what is ours stays on the CPU. "meta" stands for one that these tests do not have."""
+"""A user's default device: tensors that the package makes stay on the CPU. "meta" stands for a device of the user."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def elsewhere() -> Iterator[None]:
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Of every way in which tensors are stored."""
+    """Return tensors of every encoding."""
     return {
         "large": torch.arange(400_000.0, device=CPU),
         "turned": torch.arange(600.0, device=CPU).reshape(20, 30).t(),
@@ -35,7 +35,7 @@ def tensors() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.usefixtures("elsewhere")
 def test_a_save_and_a_load(tmp_path: Path, *, wait: bool) -> None:
-    """At once and in the background, and into nothing and into the state."""
+    """Saves, in the foreground and background, and loads, with and without a state, ignore the default device."""
     state = {**tensors(), "object": {"of": [torch.ones(2, device=CPU)]}}
     with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, state, wait=wait)

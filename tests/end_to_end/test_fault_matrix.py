@@ -1,9 +1,9 @@
-"""Every way to fail, at every request of every operation: what was told is true, and the next attempt succeeds.
+"""Every fault at every request of every operation: reported outcomes are true, and the next attempt succeeds.
 
 For each operation (a fresh save, an overwrite, a failed save that removes its shards, a load, the removal of orphans)
-and each way to fail: the first request fails, then the second, until one is through before its fault is reached.
-`check` looks, past the faults, at what is in the store: at once, when late requests have been carried out, after the
-next attempt, and after orphans were removed. Ranks are simulated in one process, and pauses are those of retries.
+and each kind of fault: the first request fails, then the second, until an operation ends before its fault. `check`
+reads the store without faults: at once, when late requests have been carried out, after the next attempt, and after
+orphans were removed. Ranks are simulated in one process, and pauses are those of retries.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.torture
 
 OLD, NEW, NEXT = 1.0, 2.0, 3.0
 
-# Of one operation: three failures in a row take milliseconds. What fails for ever is given up soon.
+# Deadline of one operation: three failures in a row take milliseconds, and lasting faults end soon.
 PATIENCE_SECONDS = 30.0
 FOR_EVER_SECONDS = 0.3
 
@@ -54,7 +54,7 @@ Way: TypeAlias = Literal[
     "late by one request",
     "late by three requests",
     "late by all requests",
-    "409",  # S3's answer to a conditional write while another is under way; nothing was written
+    "409",  # S3's answer to a conditional write while another one is under way; nothing was written
     "412 on our own write",  # carried out, repeated by a client that lost the answer, and refused then
     "503 for a while",
     "503 for ever",
@@ -75,7 +75,7 @@ FOR_EVER: tuple[Way, ...] = ("503 for ever", "responses lost for ever")
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pauses a fortieth of what they are, so that thousands of failures take a minute."""
+    """Shorten pauses to a fortieth, so that thousands of failures take a minute."""
     policy = partial(RetryPolicy, first_delay_seconds=0.005, delay_seconds_max=0.05)
     monkeypatch.setattr(retrying, "RetryPolicy", policy)
     monkeypatch.setattr(conditional_put, "_FIRST_PAUSE_SECONDS", 0.0025)
@@ -87,7 +87,7 @@ def _is_conditional(verb: Verb, key: str) -> bool:
 
 
 def fault(way: Way, number: int) -> Fault:
-    """The `number`-th request fails in this way; it and two more for a while; it and all that follow for ever."""
+    """Return the fault of this kind: of the `number`-th request; of it and the next two; of it and all that follow."""
 
     def conditional(verb: Verb, key: str, now: int) -> bool:
         return now >= number and _is_conditional(verb, key)
@@ -112,12 +112,12 @@ def fault(way: Way, number: int) -> Fault:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How an operation ended, and which states its caller may find after that.
+    """Outcome of an operation, and the states that may be found after it.
 
     Attributes:
-        error: None if it succeeded.
-        now: What may be there.
-        later: What may be there once all that was on its way has arrived.
+        error: Error raised; None if it succeeded.
+        now: Values that the store may hold now.
+        later: Values that the store may hold once all late requests have arrived.
     """
 
     error: DcpRemoteError | None
@@ -126,7 +126,7 @@ class Told:
 
 
 def told(save_it: Callable[[], None], *, before: float | None, value: float) -> Told:
-    """Carry out a save, and say what it promised."""
+    """Carry out a save, and return its outcome."""
     try:
         save_it()
     except CommitUnknownError as error:
@@ -137,14 +137,14 @@ def told(save_it: Callable[[], None], *, before: float | None, value: float) -> 
 
 
 def check(store: MemoryStore, faulty: FaultyStore, promise: Told, world_size: int, *, settle_last: bool) -> None:
-    """Hold the store to a promise; save once more; remove the orphans.
+    """Check the store against an outcome; save once more; remove the orphans.
 
     Args:
-        store: Past the faults.
-        faulty: In front of it; may hold requests that are late.
-        promise: Of the operation that met the fault.
-        world_size: Of the next save.
-        settle_last: Carry out what is late after the next save, not before.
+        store: Store without faults.
+        faulty: Wrapper with the faults; may hold late requests.
+        promise: Outcome of the operation with the fault.
+        world_size: World size of the next save.
+        settle_last: Whether late requests are carried out after the next save, not before.
     """
     count("requests failed", len(faulty.hits))
     assert found(store) in promise.now
@@ -175,7 +175,7 @@ def prepared(*, overwriting: bool, world_size: int) -> tuple[MemoryStore, float 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("way", ONCE)
 def test_a_save_survives_what_happens_once(way: Way, world_size: int, *, overwriting: bool, settle_last: bool) -> None:
-    """Each request fails in turn, once or for a while: the save succeeds, whatever was on its way."""
+    """After a fault of any request, once or for a while, the save succeeds, whatever requests are late."""
     for number in itertools.count(1):
         store, before = prepared(overwriting=overwriting, world_size=world_size)
         faulty = FaultyStore(store, [fault(way, number)])
@@ -193,9 +193,9 @@ def test_a_save_survives_what_happens_once(way: Way, world_size: int, *, overwri
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("way", FOR_EVER)
 def test_a_save_that_cannot_go_on_says_what_is_true(way: Way, world_size: int, *, overwriting: bool) -> None:
-    """From each request on nothing is answered: it fails by its deadline, unless it was committed before.
+    """A save without answers from any request on fails by its deadline, unless it was committed before.
 
-    On a machine that is busy a save may not come as far as its commit in so short a time: then it is given more.
+    On a busy machine a save may not reach its commit in so short a time; its deadline is then longer.
     """
     seen: list[DcpRemoteError | None] = []
     for times in (1, 4, 16):
@@ -224,9 +224,9 @@ def _puts_the_last_shard_of(rank: int) -> Callable[[Verb, str, int], bool]:
 @pytest.mark.parametrize("way", [*ONCE, *FOR_EVER])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_failed_save_that_removes_its_shards(way: Way, world_size: int) -> None:
-    """A rank's last shard is refused for good, so that it deletes the others, at each request of which more goes wrong.
+    """A save with a refused shard deletes its other shards, and each request of that deletion fails in turn.
 
-    The old checkpoint stays; whatever is left is removed as orphans.
+    The old checkpoint stays; the shards left are removed as orphans.
     """
     refused = matching(
         _puts_the_last_shard_of(world_size - 1),
@@ -254,7 +254,7 @@ def test_a_failed_save_that_removes_its_shards(way: Way, world_size: int) -> Non
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("way", ["request lost", "response lost", "503 for a while", "503 for ever"])
 def test_a_load_is_right_or_fails(way: Way, world_size: int) -> None:
-    """Each request of a load by so many ranks of what two saved: right to the bit, or an error that says how often."""
+    """After a fault at any request a load is right to the bit, or raises an error with the number of attempts."""
     store = MemoryStore()
     save(store, NEW, 2)
     for number in itertools.count(1):
@@ -281,7 +281,7 @@ def test_a_load_is_right_or_fails(way: Way, world_size: int) -> None:
 @pytest.mark.parametrize("committed", [False, True])
 @pytest.mark.parametrize("way", [*ONCE, *FOR_EVER])
 def test_removing_orphans_harms_nothing(way: Way, *, committed: bool, settle_last: bool) -> None:
-    """Each request of it fails in turn, beside a checkpoint or where only orphans are: what was there is there."""
+    """A fault at any request of the removal of orphans leaves a checkpoint whole, or nothing where there was none."""
     for number in itertools.count(1):
         store, before = prepared(overwriting=committed, world_size=2)
         put_orphans(store)
@@ -301,15 +301,15 @@ def test_removing_orphans_harms_nothing(way: Way, *, committed: bool, settle_las
 
 
 def test_many_things_go_wrong(torture_seconds: float) -> None:
-    """Saves at 1 to 3 ranks and removals of orphans in a row on one store, each with faults drawn from a seed.
+    """Saves at 1 to 3 ranks and removals of orphans on one store, with faults drawn from a seed.
 
-    After each: what was told holds for what is there now.
+    After each operation the reported outcome is true.
     """
     run_histories(history, torture_seconds)
 
 
 def history(seed: int) -> None:
-    """Five operations and their faults, decided by a seed; then all that is late arrives, and one save more."""
+    """Play five operations with faults, given by a seed; then let late requests arrive, and save once more."""
     draw = random.Random(seed)
     store = MemoryStore()
     possible: set[float | None] = {None}
@@ -319,7 +319,7 @@ def history(seed: int) -> None:
         faults = [fault(draw.choice(ONCE), draw.randint(1, 12)) for _ in range(draw.randint(1, 4))]
         faulty = FaultyStore(store, faults)
         faulties.append(faulty)
-        # What is late of earlier operations arrives now, or still later.
+        # Late requests of earlier operations arrive now, or still later.
         for earlier in faulties[:-1]:
             if draw.random() < 0.5:
                 earlier.settle()
@@ -332,7 +332,7 @@ def history(seed: int) -> None:
                 possible = {value}
         except CommitUnknownError:
             possible |= {value}
-        except CheckpointNotFoundError:  # by a removal of orphans where nothing is
+        except CheckpointNotFoundError:  # raised by a removal of orphans in an empty store
             assert possible == {None}
         except DcpRemoteError as error:
             error.add_note(f"step={step}")

@@ -1,6 +1,6 @@
-"""What a user is told when a save or a load fails, and what lies in the store: crashes, refusals, stalls, deadlines.
+"""Errors of failed saves and loads, and stored objects after crashes, refusals, stalls and deadlines.
 
-What lies in the store is read past the faults. Ranks are simulated in one process; the pauses of retries are real, and
+Stored objects are read without the faults. Ranks are simulated in one process; the pauses of retries are real, and
 short. `test_fault_matrix.py` fails every request in every way.
 """
 
@@ -42,11 +42,11 @@ pytestmark = pytest.mark.torture
 
 
 class CrashError(BaseException):
-    """Stands for the end of the process: nothing catches it, and every later request raises it, too."""
+    """Stand-in for the end of the process: nothing catches it, and every later request raises it, too."""
 
 
 def stores(*, overwriting: bool, world_size: int) -> Iterator[tuple[int, MemoryStore]]:
-    """Fresh ones, with or without a checkpoint, and the number of the request that is to fail."""
+    """Yield new stores, with or without a checkpoint, and the number of the request that is to fail."""
     for number in range(1, 100):
         store = MemoryStore()
         if overwriting:
@@ -60,9 +60,9 @@ def stores(*, overwriting: bool, world_size: int) -> Iterator[tuple[int, MemoryS
 def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(
     *, lost: Literal["request", "response"], world_size: int, overwriting: bool
 ) -> None:
-    """The process ends at each request in turn, before it or after it was carried out; then the next save succeeds.
+    """A crash before or after any request leaves the old checkpoint or the new one; then the next save succeeds.
 
-    Only after the manifest was put is it the new one.
+    The new one is there only after the put of its manifest.
     """
     seen = set()
     for number, store in stores(overwriting=overwriting, world_size=world_size):
@@ -110,9 +110,9 @@ def _deletes(verb: Verb, key: str, number: int) -> bool:
 
 @pytest.mark.parametrize("lost", ["request", "response"])
 def test_shards_that_never_go_through(lost: Literal["request", "response"]) -> None:
-    """Rank 1 of 3 fails until its deadline: named with its shard and its attempts; its shards are gone again.
+    """Shards of rank 1 that fail until the deadline: the error names rank, shard and attempts; its shards are removed.
 
-    The old checkpoint is there, and the next save replaces it.
+    The old checkpoint remains, and the next save replaces it.
     """
     store = MemoryStore()
     save(store, OLD, 3)
@@ -127,7 +127,7 @@ def test_shards_that_never_go_through(lost: Literal["request", "response"]) -> N
     assert details["attempts"] >= 2
     assert "was lost" in str(caught.value)
     assert found(store) == OLD
-    # Rank 0 had finished: nobody tells it, and its shards are left to gc.
+    # Rank 0 had finished and gets no message, so that its shards are left to gc.
     assert {PurePosixPath(key).name[:10] for key in shards_in(store) - before} == {"rank-00000"}
     save(store, NEW, 3)
     assert found(store) == NEW
@@ -141,7 +141,7 @@ def test_shards_that_never_go_through(lost: Literal["request", "response"]) -> N
     ],
 )
 def test_refusals_are_not_repeated(refusal: StorageError, word: str) -> None:
-    """Access denied and a full disk: one attempt, the cause in the message, nothing left."""
+    """Access denied and a full disk: one attempt, the cause in the message, no object left."""
     store = MemoryStore()
     faulty = FaultyStore(store, [matching(_puts_a_shard, "request", persistent=True, error=lambda: refusal)])
     with pytest.raises(SaveFailedError) as caught:
@@ -153,7 +153,7 @@ def test_refusals_are_not_repeated(refusal: StorageError, word: str) -> None:
 
 
 def test_a_manifest_whose_put_never_arrives() -> None:
-    """Until the deadline; then it is said to be unknown, with the id to look for. The old checkpoint is there."""
+    """A manifest whose puts are all lost ends as CommitUnknownError with the save_id; the old checkpoint stays."""
     for overwriting in (False, True):
         store = MemoryStore()
         if overwriting:
@@ -168,7 +168,7 @@ def test_a_manifest_whose_put_never_arrives() -> None:
 
 
 def test_a_manifest_whose_put_is_never_answered() -> None:
-    """It was carried out: reading settles it, and the save succeeds, although no put was ever answered."""
+    """A manifest whose put is carried out without an answer is found by reading, and the save succeeds."""
     for overwriting in (False, True):
         store = MemoryStore()
         if overwriting:
@@ -178,7 +178,7 @@ def test_a_manifest_whose_put_is_never_answered() -> None:
 
 
 class InTheMeantimeStore(WrappedStore):
-    """Another save is committed just before the manifest of this one is put."""
+    """Store in which another save is committed just before the manifest of this one is put."""
 
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
         if request.verb == "put" and request.key == MANIFEST_KEY:
@@ -188,7 +188,7 @@ class InTheMeantimeStore(WrappedStore):
 
 @pytest.mark.parametrize("overwriting", [False, True])
 def test_another_save_that_is_committed_first(*, overwriting: bool) -> None:
-    """It is not overwritten, also by a save that may overwrite what it saw: the later one is told of the conflict."""
+    """A save committed meanwhile is not overwritten, even if its predecessor may be: the later save gets a conflict."""
     store = MemoryStore()
     if overwriting:
         save(store, OLD, 2)
@@ -198,7 +198,7 @@ def test_another_save_that_is_committed_first(*, overwriting: bool) -> None:
 
 
 def test_a_manifest_that_cannot_be_read_back() -> None:
-    """The answer to the put is lost, and then nothing can be read: unknown; and it is committed all the same."""
+    """A manifest whose put has no answer and that cannot be read is CommitUnknownError, though it is committed."""
     store = MemoryStore()
     faulty = FaultyStore(
         store,
@@ -213,7 +213,7 @@ def test_a_manifest_that_cannot_be_read_back() -> None:
 
 
 def test_a_place_that_cannot_be_looked_at() -> None:
-    """The first request of a save, until the deadline: the attempts are named, and no shard was put."""
+    """A save whose first request fails until the deadline names the attempts, and puts no shard."""
     store = MemoryStore()
     save(store, OLD, 1)
     before = shards_in(store)
@@ -228,7 +228,7 @@ def test_a_place_that_cannot_be_looked_at() -> None:
 
 
 def test_shards_that_cannot_be_deleted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The save fails by its own cause, not by the cleaning up, which is given up and logged; gc does the rest."""
+    """A failed save whose shards cannot be deleted raises its own cause, and logs the orphans that are left to gc."""
     monkeypatch.setattr(uploads, "CLEANUP_SECONDS", 0.3)
     store = MemoryStore()
     faulty = FaultyStore(
@@ -243,7 +243,7 @@ def test_shards_that_cannot_be_deleted(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 
 class StallingStore(WrappedStore):
-    """Puts of shards wait until they are let go; a delete of keys is announced."""
+    """Store whose puts of shards wait until they are released, and which records deleted keys."""
 
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(store)
@@ -262,13 +262,13 @@ class StallingStore(WrappedStore):
         return answer
 
     def wait_until_deleted(self, keys: Sequence[str]) -> bool:
-        """False if it takes half a minute."""
+        """Wait until these keys are deleted; return False after half a minute."""
         with self.changed:
             return self.changed.wait_for(lambda: self.deleted.issuperset(keys), timeout=30)
 
 
 def test_a_stalled_shard_ends_by_the_deadline() -> None:
-    """It never fails, and never ends: the error names it; when it arrives after all, it is deleted again."""
+    """A put of a shard that hangs ends the save at its deadline, with the key in the error; a late shard is deleted."""
     store = MemoryStore()
     stalling = StallingStore(store)
     with pytest.raises(SaveTimeoutError) as caught:
@@ -278,14 +278,14 @@ def test_a_stalled_shard_ends_by_the_deadline() -> None:
     assert isinstance(caught.value.details["unfinished"], int)
     assert found(store) is None
     with stalling.changed:
-        stalling.deleted.clear()  # what was deleted before it arrived
+        stalling.deleted.clear()  # the keys deleted before the shard arrived
     stalling.let_go.set()
     assert stalling.wait_until_deleted([str(caught.value.details["shard"])])
     assert str(caught.value.details["shard"]) not in shards_in(store)
 
 
 def test_under_torch_every_error_keeps_its_class_and_details() -> None:
-    """What `dcp.save` raises holds our error, with the rank and the shard, and its words are in the message."""
+    """`dcp.save` raises an error that contains this package's own, with rank and shard, and its message."""
     store = MemoryStore()
     faulty = FaultyStore(store, [matching(_puts_a_shard, "request", persistent=True)])
     with pytest.raises(CheckpointException) as caught:
@@ -297,7 +297,7 @@ def test_under_torch_every_error_keeps_its_class_and_details() -> None:
 
 
 def test_loads_that_cannot_go_on_are_errors_of_ours() -> None:
-    """Reads that are refused for good, and that fail until the time for one range is over: at each request in turn."""
+    """Reads that are refused, or fail until the time for one range is over, raise typed errors, at each request."""
     store = MemoryStore()
     save(store, NEW, 1)
     refusal = PermissionDeniedError("This may not be read.")

@@ -1,7 +1,7 @@
-"""Memory above the state, over a real connection: a copy of what is sent or read would be seen here at once.
+"""Memory of a save and a load above the state, over a real connection, where a copy would show.
 
-A process of its own saves 256 MiB and loads them again, and asks the kernel for the most that was resident. Its warmed
-up client has read and written a shard before, so that what a library keeps for itself is no copy.
+A process of its own saves 256 MiB and loads them again, and reads the peak of its resident memory from the kernel. Its
+client has written and read a shard before, so that memory kept by libraries is not counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.benchmark.server.server import bench_server
 
 STATE_BYTES = 256 * MiB
 
-# A copy of one shard is 64 MiB, of the ranges under way 128 MiB. What is left is that of threads, sockets and TLS.
+# A copy of one shard is 64 MiB, of the pending ranges 128 MiB. The rest is threads, sockets and TLS.
 ABOVE_MAX_BYTES = 24 * MiB
 
 
@@ -31,7 +31,7 @@ def resident(field: str) -> int:
 
 
 def above(action: str, url: str, state: dict[str, torch.Tensor], options: dict[str, str]) -> int:
-    """What a save or a load needs beyond what was resident before it."""
+    """Return the peak of resident memory in a save or a load above that before, in bytes."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = resident("VmRSS:")
@@ -43,14 +43,14 @@ def above(action: str, url: str, state: dict[str, torch.Tensor], options: dict[s
 
 
 def main(tls: str) -> None:
-    """In a process that does nothing else: print what save and load took."""
+    """Print the memory that save and load took, in a process of its own."""
     with bench_server(size_bytes=1024 * MiB, tls=tls == "tls") as server:
         options = server.storage_options
         warm = {"w": torch.ones(16 * MiB)}
         above("save", "s3://bench/warm", warm, options)
         above("load", "s3://bench/warm", warm, options)
         del warm
-        # Of many sizes, each contiguous: 200 MiB in one tensor, the rest in fifty.
+        # Many sizes, each contiguous: 200 MiB in one tensor, the rest in fifty.
         state = {"large": torch.arange(50 * MiB, dtype=torch.float32)}
         state |= {f"small.{number}": torch.full((7 * MiB // 25,), float(number)) for number in range(50)}
         assert abs(sum(tensor.nbytes for tensor in state.values()) - STATE_BYTES) < MiB
@@ -65,7 +65,7 @@ def main(tls: str) -> None:
 
 @pytest.mark.parametrize("tls", ["http", "tls"])
 def test_nothing_is_copied(tls: str) -> None:
-    """Save and load of 256 MiB stay within 24 MiB, the checksum that goes with each put included."""
+    """Save and load of 256 MiB stay within 24 MiB, with the checksum of each put."""
     answer = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", __name__, tls],
         cwd=Path(__file__).parent.parent.parent,

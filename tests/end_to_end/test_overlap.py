@@ -1,4 +1,4 @@
-"""Saves and loads that overlap, end badly, or are about a state that does not keep still."""
+"""Saves and loads that overlap, fail in unusual ways, or have a state that changes meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAIT_SECONDS = 30.0
 
 
 class GatedSavePlanner(DefaultSavePlanner):
-    """Waits in the middle of a save until somebody opens the gate."""
+    """Planner that waits in the middle of a save until its gate is opened."""
 
     def __init__(self, reached: threading.Event, gate: threading.Event) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class GatedSavePlanner(DefaultSavePlanner):
 
 
 class GatedLoadPlanner(DefaultLoadPlanner):
-    """The same for a load."""
+    """Planner that waits in the middle of a load until its gate is opened."""
 
     def __init__(self, reached: threading.Event, gate: threading.Event) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def meanwhile(first: Callable[[threading.Event, threading.Event], Any], second: 
 
 
 def test_two_saves_by_one_writer_are_never_mixed(tmp_path: Path) -> None:
-    """One waits in the middle while the other is done from beginning to end, to another URL: both are there."""
+    """Two saves by one writer to two URLs, one within the other, give two checkpoints."""
     writer = RemoteWriter(tmp_path / "base")
 
     def first(reached: threading.Event, gate: threading.Event) -> None:
@@ -89,7 +89,7 @@ def test_two_saves_by_one_writer_are_never_mixed(tmp_path: Path) -> None:
 
 
 def test_two_saves_by_one_writer_to_one_url_are_one_checkpoint(tmp_path: Path) -> None:
-    """The one that comes late is told so; the other's stays."""
+    """Two overlapping saves by one writer to one URL: the later commit is refused; the earlier one stays."""
     writer = RemoteWriter(tmp_path)
 
     def first(reached: threading.Event, gate: threading.Event) -> None:
@@ -101,7 +101,7 @@ def test_two_saves_by_one_writer_to_one_url_are_one_checkpoint(tmp_path: Path) -
 
 
 def test_two_loads_by_one_reader_are_never_mixed(tmp_path: Path) -> None:
-    """Each gets what it asked for."""
+    """Two overlapping loads by one reader each get their own checkpoint."""
     for number in (1, 2):
         dcp.save(
             {"x": torch.full((3,), float(number))}, storage_writer=RemoteWriter(tmp_path / str(number)), no_dist=True
@@ -119,7 +119,7 @@ def test_two_loads_by_one_reader_are_never_mixed(tmp_path: Path) -> None:
 
 
 def test_a_background_save_outlives_the_script(tmp_path: Path) -> None:
-    """The last statement of a script is `async_save`: the interpreter exits, and the checkpoint is there."""
+    """After `async_save` as the last statement of a script, the interpreter exits with the checkpoint saved."""
     script = """
 import sys, torch, torch.distributed.checkpoint as dcp
 from dcp_remote import RemoteWriter
@@ -130,7 +130,7 @@ dcp.async_save({"x": torch.arange(300_000)}, storage_writer=RemoteWriter(sys.arg
 
 
 class MeddlingStore(LocalStore):
-    """Changes a tensor of the state while its shard is under way, as a careless training loop does."""
+    """Store that changes a tensor of the state while its shard is uploaded, as a careless training loop does."""
 
     tensor: torch.Tensor
 
@@ -141,7 +141,7 @@ class MeddlingStore(LocalStore):
 
 
 def test_a_state_that_changes_while_it_is_saved_is_refused(tmp_path: Path) -> None:
-    """Or it would be committed with digests that nothing fits, and be told damaged when somebody needs it."""
+    """A tensor that changes during its upload fails the save, since its digests would not match the bytes."""
     store = MeddlingStore(tmp_path)
     store.tensor = torch.zeros(100_000)
     with pytest.raises(CheckpointException) as caught:
@@ -154,21 +154,21 @@ def test_a_state_that_changes_while_it_is_saved_is_refused(tmp_path: Path) -> No
 
 
 class BadError(Exception):
-    """Can be pickled, and not be unpickled."""
+    """Error that can be pickled, and not unpickled."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(one + two)
 
 
 class BadPlanner(DefaultSavePlanner):
-    """Raises it where the writer asks."""
+    """Planner that raises BadError in the writer."""
 
     def resolve_data(self, _write_item: object) -> Any:
         raise BadError("bro", "ken")
 
 
 class BadStore(MemoryStore):
-    """Raises it at the first request."""
+    """Store that raises BadError at the first request."""
 
     def get(self, key: str, *, limit_bytes: int) -> Any:
         raise BadError("bro", "ken")
@@ -176,7 +176,7 @@ class BadStore(MemoryStore):
 
 @pytest.mark.parametrize("what", ["planner", "store"])
 def test_what_cannot_cross_ranks_is_told_as_an_error_of_ours(what: str) -> None:
-    """Torch would leave the other ranks waiting in a collective for it."""
+    """An error that cannot be pickled is raised as a typed one: torch would leave the other ranks in a collective."""
     planner = BadPlanner() if what == "planner" else DefaultSavePlanner()
     store = MemoryStore() if what == "planner" else BadStore()
     with pytest.raises(DcpRemoteError, match="BadError: broken"):
@@ -184,14 +184,14 @@ def test_what_cannot_cross_ranks_is_told_as_an_error_of_ours(what: str) -> None:
 
 
 def test_a_flat_state_dict_is_packed_like_any_other() -> None:
-    """`module.state_dict()` has hundreds of names at the top; they are no hundreds of shards."""
+    """`module.state_dict()` has hundreds of top-level names, and makes no hundreds of shards."""
     store = RecordingStore(MemoryStore())
     save_as_ranks([{f"layers.{n}.weight": torch.zeros(10) for n in range(300)}], lambda: RemoteWriter(store))
     assert store.count("put") == 2
 
 
 class CountingStore(MemoryStore):
-    """Notes how many bytes are under way at a time."""
+    """Store that records the most bytes in pending puts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def _as_buffers(buffers: Any) -> list[Buffer]:
 
 
 def test_streams_count_against_the_budget() -> None:
-    """Sparse tensors are encoded to be sent; no more of them than fit is under way at a time."""
+    """Sparse tensors, encoded for the upload, never have more bytes pending than the budget."""
     store = CountingStore()
     budget_bytes = 4 << 20
     state = {f"s{n}": torch.ones(1 << 17).to_sparse() for n in range(12)}  # 1.5 MiB each, as a stream
@@ -228,7 +228,7 @@ def test_streams_count_against_the_budget() -> None:
     [({"a\ud800": torch.zeros(3)}, "not Unicode"), ({"many": torch.zeros([1] * 65)}, "more dimensions")],
 )
 def test_what_no_manifest_could_say_is_refused_before_it_is_uploaded(state: dict[str, Any], says: str) -> None:
-    """Not when everything is there, on the coordinator alone."""
+    """Names and shapes that no manifest can hold are refused on each rank, before any upload."""
     store = RecordingStore(MemoryStore())
     with pytest.raises(InvalidArgumentError, match=says):
         save_as_ranks([state], lambda: RemoteWriter(store))

@@ -1,6 +1,6 @@
-"""What any number of ranks saved, any other number loads, bit for bit, however it was cut, dealt out and laid out.
+"""States saved by any number of ranks and loaded by any other, bit for bit, in any sharding and memory layout.
 
-Planner, writer and reader are torch's and ours, called once per rank in one process (`tests.support.simulated_ranks`).
+Planner, writer and reader are called once per rank in one process (`tests.support.simulated_ranks`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.strategies import (
 
 
 def writer(store: MemoryStore | RecordingStore, shard_bytes_max: int) -> RemoteWriter:
-    """A writer of small shards."""
+    """Return a writer of small shards."""
 
     class SmallShards(RemoteWriter):
         _shard_bytes_max = shard_bytes_max
@@ -79,7 +79,7 @@ def check(case: Case, states: list[State]) -> None:
 @examples(250)
 @given(case=cases())
 def test_any_state_comes_back_at_any_world_size(case: Case) -> None:
-    """Save by one dealing of cells to ranks, load by another, and compare every chunk with the bytes that were made.
+    """Save with one assignment of cells to ranks, load with another, and compare every chunk with its original bytes.
 
     The same checkpoint is then loaded without a template.
     """
@@ -95,7 +95,7 @@ def test_any_state_comes_back_at_any_world_size(case: Case) -> None:
 
 
 def test_every_dtype() -> None:
-    """All of torch's, 0-d and not, in every memory layout, saved by three ranks and loaded by two."""
+    """Every dtype of torch, 0-d and not, in every memory layout, saved by three ranks, loads on two."""
     store = MemoryStore()
     wholes = {
         f"{str(dtype).removeprefix('torch.')}-{layout}-{len(shape)}": (random_whole(dtype, shape, 1), layout)
@@ -125,7 +125,7 @@ def test_every_dtype() -> None:
 @pytest.mark.parametrize("shard_bytes_max", [300_000, 1_000_000])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.complex128])
 def test_columns_of_a_large_matrix(shard_bytes_max: int, dtype: torch.dtype) -> None:
-    """Saved in row slices of several pieces each, read in column slices: partial pieces go by their block tables."""
+    """A matrix saved in row slices of several pieces loads in column slices, by way of the block tables."""
     store = RecordingStore(MemoryStore())
     whole = random_whole(dtype, (1200, 1000), 3)
     save_as_ranks(
@@ -143,7 +143,7 @@ def test_columns_of_a_large_matrix(shard_bytes_max: int, dtype: torch.dtype) -> 
 
 
 def test_rows_larger_than_a_shard() -> None:
-    """Three rows of 200,000 bytes in shards of 64,000: pieces begin inside rows; read whole, by rows and by columns."""
+    """Rows of 200,000 bytes in shards of 64,000 (so that pieces begin inside rows) load whole and in parts."""
     store = MemoryStore()
     whole = random_whole(torch.float64, (3, 25_000), 5)
     save_as_ranks([{"w": whole.tensor()}], lambda: writer(store, 64_000))
@@ -159,7 +159,7 @@ def test_rows_larger_than_a_shard() -> None:
 
 
 def test_a_few_rows_cost_a_few_blocks() -> None:
-    """Of a 16 MiB matrix one rank reads 64 KiB in the middle: at most two blocks more than that, and the table."""
+    """A load of 64 KiB of a 16 MiB matrix reads at most two blocks more than that, and the table."""
     store = RecordingStore(MemoryStore())
     whole = random_whole(torch.float32, (1024, 4096), 6)
     save_as_ranks([{"w": whole.tensor()}], lambda: RemoteWriter(store))
@@ -168,13 +168,13 @@ def test_a_few_rows_cost_a_few_blocks() -> None:
     rows = LocalShards((1024, 4096), torch.float32, [((510, 0), torch.zeros(4, 4096))])
     load_as_ranks([{"w": rows}], lambda: RemoteReader(store))
     assert same_bits(rows.chunks[0][1], whole.cell(((510, 0), (4, 4096))))
-    block_bytes = 256 * 1024  # of a piece of 16 MiB
+    block_bytes = 256 * 1024  # block size of a piece of 16 MiB
     assert store.size_bytes() - manifest_bytes <= 64 * 1024 + 2 * block_bytes + 64 * 16
     assert [verb for verb, _ in store.calls] == ["get", "get_into", "get_into"]
 
 
 def test_a_chunk_larger_than_a_shard() -> None:
-    """70 MB at the shard size that users have: two shards of equal pieces; read whole and by halves of the columns."""
+    """A chunk of 70 MB lies in two shards of equal pieces, and loads whole and by halves of the columns."""
     store = MemoryStore()
     whole = random_whole(torch.uint8, (7000, 10_000), 7)
     save_as_ranks([{"w": whole.tensor()}], lambda: RemoteWriter(store))
@@ -195,7 +195,7 @@ def test_a_chunk_larger_than_a_shard() -> None:
 
 
 def test_a_rank_with_nothing() -> None:
-    """Five ranks of which two hold a part, and one an empty state: it writes no shard, and loads nothing."""
+    """A rank with an empty state, among five, writes no shard, and loads nothing."""
     store = MemoryStore()
     whole = random_whole(torch.int64, (2, 3), 8)
     states: list[State] = [{"w": part} for part in shard(whole.tensor(), 5, (2, 1))]
@@ -214,7 +214,7 @@ def test_a_rank_with_nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_views_of_every_kind_are_saved_as_what_they_show() -> None:
-    """Expanded (stride 0), conjugated and negated lazily, one element with a stride of its own, overlapping windows."""
+    """Expanded, lazily conjugated or negated, strided and overlapping views are saved with the values they show."""
     store = MemoryStore()
     base = torch.arange(24, dtype=torch.float32).view(4, 6)
     values = torch.complex(base, base + 0.5)
@@ -250,7 +250,7 @@ def test_views_of_every_kind_are_saved_as_what_they_show() -> None:
 
 
 def test_views_are_loaded_into_as_what_they_show() -> None:
-    """Templates that are conjugated, negated, strided to one element: what they show afterwards is what was saved."""
+    """Conjugated, negated and strided templates show the saved values after a load."""
     store = MemoryStore()
     values = torch.complex(torch.arange(6.0), torch.arange(6.0) + 0.5)
     save_as_ranks(
@@ -272,7 +272,7 @@ def test_views_are_loaded_into_as_what_they_show() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_dtypes_are_converted_as_torch_does(layout: str) -> None:
-    """bfloat16 into float32, float64 into float32, float32 into int64, uint8 into bool, float32 into complex64."""
+    """Dtypes are converted as by torch, such as bfloat16 to float32, float32 to int64, and uint8 to bool."""
     store = MemoryStore()
     saved: State = {
         "up": torch.randn(5, 7).to(torch.bfloat16),
@@ -297,7 +297,7 @@ def test_other_dtypes_are_converted_as_torch_does(layout: str) -> None:
 
 
 def test_parameters_keep_their_memory_and_their_gradient() -> None:
-    """Into a Parameter that requires a gradient, and into one that is not contiguous, in place."""
+    """A Parameter that requires a gradient, and a non-contiguous one, are loaded in place."""
     store = MemoryStore()
     saved = torch.nn.Parameter(torch.randn(4, 6))
     save_as_ranks([{"w": saved, "t": saved}], lambda: RemoteWriter(store))

@@ -1,7 +1,7 @@
-"""States of every size, from nothing to 6 GiB: what a save and a load take beyond the state, in bytes and requests.
+"""Memory and requests of a save and a load beyond the state, for states from nothing to 6 GiB.
 
-Memory is measured as a user's operating system does: the peak of the resident memory of a fresh process, which is
-reset through Linux's /proc before each save and load.
+Memory is measured as the peak of the resident memory of a fresh process, which is reset through Linux's /proc before
+each save and load.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ NEEDS_PROC = pytest.mark.skipif(
 
 BUDGET_BYTES = 64 * MiB
 
-# Stacks, malloc's arenas and what is just being copied in eight threads.
+# Stacks, malloc's arenas and the copies in progress in eight threads.
 SLACK_BYTES = 32 * MiB
 
-# Of one entry among very many, in the plans of torch, its metadata and ours. torch's own file system writer and reader
-# take 3.5 and 3.1 KiB.
+# Memory per entry, for very many entries, in the plans of torch, its metadata and ours. torch's own file system writer
+# and reader take 3.5 and 3.1 KiB.
 ENTRY_BYTES = 4.5 * KiB
 
 CALL_TIMEOUT_SECONDS = 900.0
@@ -65,12 +65,12 @@ WORD_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one save or load took.
+    """Cost of one save or load.
 
     Attributes:
-        peak_bytes: Of resident memory, above what there was when the state was made.
-        seconds: On the clock.
-        requests: To the store, by verb and first part of the key.
+        peak_bytes: Peak of resident memory, above that with the state made.
+        seconds: Wall-clock time.
+        requests: Requests to the store, by verb and first part of the key.
     """
 
     peak_bytes: int
@@ -79,7 +79,7 @@ class Cost:
 
 
 def measured(store: RecordingStore, action: Callable[[], object], *, before_bytes: int) -> Cost:
-    """What something costs beyond what was resident before; in a process that does nothing else."""
+    """Return the cost of an action beyond `before_bytes` of resident memory; for a process of its own."""
     gc.collect()
     store.clear()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -103,20 +103,20 @@ def requests(store: RecordingStore) -> dict[str, int]:
 
 
 def saves_and_loads(store: RecordingStore, state: State, blank: Callable[[], object]) -> tuple[Cost, Cost]:
-    """Save a state, blank it where it lies, and load it again."""
+    """Save a state, blank it in place, and load it again."""
 
     def save(what: State, where: ObjectStore) -> None:
-        # Without collectives: in them, torch's pickles of its plans take as much again as everything else together.
+        # Without collectives, in which torch's pickles of its plans take as much again as everything else together.
         dcp.save(what, storage_writer=RemoteWriter(where, memory_budget_bytes=BUDGET_BYTES), no_dist=True)
 
     def load_into(what: State, where: ObjectStore) -> None:
         dcp.load(what, storage_reader=RemoteReader(where, memory_budget_bytes=BUDGET_BYTES), no_dist=True)
 
-    # What is imported or started at the first use is no matter of size.
+    # Imports and threads of the first use do not depend on the size.
     warm, elsewhere = {"w": torch.ones(9), "o": 1}, MemoryStore()
     save(warm, elsewhere)
     load_into(warm, elsewhere)
-    # What malloc keeps of the save counts as the load's.
+    # Memory that malloc keeps after the save counts as the load's.
     before_bytes = memory_bytes("VmRSS:")
     saved = measured(store, lambda: save(state, store), before_bytes=before_bytes)
     blank()
@@ -126,7 +126,7 @@ def saves_and_loads(store: RecordingStore, state: State, blank: Callable[[], obj
 
 
 def check_shards(store: ObjectStore) -> None:
-    """None is larger than a shard may be, in bytes or in entries."""
+    """Check that no shard is above the limits in bytes and entries."""
     manifest = read_manifest(store)
     data_bytes = manifest.shards.sizes - manifest.shards.data_starts
     assert data_bytes.max(initial=0) <= SHARD_BYTES_MAX
@@ -139,7 +139,7 @@ def in_fresh_process(function: Callable[..., Any], *args: object) -> Any:
 
 
 def show(label: str, costs: Sequence[Cost]) -> None:
-    """For whoever looks at the figures, with `pytest -rP --log-level=INFO`."""
+    """Log the costs, shown by `pytest -rP --log-level=INFO`."""
     for verb, cost in zip(("save", "load"), costs, strict=True):
         logger.info("%s: %s %.1f MiB, %.2f s, %s", label, verb, cost.peak_bytes / MiB, cost.seconds, cost.requests)
 
@@ -148,9 +148,9 @@ def show(label: str, costs: Sequence[Cost]) -> None:
 
 
 class CountingStore(MemoryStore):
-    """Holds shards of any size, as long as their words count upwards: of those it keeps the first and how many.
+    """Store of shards of any size whose words count upwards: only the first word and their number are kept.
 
-    Every word is compared when it is put; what is read is counted again. So 6 GiB cost no memory and no disk.
+    Every word is compared when it is put, and counted again when it is read. So 6 GiB cost no memory and no disk.
     """
 
     def __init__(self) -> None:
@@ -182,13 +182,13 @@ class CountingStore(MemoryStore):
 
 
 def blocks_of(words: np.ndarray) -> Iterator[np.ndarray]:
-    """Few at a time, so that who compares and counts takes no memory worth mentioning."""
+    """Yield a few words at a time, so that comparing and counting take little memory."""
     for start in range(0, len(words), 32 * KiB):
         yield words[start : start + 32 * KiB]
 
 
 def count_up(rows: torch.Tensor) -> None:
-    """Each word is its place in row-major order."""
+    """Set each word to its place in row-major order."""
     for start in range(0, len(rows), 512):
         block = rows[start : start + 512]
         block.copy_(torch.arange(start * rows.shape[1], start * rows.shape[1] + block.numel()).view(block.shape))
@@ -205,7 +205,7 @@ def counts_up(rows: torch.Tensor) -> bool:
 
 
 def large_tensors(size_bytes: int) -> list[tuple[Cost, Cost]]:
-    """A tensor that is contiguous, and one in the same memory that is not."""
+    """Measure a contiguous tensor, and one in the same memory that is not."""
     columns = 1024
     rows = size_bytes // (columns * WORD_BYTES)
     memory = torch.zeros(rows, columns + 8, dtype=torch.int64)
@@ -221,9 +221,9 @@ def large_tensors(size_bytes: int) -> list[tuple[Cost, Cost]]:
 @NEEDS_PROC
 @pytest.mark.timeout(CALL_TIMEOUT_SECONDS)
 def test_one_large_tensor(torture_seconds: float) -> None:
-    """1 GiB, or 6, as one tensor: contiguous it is sent from where it lies, not contiguous within the budget.
+    """A tensor of 1 GiB, or 6, is sent without a copy if contiguous, otherwise copied within the budget.
 
-    One request per shard and per range, none of them larger than it may be; every word is compared on both ways.
+    One request per shard and per range, none above its limit; every word is compared on both ways.
     """
     size_bytes = 6 * GiB if torture_seconds >= LONG_SECONDS else 1 * GiB
     for kind, costs in zip(("contiguous", "strided"), in_fresh_process(large_tensors, size_bytes), strict=True):
@@ -240,7 +240,7 @@ def test_one_large_tensor(torture_seconds: float) -> None:
 
 
 def through_a_folder(size_bytes: int, folder: str) -> tuple[Cost, Cost]:
-    """Two tensors, one of them transposed, to a folder and back."""
+    """Save two tensors, one of them transposed, to a folder, and load them."""
     rows = size_bytes // 2 // (1024 * WORD_BYTES)
     plain = torch.zeros(rows, 1024, dtype=torch.int64)
     turned = torch.zeros(1024, rows, dtype=torch.int64)
@@ -261,7 +261,7 @@ def through_a_folder(size_bytes: int, folder: str) -> tuple[Cost, Cost]:
 @NEEDS_PROC
 @pytest.mark.timeout(CALL_TIMEOUT_SECONDS)
 def test_large_tensors_through_a_folder(torture_seconds: float, tmp_path: Path) -> None:
-    """384 MiB, or 6 GiB, written to a disk and read back, every word compared; half of it is transposed."""
+    """384 MiB, or 6 GiB, half of it transposed, come back from a disk with every word equal."""
     size_bytes = 6 * GiB if torture_seconds >= LONG_SECONDS else 384 * MiB
     try:
         costs = in_fresh_process(through_a_folder, size_bytes, str(tmp_path / "saved"))
@@ -273,14 +273,14 @@ def test_large_tensors_through_a_folder(torture_seconds: float, tmp_path: Path) 
 
 
 def test_memory_of_ranges_is_used_again() -> None:
-    """A hundred ranges of 1 MiB share the memory of those that are under way at a time.
+    """A hundred ranges of 1 MiB reuse the memory of the pending ones.
 
-    malloc would keep what it gave to each of the threads: 6 GiB, read with a budget of 64 MiB, then took 129.
+    malloc would keep memory for each of the threads: 6 GiB, read with a budget of 64 MiB, then took 129.
     """
     store = MemoryStore()
     store.put("shard", [bytes(100 * MiB)])
     fetches = [Fetch("shard", n * MiB, MiB, None, lambda _: b"", n) for n in range(100)]
-    # The objects themselves are kept, so that none gets the place of another.
+    # The objects themselves are kept, so that no address is used twice.
     budget_bytes = DOWNLOADS_IN_FLIGHT * RANGE_BYTES_MAX
     memories = [fetched.data.obj for fetched in download(store, fetches, memory_budget_bytes=budget_bytes)]
     assert len(memories) == 100
@@ -288,7 +288,7 @@ def test_memory_of_ranges_is_used_again() -> None:
 
 
 def test_memory_that_is_kept_is_within_the_budget() -> None:
-    """Eight short ranges fit into the budget at a time, but not the memory made for long ones: of that two are kept."""
+    """Kept memory is within the budget: eight short ranges fit at a time, but only two long buffers are kept."""
     buffers = _Buffers(16 * MiB)
     first = [buffers.take(MiB) for _ in range(8)]
     for view in first:
@@ -302,7 +302,7 @@ def test_memory_that_is_kept_is_within_the_budget() -> None:
 
 
 def many_tensors(count: int, folder: str) -> tuple[Cost, Cost]:
-    """Of 40 bytes each."""
+    """Measure tensors of 40 bytes each."""
     tensors = {f"layers.{n}.weight": torch.full((10,), float(n)) for n in range(count)}
 
     def blank() -> None:
@@ -318,7 +318,7 @@ def many_tensors(count: int, folder: str) -> tuple[Cost, Cost]:
 @NEEDS_PROC
 @pytest.mark.timeout(CALL_TIMEOUT_SECONDS)
 def test_very_many_tensors_of_40_bytes(torture_seconds: float, tmp_path: Path) -> None:
-    """Of 100,000, or 30,000, the bytes are 4 MB: what is measured is what plans, headers and the manifest take."""
+    """30,000 tensors (or 100,000, 4 MB) take only the bytes and requests of plans, headers and the manifest."""
     tensors = 100_000 if torture_seconds >= LONG_SECONDS else 30_000
     costs = in_fresh_process(many_tensors, tensors, str(tmp_path))
     show(f"{tensors} tensors", costs)
@@ -331,7 +331,7 @@ def test_very_many_tensors_of_40_bytes(torture_seconds: float, tmp_path: Path) -
 
 
 def many_objects(count: int, folder: str) -> tuple[Cost, Cost]:
-    """Numbers and short texts, half of each."""
+    """Measure numbers and short texts, half of each."""
     expected = {f"layers.{n}": n if n % 2 else f"text {n}" for n in range(count)}
     state = {"model": dict(expected)}
 
@@ -346,7 +346,7 @@ def many_objects(count: int, folder: str) -> tuple[Cost, Cost]:
 @NEEDS_PROC
 @pytest.mark.timeout(CALL_TIMEOUT_SECONDS)
 def test_very_many_objects(torture_seconds: float, tmp_path: Path) -> None:
-    """10,000, or 100,000: they stand in the manifest, and make no request of their own."""
+    """10,000 objects (or 100,000) stand in the manifest, and take no request of their own."""
     objects = 100_000 if torture_seconds >= LONG_SECONDS else 10_000
     costs = in_fresh_process(many_objects, objects, str(tmp_path))
     show(f"{objects} objects", costs)
@@ -378,7 +378,7 @@ def test_very_many_objects(torture_seconds: float, tmp_path: Path) -> None:
 def test_states_without_an_element(
     state: State, blank: State, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two requests to save and one to load, with a template and without; `dcp-remote show` prints what there is."""
+    """A state without elements takes two requests to save and one to load; `dcp-remote show` prints its entries."""
     store = RecordingStore(open_store(tmp_path))
     save_as_ranks([state], lambda: RemoteWriter(store))
     assert requests(store) == {"get manifest.json": 1, "put manifest.json": 1}
@@ -394,7 +394,7 @@ def test_states_without_an_element(
 
 
 def parts(sizes: Sequence[int]) -> list[LocalShards]:
-    """The rows of a tensor, so many for each rank; as with a DTensor, an empty part begins where the tensor ends."""
+    """Return the rows of a tensor, so many per rank; as with a DTensor, an empty part begins where the tensor ends."""
     whole = torch.arange(sum(sizes) * 4.0).reshape(-1, 4)
     return [
         LocalShards(whole.shape, whole.dtype, [((start if start < stop else len(whole), 0), whole[start:stop])])
@@ -413,7 +413,7 @@ def parts(sizes: Sequence[int]) -> list[LocalShards]:
     ids=["no entry", "an empty part", "empty parts at both ends", "an object alone"],
 )
 def test_a_rank_with_nothing(states: Sequence[State]) -> None:
-    """Of three ranks; it puts no shard, and what the others saved is loaded by one rank and by as many again."""
+    """A rank without bytes, among three, puts no shard; the checkpoint loads on one rank and on three."""
     store = RecordingStore(MemoryStore())
     save_as_ranks(states, lambda: RemoteWriter(store))
     ranks_with_bytes = {key.partition("/rank-")[2][:5] for verb, key in store.calls if verb == "put" and "/" in key}

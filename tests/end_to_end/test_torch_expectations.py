@@ -1,7 +1,7 @@
-"""What users of torch's checkpoints expect of a writer and a reader, with torch's own of a folder as the oracle.
+"""Expectations of users of torch's checkpoints, with torch's own folder format as the oracle.
 
-Where torch succeeds we give the same values; where it fails we fail, in the same class and words where those are the
-planner's. What torch does wrong and we refuse is said at the test.
+Where torch succeeds, the values are the same; where it fails, so does this package, with the planner's errors in the
+same class and words. Refusals of torch's own faults are named at the test.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def store() -> RecordingStore:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a save and a load ended with: the template as it is then, or what was raised."""
+    """Outcome of a save and a load: the template after it, or the error."""
 
     template: State | None
     error: BaseException | None
@@ -68,7 +68,7 @@ def outcome(call: Callable[[], State]) -> Outcome:
         return Outcome(call(), None)
     except CheckpointException as error:
         return Outcome(None, error.failures[0][0])
-    except Exception as error:  # noqa: BLE001  # what torch raises before any rank works
+    except Exception as error:  # noqa: BLE001  # errors that torch raises before any rank works
         return Outcome(None, error)
 
 
@@ -79,7 +79,7 @@ def of_both(
     save_planner: Callable[[], SavePlanner] = DefaultSavePlanner,
     load_planner: Callable[[], LoadPlanner] = DefaultLoadPlanner,
 ) -> tuple[Outcome, Outcome]:
-    """Save and load by torch's writer and reader, and by ours."""
+    """Save and load with torch's writer and reader, and with this package's."""
 
     def run(writer: Any, reader: Any) -> State:
         dcp.save(make_state(), storage_writer=writer, planner=save_planner())
@@ -94,7 +94,7 @@ def of_both(
 
 
 def assert_as_torch(theirs: Outcome, ours: Outcome) -> None:
-    """The same values of the same types, or the same class and words of the error."""
+    """Check that values and types are the same, or class and words of the error."""
     assert type(ours.error) is type(theirs.error), ours.error
     if theirs.error is None:
         assert same(ours.template, theirs.template)
@@ -104,7 +104,7 @@ def assert_as_torch(theirs: Outcome, ours: Outcome) -> None:
 
 @pytest.mark.parametrize(("place", "kind"), [("{0}/x", str), ("{0}/x/", str), ("file://{0}/x/", str), ("{0}/x", Path)])
 def test_a_checkpoint_id_is_what_was_given(place: str, kind: type[str | Path], tmp_path: Path) -> None:
-    """By the constructor or by a save or load, in any spelling of a place; a path stays one; so `StorageMeta`."""
+    """A checkpoint_id comes back as given, in any spelling and as path or text, from each call and in `StorageMeta`."""
     where = kind(place.format(tmp_path))
     other = tmp_path / "other"
     writer, reader = RemoteWriter(where), RemoteReader(where)
@@ -132,7 +132,7 @@ def test_a_checkpoint_id_is_what_was_given(place: str, kind: type[str | Path], t
 
 
 def test_the_version_of_the_metadata_is_torchs(store: RecordingStore, tmp_path: Path) -> None:
-    """As a torch writer and reader give it."""
+    """The version of the metadata is that of torch's writer and reader."""
     dcp.save({"x": torch.ones(2)}, storage_writer=RemoteWriter(store))
     dcp.save({"x": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path))
     version = FileSystemReader(tmp_path).read_metadata().version
@@ -140,7 +140,7 @@ def test_the_version_of_the_metadata_is_torchs(store: RecordingStore, tmp_path: 
 
 
 def test_an_existing_checkpoint_is_told_in_torchs_words(store: RecordingStore, tmp_path: Path) -> None:
-    """Callers match the text of FileSystemWriter(overwrite=False): a checkpoint by itself, and a step of a run."""
+    """An existing checkpoint or step raises the text of FileSystemWriter(overwrite=False), which callers match."""
     words = "Checkpoint already exists"
     for writer in (RemoteWriter(store), FileSystemWriter(tmp_path / "torch", overwrite=False)):
         dcp.save({"x": 1}, storage_writer=writer)
@@ -152,11 +152,11 @@ def test_an_existing_checkpoint_is_told_in_torchs_words(store: RecordingStore, t
             manager.save(1, {"x": 1}, wait=True)
 
 
-# ---- how they are called
+# ---- calls
 
 
 def test_no_checkpoint_id_keeps_the_place(store: RecordingStore) -> None:
-    """`checkpoint_id=None` beside a writer or reader, as frameworks pass it on, keeps their place."""
+    """`checkpoint_id=None` beside a writer or reader, as frameworks pass it, keeps its place."""
     state, template = state_of_training(), blank_state()
     dcp.save(state, checkpoint_id=None, storage_writer=RemoteWriter(store))
     dcp.load(template, checkpoint_id=None, storage_reader=RemoteReader(store))
@@ -164,7 +164,7 @@ def test_no_checkpoint_id_keeps_the_place(store: RecordingStore) -> None:
 
 
 def test_the_deprecated_calls_take_them_by_position(store: RecordingStore) -> None:
-    """`save_state_dict(state, writer)` and `load_state_dict(state, reader)`, which reset both with no argument."""
+    """`save_state_dict(state, writer)` and `load_state_dict(state, reader)` work; both reset without an argument."""
     state, template = state_of_training(), blank_state()
     with pytest.warns(FutureWarning):
         dcp.save_state_dict(state, RemoteWriter(store), None, 0, True)
@@ -174,7 +174,7 @@ def test_the_deprecated_calls_take_them_by_position(store: RecordingStore) -> No
 
 
 def test_a_reset_without_a_place_stays_where_it_was(store: RecordingStore) -> None:
-    """`reset(None)` and `reset()`, between a bare `read_metadata` and a load, as torch's loader of optimizers does."""
+    """`reset(None)` and `reset()` before a load keep the place, as torch's loader of optimizers needs."""
     writer, reader = RemoteWriter(store), RemoteReader(store)
     writer.reset(None)
     writer.reset()
@@ -194,7 +194,7 @@ def test_a_reset_without_a_place_stays_where_it_was(store: RecordingStore) -> No
 
 @pytest.mark.parametrize("keys", [None, {"model"}, {"model.weight", "step"}, {"optim.param_groups"}, {"nowhere"}])
 def test_loading_without_a_template(keys: set[str] | None, store: RecordingStore, tmp_path: Path) -> None:
-    """`_EmptyStateDictLoadPlanner` as torch's converters use it, with and without keys: what torch finds, we find."""
+    """`_EmptyStateDictLoadPlanner`, with and without keys as in torch's converters, finds what torch finds."""
     dcp.save(state_of_training(), storage_writer=FileSystemWriter(tmp_path))
     dcp.save(state_of_training(), storage_writer=RemoteWriter(store))
     found: list[State] = []
@@ -207,7 +207,7 @@ def test_loading_without_a_template(keys: set[str] | None, store: RecordingStore
     assert all(same(one, found[0]) for one in found)
 
 
-# ---- planners of users, as torch's documentation has them
+# ---- planners of users, as in torch's documentation
 
 
 class SavedWithPrefix(DefaultSavePlanner):
@@ -220,7 +220,7 @@ class SavedWithPrefix(DefaultSavePlanner):
 
 
 class LoadedWithPrefix(DefaultLoadPlanner):
-    """`RenamePlanner` of the documentation of `LoadPlanner`, which reads only what takes no code."""
+    """`RenamePlanner` of the documentation of `LoadPlanner`, reading only objects that need no code."""
 
     def set_up_planner(self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self.original_state_dict = state_dict
@@ -248,7 +248,7 @@ class InHalf(DefaultSavePlanner):
 
 
 class Replacing(DefaultSavePlanner):
-    """Looks up other things than lie in the state, of the same shapes; also a tensor where there was none."""
+    """Planner that looks up other values than the state's, of equal shapes; also a tensor where there was none."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = super().lookup_object(index)
@@ -256,7 +256,7 @@ class Replacing(DefaultSavePlanner):
 
 
 class Transforming(DefaultSavePlanner):
-    """Transforms tensors, and leaves objects to torch."""
+    """Planner that transforms tensors, and leaves objects to torch."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # torch's name
         changed = object * 2 if isinstance(object, torch.Tensor) else {"was": object}
@@ -264,7 +264,7 @@ class Transforming(DefaultSavePlanner):
 
 
 class LoadedElsewhere(DefaultLoadPlanner):
-    """Resolves other tensors than lie in the state, and copies from those when they are complete."""
+    """Planner that resolves other tensors than the state's, and copies from those when they are complete."""
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         return torch.full_like(super().transform_tensor(read_item, tensor), -1.0, dtype=torch.float64)
@@ -284,7 +284,7 @@ PLANNERS: dict[str, tuple[Callable[[], SavePlanner], Callable[[], LoadPlanner]]]
 
 @pytest.mark.parametrize("name", PLANNERS)
 def test_planners_of_users(name: str, tmp_path: Path) -> None:
-    """Each with torch's writer and reader and with ours: the same template in the end."""
+    """Each planner gives the same template with torch's writer and reader and with this package's."""
 
     def state() -> State:
         return {"w": torch.arange(6.0).reshape(2, 3), "s": torch.tensor(2.0), "text": "a", "n": 1}
@@ -301,7 +301,7 @@ def zeros() -> State:
 
 
 class Balancing(DefaultSavePlanner):
-    """`DDPLoadBalancingPlanner` of torch's documentation: what all ranks have is dealt out to them in turn."""
+    """`DDPLoadBalancingPlanner` of torch's documentation: replicas are dealt to the ranks in turn."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         iterators = [iter(all_plans[0].items)] * len(all_plans)
@@ -312,7 +312,7 @@ class Balancing(DefaultSavePlanner):
 
 
 def test_a_planner_that_deals_out_what_all_ranks_have(store: RecordingStore) -> None:
-    """Seven tensors and objects on three ranks: each rank writes its share, and all comes back on two."""
+    """Seven tensors and objects on three ranks: each rank writes its share, and all load on two."""
     state: State = {f"t{n}": torch.full((4,), float(n)) for n in range(5)} | {"a": 1, "b": "x" * 20_000}
     save_as_ranks([state] * 3, lambda: RemoteWriter(store), Balancing)
     assert len({key.split("-")[1] for verb, key in store.calls if verb == "put" and "rank" in key}) == 3
@@ -322,19 +322,19 @@ def test_a_planner_that_deals_out_what_all_ranks_have(store: RecordingStore) -> 
 
 
 class WithExtraData(DefaultSavePlanner):
-    """`SaveExtraDataPlanner` of torch's documentation: it puts what it likes in the place of the flatten mapping."""
+    """`SaveExtraDataPlanner` of torch's documentation: it replaces the flatten mapping by data of its own."""
 
     def create_local_plan(self) -> SavePlan:
         return replace(super().create_local_plan(), planner_data="per-rank-data")
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        self.flatten_state_dict = False  # or torch's own merging of the mappings fails
+        self.flatten_state_dict = False  # otherwise torch's own merging of the mappings fails
         plans, metadata = super().create_global_plan(all_plans)
         return plans, replace(metadata, planner_data=[plan.planner_data for plan in plans])
 
 
 def test_data_of_a_planner_that_is_no_flatten_mapping_is_refused(store: RecordingStore) -> None:
-    """Torch pickles it into its metadata; a manifest has no pickle. The error says so, and nothing is committed."""
+    """Planner data that torch would pickle into its metadata is refused with a message, and nothing is committed."""
     failed = outcome(lambda: save_and_load(store, {"x": torch.ones(2)}, {}, WithExtraData()))
     assert isinstance(failed.error, InvalidArgumentError)
     assert failed.error.details["type"] == "list"
@@ -354,7 +354,7 @@ def load_into(store: RecordingStore, template: State, planner: LoadPlanner | Non
 
 @pytest.mark.parametrize("flatten", list(itertools.product([False, True], repeat=4)))
 def test_planners_that_flatten_and_do_not(flatten: Sequence[bool], tmp_path: Path) -> None:
-    """`flatten_state_dict` and `flatten_sharded_tensors`, each on and off on either side: as with torch's own."""
+    """`flatten_state_dict` and `flatten_sharded_tensors`, on or off on either side, act as with torch's own."""
 
     def planner(kind: Any, state_dict: bool, sharded_tensors: bool) -> Any:
         return kind(flatten_state_dict=state_dict, flatten_sharded_tensors=sharded_tensors)
@@ -370,7 +370,7 @@ def test_planners_that_flatten_and_do_not(flatten: Sequence[bool], tmp_path: Pat
 
 
 def test_copies_that_a_lookup_makes_count_against_the_budget(store: RecordingStore) -> None:
-    """A planner that clones in `lookup_object`, and one that does not: the bytes that are claimed for four tensors."""
+    """A planner's clones in `lookup_object` count against the budget; tensors without clones do not."""
 
     class Cloning(DefaultSavePlanner):
         def lookup_object(self, index: MetadataIndex) -> Any:

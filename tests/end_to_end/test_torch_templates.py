@@ -1,7 +1,7 @@
-"""States and templates as users of torch's checkpoints have them, with torch's own of a folder as the oracle.
+"""States and templates of users of torch's checkpoints, with torch's own folder format as the oracle.
 
-Where torch succeeds we give the same values; where its planner fails we fail, in the same class and words. What torch's
-reader itself refuses without a name, or gets wrong, we refuse by the name of the tensor.
+Where torch succeeds, the values are the same; where its planner fails, so does this package, in the same class and
+words. Templates that torch's reader refuses without a name, or fills wrongly, are refused by the name of the tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def store() -> RecordingStore:
 # ---- templates
 
 
-# Among these, torch converts without a word. Not complex to real, of which torch warns.
+# torch converts among these without a warning. It warns of complex to real.
 CONVERTED = (
     torch.float64,
     torch.float32,
@@ -59,7 +59,7 @@ CONVERTED = (
 
 @pytest.mark.parametrize("saved", CONVERTED, ids=str)
 def test_a_template_of_another_dtype_is_converted_as_by_torch(saved: torch.dtype, tmp_path: Path) -> None:
-    """Into each dtype, whole and in a strided template: rounding, overflow and NaN as `copy_` has them."""
+    """A template of each other dtype, whole or strided, gets rounding, overflow and NaN as `copy_` makes them."""
     values = torch.tensor([[0.0, -0.0, 1.0, -2.5], [300.7, 1e-8, float("nan"), float("inf")]])
     if not saved.is_floating_point:
         values = values.nan_to_num(0, 100).clamp(0 if "u" in str(saved) else -100, 100)
@@ -76,7 +76,7 @@ def test_a_template_of_another_dtype_is_converted_as_by_torch(saved: torch.dtype
         assert same(ours.template[name], expected), name
 
 
-# What is saved, and the template.
+# Saved state, and template.
 MISFITS: dict[str, tuple[State, Callable[[], State]]] = {
     "missing tensor": ({"w": torch.ones(2)}, lambda: {"w": torch.zeros(2), "missing": torch.zeros(2)}),
     "missing object": ({"w": torch.ones(2)}, lambda: {"w": torch.zeros(2), "deep": {"missing": 1}}),
@@ -90,14 +90,14 @@ MISFITS: dict[str, tuple[State, Callable[[], State]]] = {
     "on the meta device": ({"w": torch.ones(1)}, lambda: {"w": torch.zeros(1, device="meta")}),
     "flattened to one name": ({"a.b": 1, "a": {"b": 2}}, dict),
     "flattened to one name by str": ({"a": {1: 1, "1": 2}}, dict),
-    "keys that cannot be sorted": ({"w": 1}, lambda: {"w": 0, 1: 0}),  # type: ignore[dict-item]  # what is tested
+    "keys that cannot be sorted": ({"w": 1}, lambda: {"w": 0, 1: 0}),  # type: ignore[dict-item]  # unsortable keys are the test
 }
 
 
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("name", MISFITS)
 def test_a_template_that_does_not_fit_ends_as_with_torch(name: str, partial: bool, tmp_path: Path) -> None:
-    """Strict, and with `allow_partial_load`: the same values, or the same class and words."""
+    """A template that does not fit gives torch's values, or torch's class and words, also with `allow_partial_load`."""
     state, template = MISFITS[name]
     theirs, ours = of_both(
         tmp_path, lambda: dict(state), template, load_planner=lambda: DefaultLoadPlanner(allow_partial_load=partial)
@@ -106,9 +106,9 @@ def test_a_template_that_does_not_fit_ends_as_with_torch(name: str, partial: boo
 
 
 def test_what_no_template_can_take_is_named_before_a_byte_is_read(store: RecordingStore) -> None:
-    """Sparse for dense and dense for sparse, expanded dimensions, windows: torch's own errors name no tensor.
+    """Sparse for dense, dense for sparse, expanded dimensions and windows are refused by name before any read.
 
-    Into an expanded template torch would read row after row without an error, each over the one before.
+    torch's own errors name no tensor; into an expanded template it would read row after row, each over the one before.
     """
     state = {"dense": torch.ones(3, 3), "sparse": torch.eye(3).to_sparse(), "more": torch.ones(1000)}
     dcp.save(state, storage_writer=RemoteWriter(store))
@@ -139,7 +139,7 @@ def test_what_no_template_can_take_is_named_before_a_byte_is_read(store: Recordi
 
 @pytest.mark.parametrize("given", [torch.zeros(3).to_sparse(), torch.zeros(1).expand(3), torch.zeros(3, device="meta")])
 def test_what_a_planner_gives_and_cannot_be_written_is_named(given: torch.Tensor, store: RecordingStore) -> None:
-    """Such planners are asked when the bytes are there; the error names the tensor all the same."""
+    """A planner's tensor that cannot be written, which is known only with the bytes there, is named in the error."""
 
     class Giving(DefaultLoadPlanner):
         def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -156,7 +156,7 @@ def in_three_bits() -> torch.Tensor:
 
 
 def test_a_dtype_that_torch_cannot_convert_is_named(store: RecordingStore) -> None:
-    """Into three bits, for which torch has no copy: its own error names no tensor."""
+    """A template of three bits, for which torch has no copy, is named in the error."""
     dcp.save({"w": torch.ones(4)}, storage_writer=RemoteWriter(store))
     failed = outcome(lambda: load_into(store, {"w": in_three_bits()}))
     assert isinstance(failed.error, InvalidArgumentError)
@@ -165,7 +165,7 @@ def test_a_dtype_that_torch_cannot_convert_is_named(store: RecordingStore) -> No
 
 
 def test_an_object_that_torch_cannot_save_is_named(store: RecordingStore) -> None:
-    """A tensor of three bits inside an object: `load` and torch's own planner give it, another wants it pickled."""
+    """An object with a tensor of three bits loads, but by a planner that wants a pickle is named in an error."""
     tensor = in_three_bits()
     dcp.save({"pair": (tensor, 1)}, storage_writer=RemoteWriter(store))
     assert torch.equal(load(store)["pair"][0].view(torch.uint8), tensor.view(torch.uint8))
@@ -186,7 +186,7 @@ def test_an_object_that_torch_cannot_save_is_named(store: RecordingStore) -> Non
 
 
 def freed(tensor: torch.Tensor, *, kept_bytes: int) -> torch.Tensor:
-    """As FSDP leaves parameters behind."""
+    """Free a tensor's memory, as FSDP does with parameters."""
     tensor.untyped_storage().resize_(kept_bytes)
     return tensor
 
@@ -202,7 +202,7 @@ WITHOUT_DATA: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", WITHOUT_DATA)
 def test_a_tensor_without_data_is_refused_by_name(name: str, store: RecordingStore) -> None:
-    """As a value of the state and as a template. Where torch does not crash, its own error names no tensor."""
+    """A tensor without data, in the state or the template, is named in the error; torch crashes, or names none."""
     saving = outcome(lambda: save_and_load(store, {"w": WITHOUT_DATA[name]()}, {}))
     assert store.count("put") == 0
     template = WITHOUT_DATA[name]()
@@ -251,7 +251,7 @@ def nested(levels: int, leaf: object) -> Any:
 
 base = torch.arange(24.0)
 
-# A state and its template; torch's folder is the oracle for both values and errors.
+# State and template; torch's folder format is the oracle for values and errors.
 STATES: dict[str, tuple[Callable[[], State], Callable[[], State]]] = {
     "empty": (dict, dict),
     "empty containers": (
@@ -311,21 +311,21 @@ def seeded() -> torch.Generator:
 
 @pytest.mark.parametrize("name", STATES)
 def test_states_come_back_as_from_torch(name: str, tmp_path: Path) -> None:
-    """Each saved and loaded by both, into templates that lie otherwise in memory; strides are the template's own."""
+    """States load as with torch, into templates of other memory layouts, which keep their strides."""
     theirs, ours = of_both(tmp_path, *STATES[name])
     assert theirs.error is None
     assert_as_torch(theirs, ours)
 
 
 def test_a_lazily_conjugated_template_is_filled(store: RecordingStore) -> None:
-    """What the template shows is what was saved; the memory below it holds the conjugate."""
+    """A lazily conjugated template shows the saved values; its memory holds the conjugate."""
     saved, memory = torch.tensor([1 + 2j, -3j]), torch.zeros(2, dtype=torch.complex64)
     save_and_load(store, {"w": saved}, {"w": memory.conj()})
     assert torch.equal(memory, torch.tensor([1 - 2j, 3j]))
 
 
 def test_a_loaded_parameter_is_the_one_of_the_template(store: RecordingStore) -> None:
-    """In place: the module's own parameters, their gradients and their `requires_grad` are as they were."""
+    """A parameter is loaded in place: it is the module's own, with its gradient and `requires_grad`."""
     model, loaded = nn.Linear(3, 2), nn.Linear(3, 2)
     before = list(loaded.parameters())
     before[1].requires_grad_(False)
@@ -341,7 +341,7 @@ def test_a_loaded_parameter_is_the_one_of_the_template(store: RecordingStore) ->
 
 @pytest.mark.parametrize("shape", [(5, 3), (1, 3), (0, 3), (7,), ()])
 def test_uneven_shards(shape: tuple[int, ...], store: RecordingStore) -> None:
-    """Cut for four ranks, of which some then have little or nothing; loaded by three, by one, and whole."""
+    """Tensors cut for four ranks, some of which have little or nothing, load on three, on one, and whole."""
     whole = torch.arange(math.prod(shape) + 0.0).reshape(shape)
     parts = (4, *[1] * (len(shape) - 1)) if shape else ()
     save_as_ranks([{"w": part, "same": whole} for part in shard(whole, 4, parts)], lambda: RemoteWriter(store))
@@ -359,10 +359,10 @@ def chunks(part: LocalShards) -> list[Any]:
 
 
 def test_very_many_tiny_entries(store: RecordingStore, torture_seconds: float) -> None:
-    """Half of them tensors of 40 bytes and half objects: right again, in as few requests as the format allows.
+    """Very many entries, half tensors of 40 bytes and half objects, come back in as few requests as the format allows.
 
-    A hundred thousand in the long form of the campaign, as in `test_sizes.py` of tensors alone. A shard per 16,384
-    tensors, and one for the objects that no longer fit into the manifest, if there are any.
+    A hundred thousand in the long campaign, as in `test_sizes.py` for tensors alone. A shard per 16,384 tensors, and
+    one for objects that do not fit into the manifest.
     """
     count = 50_000 if torture_seconds >= LONG_SECONDS else 20_000
     numbers = torch.arange(10.0 * count).reshape(count, 10)

@@ -1,6 +1,6 @@
-"""Writer and reader through torch's own calls, in one process: what users of torch's checkpoints expect.
+"""Writer and reader through torch's own calls, in one process, as users of torch's checkpoints expect.
 
-`dcp.save` and `dcp.load` are torch's; the store is one in memory whose requests are recorded, or a folder.
+`dcp.save` and `dcp.load` are torch's; the store is in memory and records its requests, or is a folder.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ def store() -> RecordingStore:
     return RecordingStore(MemoryStore())
 
 
-# torch's planner loads objects into a copy of the state unless told both.
+# torch's planner loads objects into a copy of the state unless given both.
 NOT_FLAT = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
 def failure(call: Callable[[], object]) -> BaseException:
-    """What rank 0 raised, out of torch's `CheckpointException`."""
+    """Return the error of rank 0, from torch's `CheckpointException`."""
     with pytest.raises(CheckpointException) as caught:
         call()
     return caught.value.failures[0][0]
 
 
-# ---- the five lines of the README, and what they cost
+# ---- the five lines of the README, and their requests
 
 
 @pytest.mark.parametrize("no_dist", [False, True])
 def test_save_and_load(store: RecordingStore, no_dist: bool) -> None:
-    """Five lines, one process: everything comes back, tensors in place. A save is three requests and a load two.
+    """Five lines save and load everything, tensors in place; the save takes three requests and the load two.
 
     Nothing is ever listed, looked up or deleted.
     """
@@ -76,7 +76,7 @@ def test_save_and_load(store: RecordingStore, no_dist: bool) -> None:
     weight = template["model"]["weight"]
     metadata = dcp.save(state, storage_writer=RemoteWriter(store), no_dist=no_dist)
     assert isinstance(metadata, Metadata)
-    # One shard per top-level key with tensors: what is dropped together lies together.
+    # One shard per top-level key with tensors: parts that are dropped together lie together.
     shards = [key for verb, key in store.calls if key != "manifest.json"]
     assert [verb for verb, _ in store.calls] == ["get", "put", "put", "put"]
     assert store.calls[0] == ("get", "manifest.json")
@@ -90,7 +90,7 @@ def test_save_and_load(store: RecordingStore, no_dist: bool) -> None:
 
 
 def test_a_save_of_one_shard_is_three_requests_and_a_load_two(store: RecordingStore) -> None:
-    """Read the manifest's place, put the shard, put the manifest; read the manifest, read the shard."""
+    """A save reads the manifest's key, puts the shard and puts the manifest; a load reads manifest and shard."""
     dcp.save({"w": torch.ones(3), "step": 1}, storage_writer=RemoteWriter(store))
     assert [verb for verb, _ in store.calls] == ["get", "put", "put"]
     store.clear()
@@ -100,7 +100,7 @@ def test_a_save_of_one_shard_is_three_requests_and_a_load_two(store: RecordingSt
 
 @pytest.mark.parametrize("size", [100, 300_000])
 def test_autograd_sees_that_a_tensor_was_loaded(store: RecordingStore, size: int) -> None:
-    """Nothing tells torch what is written into its memory: a gradient of the values that were there would be wrong."""
+    """Autograd notices that a tensor was loaded: a gradient of its earlier values would be wrong."""
     dcp.save({"w": torch.ones(size)}, storage_writer=RemoteWriter(store))
     template, other = torch.zeros(size), torch.ones(size, requires_grad=True)
     loss = (template * other).sum()
@@ -111,7 +111,7 @@ def test_autograd_sees_that_a_tensor_was_loaded(store: RecordingStore, size: int
 
 
 def test_loading_into_an_inference_tensor(store: RecordingStore) -> None:
-    """It counts no versions."""
+    """A load into an inference tensor, which counts no versions, succeeds."""
     dcp.save({"w": torch.ones(3)}, storage_writer=RemoteWriter(store))
     with torch.inference_mode():
         template = {"w": torch.zeros(3)}
@@ -120,7 +120,7 @@ def test_loading_into_an_inference_tensor(store: RecordingStore) -> None:
 
 
 def test_small_tensors_are_read_together(store: RecordingStore) -> None:
-    """They lie between large ones in the state, as the steps of an optimizer do, and not in the shard."""
+    """Small tensors between large ones, as an optimizer's steps, lie together in the shard and are read at once."""
     sizes = [n % 3 or 300_000 for n in range(60)]
     state = {"optim": {str(n): torch.full((size,), float(n)) for n, size in enumerate(sizes)}}
     dcp.save(state, storage_writer=RemoteWriter(store))
@@ -134,7 +134,7 @@ def test_small_tensors_are_read_together(store: RecordingStore) -> None:
 
 
 def test_objects_alone_cost_no_shard(store: RecordingStore) -> None:
-    """Small objects stand in the manifest: two requests to save, one to load. So does a state of nothing."""
+    """Small objects, and an empty state, stand in the manifest: two requests to save, one to load."""
     for state in ({"step": 7, "name": "run"}, {}):
         store.clear()
         dcp.save(dict(state), storage_writer=RemoteWriter(store, overwrite=True))
@@ -159,26 +159,26 @@ def test_the_manifest_is_put_once_whatever_the_number_of_ranks(store: RecordingS
 
 
 def test_an_object_of_its_own_comes_back_from_a_shard(store: RecordingStore) -> None:
-    """300 KB of text, more than a manifest takes: it lies in a shard, in several blocks, and loads both ways."""
+    """A text of 300 KB, too large for a manifest, lies in a shard in several blocks, and loads both ways."""
     state = {"text": "abcde" * 60_000, "pair": [torch.ones(2)] * 2, "small": 1}
     dcp.save(state, storage_writer=RemoteWriter(store), planner=DefaultSavePlanner(flatten_state_dict=False))
     template: dict[str, Any] = {"text": "", "pair": None, "small": 0}
     dcp.load(template, storage_reader=RemoteReader(store), planner=NOT_FLAT)
     assert template["text"] == state["text"]
-    assert template["pair"][0] is template["pair"][1]  # one object in two places is still one
+    assert template["pair"][0] is template["pair"][1]  # shared objects stay shared
     assert equal(load(store, keys="text"), {"text": state["text"]})
 
 
-# ---- where: checkpoint_id, reuse, pickling
+# ---- checkpoint_id, reuse, pickling
 
 
 def test_checkpoint_id_moves_a_writer_and_a_reader(tmp_path: Path) -> None:
-    """A writer and a reader made for one place, used for two more; None stays where it was last."""
+    """A writer and a reader move to each checkpoint_id that they are given; with None they keep the last."""
     writer, reader = RemoteWriter(f"file://{tmp_path}/a"), RemoteReader(str(tmp_path / "a"))
     dcp.save({"x": torch.tensor(1)}, storage_writer=writer)
     dcp.save({"x": torch.tensor(2)}, storage_writer=writer, checkpoint_id=f"file://{tmp_path}/b")
     dcp.save({"x": torch.tensor(3)}, storage_writer=writer, checkpoint_id=tmp_path / "c")
-    assert failure(lambda: dcp.save({"x": torch.tensor(4)}, storage_writer=writer)).args  # still at c
+    assert failure(lambda: dcp.save({"x": torch.tensor(4)}, storage_writer=writer)).args  # the writer still points to c
     found = []
     for checkpoint_id in (None, str(tmp_path / "b"), f"file://{tmp_path}/c", None):
         template = {"x": torch.tensor(0)}
@@ -188,7 +188,7 @@ def test_checkpoint_id_moves_a_writer_and_a_reader(tmp_path: Path) -> None:
 
 
 def test_a_plain_checkpoint_id_is_refused_where_the_url_is_none(tmp_path: Path) -> None:
-    """It would be a folder on this machine; the full URL works, and nothing is written anywhere else."""
+    """A plain checkpoint_id beside a URL is refused, since it would be a local folder; the full URL works."""
     name = uuid.uuid4().hex
     writer, reader = RemoteWriter(f"memory://{name}/a"), RemoteReader(f"memory://{name}/a")
     for checkpoint_id in (tmp_path / "b", str(tmp_path / "b"), "b"):
@@ -208,7 +208,7 @@ def test_a_plain_checkpoint_id_is_refused_where_the_url_is_none(tmp_path: Path) 
 
 
 def test_a_store_of_ones_own_stays_in_use(store: RecordingStore) -> None:
-    """Another checkpoint_id would leave the given store, and what wraps it, without a word: refused."""
+    """A checkpoint_id outside of a store given by the user is refused, since the store's wrappers would be lost."""
     given = store.child("a")
     writer, reader = RemoteWriter(given), RemoteReader(given)
     for error in (
@@ -221,7 +221,7 @@ def test_a_store_of_ones_own_stays_in_use(store: RecordingStore) -> None:
 
 
 def test_one_writer_and_one_reader_serve_many_saves(store: RecordingStore) -> None:
-    """Save three times over, load after each: what is there is the last, and each save has an id of its own."""
+    """Three saves and loads by one writer and reader: each load gets the last save, and save_ids differ."""
     writer, reader = RemoteWriter(store, overwrite=True), RemoteReader(store)
     ids = []
     for value in range(3):
@@ -234,7 +234,7 @@ def test_one_writer_and_one_reader_serve_many_saves(store: RecordingStore) -> No
 
 
 def test_a_checkpoint_is_not_overwritten_unless_asked(store: RecordingStore) -> None:
-    """The second save ends before a byte is uploaded; with overwrite=True it replaces the first."""
+    """A second save is refused before any upload; with overwrite=True it replaces the first."""
     dcp.save({"x": torch.tensor(1)}, storage_writer=RemoteWriter(store))
     store.clear()
     error = failure(lambda: dcp.save({"x": torch.tensor(2)}, storage_writer=RemoteWriter(store)))
@@ -247,7 +247,7 @@ def test_a_checkpoint_is_not_overwritten_unless_asked(store: RecordingStore) -> 
 
 
 def test_they_pickle_their_configuration() -> None:
-    """Copies of a writer and a reader, used or not, save and load on their own; a save under way is not copied."""
+    """Pickled copies of a writer and a reader, used or not, save and load; a save in progress is not copied."""
     url = f"memory://{uuid.uuid4().hex}"
     writer, reader = RemoteWriter(url, overwrite=True), RemoteReader(url)
     for _ in range(2):
@@ -262,7 +262,7 @@ def test_they_pickle_their_configuration() -> None:
 
 
 def test_their_repr_shows_where_and_nothing_secret(tmp_path: Path) -> None:
-    """Options never; and torch's logger is given the URL alone."""
+    """The repr never has options; torch's logger gets the URL alone."""
     url = f"file://{tmp_path}/a"
     for used in (
         RemoteWriter(url, storage_options={"allow_network_replace": True}),
@@ -274,7 +274,7 @@ def test_their_repr_shows_where_and_nothing_secret(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [RemoteWriter, RemoteReader])
 def test_arguments_are_checked_when_made(kind: Any, tmp_path: Path) -> None:
-    """A URL of no kind, options that nobody knows, a budget of nothing, options beside a store."""
+    """An invalid URL, unknown options, a budget of zero, and options beside a store are refused by the constructor."""
     for url, options in (
         ("ftp://x/y", {}),
         ("", {}),
@@ -295,7 +295,7 @@ def test_arguments_are_checked_when_made(kind: Any, tmp_path: Path) -> None:
 
 
 def test_use_collectives_false_is_refused(store: RecordingStore) -> None:
-    """On every rank, in set-up, before a request."""
+    """`use_collectives=False` is refused on every rank, in set-up, before any request."""
     with pytest.raises(InvalidArgumentError, match="use_collectives"):
         dcp.save({"x": 1}, storage_writer=RemoteWriter(store), use_collectives=False)
     with pytest.raises(InvalidArgumentError, match="use_collectives"):
@@ -304,7 +304,7 @@ def test_use_collectives_false_is_refused(store: RecordingStore) -> None:
 
 
 def test_storage_meta_names_the_save_and_the_load(store: RecordingStore) -> None:
-    """Planners are shown the id of the save that is committed, and readers show it again beside an id of the load."""
+    """Planners get the id of the save that is committed; a reader returns this id, and an id of the load."""
     seen: list[StorageMeta | None] = []
 
     class Planner(DefaultSavePlanner):
@@ -328,7 +328,7 @@ def test_storage_meta_names_the_save_and_the_load(store: RecordingStore) -> None
 
 
 def test_finish_leaves_torchs_metadata_alone(store: RecordingStore) -> None:
-    """It may be cached: compare it with its copy from before."""
+    """`finish` does not change torch's metadata, which may be cached."""
     kept: list[bytes] = []
 
     class Writer(RemoteWriter):
@@ -342,7 +342,7 @@ def test_finish_leaves_torchs_metadata_alone(store: RecordingStore) -> None:
 
 
 def test_metadata_comes_back_as_it_was_saved(store: RecordingStore) -> None:
-    """What torch planned with, and what a reader shows: names in order, chunks, properties, flatten mapping."""
+    """A reader's metadata equals that of torch's plan: names in order, chunks, properties, flatten mapping."""
     state: dict[str, Any] = {
         **state_of_training(),
         "parameter": torch.nn.Parameter(torch.ones(2)),
@@ -360,7 +360,7 @@ def test_metadata_comes_back_as_it_was_saved(store: RecordingStore) -> None:
 
 @pytest.fixture
 def clean_plan_cache() -> Iterator[None]:
-    """Plans are cached on torch's class, by name, for the life of the process."""
+    """Clear the plans that torch caches on its class, by name, for the life of the process."""
     caches: list[dict[str, Any]] = [
         SavePlanner._cached_save_plan,
         SavePlanner._cached_final_save_plan,
@@ -377,9 +377,9 @@ def clean_plan_cache() -> Iterator[None]:
 
 @pytest.mark.usefixtures("clean_plan_cache")
 def test_cached_plans(store: RecordingStore) -> None:
-    """Three saves with one plan, each loaded; then the dtype changes, which torch does not see: refused, not committed.
+    """Three saves with one cached plan load; a changed dtype, which torch does not see, is refused and not committed.
 
-    A change of shape is a new plan, and saved.
+    A changed shape gives a new plan, and is saved.
     """
     writer = RemoteWriter(store, overwrite=True)
 
@@ -399,14 +399,14 @@ def test_cached_plans(store: RecordingStore) -> None:
 
 
 def async_save(state: dict[str, Any], writer: RemoteWriter) -> None:
-    """In a thread that is made for it."""
+    """Save in a new thread, and wait."""
     response = dcp.async_save(state, storage_writer=writer, no_dist=True)
     assert isinstance(response, Future)
     response.result()
 
 
 def test_where_a_writer_was_told_to_go_holds_for_new_threads_and_copies(tmp_path: Path) -> None:
-    """`reset`, then `async_save` without an id, as with torch's own writer; a copy goes there, too."""
+    """After `reset`, an `async_save` without an id, and a copy of the writer, save to the URL of the reset."""
     writer = RemoteWriter(tmp_path / "a", overwrite=True)
     writer.reset(tmp_path / "b")
     async_save({"x": torch.ones(2)}, writer)
@@ -416,7 +416,7 @@ def test_where_a_writer_was_told_to_go_holds_for_new_threads_and_copies(tmp_path
 
 
 def test_where_a_writer_cannot_go_holds_too(tmp_path: Path) -> None:
-    """Told to go where nobody can: no later save, in this thread, another, or of a copy, replaces what was before."""
+    """After a `reset` to an invalid URL no save, in any thread or by a copy, replaces the earlier checkpoint."""
     writer = RemoteWriter(tmp_path / "a", overwrite=True)
     dcp.save({"x": torch.ones(2)}, storage_writer=writer, no_dist=True)
     writer.reset("nowhere://else")
@@ -435,7 +435,7 @@ def test_where_a_writer_cannot_go_holds_too(tmp_path: Path) -> None:
 
 
 def test_planners_are_called_from_one_thread(store: RecordingStore) -> None:
-    """Every call that resolves, commits or loads comes from the thread that called `dcp.save` or `dcp.load`."""
+    """All calls of planners come from the thread that called `dcp.save` or `dcp.load`."""
     threads: set[int] = set()
 
     class Saving(DefaultSavePlanner):
@@ -464,13 +464,13 @@ def test_planners_are_called_from_one_thread(store: RecordingStore) -> None:
 
 
 class NotANumber(enum.Enum):
-    """Its member cannot be found by its value, by which pickle names it."""
+    """Enum whose member cannot be found by its value, by which pickle names members."""
 
     NAN = float("nan")
 
 
 def test_a_member_whose_value_is_no_number_is_restored(store: RecordingStore) -> None:
-    """By its name."""
+    """Such a member is restored by its name."""
     dcp.save({"a": NotANumber.NAN, "t": (NotANumber.NAN,)}, storage_writer=RemoteWriter(store))
     template: dict[str, Any] = {"a": None, "t": None}
     dcp.load(template, storage_reader=RemoteReader(store))
@@ -478,7 +478,7 @@ def test_a_member_whose_value_is_no_number_is_restored(store: RecordingStore) ->
 
 
 def test_objects_reach_the_state_without_a_pickle(store: RecordingStore) -> None:
-    """What torch's pickle changes comes back as it was: the byte order of an array, the fold of a time."""
+    """Values that torch's pickle changes load unchanged: the byte order of an array, the fold of a time."""
     state = {"a": np.arange(5, dtype=">u4"), "t": (datetime(2024, 1, 1, fold=1), np.zeros(2, dtype=">f8"))}
     dcp.save(state, storage_writer=RemoteWriter(store))
     template: dict[str, Any] = {"a": None, "t": None}
@@ -489,7 +489,7 @@ def test_objects_reach_the_state_without_a_pickle(store: RecordingStore) -> None
 
 
 def test_every_tensor_is_resolved_and_committed_once(store: RecordingStore) -> None:
-    """A planner that hands out staging tensors sees each item come back whole, in the tensor that it gave."""
+    """A planner with staging tensors gets each item whole, in the tensor that it gave, and commits it once."""
     given: dict[str, torch.Tensor] = {}
     taken: dict[str, torch.Tensor] = {}
 
@@ -510,7 +510,7 @@ def test_every_tensor_is_resolved_and_committed_once(store: RecordingStore) -> N
 
 
 def test_planners_that_do_not_flatten(store: RecordingStore) -> None:
-    """Nested values are objects then: saved, loaded, and loaded without a template."""
+    """With planners that do not flatten, nested values are objects: saved, loaded, and loaded without a template."""
     state = {"w": torch.randn(4), "nested": {"a": [1, 2], "t": torch.ones(2)}, "n": 5}
     dcp.save(state, storage_writer=RemoteWriter(store), planner=DefaultSavePlanner(flatten_state_dict=False))
     template: dict[str, Any] = {"w": torch.zeros(4), "nested": None, "n": 0}
@@ -528,7 +528,7 @@ def test_planners_that_do_not_flatten(store: RecordingStore) -> None:
 def test_torchs_loader_without_a_template(
     store: RecordingStore, keys: set[str] | None, patterns: str | list[str] | None
 ) -> None:
-    """`_EmptyStateDictLoadPlanner`, by which torch's converters read whole checkpoints and parts of them."""
+    """`_EmptyStateDictLoadPlanner`, used by torch's converters, loads whole checkpoints and parts of them."""
     state = state_of_training()
     dcp.save(state, storage_writer=RemoteWriter(store))
     found = _load_state_dict_from_keys(keys, storage_reader=RemoteReader(store))
@@ -539,7 +539,7 @@ def test_torchs_loader_without_a_template(
 
 
 def test_a_planner_that_transforms_what_is_saved(store: RecordingStore) -> None:
-    """Tensors in bfloat16, planned and written so; objects replaced. Copies that a planner makes are saved as any."""
+    """A planner's bfloat16 copies, replaced objects and other copies are saved as it plans them."""
 
     class Halving(DefaultSavePlanner):
         def create_local_plan(self) -> SavePlan:
@@ -548,7 +548,7 @@ def test_a_planner_that_transforms_what_is_saved(store: RecordingStore) -> None:
             for item in plan.items:
                 if item.tensor_data is not None:
                     properties = replace(item.tensor_data.properties, dtype=torch.bfloat16)
-                    item = replace(item, tensor_data=replace(item.tensor_data, properties=properties))  # noqa: PLW2901  # what is planned in its place
+                    item = replace(item, tensor_data=replace(item.tensor_data, properties=properties))  # noqa: PLW2901  # changes the plan in place
                 items.append(item)
             return replace(plan, items=items)
 
@@ -563,7 +563,7 @@ def test_a_planner_that_transforms_what_is_saved(store: RecordingStore) -> None:
 
 
 class SlowStore(WrappedStore):
-    """Takes its time for every put, so that whatever does not wait for it runs ahead."""
+    """Store with slow puts, so that work that does not wait for them gets ahead."""
 
     def _request(self, request: Request, send: Callable[[], Any]) -> Any:
         if request.verb == "put":
@@ -572,10 +572,9 @@ class SlowStore(WrappedStore):
 
 
 def test_copies_that_a_planner_makes_count_against_the_budget(store: RecordingStore) -> None:
-    """40 tensors of 1 MiB, copied as they are resolved, a budget of 3 MiB and a slow store.
+    """40 tensors of 1 MiB, copied by the planner, a budget of 3 MiB and a slow store: few copies are alive.
 
-    Of the copies no more are ever alive than one shard that is sent, one that was just sent and is being freed, one
-    that is packed, and the tensor that does not fit into it.
+    These are one shard being sent, one being freed, one being packed, and the tensor that does not fit into it.
     """
     alive: set[str] = set()
     most = 0
@@ -596,7 +595,7 @@ def test_copies_that_a_planner_makes_count_against_the_budget(store: RecordingSt
 
 
 def test_a_planner_that_does_not_plan_what_it_writes_is_refused(store: RecordingStore) -> None:
-    """Another dtype, another shape, a stream for a tensor, a tensor for an object: named, and not committed."""
+    """An item of another dtype, shape or kind than planned is named in the error, and not committed."""
 
     def planner(change: Callable[[Any], Any]) -> SavePlanner:
         class Planner(DefaultSavePlanner):
@@ -621,7 +620,7 @@ def test_a_planner_that_does_not_plan_what_it_writes_is_refused(store: Recording
 
 
 def test_a_gap_is_found_before_the_commit(store: RecordingStore) -> None:
-    """A planner that leaves out what was planned, on one of two ranks: the error names the tensor or object."""
+    """A planner on one of two ranks that leaves out a planned item fails the commit, by name of the entry."""
     for name in ("w", "n"):
 
         class Forgetful(DefaultSavePlanner):
@@ -637,7 +636,7 @@ def test_a_gap_is_found_before_the_commit(store: RecordingStore) -> None:
 
 
 def test_a_planner_that_renames(store: RecordingStore) -> None:
-    """The template calls a tensor and an object otherwise than the checkpoint does."""
+    """A planner loads a tensor and an object under other names than the template's."""
 
     class Renaming(DefaultLoadPlanner):
         def set_up_planner(
@@ -663,7 +662,7 @@ def test_a_planner_that_renames(store: RecordingStore) -> None:
 
 
 def test_templates_that_ask_for_what_is_not_there(store: RecordingStore) -> None:
-    """A name or shape that was not saved is named, by torch; partial loading leaves such names as they are."""
+    """A name or shape that was not saved is named in torch's error; partial loading leaves such names unchanged."""
     dcp.save({"w": torch.ones(3), "n": 1}, storage_writer=RemoteWriter(store))
 
     def loading(template: dict[str, Any]) -> str:
@@ -678,7 +677,7 @@ def test_templates_that_ask_for_what_is_not_there(store: RecordingStore) -> None
 
 
 def test_a_checkpoint_that_is_not_there(store: RecordingStore, tmp_path: Path) -> None:
-    """Named with its URL, in a class of its own: by `load`, by `dcp.load`, and by metadata as soon as it is used."""
+    """A missing checkpoint is named with its URL: by `load`, by `dcp.load`, and by metadata at its first use."""
     for where in (store, f"file://{tmp_path}/nowhere"):
         url = where if isinstance(where, str) else where.url
 
@@ -704,7 +703,7 @@ def test_a_checkpoint_that_is_not_there(store: RecordingStore, tmp_path: Path) -
 
 
 def test_a_reader_forgets_what_it_read_before(store: RecordingStore) -> None:
-    """A load that succeeded, then one of a checkpoint that is gone: nothing of the first is shown for the second."""
+    """After a load, a load of a missing checkpoint shows nothing of the first."""
     dcp.save({"x": 1}, storage_writer=RemoteWriter(store))
     reader = RemoteReader(store)
     dcp.load({"x": 0}, storage_reader=reader)
@@ -715,7 +714,7 @@ def test_a_reader_forgets_what_it_read_before(store: RecordingStore) -> None:
 
 
 class Counter:
-    """Stateful as torch understands it."""
+    """Counter with torch's `Stateful` protocol."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -730,7 +729,7 @@ class Counter:
 
 
 def test_stateful_objects(store: RecordingStore) -> None:
-    """Modules, optimizers and objects with `state_dict` are given as they are, and loaded in place."""
+    """Modules, optimizers and objects with `state_dict` are saved as given, and loaded in place."""
     model = torch.nn.Linear(3, 2)
     dcp.save({"model": model, "counter": Counter(5)}, storage_writer=RemoteWriter(store))
     loaded = torch.nn.Linear(3, 2)
@@ -745,20 +744,20 @@ def test_stateful_objects(store: RecordingStore) -> None:
 
 
 def test_async_save_without_a_group(store: RecordingStore) -> None:
-    """Staged, and saved in a thread: what was staged is saved, though training goes on."""
+    """`async_save` saves the staged state in a thread, though training goes on."""
     state: dict[str, Any] = {"w": torch.ones(1000), "n": 1}
     writer = RemoteWriter(store, overwrite=True)
     for value in (1.0, 2.0):
         state["w"] = torch.full((1000,), value)
         future = dcp.async_save(state, storage_writer=writer, no_dist=True)
         state["w"].zero_()
-        assert isinstance(future, Future)  # there is no staging in the background to wait for, too
+        assert isinstance(future, Future)  # no separate future of the staging
         future.result()
         assert equal(load(store), {"w": torch.full((1000,), value), "n": 1})
 
 
 def test_async_save_fails_in_its_future(store: RecordingStore) -> None:
-    """An object that cannot be stored: the future raises it."""
+    """An object that cannot be stored fails the future."""
     future = dcp.async_save({"bad": {"f": Counter.state_dict}}, storage_writer=RemoteWriter(store), no_dist=True)
     assert isinstance(future, Future)
     assert isinstance(failure(future.result), UnsafeObjectError)
@@ -766,7 +765,7 @@ def test_async_save_fails_in_its_future(store: RecordingStore) -> None:
 
 @pytest.fixture
 def group_of_one(tmp_path: Path) -> Iterator[None]:
-    """A gloo group of this process alone."""
+    """Initialize a gloo group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -774,7 +773,7 @@ def group_of_one(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("group_of_one")
 def test_with_a_process_group(store: RecordingStore) -> None:
-    """The same with torch's collectives at work, in the foreground and in a thread."""
+    """Saves and loads work with torch's collectives, in the foreground and in a thread."""
     state = state_of_training()
     dcp.save(state, storage_writer=RemoteWriter(store))
     future = dcp.async_save(state, storage_writer=RemoteWriter(store, overwrite=True))
@@ -785,13 +784,13 @@ def test_with_a_process_group(store: RecordingStore) -> None:
     assert equal(template, state)
 
 
-# ---- replaced while it is read
+# ---- replacement during a load
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read(store: RecordingStore) -> None:
-    """The manifest of a save that was overwritten and collected names shards that are gone: load again, it says.
+    """A load whose checkpoint was overwritten and collected meanwhile fails with the advice to load again.
 
-    Ranks that saw different saves find it out before they read.
+    Ranks that read different manifests notice before they read shards.
     """
     dcp.save({"w": torch.ones(3)}, storage_writer=RemoteWriter(store))
     reader, other = RemoteReader(store), RemoteReader(store)

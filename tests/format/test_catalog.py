@@ -332,7 +332,7 @@ def test_the_floor() -> None:
     assert raised(replace(THREE, floor=5), 4) is None
     with pytest.raises(InvalidArgumentError, match="floor=12"):
         raised(THREE, 12)
-    # Whoever begins after that can commit.
+    # A save that begins after that can commit.
     assert steps(commit(replace(THREE, revision=11, floor=11), 4, began=11)) == [1, 2, 3, 4]
 
 

@@ -214,7 +214,7 @@ STATES = st.dictionaries(
 
 @given(st.lists(STATES, min_size=1, max_size=3))
 def test_a_manifest_stays_valid(states: list[State]) -> None:
-    """Whatever the ranks have: if their entries form one state dict, they still do with the kept empty dicts."""
+    """Entries of any ranks that form one state dict still form one with the empty dicts that are kept."""
     flatten, entries = merged(states)
     alone = {name: flatten[name] for name in entries}
     try:

@@ -24,7 +24,7 @@ _Answer = TypeVar("_Answer")
 
 
 def wide(*, tensors: int, ranks: int, shard_bytes_max: int = SHARD_BYTES_MAX, seed: int = 0) -> Manifest:
-    """What ranks save of a model by FSDP: dimension 0 of each tensor over all, uneven at the end.
+    """Return the manifest of a model saved by FSDP: dimension 0 of each tensor over all ranks, uneven at the end.
 
     Chunks of 8 KiB to 4 MiB, in each rank's shards in the order of the model; sizes, keys and digests are random.
     """
@@ -112,18 +112,18 @@ def work(call: Callable[[], _Answer]) -> tuple[_Answer, int, int]:
 
 
 def test_a_chunk_takes_two_bytes_beside_its_digest() -> None:
-    """So a million take 2 MB. There are as many shards as in a large checkpoint, some 60 chunks in each."""
+    """A million chunks take 2 MB beside their digests, with as many shards as a large checkpoint, 60 chunks in each."""
     manifest = wide(tensors=300, ranks=40)
     chunks, shards = int(manifest.tensors.chunks.sum()), len(manifest.shards.keys)
     assert 20 < chunks / shards < 150
     data = manifest_json.encode(manifest)
-    # base64 of digests shrinks to what they were; so do the random parts of keys.
+    # base64 of digests compresses to their length; so do the random parts of keys.
     digests_bytes = DIGEST_BYTES * (len(manifest.pieces.shard) + shards)
     assert len(data) - digests_bytes < 2 * chunks
 
 
 def test_nothing_is_done_chunk_by_chunk() -> None:
-    """Decoding, torch's metadata and a rank's plan take as many calls for four times the chunks, and leave no more."""
+    """Decoding, metadata and a rank's plan take as many calls for four times the chunks, and leave as many objects."""
     answers = []
     for ranks in (50, 200):
         data = manifest_json.encode(wide(tensors=40, ranks=ranks, shard_bytes_max=4 * MiB * 50))

@@ -48,7 +48,7 @@ def test_reader_written_from_the_page_alone_reads_a_checkpoint(tmp_path: Path) -
             assert found[name].dtype == value.dtype
             np.testing.assert_array_equal(found[name], value)
         else:
-            # The list of 10,000 is flattened by nobody: it is one object, too large to stand in the manifest.
+            # A list of 10,000 is not flattened: it is one object, too large for the manifest.
             assert found[name] == value
 
 
@@ -119,7 +119,7 @@ def test_safetensors_opens_every_shard(tmp_path: Path) -> None:
     found: dict[str, torch.Tensor] = {}
     for path in sorted(tmp_path.glob("shards/*/*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping: it has no iterator
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # the file is no mapping, and has no iterator
     assert TABLE_NAME in found
     for name in ("optim.step", "optim.mask", "optim.z"):
         np.testing.assert_array_equal(found[name].numpy(), expected[name])

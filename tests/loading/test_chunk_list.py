@@ -148,7 +148,7 @@ def test_torch_reports_templates_that_do_not_fit() -> None:
 
 
 def test_a_planner_of_the_user_sees_all_chunks() -> None:
-    """A planner with a `create_local_plan` of its own is shown every chunk."""
+    """A planner with a `create_local_plan` of its own gets every chunk."""
     seen = []
 
     class OwnPlanner(DefaultLoadPlanner):
@@ -167,10 +167,10 @@ def test_a_planner_of_the_user_sees_all_chunks() -> None:
 
 
 def test_objects_are_built_for_the_slice_of_a_rank_alone() -> None:
-    """Of 30 tensors in 50 chunks each, two objects per tensor are built: for the chunks that the slice overlaps."""
+    """For a slice of 30 tensors of 50 chunks each, two objects per tensor are built: the chunks that overlap."""
     shape = (CHUNKS * ROWS, 2)
     manifest = manifest_of([(shape, (CHUNKS, 1))] * TENSORS)
-    # One more row than a chunk has, from the second row of a chunk on.
+    # A slice of one row more than a chunk, from the second row of a chunk on.
     state = {
         f"t{n}": LocalShards(shape, torch.float32, [((10 * ROWS + 1, 0), torch.zeros(ROWS + 1, 2))])
         for n in range(TENSORS)
@@ -188,7 +188,7 @@ def count_alive() -> int:
 
 
 def test_torchs_planner_holds_the_chunks_of_one_tensor_at_a_time() -> None:
-    """When torch plans by itself, as in `dcp.load`: each object is built once, and those of one tensor are alive."""
+    """With torch's own plan, as in `dcp.load`, each object is built once; those of one tensor are alive at a time."""
     shape = (CHUNKS * ROWS, 2)
     manifest = manifest_of([(shape, (CHUNKS, 1))] * TENSORS)
     planner = set_up({f"t{n}": torch.zeros(shape) for n in range(TENSORS)}, manifest)
@@ -203,7 +203,7 @@ def test_torchs_planner_holds_the_chunks_of_one_tensor_at_a_time() -> None:
 
 
 def test_a_tensor_in_one_chunk_is_not_searched() -> None:
-    """One object of torch's is built instead: the search took a fifth of a load of fifty thousand small tensors."""
+    """For a tensor in one chunk one object is built without a search, which took a fifth of a load of small tensors."""
     manifest = manifest_of([((3,), (1,))] * TENSORS)
     planner = set_up({name: torch.zeros(3) for name in manifest.tensors.names}, manifest)
     with mock.patch.object(ChunkList, "find_overlapping") as find_overlapping, counting_objects() as built:

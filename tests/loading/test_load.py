@@ -77,7 +77,7 @@ def test_load_keeps_the_places_of_a_list(store: RecordingStore) -> None:
     [{"memory_budget_bytes": 0}, {"memory_budget_bytes": -1}, {"timeout_seconds": 0}, {"timeout_seconds": -0.5}],
 )
 def test_load_refuses_limits_that_are_not_above_zero(store: RecordingStore, wrong: dict[str, Any]) -> None:
-    """No request is made."""
+    """Limits that are not above zero are refused without a request."""
     with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
         load(store, **wrong)
     assert store.calls == []

@@ -96,7 +96,7 @@ def test_a_copy_is_kept_of_data_that_does_not_stay(server: PeerServer) -> None:
 
 
 def test_a_client_without_the_secret_gets_nothing(server: PeerServer) -> None:
-    """Its connection is closed, and other clients go on."""
+    """The connection of a client without the secret is closed, and other clients go on."""
     server.offer(1, data_of(1), receivers=1, stays=True)
     with client_of(replace(server.address, secret=bytes(16))) as stranger, client_of(server.address) as client:
         assert fetch(stranger, 0, 1) is None
@@ -104,7 +104,7 @@ def test_a_client_without_the_secret_gets_nothing(server: PeerServer) -> None:
 
 
 def test_waiting_clients_return_when_the_server_closes(server: PeerServer, caplog: pytest.LogCaptureFixture) -> None:
-    """At once, with one warning; no more requests go to that server."""
+    """When the server closes, waiting clients return at once, with one warning, and send it no more requests."""
     found = []
     with client_of(server.address) as client:
         threads = [threading.Thread(target=lambda: found.append(fetch(client, 0, 1))) for _ in range(3)]
@@ -237,7 +237,7 @@ def test_the_address_towards_a_host() -> None:
 def test_a_host_whose_own_name_is_a_loopback_address(
     host: str, ways: dict[str, str], own: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in Debian: the address is that of the default route, if there is one."""
+    """If a host's name is a loopback address, as in Debian, the default route's address is used, if there is one."""
     monkeypatch.setattr(peers, "_address_towards", ways.get)
     assert host_towards(host) == own
 

@@ -25,7 +25,7 @@ from tests.benchmark.clients.state import LARGE
 from tests.support.manifests import Layout, build, manifests
 from tests.support.properties import examples
 
-# Whether each byte is wanted, by piece.
+# Per piece: whether each byte is wanted.
 Marks = dict[int, np.ndarray]
 
 
@@ -155,7 +155,7 @@ def one_tensor(
 
 
 def test_a_large_piece_is_fetched_in_ranges() -> None:
-    """20 MiB and 5 bytes: 8, 8, 4 MiB and the rest, each alone."""
+    """A piece of 20 MiB and 5 bytes is fetched in ranges of 8, 8 and 4 MiB and the rest."""
     shape = (20 * MiB + 5,)
     plan = plan_and_check(one_tensor(shape, *shape), [(0, 0, Box((0,), shape))])
     assert [r.length for r in plan.ranges] == [8 * MiB, 8 * MiB, 4 * MiB + 5]
@@ -164,7 +164,7 @@ def test_a_large_piece_is_fetched_in_ranges() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 16])
 def test_a_model_is_read_at_another_world_size(world_size: int) -> None:
-    """What 8 ranks saved along dimension 0 costs at most 1.05 times the needed bytes, block tables included.
+    """A load of what 8 ranks saved costs at most 1.05 times the needed bytes, block tables included.
 
     The state is that of a transformer of 1.2 GiB with its moments, tensors from 4 KiB to 200 MiB, packed as in a save.
     """
@@ -258,7 +258,7 @@ def test_a_short_piece_between_two_rows_is_read_with_them() -> None:
 
 
 def test_a_wanted_part_of_a_wanted_whole_needs_no_table() -> None:
-    """The whole piece is verified by the manifest alone, in whatever order the wants come."""
+    """A piece that is wanted whole is verified by the manifest alone, whatever parts of it are wanted, in any order."""
     manifest = one_tensor((MiB,), MiB)
     part, whole = (0, 0, Box((0,), (10,))), (0, 0, Box((0,), (MiB,)))
     assert plan_and_check(manifest, [part]).tables == (0,)

@@ -183,7 +183,7 @@ def test_columns_are_shared_by_all() -> None:
 
 
 def test_a_rank_reads_what_it_owns_before_it_receives() -> None:
-    """By a few windows at most: ranks do not wait in a circle, and none has to keep much for the others."""
+    """A rank reads its own units at most a few windows before it receives: none waits in a circle or keeps much."""
     manifest = tensors_of(*[(60 * MiB,)] * 20)
     units = assert_units(manifest, [whole(manifest)] * 3, window_bytes=16 * MiB)
     owners = {(unit.range.shard, unit.range.start): unit.owner for unit in units}
@@ -199,7 +199,7 @@ def test_a_rank_reads_what_it_owns_before_it_receives() -> None:
 
 
 def test_cohorts_keep_replicas_together() -> None:
-    """Of 256 ranks that hold 32 shards in 8 replicas, each cohort has all replicas of its shards."""
+    """For 256 ranks that hold 32 shards in 8 replicas, each cohort has all replicas of its shards."""
     keys = [rank % 32 for rank in range(256)]
     cohorts = split_into_cohorts(keys)
     assert sorted(rank for cohort in cohorts for rank in cohort) == list(range(256))

@@ -423,7 +423,7 @@ def impatient(manager: CheckpointManager, *, patience_seconds: float = FOR_EVER_
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """One fault, as applied to a store.
+    """A fault, as applied to a store.
 
     Attributes:
         store: Store that the manager uses meanwhile.

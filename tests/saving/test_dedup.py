@@ -313,7 +313,7 @@ def test_frozen(world_size: int, source: From) -> None:
 
 @BOTH
 def test_nothing_changed(source: From) -> None:
-    """Not one byte is put, and all shards are reused."""
+    """When nothing changed, no byte is put, and all shards are reused."""
     run = Run()
     states = frozen_state(3)
     first = run.save(states)
@@ -527,7 +527,7 @@ def test_what_is_empty(source: From) -> None:
 
 
 class OfTheUser:
-    """Object that needs code to load."""
+    """Object of a user that needs code to load."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -538,7 +538,7 @@ class OfTheUser:
 
 @BOTH
 def test_objects(source: From) -> None:
-    """As JSON, torch's stream, and pickle; small objects stay in the manifest, and a renamed object is sent."""
+    """Objects as JSON, torch's stream and pickle; small ones stay in the manifest, and a renamed one is sent."""
     text = "x" * (2 * INLINE_BYTES_MAX)
     shared = [1, 2, 3]
     streamed = {"a": shared, "b": shared}  # on two paths: no JSON
@@ -574,7 +574,7 @@ def test_objects(source: From) -> None:
 
 @BOTH
 def test_a_large_object_in_pieces(source: From) -> None:
-    """Of a text of one MiB with one changed character, one piece is sent."""
+    """After a change of one character in a text of one MiB, one piece is sent."""
     text = "x" * MiB
     run = Run()
     run.save([{"text": text}], shard_bytes_max=200 * KiB)
@@ -799,7 +799,7 @@ def test_a_base_of_another_run() -> None:
 
 
 def test_what_another_rank_wrote_as_well() -> None:
-    """A planner that writes a tensor on all ranks: only the first rank's copy may be reused.
+    """A tensor that a planner writes on all ranks may be reused from the first rank's copy alone.
 
     The manifest names the first rank's shard; the second rank's is an orphan, which gc may delete.
     """
@@ -849,7 +849,7 @@ def test_ranks_that_borrow_from_one_shard() -> None:
 
 
 def test_nobody_names_a_piece_for_two_chunks() -> None:
-    """A faulty report that does is refused."""
+    """A faulty report that names a piece for two chunks is refused."""
     run = Run()
     run.save([{"a": noise(100), "b": noise(100)}])
     saved = run.save([{"a": noise(100), "b": noise(100)}])

@@ -112,7 +112,7 @@ def assorted() -> Iterator[Run]:
 
 
 def test_every_run_has_arrived_with_one_wait(copier: SlowCopier) -> None:
-    """All dtypes and layouts, in one block of pinned memory."""
+    """Runs of all dtypes and layouts arrive with one wait, in one block of pinned memory."""
     runs = list(assorted())
     views = host_views(runs)
     assert [bytes(view) for view in views] == [bytes(run_bytes(*run)) for run in runs]
@@ -122,7 +122,7 @@ def test_every_run_has_arrived_with_one_wait(copier: SlowCopier) -> None:
 
 
 def test_the_stand_in_would_show_what_is_read_too_early(copier: SlowCopier) -> None:
-    """Without this, the other tests could not fail."""
+    """Memory read before the wait differs; without this the other tests could not fail."""
     memory = copier.allocate_pinned(4, torch.device("cpu"))
     with copier.copying(torch.device("cpu")):
         memory.copy_(torch.tensor([1, 2, 3, 4], dtype=torch.uint8), non_blocking=True)
@@ -151,7 +151,7 @@ def test_a_few_bytes_are_not_worth_pinned_memory(copier: SlowCopier) -> None:
 def test_without_pinned_memory_ordinary_memory_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning, with the cause."""
+    """Without pinned memory, ordinary memory is used, with one warning that has the cause."""
     monkeypatch.setattr(device_copy, "HOST_COPIERS", {"cpu": BrokenCopier()})
     device_copy._warn_once.cache_clear()
     runs = list(assorted())

@@ -165,7 +165,7 @@ def test_hints_are_not_trusted(hint: int) -> None:
 
 
 def test_the_first_rank_that_wrote_a_chunk_counts() -> None:
-    """Of a replicated tensor that two ranks wrote, though it was planned once, the first report counts."""
+    """If two ranks wrote a replicated tensor that was planned once, the first report counts."""
     good = three_ranks()
     by_rank = [report for report in good.reports if "r" in report.names]
     assert len(by_rank) == 1  # torch's planner leaves it on one

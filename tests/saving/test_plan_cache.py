@@ -122,7 +122,7 @@ def bytes_of(reports: Sequence[RankReport]) -> list[int]:
     "whole",
     [
         rows(300),
-        rows(1, 19_200),  # nothing to cut in the first dimension
+        rows(1, 19_200),  # no rows to split
         rows(19_200, 1).reshape(-1),
         rows(300).reshape(3, 2, 50, 64),
         rows(300).t(),  # not contiguous
@@ -168,7 +168,7 @@ def test_replicas_of_shards() -> None:
 
 
 def test_a_part_that_nobody_wrote_is_named() -> None:
-    """One rank's report is missing."""
+    """A missing report of a rank fails the save by the name of the part."""
     states = [{"model": {"weight": rows(300)}} for _ in range(3)]
     store, of_all, reports = write(states)
     with pytest.raises(SaveFailedError, match="No rank wrote a chunk") as caught:
@@ -178,7 +178,7 @@ def test_a_part_that_nobody_wrote_is_named() -> None:
 
 
 def test_a_tensor_that_is_no_longer_what_was_planned() -> None:
-    """A cached plan, and a state of another shape, dtype or layout."""
+    """A cached plan is refused for a state of another shape, dtype or layout."""
     plans, _ = planned([{"weight": rows(300)}, {"weight": rows(300)}])
     plan, shared = plans[1].plan, plans[1].shared
     for other in (rows(200), rows(300).double(), rows(300).to_sparse()):
@@ -202,7 +202,7 @@ def test_a_tensor_that_is_no_longer_what_was_planned() -> None:
     ids=["shape", "dtype", "layout", "requires_grad"],
 )
 def test_what_holders_disagree_about_is_written_whole(others: State) -> None:
-    """One holder writes it, as in torch."""
+    """A tensor about which its holders disagree is written by one of them, as in torch."""
     states = [{"weight": rows(300)}, others, {"weight": rows(300)}]
     plans, of_all = planned(states)
     assert [len(plan.plan.items) for plan in plans] == [1, 0, 0]
@@ -211,13 +211,13 @@ def test_what_holders_disagree_about_is_written_whole(others: State) -> None:
 
 
 def test_a_planner_that_saves_to_the_lowest_rank_does() -> None:
-    """A flag of torch's planner."""
+    """A planner with the flag `dedup_save_to_lowest_rank` saves replicas on the lowest rank."""
     plans, _ = planned([{"weight": rows(300)} for _ in range(3)], lowest=True)
     assert [len(plan.plan.items) for plan in plans] == [1, 0, 0]
 
 
 def test_the_coordinators_planner_keeps_no_plans() -> None:
-    """At a thousand ranks, the plans are gigabytes."""
+    """The coordinator's planner keeps no plans, which are gigabytes at a thousand ranks."""
     planner = DefaultSavePlanner()
     state = {"weight": rows(300)}
     planner.set_up_planner(state, None, is_coordinator=True)

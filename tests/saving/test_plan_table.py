@@ -154,7 +154,7 @@ def test_entries_stand_in_the_order_of_the_state() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 5, 8])
 def test_replicas_are_spread_evenly(ranks: int) -> None:
-    """DDP: the ranks' bytes differ by at most a tenth of the largest tensor."""
+    """Under DDP the ranks' bytes differ by at most a tenth of the largest tensor."""
     state = {str(n): torch.zeros(1 + n * 7 % 300) for n in range(90)}
     plans, arrangement = arranged([proposal(state)] * ranks)
     require_consistent([state] * ranks, plans, arrangement.planned)
@@ -171,7 +171,7 @@ def test_who_has_much_of_its_own_gets_no_replicas() -> None:
 
 
 def test_of_several_holders_the_first_writes_if_that_is_asked_for() -> None:
-    """With `dedup_save_to_lowest_rank` of torch's planner."""
+    """With `dedup_save_to_lowest_rank` of torch's planner the first holder writes."""
     state = {"small": torch.ones(3), "large": torch.ones(4 * KiB), "step": 1}
     plans, arrangement = arranged([proposal(state)] * 3, to_lowest_rank=True)
     assert [len(plan.items) for plan in plans] == [3, 0, 0]
@@ -310,7 +310,7 @@ def test_plans_that_make_no_tensor_are_refused(case: str) -> None:
 
 
 def test_planners_that_differ_are_refused() -> None:
-    """One planner flattens and one does not, so that their names mean different paths."""
+    """Planners that flatten and that do not are refused together: their names mean different paths."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner({"v": torch.ones(2)}, None, is_coordinator=False)
     other = propose(planner, shard_bytes_max=SHARD_BYTES_MAX)

@@ -114,7 +114,7 @@ MODES = list(itertools.product([False, True], repeat=3))
 def test_the_default_stager_in_each_of_its_modes(
     pinned: bool, shared: bool, in_background: bool, tmp_path: Path
 ) -> None:
-    """One stager for three saves, which reuses its memory."""
+    """A stager used for three saves reuses its memory."""
     stager = DefaultStager(
         StagingOptions(
             use_pinned_memory=pinned,
@@ -145,10 +145,10 @@ class CloningStager(AsyncStager):
         return copy.deepcopy(state_dict)
 
     def synchronize_staging(self) -> None:
-        """The copy is made."""
+        """Do nothing: the copy is made."""
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is nothing to free."""
 
 
 class LaterStager(CloningStager):
@@ -181,10 +181,10 @@ class StagingWriter(RemoteWriter):
         return copy.deepcopy(state_dict)
 
     def synchronize_staging(self) -> None:
-        """The copy is made."""
+        """Do nothing: the copy is made."""
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is nothing to free."""
 
 
 def test_a_writer_that_stages_for_itself(tmp_path: Path) -> None:

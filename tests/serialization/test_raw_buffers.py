@@ -213,7 +213,7 @@ def test_unchanged_arrays_are_not_sent_again(tmp_path: Path) -> None:
 
 
 class Meddling(WrappedStore):
-    """Changes memory before a shard is put."""
+    """Store that changes memory before a shard is put."""
 
     def __init__(self, store: MemoryStore, values: np.ndarray[Any, Any]) -> None:
         super().__init__(store)

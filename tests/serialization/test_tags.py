@@ -357,7 +357,7 @@ def optimizers() -> Iterator[tuple[str, Callable[[], Any]]]:
 def test_states_of_training_come_back(name: str, make: Callable[[], Any]) -> None:
     """Encode state dicts of common optimizers and schedulers after a step: JSON unless something is shared."""
     state = make().state_dict()
-    # Its schedulers share one list of learning rates.
+    # The schedulers of SequentialLR share one list of learning rates.
     expected = "torch" if name == "SequentialLR" else "json"
     for encoded in (encode_object(name, state), encode_stream(name, save(state))):
         assert encoded.encoding == expected

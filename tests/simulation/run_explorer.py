@@ -1,4 +1,4 @@
-"""Every interleaving of the requests of a few actors on one run, with the functions that the package decides by.
+"""All interleavings of the requests of a few actors on one run, with the functions that the package decides by.
 
 An actor is a generator of requests to the store. From each state, each actor's next request is carried out: its answer
 arrives, or, for a swap, is lost, or the swap itself is late and carried out at any time after. Every state is checked,

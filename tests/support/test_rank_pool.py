@@ -97,7 +97,7 @@ def test_tensors_on_a_mesh_survive_a_change_of_world_size(rank_pool: RankPool) -
 
 
 def test_an_exception_is_raised_with_the_traceback_of_its_rank(rank_pool: RankPool) -> None:
-    """One rank of three raises: the failure has its error and the other ranks' results, and the processes stay."""
+    """If one rank of three raises, the failure has its error and the others' results, and the processes stay."""
     pids = rank_pool.run(os.getpid)
     with pytest.raises(RanksFailedError, match=r"(?s)rank 2: Traceback.*fail_on.*On purpose") as caught:
         rank_pool.run(fail_on, 2, ranks=(0, 1, 2))
