@@ -179,7 +179,7 @@ def assert_refused(attacked: Bucket, *kinds: type[DcpRemoteError]) -> None:
     for name, error in found.items():
         assert isinstance(error, kinds), (name, error)
     gets = sum(2 if isinstance(found[name], CorruptCheckpointError) else 1 for name in LOADS)
-    assert attacked.watched.calls == [("get", MANIFEST_KEY)] * gets, "the manifest alone tells"
+    assert attacked.watched.calls == [("get", MANIFEST_KEY)] * gets, "only the manifest is read"
 
 
 def assert_harmless(attacked: Bucket) -> None:

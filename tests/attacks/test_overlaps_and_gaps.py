@@ -86,7 +86,7 @@ LAYOUTS: dict[str, list[Box]] = {
     "one far away": slabs((0, 399), (2**53 - 1, 1)),
     "one too large": slabs((0, 2**53)),
     "none": slabs(),
-    "a corner of nobody": [Box((0, 0), (400, 22)), Box((0, 22), (399, 1)), Box((0, 0), (1, 1))],
+    "a corner in no chunk": [Box((0, 0), (400, 22)), Box((0, 22), (399, 1)), Box((0, 0), (1, 1))],
 }
 
 

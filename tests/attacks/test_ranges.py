@@ -28,7 +28,7 @@ RANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "longer by an element": change_of("pieces.length", lambda n: n + 4),
     "empty": change_of("pieces.length", lambda n: 0),
     "half an element": change_of("pieces.length", lambda n: n - 2),
-    "shard of nobody": change_of("pieces.shard", lambda n: 100),
+    "no such shard": change_of("pieces.shard", lambda n: 100),
     "shard below 0": change_of("pieces.shard", lambda n: -1),
     "table behind the table": change_of("pieces.table", lambda n: 2**40),
     "data that begins in the header": change_of("shards.data_starts", lambda n: 9),

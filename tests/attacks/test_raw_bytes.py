@@ -49,7 +49,7 @@ ATTACKS: dict[str, EncodedObject] = {
     "bytes left out behind": raw_object([data_at(0, 3999)], RAW),
     "bytes left out before": raw_object([data_at(1, 3999)], RAW),
     "bytes left out between": raw_object([data_at(0, 1999), data_at(2000, 2000)], RAW),
-    "nobody wants them": raw_object([], RAW),
+    "bytes of no value": raw_object([], RAW),
     "none are there": raw_object([data_at(0, 1)], b""),
     "overlap": raw_object([data_at(0, 3000), data_at(2999, 1001)], RAW),
     "overlap and gap": raw_object([data_at(0, 3000), data_at(2000, 1000)], RAW),

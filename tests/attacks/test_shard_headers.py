@@ -67,7 +67,7 @@ def test_a_header_of_anything(name: str) -> None:
     assert set(outcomes(attacked, LOADS).values()) == {None}
 
 
-def test_who_goes_by_the_header_is_told(tmp_path: pathlib.Path) -> None:
+def test_readers_of_headers_refuse_most_of_them(tmp_path: pathlib.Path) -> None:
     """The library that reads these headers refuses most of them, which shows that the attacks are real."""
     attacked = bucket()
     key = attacked.document()["shards"]["keys"][0]

@@ -90,7 +90,7 @@ def test_a_manifest_of_an_earlier_save() -> None:
     assert_corrupt(attacked)
 
 
-def test_a_grave_over_a_checkpoint() -> None:
+def test_a_tombstone_over_a_checkpoint() -> None:
     """A tombstone in place of the manifest means that there is no checkpoint, whatever shards exist."""
     attacked = bucket()
     attacked.put(MANIFEST_KEY, tombstone("0" * 32, ()))

@@ -253,7 +253,7 @@ FAULTS["a rank is stopped for good"] = partial(stopped_for_good, who="a rank")
 FAULTS["the coordinator is stopped for good"] = partial(stopped_for_good, who="the coordinator")
 
 
-@fault("all ranks are stopped for longer than the silence, and go on")
+@fault("all ranks are stopped for longer than the silence limit, and resumed")
 def the_machine_sleeps(campaign: Campaign) -> None:
     """Suspend all processes, as with a virtual machine: the job goes on or ends with an error that blames no rank."""
     job = campaign.job
@@ -479,7 +479,7 @@ def _paused(seconds: float) -> Fate:
     return "goes on"
 
 
-@fault("a coordinator that was taken for dead wakes up in another job's time")
+@fault("a coordinator that was taken for dead resumes during another job")
 def zombie(campaign: Campaign) -> None:
     """Stop a job between manifest and swap: when it goes on after another job, it commits nothing, and says why."""
     old, step = campaign.job, campaign.next_save()

@@ -27,7 +27,7 @@ SEED = 5
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
 def test_a_training_under_faults_ends_as_one_without(tmp_path: Path, torture_seconds: float) -> None:
-    """After each fault everything live is what was saved; at the end the state is that of an uninterrupted training."""
+    """After each fault live checkpoints load as saved; at the end the state is that of an uninterrupted training."""
     whole = torture_seconds >= LONG_SECONDS
     names = list(FAULTS) if whole else SHORT
     random.Random(SEED).shuffle(names)

@@ -136,9 +136,13 @@ REFUSALS: dict[str, tuple[Catalog, Attempt, type[DcpRemoteError]]] = {
         attempt(1, "b", token=2, abandons=1),
         CommitConflictError,
     ),
-    "what it borrowed is gone": (THREE, attempt(4, borrowed=(identity(9), entry(9).manifest)), BeginAgainError),
-    "what it borrowed was thinned": (THREE, attempt(4, borrowed=(identity(3), "manifests/x.json")), BeginAgainError),
-    "what it borrowed was replaced": (
+    "the reused checkpoint is gone": (THREE, attempt(4, borrowed=(identity(9), entry(9).manifest)), BeginAgainError),
+    "the reused checkpoint was thinned": (
+        THREE,
+        attempt(4, borrowed=(identity(3), "manifests/x.json")),
+        BeginAgainError,
+    ),
+    "the reused checkpoint was replaced": (
         catalog(entry(3, "c")),
         attempt(4, borrowed=(identity(3), entry(3).manifest)),
         BeginAgainError,
@@ -175,7 +179,7 @@ def test_overwriting_what_was_seen() -> None:
     assert after.entries == (entry(1), entry(2, "b", began=10))
 
 
-def test_borrowing() -> None:
+def test_reusing_shards() -> None:
     """Shards of a live checkpoint may be reused, also of an abandoned one, and of one that this commit replaces."""
     run = catalog(entry(1), entry(2, abandoned=True))
     assert steps(commit(run, 3, borrowed=(identity(1), entry(1).manifest))) == [1, 2, 3]

@@ -648,7 +648,7 @@ def test_what_has_no_place_in_the_state_is_said(caplog: pytest.LogCaptureFixture
     assert sorted(line.split()[0] for line in told) == ["optim.state", "scores"]
 
 
-def test_a_checkpoint_that_was_thinned_lends_no_optimizer() -> None:
+def test_the_optimizer_of_a_thinned_checkpoint_is_not_reused() -> None:
     """A thinned checkpoint's optimizer shards are not reused, not even by the job that wrote them."""
     store = MemoryStore()
     frozen = state_of(1)

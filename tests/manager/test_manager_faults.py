@@ -636,7 +636,7 @@ def test_a_scene_in_which_nothing_fails(title: str) -> None:
 
 @pytest.mark.parametrize("ways", [ONCE, FOR_EVER, KILLED], ids=["once", "for-ever", "killed"])
 @pytest.mark.parametrize("title", SCENES)
-def test_what_was_told_is_true(title: str, ways: tuple[Way, ...], torture_seconds: float) -> None:
+def test_reported_outcomes_are_true(title: str, ways: tuple[Way, ...], torture_seconds: float) -> None:
     """Reported outcomes are true after every fault. Short form: every other kind of fault, one request of each."""
     if torture_seconds < LONG_SECONDS:
         place = list(SCENES).index(title)
@@ -681,7 +681,7 @@ class StuckStore(WrappedStore):
 
     def _wait(self) -> None:
         self.reached.set()
-        assert self._released.wait(PATIENCE_SECONDS), "nobody released it"
+        assert self._released.wait(PATIENCE_SECONDS), "the test never released the request"
 
 
 @contextmanager

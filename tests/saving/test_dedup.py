@@ -736,7 +736,7 @@ def test_what_is_named_is_not_much_more_than_the_state(source: From) -> None:
     assert len(run.save([state], source).manifest.shards.keys) == 1
 
 
-def test_a_shard_of_which_others_borrow_too() -> None:
+def test_a_shard_that_other_ranks_reuse_too() -> None:
     """A shard of one rank is reused by six ranks, a sixth each, in this and in later saves.
 
     A rank that counted only its own pieces would take most of the shard for changed, and send its sixth again.
@@ -769,7 +769,7 @@ def test_a_base_makes_no_objects_per_chunk() -> None:
 
 
 @BOTH
-def test_a_part_of_what_was_borrowed(source: From) -> None:
+def test_a_part_of_a_reused_piece(source: From) -> None:
     """Some rows of a reused piece are read with the block table of the old shard."""
     state = {name: noise(600, 500, number=n) for n, name in enumerate("abcd")}
     run = Run()
@@ -825,7 +825,7 @@ def test_what_another_rank_wrote_as_well() -> None:
     assert [report.borrowed_keys for report in third.reports] == [first.manifest.shards.keys] * 2
 
 
-def test_ranks_that_borrow_from_one_shard() -> None:
+def test_ranks_that_reuse_one_shard() -> None:
     """The manifest names the shard once; reports that describe it differently are refused."""
     parts = shard(noise(60, 8), 3, (3, 1))
     run = Run()
@@ -865,7 +865,7 @@ def test_nobody_names_a_piece_for_two_chunks() -> None:
 # ---- what is reported
 
 
-def test_the_report_tells_what_was_put_and_what_was_borrowed() -> None:
+def test_the_report_tells_what_was_put_and_what_was_reused() -> None:
     """The figures reach the coordinator; the notes do not."""
     state = {"m": {"w": noise(1000), "x": noise(1000)}, "o": {"y": noise(500)}}
     run = Run()

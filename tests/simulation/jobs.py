@@ -739,7 +739,7 @@ class History:
             remove_orphans(actor.store, grace_seconds=0.0, clock=actor.time, sleep=actor.sleep)
             left = sorted(set(world.store.space.objects) ^ run.named())
             if left:
-                raise BrokenError(f"what nobody names is left, after orphans were removed: {left}")
+                raise BrokenError(f"objects that the catalog does not name are left after orphans were removed: {left}")
 
         world.add("last", play)
         world.run()

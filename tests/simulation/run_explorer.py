@@ -2,7 +2,7 @@
 
 An actor is a generator of requests to the store. From each state, each actor's next request is carried out: its answer
 arrives, or, for a swap, is lost, or the swap itself is late and carried out at any time after. Every state is checked,
-so that any actor may as well have stopped there for ever. Invariants: every object that a live checkpoint names exists;
+so that any actor may as well have stopped there. Invariants: every object that a live checkpoint names exists;
 no fenced job commits; a save that was reported as committed is or was live; a name belongs to one checkpoint; a pinned
 checkpoint stays unless it is retired or overwritten.
 """
@@ -197,8 +197,8 @@ def save(
         return Told("exists")
     shard = f"{seen.revision}/{who}"
     yield Put(shard)
-    borrows = [] if borrowed is None else [one for one in named_by(borrowed.manifest) if ":" not in one]
-    manifest = manifest_of(seen.revision, who, [shard, *borrows])
+    reused = [] if borrowed is None else [one for one in named_by(borrowed.manifest) if ":" not in one]
+    manifest = manifest_of(seen.revision, who, [shard, *reused])
     yield Put(manifest)
     entry = Entry(step, who, manifest, 1, "", token, began=seen.revision, names=names)
     attempt = Attempt(
@@ -323,7 +323,7 @@ class State:
     Attributes:
         world: Contents of the store.
         places: Number of each actor's place, as the explorer counts them.
-        flying: Swaps that were sent and not yet carried out.
+        sent: Swaps that were sent and not yet carried out.
         lived: save_ids that were ever live.
         fenced: save_id that a fenced job committed.
         unpinned: save_id of a pinned checkpoint that was lost.
@@ -331,7 +331,7 @@ class State:
 
     world: World
     places: tuple[int, ...]
-    flying: frozenset[Swap]
+    sent: frozenset[Swap]
     lived: frozenset[str]
     fenced: str | None = None
     unpinned: str | None = None
@@ -393,10 +393,10 @@ class Explorer:
         return f"told committed, never was: {wrong}" if wrong else None
 
     def _following(self, state: State) -> Iterator[State]:
-        for swap in state.flying:
-            landed = carried_out(state, swap)
-            if landed is not None:
-                yield landed
+        for swap in state.sent:
+            carried = carried_out(state, swap)
+            if carried is not None:
+                yield carried
         for actor, place in enumerate(state.places):
             request = self._places[place].next
             if isinstance(request, Told):
@@ -411,7 +411,7 @@ class Explorer:
                 unheard = self._moved(state, actor, None)
                 yield replace(after, places=unheard)
                 if self._late:
-                    yield replace(state, places=unheard, flying=state.flying | {request})
+                    yield replace(state, places=unheard, sent=state.sent | {request})
 
     def _moved(self, state: State, actor: int, answer: Answer) -> tuple[int, ...]:
         """Return the places of all actors after one actor got an answer."""
@@ -435,7 +435,7 @@ def carried_out(state: State, swap: Swap) -> State | None:
     return replace(
         state,
         world=world,
-        flying=frozenset(one for one in state.flying if one.revision >= world.catalog.revision),
+        sent=frozenset(one for one in state.sent if one.revision >= world.catalog.revision),
         lived=state.lived | {entry.save_id for entry in added},
         fenced=next((entry.save_id for entry in added if entry.token != before.token), state.fenced),
         unpinned=next(

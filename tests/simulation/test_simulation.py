@@ -131,14 +131,14 @@ def deleting_first(store: ObjectStore, change: catalog_store.Change, **other: An
     return catalog_store.swap(store, change, **other)
 
 
-class Selfish(LiveShards):
+class OwnShardsOnly(LiveShards):
     """Live shards that ignore the shards of other checkpoints."""
 
     def not_named(self, keys: Iterable[str], entries: Iterable[Entry]) -> set[str]:
         return set(keys).difference(entry.manifest for entry in entries)
 
 
-class DeafStore(WrappedStore):
+class NoAnswerStore(WrappedStore):
     """Store whose lost answers count as success."""
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
@@ -149,7 +149,7 @@ class DeafStore(WrappedStore):
 
 
 def taking_silence_for_success(store: ObjectStore, change: catalog_store.Change, **other: Any) -> Catalog:
-    return catalog_store.swap(DeafStore(store), change, **other)
+    return catalog_store.swap(NoAnswerStore(store), change, **other)
 
 
 def overwriting_unseen(store: ObjectStore, change: catalog_store.Change, **other: Any) -> Catalog:
@@ -224,8 +224,8 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
     "raising the floor, of gc": ("dcp_remote.run.gc.raised", lambda catalog, floor: None),
     "looking at the step": ("dcp_remote.run.job.committed", no_look_at_the_step),
     "looking at what is replaced": ("dcp_remote.run.job.committed", no_look_at_what_is_replaced),
-    "looking at what is borrowed": ("dcp_remote.run.job.committed", no_look_at_what_is_borrowed),
-    "looking at the manifest that lends": ("dcp_remote.run.job.committed", no_look_at_the_lending_manifest),
+    "looking at the reused checkpoint": ("dcp_remote.run.job.committed", no_look_at_what_is_borrowed),
+    "looking at the reused manifest": ("dcp_remote.run.job.committed", no_look_at_the_lending_manifest),
     "moving names": ("dcp_remote.run.job.committed", no_moving_of_names),
     "looking at the pin": ("dcp_remote.run.job.committed", no_look_at_the_pin),
     "pins, of saves": (
@@ -240,9 +240,9 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
     ),
     "marking what is abandoned": ("dcp_remote.run.job.committed", nothing_abandoned),
     "the swap before deletion": ("dcp_remote.run.maintenance.swap", deleting_first),
-    "what others name": ("dcp_remote.run.leftovers.LiveShards", Selfish),
-    "settling a lost answer, of saves": ("dcp_remote.run.job.swap", taking_silence_for_success),
-    "settling a lost answer, of retiring": ("dcp_remote.run.maintenance.swap", taking_silence_for_success),
+    "shards of other checkpoints": ("dcp_remote.run.leftovers.LiveShards", OwnShardsOnly),
+    "reading back a lost answer, of saves": ("dcp_remote.run.job.swap", taking_silence_for_success),
+    "reading back a lost answer, of retiring": ("dcp_remote.run.maintenance.swap", taking_silence_for_success),
     "the condition": ("dcp_remote.run.maintenance.swap", overwriting_unseen),
     "deciding in the swap": ("dcp_remote.run.maintenance.Maintenance._carry_out", deciding_once),
     "looking again after the floor was raised": ("dcp_remote.run.gc._live", looking_once()),
@@ -268,7 +268,7 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
 SCENES_OF = {
     "raising the floor, of retiring": SCENES[2:3],
     "looking at the pin": SCENES[-3:-2],
-    "looking at the manifest that lends": SCENES[-2:-1],
+    "looking at the reused manifest": SCENES[-2:-1],
     "the floor, of thinning": SCENES[-1:],
     "the revision in the name of a thinned manifest": SCENES[-1:],
 }

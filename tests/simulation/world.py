@@ -56,7 +56,7 @@ Fate: TypeAlias = Literal[
     "in part",  # of several keys some are deleted
     "503",
     "403",
-    "stops before",  # the actor stops for ever, and nothing was sent
+    "stops before",  # the actor stops permanently, and nothing was sent
     "stops after",  # the request was carried out
     "stops, late",  # the request is carried out later
 ]
@@ -70,7 +70,7 @@ _EPOCH_SECONDS = 1_800_000_000.0
 
 
 class StoppedError(BaseException):
-    """Raised in the thread of an actor that stops for ever: at its next request, and at each later one."""
+    """Raised in the thread of an actor that stops permanently: at its next request, and at each later one."""
 
 
 class BrokenError(AssertionError):
@@ -97,7 +97,7 @@ class Weather:
         lost: Probability that a request, or its answer, is lost.
         late: Probability that a write is carried out later.
         refused: Probability that a conditional write is refused, carried out or not.
-        stops: Probability that an actor stops for ever.
+        stops: Probability that an actor stops permanently.
         stalls: Probability that an actor is held up before its request, or by an awaited answer, while others go on.
         outage: Probability that requests of one actor or of all begin to fail, for a while.
         swaps: Factor on all of these for conditional replacements of an object.

@@ -60,7 +60,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     """Poll for half a minute at most: another process's progress cannot be awaited otherwise."""
     deadline_seconds = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < deadline_seconds, "it never came"
+        assert time.monotonic() < deadline_seconds, "the condition never became true"
         time.sleep(0.002)
 
 

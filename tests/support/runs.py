@@ -116,7 +116,7 @@ def begin(
     now = seen.catalog if seen is not None else fence(store)
     there, source = now.at(step), None if base is None else now.at(base)
     if base is not None and source is None:
-        raise CheckpointNotFoundError("What it is to borrow from is gone.", step=base)
+        raise CheckpointNotFoundError("The checkpoint whose shards are to be reused is gone.", step=base)
     info = RunInfo(now.run_id, step, now.token, now.revision, names, metrics)
     reused = read_entry(asking, source) if source is not None else None
     manifest = manifest_of(info, letter=letter, base=reused, borrows=borrows)
