@@ -12,9 +12,9 @@ from hypothesis import is_hypothesis_test
 
 from dcp_remote.testing.servers import S3Server, moto_server
 from tests.support.figures import figures
-from tests.support.parties import wait_until
 from tests.support.properties import load_profile
 from tests.support.rank_pool import RankPool
+from tests.support.rank_threads import wait_until
 
 # Limit of each part that has no end of its own (a fuzzer, random schedules). `make test` runs all of them this short.
 _SECONDS = 2.0

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import CommitConflictError, DcpRemoteError, FencedError, SaveFailedError, SaveTimeoutError
-from tests.support.parties import WHAT, errors, expected, join, party, together, upload, wait_until
+from tests.support.rank_threads import WHAT, errors, expected, join, party, together, upload, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
 

@@ -21,9 +21,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import FencedError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
-from tests.support.parties import WHAT, Ended, expected, join, together, wait_until
+from tests.support.rank_faults import exchanged, process_state, strike
 from tests.support.rank_pool import RankPool, RanksFailedError
-from tests.support.strikes import exchanged, process_state, strike
+from tests.support.rank_threads import WHAT, Ended, expected, join, together, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sees in Linux's /proc whether a process is stopped")
 

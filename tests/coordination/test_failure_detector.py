@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import SaveFailedError, SaveTimeoutError
-from tests.support.parties import WHAT, Ended, expected, held, join, party, together, upload, wait_until
+from tests.support.rank_threads import WHAT, Ended, expected, held, join, party, together, upload, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
 

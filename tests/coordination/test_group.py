@@ -16,7 +16,7 @@ from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.heartbeat import RankStatus
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
-from tests.support.parties import WHAT, Ended, Party, expected, join, party, together, wait_until
+from tests.support.rank_threads import WHAT, Ended, Party, expected, join, party, together, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
 

@@ -25,7 +25,7 @@ from dcp_remote.coordination.heartbeat import (
     heartbeat_interval_seconds,
 )
 from dcp_remote.coordination.key_value import Client
-from tests.support.parties import Clock, host_command, wait_until
+from tests.support.rank_threads import Clock, host_command, wait_until
 
 # ---- pure
 

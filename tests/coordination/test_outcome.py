@@ -16,7 +16,7 @@ from dcp_remote.coordination.heartbeat import RankStatus
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.coordination.outcome import GRACE_SECONDS, Outcome
 from dcp_remote.errors import CommitUnknownError, FencedError, SaveFailedError, SaveTimeoutError
-from tests.support.parties import Clock, Ended, expected, held, join, party, together, wait_until
+from tests.support.rank_threads import Clock, Ended, expected, held, join, party, together, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
 

@@ -29,8 +29,8 @@ from dcp_remote.errors import DcpRemoteError
 from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from tests.support.parties import HOST
-from tests.support.strikes import exchanged, process_state, strike
+from tests.support.rank_faults import exchanged, process_state, strike
+from tests.support.rank_threads import HOST
 
 _Answer = TypeVar("_Answer")
 

@@ -33,7 +33,7 @@ from dcp_remote.saving.rank_report import RankReport
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
-from tests.support.parties import wait_until
+from tests.support.rank_threads import wait_until
 from tests.support.training import LENGTH, VOCABULARY, Leaves, Training, full, trained
 
 State: TypeAlias = dict[str, Any]

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from dcp_remote.storage import LocalStore
 from tests.support.figures import count
 from tests.support.points import NEW, OLD, found, wait_until
-from tests.support.rank_pool import RankPool, RanksFailedError
-from tests.support.strikes import (
+from tests.support.rank_faults import (
     COMMITS,
     LAST_OF_A_SAVE,
     LOAD,
@@ -41,6 +40,7 @@ from tests.support.strikes import (
     strike,
     struck,
 )
+from tests.support.rank_pool import RankPool, RanksFailedError
 
 pytestmark = [
     pytest.mark.torture,

@@ -23,8 +23,7 @@ from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.storage import LocalStore, ObjectStore
 from tests.support.figures import count
 from tests.support.points import NEW, OLD, THIRD, found, state, wait_until
-from tests.support.rank_pool import RankPool
-from tests.support.strikes import (
+from tests.support.rank_faults import (
     LOAD,
     PAIR,
     SAVE,
@@ -42,6 +41,7 @@ from tests.support.strikes import (
     strike,
     struck,
 )
+from tests.support.rank_pool import RankPool
 
 pytestmark = [
     pytest.mark.torture,

@@ -19,7 +19,7 @@ from dcp_remote.errors import DcpRemoteError
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
 from tests.coordination.test_heartbeat import Host
-from tests.support.parties import managers_of, party, wait_until
+from tests.support.rank_threads import managers_of, party, wait_until
 
 _Answer = TypeVar("_Answer")
 

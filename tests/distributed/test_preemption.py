@@ -26,8 +26,8 @@ from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.manager.preemption import Agreement, Moment, Preemption
-from tests.support.parties import Party, held, join, party, wait_until
 from tests.support.rank_pool import RankPool
+from tests.support.rank_threads import Party, held, join, party, wait_until
 
 # ---- every interleaving
 

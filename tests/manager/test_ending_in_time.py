@@ -22,7 +22,7 @@ from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import SaveTimeoutError
 from dcp_remote.manager.preemption import Preemption
 from dcp_remote.storage import MemoryStore
-from tests.support.parties import Clock
+from tests.support.rank_threads import Clock
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
 

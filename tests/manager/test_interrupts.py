@@ -26,7 +26,7 @@ from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import DcpRemoteError, SaveFailedError
 from dcp_remote.manager.background_save import BackgroundSave
 from dcp_remote.storage import MemoryStore
-from tests.support.parties import managers_of, party, wait_until
+from tests.support.rank_threads import managers_of, party, wait_until
 
 # File, line, and number of passes so far. Lines passed more often are loops that wait.
 Place: TypeAlias = tuple[str, int, int]

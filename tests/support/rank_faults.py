@@ -74,7 +74,7 @@ def places(points: dict[str, Point]) -> list[tuple[str, int]]:
     return [(point, rank) for point in points for rank in (0, 1) if rank == 0 or point not in COMMITS]
 
 
-class StruckStore(WrappedStore):
+class ActingStore(WrappedStore):
     """Store that acts at the first request of a kind; others of that kind wait meanwhile."""
 
     def __init__(self, store: ObjectStore, point: Sent, action: Callable[[], None]) -> None:
@@ -104,7 +104,7 @@ def struck(path: Path, point: Point, action: Callable[[], None]) -> tuple[Object
     """Return the store and the context of an attempt in which `action` is called at that point."""
     store = LocalStore(str(path))
     if isinstance(point, Sent):
-        return StruckStore(store, point, action), nullcontext()
+        return ActingStore(store, point, action), nullcontext()
     return store, at(point.function, point.when, action)
 
 
@@ -126,7 +126,7 @@ def reload(path: Path, value: float) -> None:
     assert_is(template, value)
 
 
-class NotingWriter(RemoteWriter):
+class RecordingWriter(RemoteWriter):
     """Writer that records the outcome of the commit, which torch cannot report once the group is dead."""
 
     commit = "never tried"
@@ -159,7 +159,7 @@ def attempt(store: ObjectStore, points: dict[str, Point]) -> Told:
     """Save the new state, or load."""
     if points is LOAD:
         return Told(ending(lambda: dcp.load(state(0.0), storage_reader=RemoteReader(store))))
-    writer = NotingWriter(store, overwrite=True)
+    writer = RecordingWriter(store, overwrite=True)
     ended = ending(lambda: dcp.save(state(NEW), storage_writer=writer))
     return Told(ended, writer.commit)
 
