@@ -68,7 +68,7 @@ def failure(call: Callable[[], object]) -> BaseException:
 
 @pytest.mark.parametrize("no_dist", [False, True])
 def test_save_and_load(store: RecordingStore, no_dist: bool) -> None:
-    """Five lines save and load everything, tensors in place; the save takes three requests and the load two.
+    """Five lines save and load everything, tensors in place, in a request per shard and two, or one, for the manifest.
 
     Nothing is ever listed, looked up or deleted.
     """
@@ -470,7 +470,7 @@ class NotANumber(enum.Enum):
 
 
 def test_a_member_whose_value_is_no_number_is_restored(store: RecordingStore) -> None:
-    """Such a member is restored by its name."""
+    """An enum member that equals no value, not even its own, is restored by its name."""
     dcp.save({"a": NotANumber.NAN, "t": (NotANumber.NAN,)}, storage_writer=RemoteWriter(store))
     template: dict[str, Any] = {"a": None, "t": None}
     dcp.load(template, storage_reader=RemoteReader(store))
@@ -620,7 +620,7 @@ def test_a_planner_that_does_not_plan_what_it_writes_is_refused(store: Recording
 
 
 def test_a_gap_is_found_before_the_commit(store: RecordingStore) -> None:
-    """A planner on one of two ranks that leaves out a planned item fails the commit, by name of the entry."""
+    """A planner that leaves out a planned item fails the save before its commit, by the name of the entry."""
     for name in ("w", "n"):
 
         class Forgetful(DefaultSavePlanner):
@@ -636,7 +636,7 @@ def test_a_gap_is_found_before_the_commit(store: RecordingStore) -> None:
 
 
 def test_a_planner_that_renames(store: RecordingStore) -> None:
-    """A planner loads a tensor and an object under other names than the template's."""
+    """A planner loads a tensor and an object into a template that has other names for them."""
 
     class Renaming(DefaultLoadPlanner):
         def set_up_planner(

@@ -367,7 +367,7 @@ def test_lists_below_keys_that_are_no_text(key: object) -> None:
 
 
 def test_a_step_that_falls_behind() -> None:
-    """A save at or before the restored step is refused: such a checkpoint would never be restored."""
+    """A new step before the restored one is refused: no restore would choose it. `overwrite=True` replaces one."""
     store = MemoryStore()
     saved(store, 10, 20)
     with CheckpointManager(store, retention=Retention(keep_last=2)) as checkpoints:
@@ -414,7 +414,7 @@ def test_a_job_that_was_fenced_stays_so() -> None:
 
 
 def test_a_run_that_was_not_restored() -> None:
-    """Saving into a run without a restore is refused, and the message names `start_over`."""
+    """Saving into a run without a restore is refused; `resumed_from` and `start_over` allow it."""
     store = MemoryStore()
     saved(store, 10, 20)
     with CheckpointManager(store) as checkpoints:
@@ -478,7 +478,7 @@ def test_restoring_an_older_step_says_what_that_abandons(caplog: pytest.LogCaptu
 
 
 def test_a_checkpoint_by_itself_that_was_saved_over_a_run() -> None:
-    """A run whose prefix holds a checkpoint of its own is refused by restore, not first by save."""
+    """A run over which a checkpoint was saved by itself is refused by restore, before training, and by save."""
     store = MemoryStore()
     saved(store, 1)
     save_as_ranks([{"a": torch.zeros(3)}], lambda: RemoteWriter(store))
@@ -493,7 +493,7 @@ def test_a_checkpoint_by_itself_that_was_saved_over_a_run() -> None:
 
 
 def test_a_checkpoint_by_itself_is_no_run() -> None:
-    """A checkpoint saved by itself makes its prefix unusable for a run: readers would find it and never the run."""
+    """A prefix with a checkpoint saved by itself is refused for a run, which readers would never find."""
     store = MemoryStore()
     save_as_ranks([{"a": torch.zeros(3)}], lambda: RemoteWriter(store))
     with CheckpointManager(store) as checkpoints, pytest.raises(CheckpointExistsError, match="URL of its own"):
@@ -649,7 +649,7 @@ def test_what_has_no_place_in_the_state_is_said(caplog: pytest.LogCaptureFixture
 
 
 def test_the_optimizer_of_a_thinned_checkpoint_is_not_reused() -> None:
-    """A thinned checkpoint's optimizer shards are not reused, not even by the job that wrote them."""
+    """A thinned checkpoint's optimizer is not reused, though unchanged, not even by the job that wrote it."""
     store = MemoryStore()
     frozen = state_of(1)
     frozen["optim"]["state"]["weight"]["exp_avg"] = torch.arange(50_000.0)
@@ -860,7 +860,7 @@ def test_a_fence_that_hangs() -> None:
 
 
 def test_a_restore_while_a_save_that_was_given_up_hangs() -> None:
-    """A save's thread that hung, and was given up, does not fence its own job, which rolled back meanwhile."""
+    """The thread of a save that hung and was given up does not mark its job, which rolled back, as fenced."""
     inner = MemoryStore()
     hanging = threading.Event()
 
@@ -956,7 +956,7 @@ def test_ctrl_c_in_a_save_that_copies_nothing() -> None:
 
 
 def test_the_copy_of_a_state_goes_with_its_save() -> None:
-    """The copy of a state is freed with its save: two copies at a time, or one for ever, would be too much."""
+    """The copy of a state is freed with its save: two copies at a time, or a lasting one, would be too much."""
     with CheckpointManager(MemoryStore()) as checkpoints:
         big = torch.zeros(1_000)
         gone = weakref.ref(big)
@@ -987,7 +987,7 @@ assert latest({str(tmp_path)!r}).step == 1
 
 
 def test_a_manager_made_too_early(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A manager made before torch.distributed is initialized is refused: each rank would act as the only one."""
+    """A manager made before torch.distributed is initialized warns, and refuses to save once it is."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with CheckpointManager(MemoryStore()) as checkpoints:
         assert "WORLD_SIZE is set" in caplog.text
@@ -1000,7 +1000,7 @@ def test_a_manager_made_too_early(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
 def test_preemption_after_going_back() -> None:
-    """Preemption counts steps that are done again, and a step that is asked about several times once."""
+    """Preemption is reported at steps that are done again, also if a step is asked about several times."""
     store = MemoryStore()
     saved(store, 4)
     with CheckpointManager(store) as checkpoints:
