@@ -49,7 +49,7 @@ def commit(into: Catalog, step: int, letter: str = "b", **other: Any) -> Catalog
     return after
 
 
-# ---- looking ----
+# ---- looking
 
 
 def test_an_empty_run() -> None:
@@ -72,7 +72,7 @@ def test_finding() -> None:
     assert catalog(entry(3, abandoned=True)).latest() is None
 
 
-# ---- committing ----
+# ---- committing
 
 
 @pytest.mark.parametrize("step", [0, 2, 4])
@@ -195,7 +195,7 @@ def test_names_move() -> None:
     assert [replace(one, names=()) for one in after.entries[:3]] == [replace(one, names=()) for one in run.entries]
 
 
-# ---- rolling back ----
+# ---- rolling back
 
 
 def test_rolling_back() -> None:
@@ -253,7 +253,7 @@ def test_abandoning_again() -> None:
     assert [one.step for one in second.entries if one.abandoned] == [2, 3]
 
 
-# ---- the other changes ----
+# ---- the other changes
 
 
 def test_a_fence() -> None:
@@ -340,7 +340,7 @@ def test_the_floor() -> None:
     assert steps(commit(replace(THREE, revision=11, floor=11), 4, began=11)) == [1, 2, 3, 4]
 
 
-# ---- in any order ----
+# ---- in any order
 
 Change = Callable[[Catalog], Catalog | None]
 

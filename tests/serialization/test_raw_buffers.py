@@ -157,7 +157,7 @@ def test_sets_of_long_values_are_sorted() -> None:
     assert again(encode_object("k", {*values})) == {*values}
 
 
-# ------------------------------------------------------------------------------------------------- through a checkpoint
+# ---- through a checkpoint
 
 
 @pytest.mark.parametrize("make", [lambda: np.arange(2 * MiB), lambda: torch.arange(2 * MiB)], ids=["array", "tensor"])

@@ -26,7 +26,7 @@ State: TypeAlias = Mapping[str, bytes]
 OPTIMIZER = "optim"
 
 
-# ---- operations that an actor announces ----
+# ---- operations that an actor announces
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Run:
         default_factory=dict
     )  # time at which each object was first put; a repeated put does not change it
 
-    # ---- reports of actors ----
+    # ---- reports of actors
 
     def begin(self, save: Save) -> None:
         """Record that a save began."""
@@ -204,7 +204,7 @@ class Run:
         if not any(key.startswith(MANIFESTS_PREFIX) for key in self.objects):
             self._owners.clear()  # no manifest is left that could name the owners: it is a new run
 
-    # ---- requests as the store carried them out ----
+    # ---- requests as the store carried them out
 
     def wrote(self, key: str, data: bytes, before: bytes | None, doing: object) -> str:
         """Check an object that was put; see `Observer.wrote`."""

@@ -89,7 +89,7 @@ _MACHINE = ("_store", "_sleep", "_uniform", "_new_id")
 TOLD = (CheckpointNotFoundError, CommitConflictError, CommitUnknownError, SaveFailedError, StorageError)
 
 
-# ---- the contents of a checkpoint: one shard per tensor ----
+# ---- the contents of a checkpoint: one shard per tensor
 
 
 @cache
@@ -152,7 +152,7 @@ def loaded(actor: Actor | World, run: Run, step: int | str | None) -> State:
     return state
 
 
-# ---- jobs that train ----
+# ---- jobs that train
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,7 +474,7 @@ class Trainer:
         )
 
 
-# ---- other actors of a run ----
+# ---- other actors of a run
 
 
 def keep(actor: Actor, *, scene: Scene) -> None:
@@ -610,7 +610,7 @@ def _catalog(actor: Actor) -> Catalog:
     return seen.catalog
 
 
-# ---- a history ----
+# ---- a history
 
 
 class History:

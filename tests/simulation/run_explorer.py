@@ -25,7 +25,7 @@ RUN = "run"
 TRIES = 2
 
 
-# ---- the store: one catalog and a set of names ----
+# ---- the store: one catalog and a set of names
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def began_at(name: str) -> int:
     return int(name.partition("/")[0])
 
 
-# ---- the actors ----
+# ---- the actors
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +313,7 @@ def deleting(names: frozenset[str]) -> Generator[Request, Answer, None]:
         yield Delete(name)
 
 
-# ---- the explorer ----
+# ---- the explorer
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def is_request(line: str) -> bool:
     return any(f" {verb} " in line[:40] for verb in ("get", "put", "head", "list", "delete"))
 
 
-# ---- each rule left out ----
+# ---- each rule left out
 
 
 def no_look_at_the_step(catalog: Catalog, attempt: Attempt) -> Catalog | None:

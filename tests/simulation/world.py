@@ -360,7 +360,7 @@ class World:
         """Add a line to the history."""
         self.lines.append(f"{self.now_seconds:10.3f} {who:<12} {what}")
 
-    # ---- called by actors, each in its own thread ----
+    # ---- called by actors, each in its own thread
 
     def sleep(self, actor: Actor, seconds: float) -> None:
         """Let time pass while others go on."""
@@ -401,7 +401,7 @@ class World:
         """Let the next actor go on: this one has ended."""
         self._next(None)
 
-    # ---- the scheduler ----
+    # ---- the scheduler
 
     def _about(self, requests: float) -> float:
         """Return a random time in which about so many requests are answered, in seconds."""
@@ -554,7 +554,7 @@ class World:
                 self._carried_out(sent, send, "arrives late")
 
 
-# ---- replacements of default clocks, randomness and threads ----
+# ---- replacements of default clocks, randomness and threads
 
 
 class _Here(threading.local):

@@ -210,7 +210,7 @@ def put_catalog(store: MemoryStore, catalog: Catalog) -> None:
     store.put(CATALOG_KEY, [encode(catalog, "0" * 32)])
 
 
-# ---- stored objects, read without wrappers ----
+# ---- stored objects, read without wrappers
 
 
 def steps(store: MemoryStore) -> list[int]:
