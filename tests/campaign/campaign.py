@@ -345,7 +345,7 @@ class Campaign:
 
 
 def _may_go(entry: Entry, before: Catalog, after: Catalog) -> bool:
-    """Return whether retention or a replacement could have removed a checkpoint that is no longer live."""
+    """Return whether retention, or a newer job's replacement, may have removed a checkpoint."""
     replacement = after.at(entry.step)
     if replacement is not None:
         return replacement.token > entry.token

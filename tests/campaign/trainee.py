@@ -41,7 +41,7 @@ from dcp_remote.errors import DcpRemoteError
 
 WIDTH, HIDDEN, CLASSES, BATCH = 192, 48, 10, 6
 
-# Size of a tensor that marks the job that saved it, shared by all ranks.
+# Elements of the tensor, sharded over all ranks, that marks the job that saved it.
 MARKS = 12
 
 # Small, so that a fault is over soon; every rank reports each second.

@@ -527,7 +527,7 @@ def _thin_beside_gc(actor: Actor) -> None:
     if older:
         step = actor.rng.choice(older)
         actor.world.add(f"{actor.name}-collects", partial(collect, rounds=1))
-        # The orphans are removed when the new manifest lies there, and the catalog does not name it yet.
+        # Orphans are removed at about the time when the new manifest exists, and the catalog does not name it yet.
         actor.gives_way_at = frozenset({actor.requests + actor.rng.randint(3, 7)})
         _thin(actor, step)
 

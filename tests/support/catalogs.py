@@ -86,7 +86,7 @@ def catalogs(draw: st.DrawFn, entries_max: int = 6) -> Catalog:
 
 NONCE = "0" * 32
 ONE = catalog(entry(1))
-# Created times by the clock of a test, in seconds.
+# Deadline of a swap, by the clock of the test.
 SECONDS = 60.0
 
 
