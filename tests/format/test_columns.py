@@ -68,7 +68,7 @@ def test_any_differences(width: int, differences: list[int]) -> None:
     ],
 )
 def test_invalid_columns(text: str, count: int | None) -> None:
-    """Unknown widths, text that is not base64, and lengths that do not fit."""
+    """Unknown widths, text that is not base64, and lengths that do not fit are refused."""
     with pytest.raises(CorruptCheckpointError):
         decode_column(text, name="c", count=count)
 

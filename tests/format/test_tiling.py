@@ -95,7 +95,7 @@ def test_equal_volume_is_not_enough() -> None:
     ],
 )
 def test_edges(shape: tuple[int, ...], boxes: list[Box], expected: str | None) -> None:
-    """Tensors without dimensions or elements, and volumes whose sum exceeds 64 bits."""
+    """Tensors without dimensions or elements, and volumes whose sum exceeds 64 bits, are judged as listed."""
     assert reason(shape, boxes) == expected
 
 

@@ -15,7 +15,7 @@ from dcp_remote.storage import MemoryStore
 
 
 def test_layers() -> None:
-    """Tensors of their own, the same one again, overlapping views, columns, an empty one, and a chain."""
+    """Layers of separate tensors, the same one again, overlapping views, columns, an empty one, and a chain."""
     flat = torch.zeros(100)
     grid = torch.zeros(10, 10)
     assert assign_layers([]) == []

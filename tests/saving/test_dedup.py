@@ -347,7 +347,7 @@ BLOCK_BYTES = block_bytes(PIECE_BYTES)
 )
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_one_flipped_bit(byte: int, source: From, layout: str) -> None:
-    """In the first block of a piece, the last, or between: only the piece with the bit is sent."""
+    """A bit flipped in the first block of a piece, the last, or between: only the piece with the bit is sent."""
     whole = noise(512, 512)
     state = {"w": whole if layout == "contiguous" else whole.t().contiguous().t(), "small": noise(3), "scalar": noise()}
     run = Run()
@@ -423,7 +423,7 @@ def test_equal_bytes_of_another_tensor_are_not_its_own(source: From) -> None:
 
 
 def test_a_tensor_that_moved_to_another_rank() -> None:
-    """Reused by the manifest, which has all chunks; a rank's own report has only the chunks that it wrote."""
+    """A tensor that moved to another rank is reused by the manifest, which has all chunks, not by a rank's report."""
     whole = noise(64, 8)
     first, second = shard(whole, 2, (2, 1))
     cases: list[tuple[From, dict[str, int]]] = [("manifest", {}), ("report", {"w": whole.nbytes})]
@@ -514,7 +514,7 @@ def test_views_that_are_conjugated_or_negated(source: From) -> None:
 
 @BOTH
 def test_what_is_empty(source: From) -> None:
-    """Tensors and chunks without elements; a tensor that was empty, and one that becomes empty."""
+    """Empty tensors and chunks, a tensor that was empty, and one that becomes empty are saved and load."""
     empty = torch.zeros(0, 3)
     run = Run()
     for rows in (0, 2, 2, 0, 0):
@@ -716,7 +716,7 @@ def test_copies_of_a_planner_live_one_at_a_time(source: From) -> None:
 
 @BOTH
 def test_what_is_named_is_not_much_more_than_the_state(source: From) -> None:
-    """At each of twenty steps another twentieth of the state stops changing; at last all of it changes.
+    """The shards that a checkpoint names hold little more than its state, of which ever more stops changing.
 
     If every unchanged piece were reused, each of twenty shards would be kept for a small share of its bytes.
     """

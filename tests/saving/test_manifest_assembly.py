@@ -118,7 +118,7 @@ def test_a_chunk_that_no_rank_wrote() -> None:
 
 
 def test_an_object_that_no_rank_wrote() -> None:
-    """An inline object, and one in a shard."""
+    """An inline object, and one in a shard, that no rank wrote are named in the error."""
     good = three_ranks()
     for name, change in (("n", {"inline": {}}), ("text", {"stored": ()})):
         reports = [replace(report, **change) for report in good.reports]

@@ -35,7 +35,7 @@ def items(draw: st.DrawFn) -> list[TopItem]:
 def test_every_element_is_placed_once_within_all_limits(
     given_items: list[TopItem], shard_bytes_max: int, items_per_shard_max: int
 ) -> None:
-    """In order, in shards that are not empty, hold one top-level key, and stay within both limits."""
+    """Elements lie in order, in shards that are not empty, hold one top-level key, and stay within both limits."""
     shards = list(pack(given_items, shard_bytes_max=shard_bytes_max, items_per_shard_max=items_per_shard_max))
     placed = [(p.number, n) for shard in shards for p in shard for n in range(p.start, p.stop)]
     assert placed == [(n, e) for n, item in enumerate(given_items) for e in range(math.prod(item.sizes))]

@@ -285,7 +285,7 @@ def test_a_square_matrix_is_not_its_transpose() -> None:
 
 
 def test_each_value_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only replicas that are written in parts, once even if the plan is made again; it can stop after each MiB."""
+    """Replicas written in parts are digested once, even if the plan is made again; digesting can stop after a MiB."""
     digested: list[int] = []
 
     def counted(runs: Sequence[Run]) -> list[memoryview]:

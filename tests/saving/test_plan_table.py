@@ -134,7 +134,7 @@ def worlds(draw: st.DrawFn) -> list[State]:
 
 @given(worlds())
 def test_what_is_planned_is_what_torch_plans(states: list[State]) -> None:
-    """The same entries, chunks and flatten mapping; each chunk is written once."""
+    """Entries, chunks and flatten mapping equal those of torch's plan; each chunk is written once."""
     proposals = [proposal(state) for state in states]
     plans, arrangement = arranged(proposals)
     _, expected = torchs(proposals)
@@ -265,7 +265,7 @@ def test_what_is_cut_is_worth_its_digests(sizes: list[int], ranks: int, cut: lis
 
 @pytest.mark.parametrize("reason", ["unlike", "described differently", "not large everywhere"])
 def test_a_large_replica_is_written_whole(reason: str) -> None:
-    """Replicas whose parts would not make up one tensor."""
+    """Replicas whose parts would not make up one tensor are written whole."""
     whole = torch.ones(3 * KiB)
     states: list[State] = [{"w": whole}, {"w": whole}]
     if reason == "described differently":
@@ -299,7 +299,7 @@ REFUSED: dict[str, tuple[list[State], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_plans_that_make_no_tensor_are_refused(case: str) -> None:
-    """Before anything is sent; torch refuses all of these plans, too."""
+    """Plans that make no tensor are refused before anything is sent; torch refuses all of these, too."""
     states, why = REFUSED[case]
     proposals = [proposal(state) for state in states]
     with pytest.raises(InvalidArgumentError, match=why) as caught:
@@ -361,7 +361,7 @@ def test_what_a_table_cannot_say_is_known(items: list[WriteItem], expected: bool
 
 @pytest.mark.parametrize("values", [[], [0], [255], [256, 3], [2**31], [2**32 + 1, 0]])
 def test_numbers_are_small(values: list[int]) -> None:
-    """In the smallest type that holds them, and unchanged."""
+    """Numbers are stored unchanged, in the smallest type that holds them."""
     packed = shrink_integers(np.array(values, dtype=np.int64))
     assert packed.tolist() == values
     assert packed.itemsize <= 8

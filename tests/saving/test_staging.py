@@ -101,7 +101,7 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.filterwarnings("ignore:.*TypedStorage.*:UserWarning")
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_tensor_is_stored_as_when_it_is_waited_for(name: str) -> None:
-    """By itself, in a tuple, and in nested lists and dicts."""
+    """A staged tensor is stored like one that is waited for: by itself, in a tuple, in nested lists and dicts."""
     tensor = TENSORS[name]()
     if tensor.is_nested:
         # torch's planner refuses a nested tensor outside an object.
@@ -379,7 +379,7 @@ class Uncopied:
 
 
 def test_attributes_of_a_parameter_are_not_copied() -> None:
-    """Neither its module nor hooks nor gradient; inside an object, a parameter keeps its attributes uncopied."""
+    """A parameter's module, hooks and gradient are not copied; inside an object, it keeps its attributes uncopied."""
     parameter = nn.Parameter(torch.ones(2))
     parameter.module = Uncopied()  # type: ignore[attr-defined]
     parameter.register_hook(lambda gradient: gradient)

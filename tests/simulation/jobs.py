@@ -641,12 +641,12 @@ class History:
     def _begin(self) -> None:
         """Let a job save a few checkpoints without faults."""
         world = self.world
-        weather = world.weather
-        world.calm()
+        rates = world.rates
+        world.stop_faults()
         plan = Plan(saves=world.rng.choice([0, 1, 1, 1, 1, 2, 2, 2, 3]))
         self._train("first", plan)
         world.run()
-        world.weather = weather
+        world.rates = rates
 
     def _go_on(self) -> None:
         """Let several actors act at a time."""
@@ -716,7 +716,7 @@ class History:
     def _end(self) -> None:
         """Check, without faults, that every checkpoint loads, a new job goes on, and all orphans can be removed."""
         world, run = self.world, self.run
-        world.calm()
+        world.stop_faults()
         world.say("", "all is quiet")
 
         def play(actor: Actor) -> None:

@@ -90,7 +90,7 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
+class FaultRates:
     """Probability of each fault, per request.
 
     Attributes:
@@ -101,8 +101,8 @@ class Weather:
         stalls: Probability that an actor is held up before its request, or by an awaited answer, while others go on.
         outage: Probability that requests of one actor or of all begin to fail, for a while.
         swaps: Factor on all of these for conditional replacements of an object.
-        sticky: Probability that the same actor goes on.
-        fickle: Probability that actors are given new weights.
+        stay: Probability that the same actor goes on.
+        reweigh: Probability that actors are given new weights.
         latency_seconds: Mean latency of a request, in seconds.
         rest_seconds: Mean pause between two operations of an actor, in seconds.
     """
@@ -114,14 +114,14 @@ class Weather:
     stalls: float = 0.0
     outage: float = 0.0
     swaps: float = 1.0
-    sticky: float = 0.5
-    fickle: float = 0.1
+    stay: float = 0.5
+    reweigh: float = 0.1
     latency_seconds: float = 0.1
     rest_seconds: float = 10.0
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Self:
-        """Return the weather of one history: some have no fault of a kind, some many."""
+        """Return the rates of one history: some have no fault of a kind, some many."""
         latency_seconds = rng.choice([0.05, 0.5, 1.0])
 
         def some(most: float) -> float:
@@ -135,8 +135,8 @@ class Weather:
             stalls=some(0.1),
             outage=some(0.01),
             swaps=rng.choice([1.0, 3.0, 6.0]),
-            sticky=rng.choice([0.0, 0.4, 0.8]),
-            fickle=rng.choice([0.02, 0.1, 0.5]),
+            stay=rng.choice([0.0, 0.4, 0.8]),
+            reweigh=rng.choice([0.02, 0.1, 0.5]),
             latency_seconds=latency_seconds,
             rest_seconds=latency_seconds * rng.choice([1.0, 5.0, 20.0]),
         )
@@ -272,7 +272,7 @@ class World:
         """Make a world without actors."""
         self.seed = seed
         self.rng = random.Random(seed)
-        self.weather = Weather.drawn(self.rng)
+        self.rates = FaultRates.drawn(self.rng)
         self.now_seconds = 0.0
         ahead_seconds = _EPOCH_SECONDS + self.rng.choice([0.0, self.rng.uniform(-10_000, 10_000)])
         self.store = MemoryStore(clock=lambda: self.now_seconds + ahead_seconds)
@@ -289,9 +289,9 @@ class World:
         self._finished = threading.Lock()
         self._finished.acquire()
 
-    def calm(self) -> None:
+    def stop_faults(self) -> None:
         """End all faults."""
-        self.weather = Weather()
+        self.rates = FaultRates()
         self._outage = (0.0, None)
 
     @property
@@ -369,7 +369,7 @@ class World:
 
     def rest(self, actor: Actor) -> None:
         """Do nothing for this history's usual time, or until others change something."""
-        seconds = self.rng.expovariate(1 / self.weather.rest_seconds)
+        seconds = self.rng.expovariate(1 / self.rates.rest_seconds)
         what: What | None = self.rng.choice([None, "puts", "changes"])
         if what is not None:
             self._hold_for(actor, what)
@@ -381,7 +381,7 @@ class World:
         actor.requests += 1
         if actor.requests in actor.gives_way_at:
             self._hold_for(actor, "changes")
-        elif rng.random() < self.weather.stalls:
+        elif rng.random() < self.rates.stalls:
             self._hold(actor)
         self._wait(actor)
         self._counts["requests"] += 1
@@ -405,7 +405,7 @@ class World:
 
     def _about(self, requests: float) -> float:
         """Return a random time in which about so many requests are answered, in seconds."""
-        return self.rng.expovariate(1 / (requests * self.weather.latency_seconds))
+        return self.rng.expovariate(1 / (requests * self.rates.latency_seconds))
 
     def _hold(self, actor: Actor) -> None:
         """Let others go first, however long that takes: a few requests, or until the store has changed."""
@@ -445,32 +445,32 @@ class World:
             self.now_seconds = first.wakes_seconds
             return first
         rng = self.rng
-        if rng.random() < self.weather.fickle:
+        if rng.random() < self.rates.reweigh:
             for actor in living:
                 actor.weight = rng.random() ** 4
         if len(ready) == 1:
             return ready[0]
-        if current in ready and rng.random() < self.weather.sticky:
+        if current in ready and rng.random() < self.rates.stay:
             return current
         return rng.choices(ready, [actor.weight for actor in ready])[0]
 
     def _fate(self, sent: Sent) -> Fate:
-        weather, rng, actor = self.weather, self.rng, sent.actor
+        rates, rng, actor = self.rates, self.rng, sent.actor
         swaps = sent.condition != "any"
-        scale = weather.swaps if swaps else 1.0
+        scale = rates.swaps if swaps else 1.0
         if sent.request.verb == "delete" and not actor.may_delete:
             return "403"
-        if rng.random() < weather.outage:
+        if rng.random() < rates.outage:
             whose = rng.choice([None, actor])
             self._outage = self.now_seconds + self._about(rng.choice([10.0, 100.0])), whose
         if self.now_seconds < self._outage[0] and self._outage[1] in (None, actor):
             return "503"
         fates: list[tuple[float, Sequence[Fate]]] = [
-            (weather.lost, ("lost", "unheard") if sent.writes else ("lost",)),
-            (weather.late if sent.writes else 0.0, ("late",)),
-            (weather.refused if swaps else 0.0, ("409", "412 of its own")),
-            (weather.refused if len(sent.request.keys) > 1 else 0.0, ("in part",)),
-            (weather.stops, ("stops before", "stops after", "stops, late") if sent.writes else ("stops before",)),
+            (rates.lost, ("lost", "unheard") if sent.writes else ("lost",)),
+            (rates.late if sent.writes else 0.0, ("late",)),
+            (rates.refused if swaps else 0.0, ("409", "412 of its own")),
+            (rates.refused if len(sent.request.keys) > 1 else 0.0, ("in part",)),
+            (rates.stops, ("stops before", "stops after", "stops, late") if sent.writes else ("stops before",)),
         ]
         x = rng.random()
         for likely, which in fates:
