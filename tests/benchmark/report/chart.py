@@ -1,4 +1,4 @@
-"""The chart: seconds of a save and of a load, by client, over http and over TLS."""
+"""Chart of the seconds of a save and of a load, by client, over http and TLS."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def draw(results: Results, path: Path) -> None:
         axis.margins(x=0.1)
     axes[0][0].legend()
     figure.tight_layout()
-    # Without a version in the file: the same figures make the same bytes.
+    # Without the version of matplotlib in the file, the same figures make the same bytes.
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
 

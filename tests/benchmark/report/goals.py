@@ -1,4 +1,4 @@
-"""What we set out to reach, beside what was measured: pure."""
+"""Goals of the benchmark, and their measured values; no I/O."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from tests.benchmark.report.plan import (
 )
 from tests.benchmark.report.rows import Results, Row, median
 
-# Of a writer, a reader and a manager, by default.
+# Default `memory_budget_bytes` of writer, reader and manager.
 _BUDGET_MIB = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """One figure, and what it is to be.
+    """One figure and its limit.
 
     Attributes:
-        what: For a person.
-        measured: Of medians.
-        at_least: What it is to be; None if it has no lower limit.
-        at_most: Likewise; one of the two is None.
-        unit: Behind the numbers.
+        what: Text in the table.
+        measured: Ratio of medians, or median.
+        at_least: Lower limit; None if there is none.
+        at_most: Upper limit; None if there is none. Exactly one of the two is None.
+        unit: Text behind the numbers.
     """
 
     what: str
@@ -49,7 +49,7 @@ class Goal:
 
     @property
     def reached(self) -> bool:
-        """Whether it is."""
+        """True if the measured value is within the limit."""
         if self.at_least is not None:
             return self.measured >= self.at_least
         assert self.at_most is not None
@@ -57,13 +57,13 @@ class Goal:
 
 
 def goals(results: Results) -> list[Goal]:
-    """Those that the rows tell something of."""
+    """Return the goals whose figures were measured."""
     parts = (_speed, _cpu, _far, _busy, _blocked, _training, _amplification, _memory)
     return [goal for part in parts for goal in part(results)]
 
 
 def wall_of_better_peer(results: Results, section: str, action: str, ranks: int) -> float | None:
-    """Seconds of the faster one of the peers, at its best settings."""
+    """Return the seconds of the faster peer, at its best settings; None if none was measured."""
     found = (median(results.select(section, peer, action, ranks=ranks), _wall) for peer in PEERS)
     return min((seconds for seconds in found if seconds is not None), default=None)
 
@@ -85,7 +85,7 @@ def _goal(
     at_most: float | None = None,
     unit: str = " x",
 ) -> Iterator[Goal]:
-    """Of a ratio; none where one of the two was not measured."""
+    """Yield the goal of a ratio; nothing if one of its figures was not measured."""
     if over is not None and under:
         yield Goal(what=what, measured=over / under, at_least=at_least, at_most=at_most, unit=unit)
 
@@ -115,7 +115,7 @@ def _busy(results: Results) -> Iterator[Goal]:
     def wall(beside: Beside) -> float | None:
         return median(results.select(BUSY, OURS, "again", beside=beside), _wall)
 
-    what = "save beside a busy Python thread over one beside a busy process, not the first of a process"
+    what = "second save of a process: beside a busy Python thread over beside a busy process"
     yield from _goal(what, wall("thread"), wall("process"), at_most=1.3)
 
 
@@ -123,12 +123,12 @@ def _blocked(results: Results) -> Iterator[Goal]:
     for section in (HTTP, FAR):
         stock = median(results.select(section, S3FS + BEST, "save"), _wall)
         own = median(results.select(section, OURS, "background"), lambda row: row.blocked_seconds)
-        what = f"{section}: main thread blocked by a save of FsspecWriter over ours in the background"
+        what = f"{section}: seconds that a save blocks the main thread, FsspecWriter over ours in the background"
         yield from _goal(what, stock, own, at_least=54.0)
 
 
 def training_seconds_lost(rows: Sequence[Row]) -> float | None:
-    """By one save: how much longer its steps took than alone."""
+    """Return the seconds that training lost by one save: its steps' time, less that of as many steps alone."""
 
     def lost(row: Row) -> float:
         return row.wall_seconds / row.saves * (1 - row.steps_per_second / row.alone_steps_per_second)
@@ -137,7 +137,7 @@ def training_seconds_lost(rows: Sequence[Row]) -> float | None:
 
 
 def cpu_seconds_of_a_save(results: Results) -> float | None:
-    """That training is to lose at most, of the same state: medians of saves beside nothing."""
+    """Return the CPU seconds of a save of the same state beside no other load, which training may lose at most."""
     rows = results.select(BUSY, OURS, "save") + results.select(HTTP, OURS, "save")
     return median(rows, lambda row: row.cpu_seconds)
 

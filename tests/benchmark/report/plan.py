@@ -1,4 +1,4 @@
-"""What is measured, in what order: sections of one server each, groups of steps that follow each other. No I/O."""
+"""Plan of the benchmark: sections of one server each, with groups of steps that follow each other; no I/O."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ CONNECTOR = "s3torchconnector"
 BOTO3 = "torch.save + boto3"
 BEST = ", best"
 
-# By whose better one we are measured: both save and load by torch's DCP, at any number of ranks.
+# Peers whose better one is the measure of ours: both save and load by torch's DCP, at any number of ranks.
 PEERS = (f"{S3FS}{BEST}", f"{CONNECTOR}{BEST}")
 
-# "again" is the second save of a process, which knows the store by then; "background" is saves by `CheckpointManager`,
-# which returns early; "train" is training while a save is under way.
+# "again" is the second save of a process, whose connections and latencies are known; "background" is saves by
+# `CheckpointManager`, which returns early; "train" is training while a save is under way.
 Action: TypeAlias = Literal["save", "load", "again", "background", "train"]
 
-# Of a save: where a loop spins meanwhile. Of training: where the save is under way, in a thread of the training
-# process or in a process beside it; "manager" is a thread, too, that of `CheckpointManager`.
+# For a save: the place of a busy loop. For training: the place of the save, a thread of the training process or a
+# process beside it; "manager" is the thread of `CheckpointManager`.
 Beside: TypeAlias = Literal["nothing", "thread", "process", "manager"]
 
 
@@ -33,9 +33,9 @@ class Step:
     """One measurement, in fresh processes.
 
     Attributes:
-        action: What is done.
-        ranks: By how many processes.
-        beside: What is under way meanwhile.
+        action: Action to measure.
+        ranks: Number of processes.
+        beside: Load on the machine meanwhile.
     """
 
     action: Action
@@ -45,7 +45,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Steps of one client that follow each other, on a server that was empty: what is loaded was saved before."""
+    """Steps of one client that follow each other on an empty server: a load reads what the save before it wrote."""
 
     client: str
     steps: tuple[Step, ...]
@@ -53,17 +53,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What is compared.
+    """Comparison of clients on one server.
 
     Attributes:
-        name: In tables.
+        name: Name in tables.
         state: One of `state.SHAPES`.
-        groups: Interleaved: each round does each of them once, and begins with another.
-        rounds: How many.
-        tls: Whether the server speaks it.
-        server: How it behaves.
-        ceph: Ceph's gateway is the server instead, a new one for each group.
-        server_bytes: Room for what is saved.
+        groups: Groups, interleaved: each round runs each of them once, and begins with another.
+        rounds: Number of rounds.
+        tls: Whether the server uses TLS.
+        server: Behavior of the server.
+        ceph: Whether Ceph's gateway is the server instead, a new one for each group.
+        server_bytes: Space on the server for what is saved, in bytes.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Section:
     server_bytes: int = 3 * GiB
 
     def turns(self) -> Iterator[tuple[int, Group]]:
-        """Rounds and groups, in order."""
+        """Yield the number of the round and the group, in order."""
         for number in range(self.rounds):
             first = number % len(self.groups)
             for group in (*self.groups[first:], *self.groups[:first]):
@@ -87,14 +87,14 @@ HTTP, TLS = "http", "TLS"
 FAR, REFUSING = "100 ms, 50 MB/s a connection", "5 % of requests 503"
 DEFAULTS, CEPH, BUSY, TRAINING, RESHARDING, LARGEST = "defaults", "Ceph", "busy", "training", "resharding", "largest"
 
-# What a state is saved by, and loaded by.
+# Numbers of ranks that save and load a state.
 SAVED_BY_RANKS, LOADED_BY_RANKS = 8, (1, 2, 3, 5)
 
 
 _SPINNING: tuple[Beside, ...] = ("thread", "process", "nothing")
 _EXECUTORS: tuple[Beside, ...] = ("manager", "thread", "process")
 
-# Of saves in the background there are four, none of which is deleted.
+# There are four saves in the background, none of which is deleted.
 _SEVERAL_SAVES_BYTES = 6 * GiB
 
 
@@ -103,7 +103,7 @@ def _both(client: str, ranks: int) -> Group:
 
 
 def _transfers(several: Sequence[int]) -> tuple[Group, ...]:
-    """Everybody on one rank; on several, who loads on any number of them."""
+    """Return groups of all clients on one rank, and on several ranks of those that load at any number of ranks."""
     alone = tuple(_both(client, 1) for client in (RAW, OURS, *PEERS, f"{BOTO3}{BEST}"))
     return alone + tuple(_both(client, ranks) for ranks in several for client in (OURS, *PEERS))
 
@@ -117,7 +117,7 @@ _SECTIONS = (
         FAR,
         "medium",
         (*(_both(client, 1) for client in (OURS, *PEERS)), Group(OURS, (Step("background"),))),
-        rounds=3,  # they wait for the server, each time equally long
+        rounds=3,  # each waits equally long for the server
         server=Shape(latency_ms=100, bandwidth_bytes_per_second=50_000_000),
     ),
     Section(
@@ -150,7 +150,7 @@ _SECTIONS = (
             Group(client, (Step("save", SAVED_BY_RANKS), *(Step("load", ranks) for ranks in LOADED_BY_RANKS)))
             for client in (OURS, *PEERS)
         ),
-        rounds=1,  # what is counted is the same in each
+        rounds=1,  # the counts are the same in each
     ),
     Section(LARGEST, "largest", (_both(OURS, 1),), rounds=2, server_bytes=5 * GiB),
 )
@@ -159,7 +159,7 @@ FULL = {section.name: section for section in _SECTIONS}
 
 
 def _quick(section: Section) -> Section:
-    """One round on a smaller state, without what takes more than a few processes."""
+    """Return one round on a smaller state, without steps of more than two processes."""
     groups = tuple(
         replace(group, steps=steps)
         for group in section.groups

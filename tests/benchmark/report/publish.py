@@ -1,8 +1,8 @@
-"""From measurements to what is shown: tables in Markdown, a chart, and the README's part between two comments.
+"""Publish measurements: tables in Markdown, a chart, and the part of the README between two comments.
 
     python -m tests.benchmark.report.publish bench-output/results.json
 
-writes `results.json`, `RESULTS.md` and `results.png` beside this file, and the part of README.md. Nothing of it is
+writes `results.json`, `RESULTS.md` and `results.png` beside this file, and the part of README.md. None of these is
 written by hand.
 """
 
@@ -38,32 +38,32 @@ RESULTS, TABLES, CHART = "results.json", "RESULTS.md", "results.png"
 # Sections that compare no clients by save and load.
 _TABLES = {BUSY: busy_table, TRAINING: training_table, RESHARDING: resharding_table}
 
-# What comes of JSON that is broken, or is somebody else's: other names, other types, other figures.
+# Errors of reading JSON that is broken or not ours: other names, types or figures.
 _FOREIGN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 _PICTURE = "Seconds of a save and of a load, by client"
 
 
 def document(results: Results) -> str:
-    """RESULTS.md: every table."""
+    """Return RESULTS.md: every table."""
     parts = [
         "<!-- Written by `python -m tests.benchmark.report.publish`, from results.json. -->",
         "# The benchmark, as measured",
         about(results),
         f"![{_PICTURE}]({CHART})",
-        "## What was to be reached",
+        "## Goals",
         goals_table(goals(results)),
     ]
     for section in results.sections():
         table = _TABLES[section](results) if section in _TABLES else transfer_table(results, section)
         parts += [f"## {section[0].upper()}{section[1:]}", table]
     failed = failures(results)
-    parts += ["## What failed", failed] if failed else []
+    parts += ["## Failures", failed] if failed else []
     return "\n\n".join(parts) + "\n"
 
 
 def readme_part(results: Results) -> str:
-    """What stands in the README between the two comments, these included."""
+    """Return the part of the README between the two comments, these included."""
     shown = [section for section in results.sections() if section in (HTTP, TLS)]
     parts = [
         BEGIN,
@@ -71,17 +71,17 @@ def readme_part(results: Results) -> str:
         f"![{_PICTURE}](tests/benchmark/report/{CHART})",
         *(f"**{section}**\n\n{transfer_table(results, section, columns=SHORT_COLUMNS)}" for section in shown),
         goals_table(goals(results)),
-        f"All of it, with other servers, defaults and training: [{TABLES}](tests/benchmark/report/{TABLES}).",
+        f"All tables, with other servers, defaults and training: [{TABLES}](tests/benchmark/report/{TABLES}).",
         END,
     ]
     return "\n\n".join(parts)
 
 
 def with_part(readme: str, part: str) -> str:
-    """The README with this part in place of the one that it has.
+    """Return the README with this part in place of the old one.
 
     Raises:
-        InvalidArgumentError: It has none.
+        InvalidArgumentError: The README has no such part.
     """
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -91,10 +91,10 @@ def with_part(readme: str, part: str) -> str:
 
 
 def files(results: Results) -> dict[str, bytes]:
-    """Measurements, tables and chart, by the names of their files.
+    """Return measurements, tables and chart, by file name.
 
     Raises:
-        InvalidArgumentError: Nothing was measured, or these are no measurements of this benchmark.
+        InvalidArgumentError: There are no measurements, or they are not of this benchmark.
         ImportError: matplotlib is not installed.
     """
     if not results.rows:
@@ -109,11 +109,11 @@ def files(results: Results) -> dict[str, bytes]:
 
 
 def write(results: Results, folder: Path) -> None:
-    """Measurements, tables and chart into a folder; nothing if one of them cannot be made.
+    """Write measurements, tables and chart into a folder; none if one of them cannot be made.
 
     Raises:
-        InvalidArgumentError: See `files`.
-        ImportError: Likewise.
+        InvalidArgumentError: There are no measurements, or they are not of this benchmark.
+        ImportError: matplotlib is not installed.
     """
     made = files(results)
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,11 +122,11 @@ def write(results: Results, folder: Path) -> None:
 
 
 def read(path: Path) -> Results:
-    """What a run has written.
+    """Return the results that a run has written.
 
     Raises:
-        InvalidArgumentError: It is something else.
-        OSError: It cannot be read.
+        InvalidArgumentError: The file holds something else.
+        OSError: The file cannot be read.
     """
     try:
         return Results.from_json(path.read_text(encoding="utf-8"))
@@ -135,7 +135,7 @@ def read(path: Path) -> Results:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Show what was measured; one line and exit code 1, and nothing written, if that cannot be."""
+    """Publish the results; on an error, print one line, exit with code 1 and write nothing."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmark.report.publish", description=__doc__.partition("\n")[0]
     )

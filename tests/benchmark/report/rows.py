@@ -1,4 +1,4 @@
-"""What was measured, and its medians: pure."""
+"""Rows of measurements, and their medians; no I/O."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from dcp_remote.common.units import GiB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a step cost on one rank.
+    """Cost of a step on one rank.
 
     Attributes:
-        wall_seconds: From a barrier to the next; of training, while saves were under way.
-        cpu_seconds: Of all threads of this process.
-        state_bytes: Of the tensors.
-        above_state_bytes: The most memory that was resident, beyond what was when it began.
-        first_blocked_seconds: Of "background" and "train": until the first save came back.
-        blocked_seconds: And a later one.
-        steps_per_second: Of "train": while a save was under way and the call was back.
-        alone_steps_per_second: And without one, in the same process.
-        saves: Of "train": how many that was.
+        wall_seconds: Seconds from one barrier to the next; in "train", seconds in which saves were under way.
+        cpu_seconds: CPU seconds of all threads of this process.
+        state_bytes: Size of the tensors, in bytes.
+        above_state_bytes: Peak of resident memory, in bytes, less that at the start.
+        first_blocked_seconds: Seconds until the first call of `save` returned; "background" and "train" only.
+        blocked_seconds: Seconds until a later call of `save` returned; "background" and "train" only.
+        steps_per_second: Training steps per second during a save, after its call returned; "train" only.
+        alone_steps_per_second: Training steps per second without a save, in the same process; "train" only.
+        saves: Number of saves; "train" only.
     """
 
     wall_seconds: float
@@ -40,29 +40,29 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a step cost on all ranks.
+    """Cost of a step on all ranks.
 
     Attributes:
-        section: One of the plan's.
-        client: Who.
+        section: Name of a section of the plan.
+        client: Name of the client.
         action: One of `plan.Action`.
-        ranks: How many.
+        ranks: Number of ranks.
         beside: One of `plan.Beside`.
-        round: Which, from 0.
-        wall_seconds: Of the slowest rank.
-        cpu_seconds: Of all ranks.
-        state_bytes: Of all ranks.
-        above_state_bytes: Of the rank that needed most.
-        first_blocked_seconds: Of the slowest rank; see `Measured`, as for the next four.
-        blocked_seconds: Likewise.
-        steps_per_second: Likewise.
-        alone_steps_per_second: Likewise.
-        saves: Likewise.
-        requests: That the server answered.
-        sent_bytes: Bodies, on the wire, to the server.
-        got_bytes: And from it.
-        server_cpu_seconds: What that cost the server, on the same machine.
-        failed: Why there are no figures; None if there are.
+        round: Number of the round, from 0.
+        wall_seconds: Seconds on the slowest rank.
+        cpu_seconds: CPU seconds of all ranks.
+        state_bytes: Size of the state of all ranks, in bytes.
+        above_state_bytes: `Measured.above_state_bytes` of the rank that needed most.
+        first_blocked_seconds: `Measured.first_blocked_seconds` of the slowest rank.
+        blocked_seconds: `Measured.blocked_seconds` of the slowest rank.
+        steps_per_second: `Measured.steps_per_second` of the slowest rank.
+        alone_steps_per_second: `Measured.alone_steps_per_second` of the slowest rank.
+        saves: `Measured.saves` of the slowest rank.
+        requests: Number of requests that the server answered.
+        sent_bytes: Bytes of bodies on the wire to the server.
+        got_bytes: Bytes of bodies on the wire from the server.
+        server_cpu_seconds: CPU seconds of the server, on the same machine.
+        failed: Reason why there are no figures; None if there are.
     """
 
     section: str
@@ -88,41 +88,41 @@ class Row:
 
     @property
     def cpu_seconds_per_gib(self) -> float:
-        """Of the clients."""
+        """CPU seconds of the clients per GiB of state."""
         return self.cpu_seconds / (self.state_bytes / GiB)
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All of a run.
+    """Results of a run.
 
     Attributes:
-        about: The machine, versions, when it was, and how many seconds it took: texts and numbers by name.
-        rows: What was measured.
+        about: Machine, versions, date and duration in seconds: texts and numbers by name.
+        rows: Measurements.
     """
 
     about: dict[str, Any]
     rows: tuple[Row, ...]
 
     def to_json(self) -> str:
-        """A line for each row."""
+        """Return JSON with one line per row."""
         rows = ",\n".join(json.dumps(_told(row), ensure_ascii=False) for row in self.rows)
         return f'{{"about": {json.dumps(self.about, ensure_ascii=False)},\n"rows": [\n{rows}\n]}}\n'
 
     @classmethod
     def from_json(cls, text: str) -> Results:
-        """The reverse."""
+        """Return the results that `to_json` wrote."""
         values = json.loads(text)
         return cls(values["about"], tuple(Row(**row) for row in values["rows"]))
 
     def sections(self) -> list[str]:
-        """In their order."""
+        """Return the names of the sections, in the order of their rows."""
         return list(dict.fromkeys(row.section for row in self.rows))
 
     def select(
         self, section: str, client: str, action: str, *, ranks: int = 1, beside: str = "nothing"
     ) -> tuple[Row, ...]:
-        """The rounds of one step that have figures."""
+        """Return the rounds of one step that have figures."""
         wanted = (section, client, action, ranks, beside)
         return tuple(
             row
@@ -132,10 +132,10 @@ class Results:
 
 
 def _told(row: Row) -> dict[str, Any]:
-    """Without what is at its default."""
+    """Return the fields of a row that are not at their default."""
     return {name: value for name, value in asdict(row).items() if value or name == "round"}
 
 
 def median(rows: Sequence[Row], figure: Callable[[Row], float]) -> float | None:
-    """Of the rounds; None if there are none."""
+    """Return the median of a figure over the rounds; None if there are none."""
     return statistics.median(map(figure, rows)) if rows else None

@@ -1,4 +1,4 @@
-"""What was measured, as tables in Markdown: pure."""
+"""Tables of the measurements, in Markdown; no I/O."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ COLUMNS = (
     "bytes on the wire / state",
     _WAITS,
 )
-# Of these, what a page has room for.
+# Columns that a page has room for.
 SHORT_COLUMNS = (*COLUMNS[:6], "memory above the state", _WAITS)
 
 
 def about(results: Results) -> str:
-    """How the figures were taken."""
+    """Return how the figures were taken."""
     told = results.about
     rounds = sorted({1 + max(row.round for row in results.rows if row.section == one) for one in results.sections()})
     many = f"Medians of {_listed(rounds)} interleaved rounds" if rounds != [1] else "One round"
     machine = f"{told['cores']} cores, {told['processor']}, {told['system']}, Python {told['python']}"
     return (
-        f"{many}, each measurement in fresh processes, beside the server on the same machine: {machine}; "
-        f"{told['versions']}. {told['date']}, {told['seconds'] / 60:.0f} minutes. CPU is the client's; “raw socket” is "
-        "what the bytes alone cost, without checksums or a second try; “best” are a peer's best settings. Pairs are of "
-        "a save and of a load. What was loaded was compared with what was saved, each time."
+        f"{many}, each measurement in fresh processes, with the server on the same machine: {machine}; "
+        f"{told['versions']}. {told['date']}, {told['seconds'] / 60:.0f} minutes. CPU is the client's. “raw socket” "
+        "moves the bytes alone, without checksums or retries; “best” marks a peer's best settings. In pairs, the save "
+        "comes first. Every load was compared with what was saved."
     )
 
 
@@ -64,7 +64,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def goals_table(goals: Iterable[Goal]) -> str:
-    """What was to be reached, and what was."""
+    """Return the table of goals, each with its measured value."""
     rows = []
     for goal in goals:
         limit = f"at least {goal.at_least:g}" if goal.at_least is not None else f"at most {goal.at_most:g}"
@@ -77,9 +77,9 @@ def _judged(goal: Goal) -> str:
 
 
 def transfer_table(results: Results, section: str, *, columns: Sequence[str] = COLUMNS) -> str:
-    """Clients by save and load; by how much more than ours each takes."""
+    """Return the table of a section: saves and loads by client, with ratios to ours."""
     found = [row for row in results.rows if row.section == section and row.action in {"save", "load"}]
-    # Where nobody saved in the background, nobody knows how long ours waits.
+    # How long ours waits is known only if a save in the background was measured.
     shown = [name for name in columns if name != _WAITS or results.select(section, OURS, "background")]
     lines = []
     for ranks, client in dict.fromkeys((row.ranks, row.client) for row in found):
@@ -89,18 +89,16 @@ def transfer_table(results: Results, section: str, *, columns: Sequence[str] = C
     told = f"A state of {human_bytes(max(sizes))}." if sizes else ""
     if section == TLS:
         told += (
-            " The server's own TLS runs on the same cores and costs as much as that of the fastest clients: CPU stands "
-            "as it is, but ratios of seconds are smaller than against a server elsewhere."
+            " The server's TLS runs on the same cores and costs as much CPU as that of the fastest clients. This "
+            "leaves the client's CPU as it is, but makes ratios of seconds smaller than against a server elsewhere."
         )
     if section == CEPH:
-        told += (
-            " Version 16, all in memory, on the same cores. It knows none of S3's newer checksums, and counts nothing."
-        )
+        told += " Ceph 16, in memory, on the same cores, without S3's newer checksums; requests are not counted."
     return f"{told}\n\n{_table(shown, lines)}"
 
 
 def _cells(results: Results, section: str, ranks: int, client: str) -> dict[str, str]:
-    """Of one line, by column."""
+    """Return the cells of one line, by column."""
     both, own, raw = (
         [results.select(section, name, action, ranks=ranks) for action in ("save", "load")]
         for name in (client, OURS, RAW)
@@ -147,7 +145,7 @@ def _pair(both: Sequence[Sequence[Row]], figure: Callable[[Row], float], told: C
 
 
 def busy_table(results: Results) -> str:
-    """A save beside a loop that spins, in its process or in another."""
+    """Return the table of saves beside a busy loop, in the same process or another."""
     places: tuple[Beside, ...] = ("nothing", "process", "thread")
     saves = ("save", "again")
     bases = [results.select(BUSY, OURS, action, beside="process") for action in saves]
@@ -156,12 +154,12 @@ def busy_table(results: Results) -> str:
         found = [results.select(BUSY, OURS, action, beside=place) for action in saves]
         if any(found):
             rows.append((name, *(_against(one, base, _wall) for one, base in zip(found, bases, strict=True))))
-    titles = ("where it spins", "first save of a process, s (× beside another process)", "second, s")
-    return "A save beside a loop of pure Python that never waits, in\n\n" + _table(titles, rows)
+    titles = ("the loop runs in", "first save of a process, s (× beside another process)", "second save, s")
+    return "A save beside a loop of pure Python that never waits.\n\n" + _table(titles, rows)
 
 
 def training_table(results: Results) -> str:
-    """Training on one core while saves are under way."""
+    """Return the table of training on one core while saves are under way."""
     places: tuple[Beside, ...] = ("manager", "thread", "process")
     names = ("CheckpointManager (a thread)", "dcp.async_save, a thread", "dcp.async_save, a process")
     rows = []
@@ -191,7 +189,7 @@ def training_table(results: Results) -> str:
         "the first call blocks, s",
         "a later one, s",
     )
-    return f"Training (matrix products on one thread) while saves are under way behind it.{needed}\n\n" + _table(
+    return f"Training (matrix products on one thread) while saves run in the background.{needed}\n\n" + _table(
         titles, rows
     )
 
@@ -202,7 +200,7 @@ def _one(rows: Sequence[Row], figure: Callable[[Row], float], form: str) -> str:
 
 
 def resharding_table(results: Results) -> str:
-    """Bytes that came over the wire, over bytes that were needed."""
+    """Return the table of fetched bytes over needed bytes."""
     clients = dict.fromkeys(row.client for row in results.rows if row.section == RESHARDING)
     rows = []
     for client in clients:
@@ -213,7 +211,7 @@ def resharding_table(results: Results) -> str:
 
 
 def failures(results: Results) -> str:
-    """What has no figures, and why; empty if all have."""
+    """Return a list of the measurements that failed, with the reason; empty if none did."""
     told = (
         f"- {row.section}, {row.client}, {row.action}: `{last_line(row.failed)}`"
         for row in results.rows
@@ -223,7 +221,7 @@ def failures(results: Results) -> str:
 
 
 def last_line(failure: str) -> str:
-    """Which says it, in a traceback."""
+    """Return the last line of a traceback, which names the error."""
     return failure.strip().rpartition("\n")[2][:_FAILURE_CHARACTERS_MAX].replace("`", "'")
 
 
