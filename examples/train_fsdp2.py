@@ -50,7 +50,7 @@ TEXT_BYTES_MAX = 4 << 20  # more than a demonstration reads; every machine has a
 NOTICE_SECONDS = 25.0  # torchrun passes SIGTERM on to its ranks, and kills them 30 s later
 
 
-# --- the model and its text ------------------------------------------------------------------------------------------
+# ---- the model and its text
 
 
 class Block(nn.Module):
@@ -143,7 +143,7 @@ def warmup_then_cosine(total_steps: int) -> Any:
     return factor
 
 
-# --- what is saved, and the training ---------------------------------------------------------------------------------
+# ---- what is saved, and the training
 
 
 class ModelState:
@@ -237,7 +237,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     events.write("finished", step=stream.step, preempted=stopping)
 
 
-# --- the command line ------------------------------------------------------------------------------------------------
+# ---- the command line
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -119,7 +119,7 @@ def test_a_damaged_manifest(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     assert shards(checkpoint) == 4
 
 
-# ---- a run ----
+# ---- a run
 
 
 @pytest.fixture

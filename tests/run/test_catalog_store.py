@@ -30,7 +30,7 @@ from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import RecordingStore
 from tests.support.catalogs import NONCE, ONE, SECONDS, attempt, commit, identity, store_of, stored, swapped
 
-# ---- nothing goes wrong ----
+# ---- nothing goes wrong
 
 
 def test_reading() -> None:
@@ -116,7 +116,7 @@ def test_a_store_that_cannot_swap() -> None:
     assert recording.calls == []
 
 
-# ---- damage ----
+# ---- damage
 
 DAMAGED: dict[str, tuple[bytes, type[DcpRemoteError]]] = {
     "empty": (b"", CorruptCheckpointError),
@@ -162,7 +162,7 @@ def test_a_change_that_makes_nonsense() -> None:
     assert recording.calls == [("get", CATALOG_KEY)]
 
 
-# ---- many at once ----
+# ---- many at once
 
 
 @pytest.mark.parametrize("threads", [2, 8])

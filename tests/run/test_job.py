@@ -63,7 +63,7 @@ def a_run(**note: Any) -> MemoryStore:
     return store
 
 
-# ---- what a save may replace ----
+# ---- what a save may replace
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -130,7 +130,7 @@ def test_what_was_to_be_replaced_is_removed_meanwhile() -> None:
     assert commit(job, begun).save_id == live(store)[200]
 
 
-# ---- how much work a catalog is ----
+# ---- how much work a catalog is
 
 
 @pytest.fixture

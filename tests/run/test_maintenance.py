@@ -83,7 +83,7 @@ def verbs(recording: RecordingStore) -> list[str]:
     return [f"{verb} catalog" if key == CATALOG_KEY else verb for verb, key in recording.calls]
 
 
-# ---- retention ----
+# ---- retention
 
 
 def test_what_retention_lets_go_is_deleted() -> None:
@@ -213,7 +213,7 @@ def test_named_ones_stay_until_their_name_moves() -> None:
     assert Maintenance(store).retire([4], deadline=deadline()).retired == (4,)
 
 
-# ---- retiring and thinning by step ----
+# ---- retiring and thinning by step
 
 
 def test_some_go_by_name() -> None:
@@ -255,7 +255,7 @@ def test_thinned_by_name() -> None:
     assert keys(store) == named(store)
 
 
-# ---- unreadable manifests ----
+# ---- unreadable manifests
 
 
 def test_who_has_lost_one_checkpoint_needs_the_others(caplog: pytest.LogCaptureFixture) -> None:
@@ -360,7 +360,7 @@ def test_the_store_never_said_whether_it_was_swapped() -> None:
     assert maintenance.pending == 0
 
 
-# ---- other jobs in between ----
+# ---- other jobs in between
 
 
 def candidates(catalog: Catalog) -> list[Candidate]:
@@ -469,7 +469,7 @@ def test_a_thinned_manifest_that_gc_took() -> None:
     assert set(outcomes) == {(), (1,)}
 
 
-# ---- deleting ----
+# ---- deleting
 
 
 def ready_to_delete(store: ObjectStore, clock: Clock) -> Maintenance:
@@ -570,7 +570,7 @@ def test_a_job_that_may_not_delete(caplog: pytest.LogCaptureFixture, *, whole: b
     assert "dcp-remote gc --delete" in told.getMessage()
 
 
-# ---- memory and threads ----
+# ---- memory and threads
 
 
 def test_names_are_held_in_little_memory() -> None:

@@ -147,7 +147,7 @@ def fault(way: Way, number: int) -> Fault:
     return faults[way]
 
 
-# ---- the operations ----
+# ---- the operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +323,7 @@ def test_what_is_the_end_of_it_harms_nothing(title: str, way: Way) -> None:
         assert "CommitUnknownError" in told
 
 
-# ---- beside others ----
+# ---- beside others
 
 
 def overwrite(store: ObjectStore) -> None:
@@ -462,7 +462,7 @@ def test_what_was_committed_unheard_and_retired_is_not_committed_again() -> None
     assert outcomes == {"BeginAgainError"}
 
 
-# ---- random histories ----
+# ---- random histories
 
 
 def test_many_things_go_wrong(torture_seconds: float) -> None:

@@ -188,7 +188,7 @@ def test_who_begins_again_can_commit(title: str) -> None:
     assert {"a", "a'"} <= {told.save_id for told in scene.ends()}
 
 
-# ---- each rule left out ----
+# ---- each rule left out
 
 
 LEFT_OUT: dict[str, tuple[Rules, str, str]] = {

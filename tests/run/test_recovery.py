@@ -292,7 +292,7 @@ def test_a_store_without_swaps_is_refused(tmp_path: object, monkeypatch: pytest.
         recover(LocalStore(str(tmp_path)))
 
 
-# ---- made-up numbers and names ----
+# ---- made-up numbers and names
 
 
 def test_numbers_that_no_run_has() -> None:
@@ -356,7 +356,7 @@ def test_any_manifests_make_a_catalog(found: list[FoundManifest], revisions: lis
     assert {name for entry in catalog.entries for name in entry.names} <= given_names
 
 
-# ---- while it is written ----
+# ---- while it is written
 
 
 def is_put(verb: Verb, key: str, number: int) -> bool:

@@ -174,7 +174,7 @@ def _as_of_a_later_job(store: MemoryStore) -> Catalog:
     return Catalog(catalog.run_id, catalog.revision + 1, catalog.token + 1, catalog.floor, catalog.entries)
 
 
-# ---- faults ----
+# ---- faults
 
 
 def test_a_run_that_has_lost_its_catalog() -> None:
