@@ -1,15 +1,15 @@
-# What CI runs is a target here, and every target makes what it needs: `make test` on a fresh clone installs first.
+# CI runs these targets. Every target installs what it needs, also on a fresh clone.
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
-# Tried in this order; 3.11 first, since that is what we run on. `make BASE_PYTHONS=/path/to/python` takes another.
+# Tried in this order; 3.11 first, the version that is tested. `make BASE_PYTHONS=/path/to/python` takes another.
 BASE_PYTHONS := python3.11 python3.12 python3.13 python3.14 python3
 
-# The plain torch of PyPI brings gigabytes of CUDA for Linux; the same version without is `+cpu`, which only PyTorch's
-# own index has (or the mirror that pip is configured with, asked first). macOS has one build, and it is without.
+# For Linux, PyPI's torch brings gigabytes of CUDA. The CPU build `+cpu` is only in PyTorch's own index, or in the
+# mirror that pip is configured with, which is tried first. The build for macOS has no CUDA.
 TORCH_VERSION := 2.13.0
 ifeq ($(shell uname -s),Darwin)
 TORCH := torch
@@ -22,13 +22,13 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 .DELETE_ON_ERROR:
 .PHONY: help install lint format typecheck pytest test campaign torture demo bench clean
 
-help: ## Say what there is
+help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Make .venv with torch's CPU build, this package (editable) and the pinned tools
 
-# Installs again when a dependency or this file changed, and otherwise never. Package, extras and tools in one resolve:
-# s3fs allows few versions of botocore, and boto3 must agree. torch is named again so that nothing replaces it.
+# Installs again only when a dependency or this file has changed. Package, extras and tools are resolved together, since
+# s3fs allows few versions of botocore, and boto3 must agree. torch is named again so that it is not replaced.
 $(INSTALLED): pyproject.toml Makefile
 	@$(make_venv)
 	@echo "== $(TORCH) =="
@@ -49,27 +49,27 @@ format: $(INSTALLED) ## Repair style and formatting where that can be done safel
 typecheck: $(INSTALLED) ## Check the types of package, tests and examples
 	$(VENV)/bin/mypy
 
-# Two processes share the tests; those of real ranks stay with one. Of the campaign's cases one in eight runs, and of
-# each property a few examples, the same each time: a change that breaks nothing is never red by chance.
+# Two processes share the tests; tests of real ranks stay in one of them. One in eight of the campaign's cases runs, and
+# a few examples of each property, the same each time, so that no test fails by chance.
 pytest: $(INSTALLED) ## Run the tests alone; ARGS="-k manifest -x" goes to pytest
 	$(PYTHON) -m pytest --numprocesses 2 --dist loadgroup --smoke $(ARGS)
 
 test: lint typecheck pytest ## Check style, types and tests: what every change must pass
 
-campaign: $(INSTALLED) ## Every case of the campaign, briefly (10 minutes); CI runs it after `make test`
+campaign: $(INSTALLED) ## Run every case of the campaign, briefly (10 minutes); CI runs it after `make test`
 	$(PYTHON) -m pytest -m torture $(ARGS)
 
-# Of each of the parts that could go on for ever (fuzzers, mutations, random faults); the rest, in which every property
-# tries other examples and five times as many, takes about an hour. From 60 on, what is large is as large as it gets.
+# Length of each part that has no end (fuzzers, mutations, random faults). The rest, in which every property tries other
+# examples and five times as many, takes about an hour. From 60 on, large states have their full size.
 TORTURE_SECONDS := 60
 
-torture: $(INSTALLED) ## Attack everything for an hour and print figures; TORTURE_SECONDS=3600 makes it long
+torture: $(INSTALLED) ## Run the campaign for an hour and print figures; TORTURE_SECONDS=3600 makes it long
 	$(PYTHON) -m pytest -m torture --torture-seconds $(TORTURE_SECONDS) --durations 15 $(ARGS)
 
 demo: $(INSTALLED) ## Train on a local S3 server, kill the job in mid-save, resume at other world sizes
 	$(PYTHON) examples/demo.py
 
-# Into the same .venv, where its peers stand beside us.
+# Installs the peers into the same .venv.
 bench: $(INSTALLED) ## Measure save and load beside s3fs, s3torchconnector and boto3 (half an hour; ARGS=--quick: 4 minutes)
 	$(PIP) install --quiet "$(TORCH)" --editable ".[dev,bench]"
 	$(PYTHON) -m tests.benchmark.run $(ARGS)
@@ -78,9 +78,9 @@ clean: ## Remove what the tools, the tests and the demo left; .venv stays
 	rm -rf build dist bench-output demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-# ---- recipes, each one shell command line ----
+# ---- recipes, each one shell command line
 
-# An environment that works is kept; one that is half made, or whose Python is gone or too old, is made again.
+# Keeps an environment that works; replaces an incomplete one, or one whose Python is gone or too old.
 define make_venv
 set -e; \
 if ! $(PYTHON) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
@@ -104,12 +104,12 @@ if ! $(PYTHON) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev
 fi
 endef
 
-# The first attempt fails where pip has no mirror of its own that holds local versions; then that is no error.
+# The first attempt fails if pip has no mirror with local versions; this is not an error.
 define install_torch
 $(PIP) install --no-deps "$(TORCH)" 2>/dev/null || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH)"
 endef
 
-# Without single quotes, for the shell.
+# No single quotes, because the shell quotes this text with them.
 define check_torch
 import importlib.metadata, sys, torch; \
 cuda = sorted(d.name for d in importlib.metadata.distributions() if d.name.lower().startswith("nvidia-")); \

@@ -1,10 +1,10 @@
-"""A training run is killed in mid-save, haunted by a job that hung, preempted, resumed: its checkpoints stay whole.
+"""Kill, suspend and preempt a training run, resume it each time, and check that its checkpoints stay whole.
 
     make demo            (or: python examples/demo.py)
 
-Everything is real but the cloud: moto's S3 server in its own process, `train_fsdp2.py` under torchrun, signals. What
-is claimed is checked, line by line; the exit status is 0 if all of it holds. The job and the server are joined by a
-relay of limited bandwidth, since saves that take no time would be hard to interrupt.
+Everything is real but the cloud: moto's S3 server in its own process, `train_fsdp2.py` under torchrun, signals. Every
+claim is checked; the exit status is 0 if all hold. A relay of limited bandwidth joins the jobs and the server, because
+a save that takes no time could hardly be interrupted.
 
 Writes `demo-output/`: the picture of the loss, the report, the events of every rank and the logs of every node.
 """
@@ -39,22 +39,22 @@ from watch import logical_digest
 
 BUCKET, RUN_URL = "demo", "s3://demo/run"
 STEPS, SAVE_EVERY, KEEP_LAST = 80, 10, 2
-FIRST_STEP_TO_KILL = 3 * SAVE_EVERY  # so that there is something to go on from
-KILLS_MAX = 3  # a kill can come too late, when the save has just been committed: then the next save is tried
-STEPS_TO_SUSPEND = 4  # after a save: then none is under way
+FIRST_STEP_TO_KILL = 3 * SAVE_EVERY  # two checkpoints exist by then
+KILLS_MAX = 3  # a kill can come too late, after the commit: then the next save is tried
+STEPS_TO_SUSPEND = 4  # steps after a save, when no save is under way
 # The state is 40 MB: a save takes about two seconds, as it would from a larger model over a real network.
 LINK_BYTES_PER_SECOND = 20_000_000
 POLL_SECONDS = 0.02
-QUIET_SECONDS = 1.0  # how long a bucket must not change before it is taken as what the dead job left
+QUIET_SECONDS = 1.0  # time without a change after which the bucket holds all that the dead job sent
 BETWEEN_SIGNALS_SECONDS = 1.5  # a cluster does not reach all nodes at once
-PATIENCE_SECONDS = 300.0  # for any one job
-LOCAL_BYTES_MAX = 1_000_000  # what torchrun may leave in a node's folder: far less than any shard
-COMMAND_LINE = "import sys; from dcp_remote.cli import main; sys.exit(main())"  # what `dcp-remote` is
+PATIENCE_SECONDS = 300.0  # time limit of each job
+LOCAL_BYTES_MAX = 1_000_000  # limit of what torchrun leaves in a node's folder: far less than any shard
+COMMAND_LINE = "import sys; from dcp_remote.cli import main; sys.exit(main())"  # as `dcp-remote` does
 
 
 @dataclass(frozen=True, slots=True)
 class Cloud:
-    """The store as the job sees it (through the slow link) and as the demo does (directly)."""
+    """Access to the store: through the slow link for the job, and direct for the demo."""
 
     environment: Mapping[str, str]
     direct_environment: Mapping[str, str]
@@ -62,42 +62,46 @@ class Cloud:
     run: ObjectStore
 
     def keys(self) -> set[str]:
-        """Of everything that lies in the run."""
+        """Return the keys of all objects of the run."""
         return {info.key for info in self.run.list()}
 
     def shards(self, step: int) -> set[str]:
-        """Keys of what saves of a step have put so far; only their names tell."""
+        """Return the keys of the shards that saves of a step have put so far, by their names."""
         return {key for key in self.keys() if key.startswith("shards/") and f"-step-{step:012d}-" in key}
 
     def catalog(self) -> Catalog:
-        """Which checkpoints there are."""
+        """Return the catalog of the run.
+
+        Raises:
+            JobFailedError: The run has none.
+        """
         catalog = catalog_of(self.run)
         if catalog is None:
             raise JobFailedError("The run has no catalog.")
         return catalog
 
     def has(self, step: int) -> bool:
-        """Whether there is a checkpoint of this step."""
+        """Return whether there is a checkpoint of this step."""
         catalog = catalog_of(self.run)
         return catalog is not None and catalog.at(step) is not None
 
     def named(self) -> set[str]:
-        """Keys that the catalog leads to: itself, manifests, and the shards that those name."""
+        """Return the keys of the catalog, of its manifests, and of the shards that they name."""
         entries = self.catalog().entries
         shards = (key for entry in entries for key in read_entry(self.run, entry).shards.keys)
         return {CATALOG_KEY, *(entry.manifest for entry in entries), *shards}
 
 
 class Demo:
-    """The story, one method per chapter; `report` collects what is shown and checked at the end."""
+    """Demo, one method per chapter; `report` collects the checks."""
 
     def __init__(self, cloud: Cloud, work: Path, output: Path, stack: ExitStack) -> None:
-        """See the class; jobs that still run are stopped when `stack` closes."""
+        """Store the settings. Jobs that still run are stopped when `stack` closes."""
         self._cloud, self._work, self._output, self._stack = cloud, work, output, stack
         self.report = Report(output)
 
     def job(self, name: str, *, nodes: Sequence[int], save: bool = True, stop_after: int | None = None) -> Job:
-        """Start a training, with as many ranks on each node as `nodes` says."""
+        """Start a training with `nodes[i]` ranks on node i."""
         arguments = ["--checkpoint", RUN_URL, "--save-every", str(SAVE_EVERY if save else 0), "--digest"]
         arguments += ["--keep-last", str(KEEP_LAST), "--steps", str(STEPS), "--stop-after", str(stop_after or STEPS)]
         job = Job(name, nodes=nodes, work=self._work / name, output=self._output, environment=self._cloud.environment)
@@ -106,10 +110,10 @@ class Demo:
         return job
 
     def command(self, *arguments: str) -> str:
-        """Run `dcp-remote`, show it, and return what it prints.
+        """Run `dcp-remote`, print its output, and return the output.
 
         Raises:
-            JobFailedError: It failed.
+            JobFailedError: The command failed.
         """
         show(f"$ dcp-remote {' '.join(arguments)}")
         done = subprocess.run(
@@ -127,10 +131,10 @@ class Demo:
         return done.stdout
 
     def wait_until(self, job: Job, happened: Callable[[], bool], what: str) -> None:
-        """Look at a running job until something has happened.
+        """Poll a running job until `happened` returns true.
 
         Raises:
-            JobFailedError: It has ended, or it takes too long.
+            JobFailedError: The job has ended, or the wait took too long.
         """
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not happened():
@@ -144,7 +148,7 @@ class Demo:
     # ---- the chapters
 
     def uninterrupted(self) -> None:
-        """The curve that the others are held against: 4 ranks on one node, from start to end, never saved."""
+        """Train the reference: 4 ranks on one node, from start to end, without checkpoints."""
         chapter("The reference: 4 ranks, uninterrupted, without checkpoints")
         job = self.job("uninterrupted", nodes=[4], save=False)
         job.wait(PATIENCE_SECONDS)
@@ -166,9 +170,9 @@ class Demo:
                 self._look_at_half_a_save(job, step)
                 return step - SAVE_EVERY
             self.report.add(Phase.of(job), resumed_from=newest)
-            say("The kill came too late: the save was committed. Trying at the next one.")
+            say("The kill came too late: the save was committed. The next save is tried.")
             step, newest = step + SAVE_EVERY, step
-        raise JobFailedError(f"None of {KILLS_MAX} kills came in the middle of a save; try a lower --link-mb.")
+        raise JobFailedError(f"None of {KILLS_MAX} kills came in the middle of a save. Pass a lower --link-mb.")
 
     def _wait_for_half_a_save(self, job: Job, step: int) -> None:
         def saving() -> bool:
@@ -178,7 +182,7 @@ class Demo:
         self.wait_until(job, lambda: bool(self._cloud.shards(step)), f"the first shard of step {step}")
 
     def _wait_until_quiet(self) -> None:
-        """What the dead job had sent may still be on its way through the link."""
+        """Wait until the bucket stops changing: bytes of the dead job may still be in the link."""
         before: set[str] | None = None
         while (now := self._cloud.keys()) != before:
             before = now
@@ -208,7 +212,7 @@ class Demo:
         self.report.check(claim, holds=left_bytes < LOCAL_BYTES_MAX)
 
     def resume_and_hang(self, newest: int) -> tuple[Job, int]:
-        """Go on at the same size, and stop every process once a save is committed; returns the job, and that step."""
+        """Resume at the same size, suspend every process once a save is committed, and return the job and that step."""
         chapter(f"4 ranks resume from step {newest}, save once, and hang")
         saved = newest + SAVE_EVERY
         job = self.job("resumed-4-ranks", nodes=[4], stop_after=saved + SAVE_EVERY)
@@ -218,17 +222,17 @@ class Demo:
 
         self.wait_until(job, saved_and_went_on, f"the save of step {saved}")
         job.suspend()
-        say(f"SIGSTOP to every process, at step {job.step()}: to the cluster this job is lost.")
+        say(f"SIGSTOP to every process at step {job.step()}: for the cluster, this job is lost.")
         return job, saved
 
     def replace(self, hung: Job, *, started_from: int, newest: int) -> Job:
-        """Another job takes the run over, on other nodes; then the one that hung wakes up."""
-        chapter(f"2 ranks on two other nodes resume from step {newest}; then the job that hung goes on")
+        """Start another job on other nodes, wake the suspended job, check that it is fenced; return the other job."""
+        chapter(f"2 ranks on two other nodes resume from step {newest}; then the job that hung continues")
         job = self.job("resumed-2-ranks", nodes=[1, 1])
         contested = newest + SAVE_EVERY
         self.wait_until(job, lambda: self._cloud.has(contested), f"the save of step {contested}")
         before = self._cloud.catalog()
-        say(f"SIGCONT to the job that hung. It trains on to step {contested}, and saves it, too.")
+        say(f"SIGCONT to the job that hung. It trains to step {contested}, and saves it, too.")
         hung.wake()
         failed = any(hung.ended(PATIENCE_SECONDS))
         phase = Phase.of(hung, lost={contested: "fenced"}, end=f"hung, woke up,\nfenced at step {contested}")
@@ -244,7 +248,7 @@ class Demo:
         return job
 
     def preempt(self, job: Job, *, started_from: int) -> int:
-        """SIGTERM reaches the nodes one after the other; returns the step at which the ranks stopped."""
+        """Send SIGTERM to the nodes one after the other, and return the step at which the ranks stopped."""
         chapter("The job is preempted: SIGTERM reaches one node, and the other a little later")
         job.raise_if_ended()
         job.terminate(1)
@@ -263,14 +267,14 @@ class Demo:
         return step
 
     def resume(self, newest: int) -> None:
-        """Go on with 3 ranks, to the end."""
+        """Resume with 3 ranks, and train to the end."""
         chapter(f"3 ranks resume from step {newest}")
         job = self.job("resumed-3-ranks", nodes=[3])
         job.wait(PATIENCE_SECONDS)
         self.report.add(Phase.of(job), resumed_from=newest)
 
     def tidy_up(self, pinned: int) -> None:
-        """What retention has left is what it should have, whole; and gc leaves nothing else."""
+        """Check that the checkpoints that retention should keep are whole, and that gc leaves nothing else."""
         chapter(f"What is left: the last {KEEP_LAST} checkpoints, and the one that was pinned")
         self.command("ls", RUN_URL)
         saved = self.report.saved()
@@ -289,7 +293,7 @@ class Demo:
         self.report.check(claim, holds=bool(before) and after == self._cloud.named())
 
     def tell(self) -> None:
-        """All chapters, in order."""
+        """Run all chapters, in order."""
         self.uninterrupted()
         first = self.kill_in_mid_save()
         self.command("pin", RUN_URL, str(first))
@@ -301,7 +305,7 @@ class Demo:
 
 
 def job_environment(endpoint_url: str) -> dict[str, str]:
-    """This process's environment, with nothing of the user's own cloud in it."""
+    """Return this process's environment without settings of the user's own cloud."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     return environment | {
         "AWS_ENDPOINT_URL": endpoint_url,
@@ -315,30 +319,30 @@ def job_environment(endpoint_url: str) -> dict[str, str]:
 
 
 def chapter(title: str) -> None:
-    """Announce what comes."""
+    """Print the title of a chapter."""
     print(f"\n== {title}", flush=True)
 
 
 def say(line: str) -> None:
-    """Tell one thing."""
+    """Print one line of the story."""
     print(f"   {line}", flush=True)
 
 
 def show(line: str) -> None:
-    """One line of a listing."""
+    """Print one line of a listing."""
     print(f"      {line}", flush=True)
 
 
 def main(arguments: list[str]) -> int:
-    """Tell the story, draw the conclusions, and return the exit status."""
+    """Run the demo, print the report, and return the exit status."""
     parser = argparse.ArgumentParser(description="Kill, suspend and preempt a training, and resume it each time.")
     parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="FOLDER")
     parser.add_argument("--link-mb", type=float, default=LINK_BYTES_PER_SECOND / 1e6, metavar="MB/S", help="bandwidth")
     options = parser.parse_args(arguments)
-    # Whoever stops the demo runs its clean-up: nothing that was started stays behind.
+    # A signal runs the clean-up, so that no process stays behind.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit_on_signal)
-    # A proxy for the internet must not come between us and loopback.
+    # Requests to loopback must not go through a proxy.
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
     started = time.monotonic()
     shutil.rmtree(options.output, ignore_errors=True)

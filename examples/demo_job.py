@@ -1,4 +1,4 @@
-"""What the demo starts: training jobs under torchrun, and a slow link between them and the store."""
+"""Training jobs under torchrun, and a slow link between them and the store; for the demo."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from watch import read_events
 SCRIPT = Path(__file__).resolve().parent / "train_fsdp2.py"
 STEPS_PER_LINE = 10  # of progress
 POLL_SECONDS = 0.2
-FOLLOW_SECONDS = 30.0  # what the other nodes get to end when one has failed
-STOP_SECONDS = 10.0  # torchrun passes SIGTERM on to its ranks and waits for them; then everything is killed
-LOG_LINES_SHOWN = 30  # of a node that failed
+FOLLOW_SECONDS = 30.0  # time for the other nodes to end after one has failed
+STOP_SECONDS = 10.0  # time for torchrun to pass SIGTERM on and wait; then all processes are killed
+LOG_LINES_SHOWN = 30  # last lines of a node that failed
 TORCHRUN_SPEAKS = "torch/distributed/elastic/"
 LOG_LINES_TOLD = ("loaded step", "saved step", "Rank ")  # of the first node, as it prints them
 RELAY_CHUNK_BYTES = 64 << 10
 
 
 class JobFailedError(Exception):
-    """A job did not do what the demo needs; the message holds the end of its log."""
+    """A job failed, or did not reach the state that the demo needs; the message may hold the end of its log."""
 
 
 class Job:
     """One training job: a torchrun for each node, each in a folder of its own that is also its temporary folder.
 
     torchrun puts every rank into a session of its own, so killing torchrun's process group would leave the ranks
-    alive: they tell their process ids in their first event.
+    alive. Their process ids are in their first events.
     """
 
     def __init__(
         self, name: str, *, nodes: Sequence[int], work: Path, output: Path, environment: Mapping[str, str]
     ) -> None:
-        """See the class. `nodes` gives the number of ranks of each."""
+        """Store the settings; nothing is started. `nodes` gives the number of ranks of each node."""
         self.name, self.nodes, self.work = name, list(nodes), work
         self.events_folder = output / "events" / name
         self._logs = [output / "logs" / f"{name}-node-{node}.log" for node in range(len(nodes))]
@@ -55,11 +55,11 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """The world size."""
+        """World size."""
         return sum(self.nodes)
 
     def start(self, arguments: Sequence[str]) -> None:
-        """Start every node; returns at once."""
+        """Start every node, without waiting."""
         port = _free_port()
         for node, ranks in enumerate(self.nodes):
             folder = self.work / f"node-{node}"
@@ -72,7 +72,7 @@ class Job:
             environment = self._environment | {
                 "OMP_NUM_THREADS": "1",
                 "TMPDIR": str(folder),
-                # gloo and torchrun listen where the host's name points to; the demo stays on loopback.
+                # gloo listens on the address of the host's name by default; the demo stays on loopback.
                 "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
                 "CUDA_VISIBLE_DEVICES": "",
             }
@@ -85,25 +85,25 @@ class Job:
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
-                        start_new_session=True,  # ctrl-C is for the demo, which then stops its jobs in order
+                        start_new_session=True,  # Ctrl-C reaches the demo alone, which then stops its jobs in order
                     )
                 )
 
     def events(self, rank: int = 0) -> list[dict[str, Any]]:
-        """What a rank noted so far."""
+        """Return the events of a rank so far."""
         return read_events(self.events_folder, rank)
 
     def step(self) -> int:
-        """The last step that rank 0 finished; 0 before the first."""
+        """Return the last step that rank 0 finished; 0 before the first."""
         return max((event["step"] for event in self.events() if event["event"] == "step"), default=0)
 
     def log(self, node: int = 0) -> list[str]:
-        """What a node has printed so far; a last line that is not whole yet is left out."""
+        """Return the lines that a node has printed so far, without a last line that is incomplete."""
         text = self._logs[node].read_text(encoding="utf-8", errors="replace")
         return [line.rstrip() for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def wait(self, patience_seconds: float) -> None:
-        """Show the progress until all nodes have ended.
+        """Print the progress until all nodes have ended.
 
         Raises:
             JobFailedError: A node failed, or the job took longer than `patience_seconds`.
@@ -112,10 +112,10 @@ class Job:
             raise JobFailedError(f"{self.name} failed.{self._log_tail()}")
 
     def ended(self, patience_seconds: float) -> list[int]:
-        """Show the progress until all nodes have ended, or one has failed and the others had time to follow.
+        """Print the progress until all nodes have ended; 30 s after one has failed, raise.
 
         Returns:
-            The exit statuses.
+            The exit statuses of the nodes.
 
         Raises:
             JobFailedError: The job took longer than `patience_seconds`.
@@ -132,7 +132,7 @@ class Job:
         return [process.returncode for process in self._processes]
 
     def raise_if_ended(self) -> None:
-        """For jobs that should still be running.
+        """Raise unless all nodes are running.
 
         Raises:
             JobFailedError: A node has ended.
@@ -141,8 +141,8 @@ class Job:
             raise JobFailedError(f"{self.name} ended too early.{self._log_tail()}")
 
     def kill(self) -> None:
-        """SIGKILL for every process of every node, as when the machines lose their power; returns when all are dead."""
-        # torchrun first: it would notice that its ranks died, and act.
+        """Send SIGKILL to every process of every node, as if the machines lost power; return when all are dead."""
+        # torchrun is killed first, since it would react to the death of its ranks.
         for process in self._processes:
             process.kill()
         for pid in self._rank_pids():
@@ -155,16 +155,16 @@ class Job:
             time.sleep(0.01)
 
     def terminate(self, node: int) -> None:
-        """SIGTERM for a node: torchrun passes it on to its ranks, and waits for them."""
+        """Send SIGTERM to a node: torchrun passes it on to its ranks, and waits for them."""
         self._processes[node].terminate()
 
     def suspend(self) -> None:
-        """SIGSTOP for every process of every node, as when machines hang."""
+        """Send SIGSTOP to every process of every node, as if the machines hung."""
         self._suspended = True
         self._signal(signal.SIGSTOP)
 
     def wake(self) -> None:
-        """SIGCONT: they go on as if nothing had happened."""
+        """Send SIGCONT to every process of every node."""
         self._suspended = False
         self._signal(signal.SIGCONT)
 
@@ -176,7 +176,7 @@ class Job:
                 os.kill(pid, number)
 
     def stop(self) -> None:
-        """End the job in whatever state it is; does nothing to one that has ended."""
+        """End the job in any state; do nothing if it has ended."""
         running = [process for process in self._processes if process.poll() is None]
         if not running:
             return
@@ -184,7 +184,7 @@ class Job:
             self.kill()
             return
         for process in running:
-            process.terminate()  # torchrun ends its ranks, those included that have not told their process id yet
+            process.terminate()  # torchrun also ends ranks that have not written their process id yet
         deadline = time.monotonic() + STOP_SECONDS
         for process in running:
             with suppress(subprocess.TimeoutExpired):
@@ -192,11 +192,11 @@ class Job:
         self.kill()
 
     def alive(self) -> bool:
-        """Whether any process of the job, torchrun or rank, is still running."""
+        """Return whether any process of the job, torchrun or rank, is still running."""
         return any(process.poll() is None for process in self._processes) or any(map(_running, self._rank_pids()))
 
     def show_progress(self) -> None:
-        """Print what rank 0 noted, and what the manager logged, since the last call."""
+        """Print the events of rank 0, and the log lines of the manager, since the last call."""
         events, lines = self.events(), self.log()
         for event in events[self._shown_events :]:
             if event["event"] == "step" and event["step"] % STEPS_PER_LINE == 0:
@@ -213,14 +213,14 @@ class Job:
     def _log_tail(self) -> str:
         tails = []
         for node, path in enumerate(self._logs):
-            # What ranks have said, without torchrun's summary of how they ended.
+            # The output of the ranks, without torchrun's summary of how they ended.
             said = list(itertools.takewhile(lambda line: TORCHRUN_SPEAKS not in line, self.log(node)))
             tails.append(f"\n-- {path.name}:\n" + "\n".join(said[-LOG_LINES_SHOWN:]))
         return "".join(tails)
 
 
 def _running(pid: int) -> bool:
-    """Whether a process is there and not merely waiting for init to collect it."""
+    """Return whether a process runs, and is not a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -228,7 +228,7 @@ def _running(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     with suppress(FileNotFoundError):
         return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    return not Path("/proc/self").exists()  # Linux: it has gone just now. Elsewhere: kill() has told already
+    return not Path("/proc/self").exists()  # on Linux the process has just ended; elsewhere kill() found it
 
 
 def _free_port() -> int:
@@ -237,20 +237,20 @@ def _free_port() -> int:
 
 
 class SlowLink:
-    """A TCP relay on loopback that passes a given number of bytes per second, over all connections and directions."""
+    """TCP relay on loopback with a bandwidth in bytes per second, shared by all connections and directions."""
 
     def __init__(self, target_url: str, *, bytes_per_second: float) -> None:
-        """See the class; relays while it is entered."""
+        """Store the target; the relay runs while the context is entered."""
         target = urlsplit(target_url)
         self._target = (target.hostname, target.port or 80)
         self._bytes_per_second = bytes_per_second
         self._lock = threading.Lock()
-        self._free_at = 0.0  # when everything that was let through so far will have passed
+        self._free_at = 0.0  # time at which the bytes admitted so far have passed
         self._stack = ExitStack()
 
     @property
     def endpoint_url(self) -> str:
-        """Where to connect instead of to the target."""
+        """URL to use instead of the target's."""
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def __enter__(self) -> Self:
@@ -262,7 +262,7 @@ class SlowLink:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Listen no longer; what is connected ends with its peers."""
+        """Stop listening; open connections end with their peers."""
         self._stack.close()
 
     def _accept(self) -> None:
@@ -286,11 +286,11 @@ class SlowLink:
             back.join()
 
     def _relay(self, source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):  # either peer may vanish; the demo is about that
+        with suppress(OSError):  # either peer may be killed
             while data := source.recv(RELAY_CHUNK_BYTES):
                 self._wait_for_turn(len(data))
                 sink.sendall(data)
-        for end in (source, sink):  # wakes the other direction
+        for end in (source, sink):  # ends the other direction
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 

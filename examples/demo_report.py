@@ -1,4 +1,4 @@
-"""What the demo concludes: its checks, its table and its picture."""
+"""Report of the demo: its checks, its table and its picture."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from demo_job import Job
 mpl.use("Agg")  # there may be no display
 from matplotlib import pyplot as plt
 
-# Another number of ranks adds the same numbers in another order: measured, that is up to 5e-7, two units in the last
-# place. A skipped batch or an optimizer that begins afresh was tried: 2e-3 to 1e-1 from the second step on.
+# Another number of ranks adds the same numbers in another order, which changes the loss by up to 5e-7 (measured). A
+# skipped batch, or an optimizer that begins anew, changes it by 2e-3 to 1e-1 from the second step on (measured).
 LOSS_TOLERANCE = 1e-4
 COLORS = ("tab:red", "tab:purple", "tab:blue", "tab:green", "tab:orange", "tab:brown")
 
@@ -25,14 +25,14 @@ class Transfer:
     """One save or load.
 
     Attributes:
-        step: The step that was saved or loaded.
-        ranks: How many did it.
-        sha256: Digest of the whole state, taken when it was saved, or after it was loaded.
-        state_bytes: Size of the whole state's tensors.
-        seconds: From the call to the commit, or to the state being restored on the slowest rank; None if it was not
-            told, as that of the last save of a job that was killed.
-        blocked_seconds: How long training stood still for a save.
-        lost: Why a save was not committed; None if it was.
+        step: Step that was saved or loaded.
+        ranks: Number of ranks.
+        sha256: Digest of the whole state, taken at the save, or after the load.
+        state_bytes: Size of the whole state's tensors, in bytes.
+        seconds: Seconds from the call to the commit, or to the restored state on the slowest rank; None if not known,
+            as for the last save of a job that was killed.
+        blocked_seconds: Seconds for which a save blocked training; None for a load.
+        lost: Reason why a save was not committed; None if it was.
     """
 
     step: int
@@ -46,7 +46,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What one job did; `end` says how it ended, if not at its goal."""
+    """Losses, saves and load of one job; `end` says how it ended, None if at its last step."""
 
     name: str
     ranks: int
@@ -57,12 +57,12 @@ class Phase:
 
     @property
     def loaded_step(self) -> int | None:
-        """Where the job resumed."""
+        """Step from which the job resumed; None if it did not."""
         return self.load.step if self.load else None
 
     @classmethod
     def of(cls, job: Job, *, lost: Mapping[int, str] | None = None, end: str | None = None) -> Self:
-        """Read what every rank noted. `lost` gives the steps whose save was not committed, and why."""
+        """Read the events of every rank. `lost` gives the steps whose save was not committed, and the reasons."""
         ranks = [job.events(rank) for rank in range(job.ranks)]
         saves = (_transfer(ranks, "saving", step, done="saved") for step in _steps(ranks[0], "saving"))
         loads = [_transfer(ranks, "loaded", step, done="loaded") for step in _steps(ranks[0], "loaded")]
@@ -88,7 +88,7 @@ def _transfer(ranks: list[list[dict[str, Any]]], of: str, step: int, *, done: st
     return Transfer(
         step=step,
         ranks=len(ranks),
-        # Every rank hashes what it gathered from all; should they differ, this equals nothing.
+        # Every rank hashes the gathered state. If the digests differ, the joined text equals no digest.
         sha256=" ".join(sorted({event["sha256"] for event in digests})),
         state_bytes=digests[0]["bytes"],
         seconds=max((sum(seconds.values()) for seconds in phases), default=None),
@@ -98,14 +98,14 @@ def _transfer(ranks: list[list[dict[str, Any]]], of: str, step: int, *, done: st
 
 @dataclass(slots=True)
 class Report:
-    """Collects the phases and the checks; `conclude` adds those that compare phases."""
+    """Phases and checks of the demo; `conclude` adds the checks that compare phases."""
 
     output: Path
     phases: list[Phase] = field(default_factory=list)
     checks: list[tuple[bool, str]] = field(default_factory=list)
 
     def add(self, phase: Phase, *, resumed_from: int | None) -> None:
-        """Add a job, which should have resumed from a step. The first is the uninterrupted run."""
+        """Add a job, and check that it resumed from this step. The first is the uninterrupted run."""
         if resumed_from is not None:
             saved, load = self.saved().get(resumed_from), phase.load
             claim = f"{phase.ranks} ranks resumed from step {resumed_from}, the newest checkpoint"
@@ -121,15 +121,15 @@ class Report:
         self.phases.append(phase)
 
     def saved(self) -> dict[int, Transfer]:
-        """What was committed so far, by step."""
+        """Return the saves that were committed so far, by step."""
         return {save.step: save for phase in self.phases for save in phase.saves if save.lost is None}
 
     def check(self, claim: str, *, holds: bool) -> None:
-        """Note whether a claim holds."""
+        """Record whether a claim holds."""
         self.checks.append((holds, claim))
 
     def conclude(self, *, seconds: float) -> int:
-        """Check, print, draw; returns the exit status."""
+        """Check the losses, draw the picture, print the report, and return the exit status."""
         self._check_losses()
         self._draw()
         verdicts = [f"{'PASS' if holds else 'FAIL'}  {claim}" for holds, claim in self.checks]
@@ -203,7 +203,7 @@ class Report:
             title="Killed in mid-save, hung, preempted; resumed at other sizes",
         )
         above.legend()
-        # Linear below the resolution of a float, so that exact agreement, 0, can be seen.
+        # Linear below the resolution of a float, so that exact agreement (0) is visible.
         below.set_yscale("symlog", linthresh=1e-7)
         below.axhline(LOSS_TOLERANCE, color="0.5", linestyle="--", linewidth=1)
         below.set(xlabel="step", ylabel="difference to\nuninterrupted", ylim=(-3e-8, 10 * LOSS_TOLERANCE))

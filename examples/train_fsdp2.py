@@ -1,15 +1,14 @@
-"""Train a small GPT with FSDP2, with every checkpoint saved straight to object storage while training goes on.
+"""Train a small GPT with FSDP2; every checkpoint is saved straight to object storage while training goes on.
 
     torchrun --nproc-per-node 4 examples/train_fsdp2.py --checkpoint s3://my-bucket/run
 
-Stop it however you like and start it again, with as many ranks as you like: it goes on from the newest checkpoint. On
-SIGTERM it saves once more and stops. The text is the Python standard library's own source, as bytes; gloo on CPU, nccl
-where every rank has a GPU.
+Stop the job in any way and start it again with any number of ranks: it resumes from the newest checkpoint. On SIGTERM
+it saves once more and stops. The text is the source of Python's standard library, as bytes; gloo on CPU, nccl where
+every rank has a GPU.
 
-All about checkpoints is in `train`: the `state`, and what is done with `checkpoints`. The `events` are for whoever
-watches, such as the demo. The rest is an ordinary training script, with one property worth copying: which text a step
-trains on depends on the step alone, not on the number of ranks. That is what makes a run continue at another size as
-if nothing had happened.
+All code about checkpoints is in `train`: the `state` and the calls of `checkpoints`. The `events` are for the demo and
+the tests. The rest is an ordinary training script, with one property worth copying: the text of a step depends on the
+step alone, not on the number of ranks, so that a run continues unchanged at another size.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from watch import Events
 
 VOCABULARY = 256  # the text is bytes
 CONTEXT = 128  # bytes that the model sees at once
-BATCH = 12  # sequences per step over all ranks; whole shares for 1, 2, 3, 4, 6 and 12 of them
+BATCH = 12  # sequences per step over all ranks; equal shares for 1, 2, 3, 4, 6 and 12 ranks
 WARMUP_STEPS = 10
-TEXT_BYTES_MAX = 4 << 20  # more than a demonstration reads; every machine has at least this much
+TEXT_BYTES_MAX = 4 << 20  # more than a demonstration reads, and no more than any machine has
 NOTICE_SECONDS = 25.0  # torchrun passes SIGTERM on to its ranks, and kills them 30 s later
 
 
@@ -57,7 +56,7 @@ class Block(nn.Module):
     """Causal attention and an MLP, each on a normalized residual stream."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
-        """See the class."""
+        """Create the layers."""
         super().__init__()
         self.heads, self.dropout = heads, nn.Dropout(dropout)
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -65,7 +64,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, time, width] to the same."""
+        """Return activations of the shape of `x`: [batch, time, width]."""
         batch, length, width = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
@@ -75,17 +74,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte."""
+    """Transformer that predicts the next byte."""
 
     def __init__(self, *, width: int, layers: int, heads: int, dropout: float) -> None:
-        """See the class."""
+        """Create the layers."""
         super().__init__()
         self.bytes, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Bytes [batch, time] to logits [batch, time, 256]."""
+        """Return logits [batch, time, 256] for bytes [batch, time]."""
         x = self.bytes(text) + self.positions(torch.arange(text.shape[1], device=text.device))
         for block in self.blocks:
             x = block(x)
@@ -93,17 +92,17 @@ class GPT(nn.Module):
 
 
 class TextStream:
-    """The training text and the position in it; a `Stateful`, so that torch saves and restores it like the rest.
+    """Training text and the position in it; a `Stateful`, so that torch saves and restores it like the rest.
 
-    The i-th sequence of a step is a function of (seed, step, i). How many ranks share a step changes nothing.
+    The i-th sequence of a step is a function of (seed, step, i), whatever the number of ranks.
     """
 
     def __init__(self, text: bytes, seed: int) -> None:
-        """See the class."""
+        """Begin at step 0."""
         self._text, self._seed, self.step = text, seed, 0
 
     def next_batch(self, rank: int, world_size: int) -> torch.Tensor:
-        """This rank's share of the next step: [BATCH / world_size, CONTEXT + 1]."""
+        """Return this rank's share of the next step: int64 [BATCH / world_size, CONTEXT + 1]."""
         share = range(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
         names = (f"{self._seed} {self.step} {i}" for i in share)
         hashes = (int.from_bytes(hashlib.sha256(name.encode()).digest()) for name in names)
@@ -112,27 +111,29 @@ class TextStream:
         return torch.tensor([list(self._text[start : start + CONTEXT + 1]) for start in starts])
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and which text it is a position in."""
+        """Return the position, and the seed and digest that identify the text."""
         return {"step": self.step, "seed": self._seed, "text_sha256": hashlib.sha256(self._text).hexdigest()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was; another text would silently be another run."""
+        """Go on from the position in `state`; refuse another text, which would be another run."""
         if state != self.state_dict() | {"step": state["step"]}:
             raise RuntimeError("The checkpoint was trained on another text or seed (another version of Python?).")
         self.step = state["step"]
 
 
 def standard_library() -> bytes:
-    """The source of Python's standard library, up to TEXT_BYTES_MAX: real text that is on every machine."""
+    """Return the source of Python's standard library, up to TEXT_BYTES_MAX: real text on every machine."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = b"".join(file.read_bytes() for file in files)[:TEXT_BYTES_MAX]
     if len(text) <= CONTEXT:
-        raise RuntimeError("This Python comes without the source of its standard library, which is the text here.")
+        raise RuntimeError(
+            "Python's standard library has no source here, which is the training text. Use another Python."
+        )
     return text
 
 
 def warmup_then_cosine(total_steps: int) -> Any:
-    """A learning-rate factor: up to 1 over the warm-up, then down to 0.1 at `total_steps`."""
+    """Return a learning-rate schedule: up to 1 over the warm-up, then down to 0.1 at `total_steps`."""
 
     def factor(step: int) -> float:
         if step < WARMUP_STEPS:
@@ -147,37 +148,37 @@ def warmup_then_cosine(total_steps: int) -> Any:
 
 
 class ModelState:
-    """The model, its parameters under the same names whatever wraps it (FSDP, DDP, torch.compile); a `Stateful`."""
+    """State of a model, with the same names under any wrapper (FSDP, DDP, torch.compile); a `Stateful`."""
 
     def __init__(self, model: nn.Module) -> None:
-        """See the class."""
+        """Keep the model."""
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shards, which share memory with the model."""
+        """Return this rank's shards, which share memory with the model."""
         return get_model_state_dict(self._model)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set them."""
+        """Set the parameters and buffers."""
         set_model_state_dict(self._model, state)
 
 
 class OptimizerState:
-    """The optimizer, its values under the names of the parameters, so that any number of ranks loads it; a `Stateful`.
+    """State of an optimizer, under the names of the parameters, so that any number of ranks loads it; a `Stateful`.
 
-    Without this, torch numbers the parameters, and an optimizer that has not made a step yet has nothing to load into.
+    A bare optimizer numbers its parameters, and has nothing to load into before its first step.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """See the class."""
+        """Keep model and optimizer."""
         self._model, self._optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shards, which share memory with the optimizer."""
+        """Return this rank's shards, which share memory with the optimizer."""
         return get_optimizer_state_dict(self._model, self._optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set them."""
+        """Set the optimizer's values."""
         set_optimizer_state_dict(self._model, self._optimizer, state)
 
 
@@ -185,10 +186,10 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     """Train from the newest checkpoint, or from the start, to `--stop-after`."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if BATCH % world_size:
-        raise SystemExit(f"{BATCH} sequences cannot be shared evenly by {world_size} ranks.")
+        raise SystemExit(f"{world_size} ranks cannot share {BATCH} sequences evenly. Use 1, 2, 3, 4, 6 or 12 ranks.")
     torch.manual_seed(options.seed)  # the same first weights on every rank
     model = GPT(width=options.width, layers=options.layers, heads=options.heads, dropout=options.dropout).to(device)
-    torch.manual_seed(options.seed + 1 + rank)  # and then, for dropout, numbers of its own
+    torch.manual_seed(options.seed + 1 + rank)  # other random numbers on each rank, for dropout
     mesh = init_device_mesh(device.type, (world_size,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -197,7 +198,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     schedule = LambdaLR(optimizer, warmup_then_cosine(options.steps))
     stream = TextStream(standard_library(), options.seed)
 
-    # All that a step of training changes. What differs between ranks is marked, or one rank's would be saved for all.
+    # All that a training step changes. Values that differ between ranks are wrapped, else one rank's is saved for all.
     state = {
         "model": ModelState(model),
         "optim": OptimizerState(model, optimizer),
@@ -227,11 +228,11 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
             step, mean_loss = stream.step, loss.detach() / world_size
             dist.all_reduce(mean_loss)
             events.write("step", step=step, loss=mean_loss.item())
-            stopping = checkpoints.reached_preemption(step)  # SIGTERM came to some rank: this is the step to stop at
+            stopping = checkpoints.reached_preemption(step)  # true at one step on all ranks, after SIGTERM on any
             if options.save_every and (step % options.save_every == 0 or step == last or stopping):
                 events.digest("saving", step=step, state=state)
-                checkpoints.save(step, state, metrics={"loss": mean_loss.item()})  # goes on in the background
-                events.report(checkpoints.last_save)  # of the save before
+                checkpoints.save(step, state, metrics={"loss": mean_loss.item()})  # continues in the background
+                events.report(checkpoints.last_save)  # the previous save
     # Leaving the block has waited for the last save, and would have raised its error.
     events.report(checkpoints.last_save)
     events.write("finished", step=stream.step, preempted=stopping)
@@ -244,7 +245,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT with FSDP2 and save it to object storage.")
     parser.add_argument(
-        "--checkpoint", required=True, metavar="URL", help="of the run: s3://bucket/run, gs://…, az://…, or a folder"
+        "--checkpoint",
+        required=True,
+        metavar="URL",
+        help="URL of the run: s3://bucket/run, gs://…, az://… or a folder",
     )
     parser.add_argument("--save-every", type=int, default=20, metavar="STEPS", help="0: never")
     parser.add_argument("--keep-last", type=int, default=3, metavar="COUNT", help="older checkpoints are deleted")
@@ -253,30 +257,30 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--dropout", type=float, default=0.0, help="above 0, another number of ranks is another run")
+    parser.add_argument("--dropout", type=float, default=0.0, help="above 0, results depend on the number of ranks")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--events", type=Path, metavar="FOLDER", help="write what happens as JSON lines, for checks")
+    parser.add_argument("--events", type=Path, metavar="FOLDER", help="write events as JSON lines to this folder")
     parser.add_argument("--digest", action="store_true", help="gather and hash the state at each save and load")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> None:
-    """One rank, started by torchrun."""
+    """Run one rank, started by torchrun."""
     options = parse(arguments)
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     on_gpu = torch.cuda.device_count() >= local_ranks
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic matrix products ask for
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by deterministic matrix products
         torch.cuda.set_device(device)
-    # A resumed run should be the uninterrupted one to the last bit: then whatever differs is a fault.
+    # A resumed run equals the uninterrupted one to the last bit, so that any difference is a fault.
     torch.use_deterministic_algorithms(mode=True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     logging.basicConfig(format="%(message)s")  # warnings, of every rank
     if dist.get_rank() == 0:
-        logging.getLogger("dcp_remote").setLevel(logging.INFO)  # and a line for each checkpoint, saved or restored
+        logging.getLogger("dcp_remote").setLevel(logging.INFO)  # one line for each checkpoint that is saved or restored
     try:
         train(options, device)
     except DcpRemoteError as error:

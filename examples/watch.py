@@ -1,4 +1,4 @@
-"""How the demo and the tests watch a training: its events as JSON lines, and a digest of its whole state.
+"""Events of a training as JSON lines, and a digest of its whole state; for the demo and the tests.
 
 Nothing here is needed to save or to load.
 """
@@ -22,10 +22,10 @@ from dcp_remote.serialization.state_dict import PER_RANK_KEY
 
 
 class Events:
-    """What happens on one rank: shown, or written as JSON lines to `<folder>/rank-<rank>.jsonl`, or both."""
+    """Events of one rank: printed, or written as JSON lines to `<folder>/rank-<rank>.jsonl`, or both."""
 
     def __init__(self, folder: Path | None, *, rank: int, digest: bool) -> None:
-        """See the class; rank 0 is the one that shows its events. `digest` says whether states are hashed."""
+        """Open the file. Rank 0 alone prints its events; `digest` turns the hashing of states on."""
         self._show, self._digest = rank == 0, digest
         self._reported: set[tuple[str, str]] = set()
         self._file: IO[str] | None = None
@@ -34,19 +34,19 @@ class Events:
             self._file = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8")
 
     def write(self, event: str, **values: Any) -> None:
-        """Note one event, at once: the process may be killed at any time."""
+        """Write one event at once, because the process may be killed at any time."""
         if self._show:
             line = " ".join([event, *(f"{name}={value}" for name, value in values.items())])
-            print(f"{line}\n", end="", flush=True)  # in one piece: a save's thread may be telling something, too
+            print(f"{line}\n", end="", flush=True)  # in one write, since a save's thread may print as well
         self._note(event, **values)
 
     def digest(self, of: str, *, step: int, state: Mapping[str, Any]) -> None:
-        """Note the digest of a state that is being saved, or was loaded. Called by every rank; costly."""
+        """Write the digest of a state that is being saved, or was loaded. Called by every rank; costly."""
         if self._digest:
             self._note("digest", of=of, step=step, **logical_digest(state))
 
     def report(self, report: SaveReport | LoadReport | None) -> None:
-        """Note what a save or a load came to, once. It is shown already: the manager logs it."""
+        """Write the report of a save or a load, once; not printed, because the manager logs it."""
         if report is not None:
             event = "saved" if isinstance(report, SaveReport) else "loaded"
             if (event, report.save_id) not in self._reported:
@@ -60,17 +60,17 @@ class Events:
 
 
 def read_events(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """What a rank noted so far; a last line that is not whole yet is left out."""
+    """Return the events of a rank so far, without a last line that is incomplete."""
     file = folder / f"rank-{rank}.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def logical_digest(state: Mapping[str, Any]) -> dict[str, str | int]:
-    """SHA-256 over all names, tensors and values of a state; and its size. The same however many ranks hold it.
+    """Return the SHA-256 of all names, tensors and values of a state, and its bytes, for any number of ranks.
 
-    What belongs to single ranks is left out. Called by every rank, or by one process that loaded it all. It gathers
-    every tensor on every rank, one after another, which nobody would do who only wants to save.
+    `PerRank` values are left out. Called by every rank, or by one process that loaded the whole state. Gathers every
+    tensor on every rank, one after another, which saving never needs.
     """
     digest, size_bytes = hashlib.sha256(), 0
     shared = {name: value for name, value in state.items() if name != PER_RANK_KEY and not isinstance(value, PerRank)}

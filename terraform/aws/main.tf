@@ -6,7 +6,7 @@ resource "aws_s3_bucket" "this" {
   tags          = var.tags
 }
 
-# ACLs off: everything in the bucket belongs to its owner, whoever wrote it.
+# ACLs off: every object belongs to the owner of the bucket, whichever account wrote it.
 resource "aws_s3_bucket_ownership_controls" "this" {
   bucket = aws_s3_bucket.this.id
 
@@ -46,13 +46,13 @@ resource "aws_s3_bucket_versioning" "this" {
   }
 }
 
-# Nothing here expires a current object: a shard is as old as the first checkpoint that named it, and the newest may
-# still name it. Only dcp_remote knows which do; deleting is the work of its retention and its gc.
+# No rule here expires a current object: a shard is as old as the first checkpoint that named it, and the newest may
+# still name it. Only dcp_remote knows this, so deletion is left to its retention and gc.
 resource "aws_s3_bucket_lifecycle_configuration" "this" {
   bucket = aws_s3_bucket.this.id
 
-  # dcp_remote puts every shard whole and begins no multipart upload; other tools do, and what they leave unfinished
-  # is billed and shows in no listing.
+  # dcp_remote uploads every shard in one PUT. Other tools begin multipart uploads; unfinished ones are billed and
+  # appear in no listing.
   rule {
     id     = "abort-incomplete-multipart-uploads"
     status = "Enabled"
@@ -64,7 +64,7 @@ resource "aws_s3_bucket_lifecycle_configuration" "this" {
     }
   }
 
-  # Versions that were replaced or deleted, and then the delete markers that are left over nothing.
+  # Versions that were replaced or deleted, and then delete markers without a version.
   rule {
     id     = "expire-noncurrent-versions"
     status = "Enabled"
@@ -80,7 +80,7 @@ resource "aws_s3_bucket_lifecycle_configuration" "this" {
     }
   }
 
-  # S3 wants to know first whether the bucket has versions.
+  # S3 has to know first whether the bucket has versions.
   depends_on = [aws_s3_bucket_versioning.this]
 }
 

@@ -9,7 +9,7 @@ output "arn" {
 }
 
 output "url" {
-  description = "Where checkpoints go: RemoteWriter(\"<url>/<name>\")."
+  description = "URL for checkpoints: RemoteWriter(\"<url>/<name>\")."
   value       = join("/", compact(["s3:/", aws_s3_bucket.this.id, var.prefix]))
 }
 
@@ -19,6 +19,6 @@ output "training_policy_json" {
 }
 
 output "janitor_policy_json" {
-  description = "IAM policy of whoever retires checkpoints and collects orphans: all of training's, and deleting."
+  description = "IAM policy of jobs that retire checkpoints and delete orphans: training's policy, and deletion."
   value       = data.aws_iam_policy_document.janitor.json
 }

@@ -1,4 +1,4 @@
-# What jobs may do, as documents: attach them to whatever roles they run under.
+# IAM policies of jobs, as documents to attach to their roles.
 
 locals {
   objects = "${aws_s3_bucket.this.arn}/${var.prefix == "" ? "" : "${var.prefix}/"}*"
@@ -11,9 +11,9 @@ data "aws_iam_policy_document" "training" {
     resources = [local.objects]
   }
 
-  # Not to list, which no save or load does: without this grant S3 answers a GET of an absent object with 403 instead
-  # of 404, and a first save could not tell "no checkpoint yet" from "not yours to read". A condition on s3:prefix would
-  # take that effect away, since a GET has no such key.
+  # Granted not for listing: without this grant S3 answers a GET of an absent object with 403 instead of 404, and a first
+  # save could not tell an absent checkpoint from a denied one. A condition on s3:prefix would undo that, since a GET has
+  # no such key.
   statement {
     sid       = "AbsentInsteadOfDenied"
     actions   = ["s3:ListBucket"]

@@ -1,5 +1,5 @@
 variable "bucket" {
-  description = "Name of the bucket, unique in the world."
+  description = "Name of the bucket, unique among all buckets of S3."
   type        = string
 
   validation {
@@ -44,7 +44,7 @@ variable "versioning" {
 }
 
 variable "noncurrent_days" {
-  description = "Days after which a deleted or replaced version is gone for good; matters only where versions are or were kept."
+  description = "Days after which a deleted or replaced version is removed; matters only if versions are or were kept."
   type        = number
   default     = 7
 
@@ -55,7 +55,7 @@ variable "noncurrent_days" {
 }
 
 variable "abort_multipart_days" {
-  description = "Days after which an upload that somebody began in parts and never completed is removed."
+  description = "Days after which an unfinished multipart upload is removed."
   type        = number
   default     = 3
 
