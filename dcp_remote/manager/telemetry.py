@@ -1,7 +1,8 @@
 """Spans and metrics of saves and loads through OpenTelemetry's API; without the API, every call does nothing.
 
 The application's OpenTelemetry SDK exports spans and metrics; without an SDK the API drops them. An error in
-OpenTelemetry is logged once and fails no save.
+OpenTelemetry is logged once and fails no save. The SDK draws IDs of spans from Python's `random`: training that draws
+from `random` too, and must be repeatable, needs a tracer provider with another `IdGenerator`.
 
 Spans:
 
