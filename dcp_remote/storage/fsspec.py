@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from http import HTTPStatus
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
@@ -132,11 +133,12 @@ def _open_to_read(filesystem: AbstractFileSystem, path: str) -> ReadOnlyFsspecSt
         raise InvalidArgumentError(
             "This file system is for coroutines: create it without asynchronous=True.", accepted=_ACCEPTED
         )
-    url = filesystem.unstrip_protocol(path)
-    if protocol in ("http", "https"):
-        check_endpoint(url, named="The path")
-    elif redact(url, ()) != url:
-        raise InvalidArgumentError("The path contains a user and a password: give them to the file system.")
+    # The path of `http` is a URL, to which keys are appended; that of any other file system has no scheme.
+    url = urlsplit(path) if protocol in ("http", "https") else None
+    if any((url.username, url.password, url.query, url.fragment)) if url else redact(path, ()) != path:
+        raise InvalidArgumentError(
+            "The path contains a user, a password, a query or a fragment: pass credentials to the file system."
+        )
     # Only file systems with fsspec's event loop are safe in threads, so the others get one call at a time.
     return ReadOnlyFsspecStore(filesystem, path, nullcontext() if filesystem.async_impl else threading.Lock())
 

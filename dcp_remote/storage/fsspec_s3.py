@@ -272,9 +272,9 @@ class FsspecStore:
 
     def _delete_batch(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         paths = {self._path(key): key for key in keys}
-        order = {"Objects": [{"Key": path} for path in paths], "Quiet": True}
+        batch = {"Objects": [{"Key": path} for path in paths], "Quiet": True}
         try:
-            answer = self._ask("delete", "", lambda client: client.call("delete_objects", Delete=order))
+            answer = self._ask("delete", "", lambda client: client.call("delete_objects", Delete=batch))
         except StorageError as error:
             return dict.fromkeys(keys, error)
         failed: dict[str, StorageError] = {}
@@ -304,7 +304,7 @@ class FsspecStore:
             return request(_Client(self._connection.filesystem(), self._parsed.bucket, time.monotonic() + seconds))
         except DcpRemoteError:  # some of these are OSErrors and ValueErrors too
             raise
-        except Exception as error:  # noqa: BLE001  # `translate` handles every error
+        except Exception as error:  # noqa: BLE001  # `_translate` handles every error
             if isinstance(error, HTTPClientError) and isinstance(error.__context__, StorageError):
                 raise error.__context__ from None  # raised by `_request_without_redirects`, and wrapped by aiobotocore
             secrets = self._connection.secrets(answered=answer_of(error) is not None)

@@ -51,6 +51,7 @@ from dcp_remote.storage import LocalStore, open_fsspec_store, open_store
 from dcp_remote.storage.base import Condition, ObjectStore, Version
 from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.fsspec_s3 import Body
+from dcp_remote.storage.request_context import of_use_for
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
 from dcp_remote.testing.store_suite import StoreSuite
@@ -202,6 +203,8 @@ REFUSED = [
     (400, "RequestTimeout", "any", TransientStorageError),
     (400, "BadDigest", "absent", TransientStorageError),
     (400, "EntityTooLarge", "any", StorageError),
+    (403, "QuotaExceeded", "any", StorageError),
+    (507, "XMinioStorageFull", "absent", StorageError),
     (429, "TooManyRequests", "any", TransientStorageError),
     (500, "InternalError", "absent", TransientStorageError),
     (501, "NotImplemented", "absent", StorageError),
@@ -360,6 +363,32 @@ def test_stalled_requests_end() -> None:
             with pytest.raises(TransientStorageError):
                 call(store)
         assert isinstance(store.delete(["key"])["key"], TransientStorageError)
+
+
+def test_a_body_that_stalls_ends_at_the_deadline() -> None:
+    """Send half of each body, and no more: the reads end at the deadline, long before s3fs's own limit."""
+    stalled = {**OBJECT_HEADERS, "Content-Length": "8", "Content-Range": "bytes 0-7/8"}
+    with scripted_server(lambda _: HttpAnswer(206, b"0123", stalled)) as server, of_use_for(lambda: 0.1):
+        store = open_on(server, config_kwargs={"read_timeout": 1e5})
+        with pytest.raises(TransientStorageError):
+            store.get("key", limit_bytes=8)
+        with pytest.raises(TransientStorageError):
+            store.get_into("key", 0, memoryview(bytearray(8)))
+
+
+def test_a_botocore_without_conditions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the parameters of conditions, as in an older botocore: s3fs would drop them, so nothing is sent."""
+    with scripted_server(lambda _: HttpAnswer(headers=OBJECT_HEADERS)) as server:
+        store: Any = open_on(server)
+        model = store._connection.filesystem().connect().meta.service_model.operation_model("PutObject")
+        for name in ("IfMatch", "IfNoneMatch"):
+            monkeypatch.delitem(model.input_shape.members, name)
+        for condition in ("absent", Version(etag='"old"')):
+            with pytest.raises(InvalidArgumentError, match="no conditional writes"):
+                store.put("key", [b"x"], condition=condition)
+        assert server.requests == []
+        store.put("key", [b"x"])
+        assert len(server.requests) == 1
 
 
 def test_a_dead_endpoint_is_transient() -> None:

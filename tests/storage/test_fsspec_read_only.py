@@ -283,7 +283,21 @@ def test_a_file_system_that_blocks_ends_at_the_deadline() -> None:
     assert filesystem.most_inside == 1
 
 
-@pytest.mark.parametrize("path", ["http://alice:a-password@127.0.0.1:9/run", "http://127.0.0.1:9/run?sig=a-password"])
+def test_a_path_may_contain_an_at_sign() -> None:
+    """Open paths with `@` behind the host, and in memory."""
+    assert open_http("http://127.0.0.1:9/run@2").child("a").url == "http://127.0.0.1:9/run@2/a"
+    assert open_fsspec_store(MemoryFileSystem(), "run@2").url == "memory:///run@2"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "http://alice:a-password@127.0.0.1:9/run",
+        "http://a-password@127.0.0.1:9/run",
+        "http://127.0.0.1:9/run?sig=a-password",
+        "http://127.0.0.1:9/run#a-password",
+    ],
+)
 def test_no_secret_in_a_path(path: str) -> None:
     """Pass a path with a secret: refused, and not shown."""
     with pytest.raises(InvalidArgumentError, match="The path contains") as caught:
