@@ -1,4 +1,4 @@
-"""Whether a subclass overrides methods of its base class."""
+"""Comparison of a subclass with its base class: which methods it overrides."""
 
 from __future__ import annotations
 

@@ -367,7 +367,8 @@ class CheckpointManager:
         Called by every rank after every step. SIGTERM reaches ranks at different times, and some ranks never: the ranks
         agree on one step, at which the answer is True on all of them. From the first call on, SIGTERM no longer ends
         the process; a handler that was installed before is called as well. Saves and restores end within
-        `notice_seconds` of SIGTERM, less 8 s for the end of the process, or are given up.
+        `notice_seconds` of SIGTERM, less 8 s for the end of the process, or are given up. In a process that lives on
+        after that, the next SIGTERM counts like the first.
 
             stopping = checkpoints.reached_preemption(step)
             if stopping or step % 1000 == 0:

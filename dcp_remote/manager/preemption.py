@@ -8,7 +8,7 @@ received the signal would never end. So the ranks agree in the background, over 
     preempt/<round>/step        decision of the coordinator: a step after the latest of these; or `none`. Written once
 
 As soon as a rank's heartbeat sees the first key, the rank publishes the second, and from then on `reached` waits there
-for the third. So no rank is past the step that is decided. And no rank waits in vain: what a rank publishes does not
+for the third. So no rank is past the step that is decided. And no rank waits for ever: what a rank publishes does not
 depend on its training, which may itself be waiting, in a collective, for a rank that waits here.
 
 A moment is a step, with the number of restores before it: a training that restores goes back to a smaller step, which
@@ -241,7 +241,7 @@ class Preemption:
     def __init__(
         self, ranks: RankGroup, notice_seconds: float | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Join the heartbeat of the ranks; SIGTERM does what it did before until `install`."""
+        """Add a hook to the heartbeat of the ranks; `install` listens for SIGTERM."""
         self._ranks = ranks
         self._notice_seconds = notice_seconds
         self._clock = clock
@@ -272,9 +272,9 @@ class Preemption:
         """Record that this rank is asked to stop; takes no lock, since signal handlers must not.
 
         The other ranks hear of it with the next heartbeat. Signals after the first change nothing, until the notice has
-        expired (see `forget_expired_notice`): then the next one is a notice of its own.
+        expired: then the next one is a notice of its own.
         """
-        self._begin_notice(self._agreement.round + self._is_expired)
+        self._begin_notice(self._agreement.round + (self._is_expired or self.remaining_seconds() == 0.0))
 
     def count_restore(self) -> None:
         """Count a restore, after which steps may be smaller; costs a lock.
