@@ -79,8 +79,8 @@ def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[st
 
     Checkpoints are saved to and loaded from `s3fs.S3FileSystem` (with its credentials, endpoint, `config_kwargs` and
     `s3_additional_kwargs`), fsspec's `LocalFileSystem` (served by `LocalStore`, with its rules for network file
-    systems), and `DirFileSystem` around one of them. Every other file system is read-only, also a subclass of these. If
-    a store needs longer than s3fs's 15 seconds to answer a PUT of a shard, raise `config_kwargs={"read_timeout": ...}`.
+    systems), and `DirFileSystem` around either. Every other file system is read-only, also a subclass of these. If a
+    store needs longer than s3fs's 15 seconds to answer a PUT of a shard, raise `config_kwargs={"read_timeout": ...}`.
 
     Args:
         filesystem: File system. Of an `S3FileSystem` the arguments are used, not the connections or caches.
@@ -287,7 +287,7 @@ def _classify(error: BaseException) -> ErrorClass:
     if status >= HTTPStatus.BAD_REQUEST:
         return classify_answer(status)
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
-        # `HTTPFileSystem.info` raises it for every failure, from the reason.
+        # `HTTPFileSystem.info` raises FileNotFoundError for every failure, from the reason.
         reason = _classify(error.__cause__)
         return reason if reason in (TransientStorageError, PermissionDeniedError) else ObjectNotFoundError
     aiohttp = sys.modules.get("aiohttp")  # imported already, if the error is one of aiohttp

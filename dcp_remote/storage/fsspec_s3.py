@@ -307,7 +307,7 @@ class FsspecStore:
         except Exception as error:  # noqa: BLE001  # `_translate` handles every error
             if isinstance(error, HTTPClientError) and isinstance(error.__context__, StorageError):
                 raise error.__context__ from None  # raised by `_request_without_redirects`, and wrapped by aiobotocore
-            secrets = self._connection.secrets(answered=answer_of(error) is not None)
+            secrets = self._connection.secrets(has_answered=answer_of(error) is not None)
             failure = _translate(error, verb=verb, url=self._named(key), secrets=secrets, condition=condition)
             raise failure from chained(error, secrets)
 
@@ -402,11 +402,11 @@ class _Connection:
                 self._pid, self._filesystem = os.getpid(), filesystem
             return self._filesystem
 
-    def secrets(self, *, answered: bool) -> list[str]:
+    def secrets(self, *, has_answered: bool) -> list[str]:
         """Return the secrets that no error may show: credentials that the user passed, or that botocore found.
 
         Args:
-            answered: True if the store answered, so that there are credentials, which it may have quoted.
+            has_answered: True if the store answered, so that there are credentials, which it may have quoted.
         """
         filesystem = self._filesystem
         if filesystem is None:
@@ -419,7 +419,7 @@ class _Connection:
             client_kwargs.get("aws_session_token"),
             filesystem.s3_additional_kwargs.get("SSECustomerKey"),
         ]
-        if answered and not (filesystem.anon or filesystem.key or client_kwargs.get("aws_access_key_id")):
+        if has_answered and not (filesystem.anon or filesystem.key or client_kwargs.get("aws_access_key_id")):
 
             async def find() -> list[str | None]:
                 credentials = await filesystem.session.get_credentials()
