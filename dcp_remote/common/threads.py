@@ -104,15 +104,21 @@ def _join_threads() -> None:
 atexit.register(_join_threads)
 
 
-class _Once(Generic[T]):
-    """Call that is made once, by the first thread that reaches it, and the future of its result."""
+class CallOnce(Generic[T]):
+    """Call that is made once, by the first thread that reaches it.
+
+    Attributes:
+        future: Future of the result.
+    """
 
     def __init__(self, call: Callable[[], T]) -> None:
+        """Store the call."""
         self._call: Callable[[], T] | None = call
         self._lock = threading.Lock()
         self.future: Future[T] = Future()
 
     def __call__(self) -> None:
+        """Make the call, unless a thread has begun to make it; an exception is raised by the future."""
         with self._lock:
             call, self._call = self._call, None
         if call is None or not self.future.set_running_or_notify_cancel():
@@ -130,7 +136,7 @@ def submitted(pool: Workers, call: Callable[[], T]) -> Future[T]:
     better than a lost one. The pool queues the call before it fails, so a running worker may take the call as well:
     whichever thread comes first makes it.
     """
-    once = _Once(call)
+    once = CallOnce(call)
     try:
         pool.submit(once)
     except RuntimeError:

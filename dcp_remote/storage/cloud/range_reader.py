@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from dcp_remote.common.hedging import LatencyTracker
+from dcp_remote.common.threads import CallOnce, Workers
 from dcp_remote.common.units import KiB
 from dcp_remote.storage.cloud.connector import Connector
 from dcp_remote.storage.cloud.tls_stream import StreamConnection
@@ -114,9 +115,10 @@ class DirectRangeReader:
         self._lock = threading.Lock()
         self._context: ssl.SSLContext | None = None
         self._idle: list[tuple[float, tuple[str, str], StreamConnection]] = []
-        self._hedges = ThreadPoolExecutor(_HEDGES_MAX, thread_name_prefix="dcp_remote-second-read")
-        # A store has no `close`: close the connections when the reader is garbage-collected.
+        self._hedges = Workers(_HEDGES_MAX, "dcp_remote-second-read")
+        # A store has no `close`: close connections and threads when the reader is garbage-collected.
         weakref.finalize(self, _close_all, self._idle)
+        weakref.finalize(self, self._hedges.shutdown, wait=False)
 
     def read(
         self, url: str, start: int, buffer: memoryview, *, seconds: float, hedge: Callable[[], memoryview] | None
@@ -174,8 +176,7 @@ class DirectRangeReader:
             self._latencies, connection, len(buffer), seconds=request.seconds, silence_seconds=self._silence_seconds
         )
         try:
-            hedge = request.hedge
-            watch.begin(partial(self._hedges.submit, copy_context().run, hedge) if hedge is not None else None)
+            watch.begin(partial(self._send_hedge, request.hedge) if request.hedge is not None else None)
             connection.request("GET", request.target, headers={"Range": f"bytes={start}-{start + len(buffer) - 1}"})
             with connection.getresponse() as answer:
                 if answer.status in _BUSY:
@@ -201,6 +202,11 @@ class DirectRangeReader:
                 connection.close()
         self._latencies.note(len(buffer), watch.elapsed_seconds())
         return True
+
+    def _send_hedge(self, hedge: Callable[[], memoryview]) -> Future[memoryview]:
+        call = CallOnce(partial(copy_context().run, hedge))
+        self._hedges.submit(call)
+        return call.future
 
     def _get_context(self) -> ssl.SSLContext:
         with self._lock:
@@ -292,7 +298,7 @@ class _Watch:
         if now_seconds - max(self._began_seconds, self._connection.received_seconds) > self._silence_seconds:
             raise TimeoutError("The store fell silent in the middle of an answer.")
         if self._send_hedge is not None and elapsed_seconds > self._late_seconds and self._latencies.may_repeat():
-            with suppress(RuntimeError):  # the interpreter is shutting down
+            with suppress(RuntimeError):  # no thread can be started
                 self._hedge = self._send_hedge()
             self._send_hedge = None
 

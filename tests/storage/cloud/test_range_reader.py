@@ -349,14 +349,18 @@ def test_connecting_ends_with_the_read() -> None:
 
 
 def test_the_second_request_of_a_late_read_knows_the_deadline() -> None:
-    """Let a read hang with seven seconds left: the function that reads once more has the same time limit."""
-    hang, limits = threading.Event(), list[float]()
+    """Let a read hang with seven seconds left: the function that reads once more has the same time limit.
+
+    It is called in a daemon thread, since the process would wait at its exit for an answer that nobody needs.
+    """
+    hang, limits, daemons = threading.Event(), list[float](), list[bool]()
 
     def answer(request: HttpRequest) -> HttpAnswer:
         return HttpAnswer(silent=True) if hang.is_set() else answer_range(request)
 
     def hedge() -> memoryview:
         limits.append(seconds_left())
+        daemons.append(threading.current_thread().daemon)
         return memoryview(DATA[:100])
 
     with scripted_server(answer) as server:
@@ -367,7 +371,7 @@ def test_the_second_request_of_a_late_read_knows_the_deadline() -> None:
         hang.set()
         with of_use_for(lambda: 7.0):
             assert reader.read(url, 0, buffer, seconds=60, hedge=hedge)
-    assert limits == [7.0]
+    assert (limits, daemons) == ([7.0], [True])
 
 
 def test_connections_are_closed_with_their_store() -> None:
