@@ -407,8 +407,9 @@ def _defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def impatient(manager: CheckpointManager, *, patience_seconds: float = FOR_EVER_SECONDS) -> Iterator[None]:
+def impatient(manager: CheckpointManager) -> Iterator[None]:
     """Shorten all limits: a save ends by its deadline, other requests by limits of their own."""
+    patience_seconds = FOR_EVER_SECONDS
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "_timeout_seconds", patience_seconds)
         patch.setattr(background_maintenance, "_ROUND_SECONDS", patience_seconds)
@@ -830,5 +831,8 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     where, name, wrong, title, way = PLANTED[bug]
     monkeypatch.setattr(where, name, wrong)
     with pytest.raises((AssertionError, DcpRemoteError, pytest.fail.Exception)) as found:
-        run_cases(title, way, "at once")
+        # A bug beyond the commit is not reached by a save that a busy machine keeps from its commit until its deadline.
+        for patience_seconds in (FOR_EVER_SECONDS, 5 * FOR_EVER_SECONDS, 25 * FOR_EVER_SECONDS):
+            monkeypatch.setitem(globals(), "FOR_EVER_SECONDS", patience_seconds)
+            run_cases(title, way, "at once")
     assert title in "".join(found.value.__notes__)
