@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_remote.common.picklable_errors import crosses_ranks, portable
+from dcp_remote.common.picklable_errors import make_picklable, replace_unpicklable_errors
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.coordination.group import default_world_size
 from dcp_remote.errors import CommitConflictError, InvalidArgumentError
@@ -66,7 +66,7 @@ class RemoteReader(StorageReader):
         url: URL or path of a checkpoint, or its store, as for `RemoteWriter`; or of a run that `CheckpointManager`
             saves into.
         step: Step of a run, or name of a checkpoint in it; None is the newest.
-        allow_pickle: Whether to load objects that need code; they can do anything to this process.
+        allow_pickle: True to load objects that need code; they can do anything to this process.
         storage_options: Options of the store, as for `RemoteWriter`.
         memory_budget_bytes: Limit of the buffers beyond the state, in bytes per rank.
         timeout_seconds: Time for which one request is retried while the store fails, in seconds. A load has no
@@ -127,7 +127,7 @@ class RemoteReader(StorageReader):
 
     # Not named `kwargs`: torch would then call again with `rank=` after a failure, and leave out the collective calls
     # on this rank alone, which hangs all ranks (state_dict_loader.py of torch 2.13).
-    @crosses_ranks
+    @replace_unpicklable_errors
     def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
         """Read and check the manifest; one GET, on every rank.
 
@@ -150,25 +150,25 @@ class RemoteReader(StorageReader):
             manifest = read_manifest(self._store, step=self._step, retry_seconds=self._timeout_seconds)
             metadata = to_dcp_metadata(manifest)
         except Exception as error:  # noqa: BLE001  # raised when the metadata is used
-            return _UnreadMetadata(portable(error))
+            return _UnreadMetadata(make_picklable(error))
         self._load.manifest = manifest
         metadata.storage_meta = StorageMeta(
             checkpoint_id=self.checkpoint_id, save_id=manifest.save_id, load_id=self._load.load_id
         )
         return metadata
 
-    @crosses_ranks
+    @replace_unpicklable_errors
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # torch's signature
         """Raise the error that `read_metadata` kept; there is nothing to set up."""
         if isinstance(metadata, _UnreadMetadata):
             raise metadata.error
 
-    @crosses_ranks
+    @replace_unpicklable_errors
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add the id of the save that this rank is about to read."""
         return replace(plan, storage_data=self._manifest_read().save_id)
 
-    @crosses_ranks
+    @replace_unpicklable_errors
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Check that all ranks read the same save; called on the coordinator.
 
@@ -184,7 +184,7 @@ class RemoteReader(StorageReader):
             )
         return plans
 
-    @crosses_ranks
+    @replace_unpicklable_errors
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what this rank's plan asks for; the planner is called from this thread alone.
 

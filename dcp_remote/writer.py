@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.gil import short_turns
-from dcp_remote.common.picklable_errors import crosses_ranks
+from dcp_remote.common.gil import short_switch_interval
+from dcp_remote.common.picklable_errors import replace_unpicklable_errors
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.coordination.group import default_world_size
 from dcp_remote.errors import (
@@ -33,8 +33,8 @@ from dcp_remote.errors import (
 from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.run import commit
 from dcp_remote.run.commit import Slot
-from dcp_remote.saving.dcp_metadata import planned_of
-from dcp_remote.saving.manifest_assembly import assembled, require_unicode, shard_bytes_max
+from dcp_remote.saving.dcp_metadata import to_columns
+from dcp_remote.saving.manifest_assembly import assemble_manifest, require_unicode, shard_bytes_max
 from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.saving.uploads import Uploads
 from dcp_remote.storage import ObjectStore
@@ -163,7 +163,7 @@ class RemoteWriter(StorageWriter):
         self._thread.save = None
         self._thread.move_to(checkpoint_id)
 
-    @crosses_ranks
+    @replace_unpicklable_errors
     def storage_meta(self) -> StorageMeta | None:
         """Begin a save: draw a fresh `save_id`.
 
@@ -176,8 +176,8 @@ class RemoteWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._thread.next_save_id)
 
     # The parameter named `kwargs` is how torch knows that it may pass `rank=` (state_dict_saver.py of torch 2.13).
-    @crosses_ranks
-    @short_turns()
+    @replace_unpicklable_errors
+    @short_switch_interval()
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # torch's signature
         """Start the deadline; on the coordinator, read the manifest that is here, in one request.
 
@@ -210,7 +210,7 @@ class RemoteWriter(StorageWriter):
             slot=slot,
         )
 
-    @crosses_ranks
+    @replace_unpicklable_errors
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged: shards are named when they are written, so a cached plan can be written again.
 
@@ -220,13 +220,13 @@ class RemoteWriter(StorageWriter):
         require_unicode(plan)
         return plan
 
-    @crosses_ranks
+    @replace_unpicklable_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the plans unchanged."""
         return plans
 
-    @crosses_ranks
-    @short_turns()
+    @replace_unpicklable_errors
+    @short_switch_interval()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Put this rank's shards; return when all are stored.
 
@@ -264,8 +264,8 @@ class RemoteWriter(StorageWriter):
         future.set_result([WriteResult(MetadataIndex(f"rank {save.rank}"), written, report)])
         return future
 
-    @crosses_ranks
-    @short_turns()
+    @replace_unpicklable_errors
+    @short_switch_interval()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit; coordinator only. `metadata` is not changed: torch may have cached it.
 
@@ -278,8 +278,8 @@ class RemoteWriter(StorageWriter):
         """
         save = self._current()
         assert save.slot is not None, "torch calls finish on the coordinator only, which has read the slot"
-        manifest, body = assembled(
-            planned_of(metadata),
+        manifest, body = assemble_manifest(
+            to_columns(metadata),
             [result.storage_data for written in results for result in written],
             url=save.store.url,
             save_id=save.save_id,
@@ -308,7 +308,7 @@ class RemoteWriter(StorageWriter):
         return is_location(checkpoint_id)
 
     def _read_slot(self, deadline: Deadline) -> Slot:
-        slot = commit.look(RetryingStore(self._store, deadline))
+        slot = commit.read_slot(RetryingStore(self._store, deadline))
         if slot.committed and not self._overwrite:
             raise CheckpointExistsError(
                 "Checkpoint already exists. Choose another URL, or pass overwrite=True to replace it.",

@@ -83,7 +83,7 @@ class Cloud:
     def has(self, step: int) -> bool:
         """Return whether there is a checkpoint of this step."""
         catalog = catalog_of(self.run)
-        return catalog is not None and catalog.at(step) is not None
+        return catalog is not None and catalog.entry_at(step) is not None
 
     def named(self) -> set[str]:
         """Return the keys of the catalog, of its manifests, and of the shards that they name."""

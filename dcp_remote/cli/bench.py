@@ -22,7 +22,7 @@ from typing import TextIO
 
 from dcp_remote.cli.findings import Probe, Unit, describe_support, find_limit
 from dcp_remote.cli.probe import fresh_name, object_bytes, probe
-from dcp_remote.common.text import human_bytes, printable
+from dcp_remote.common.text import escape_unprintable, human_bytes
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import InvalidArgumentError, StorageError
 from dcp_remote.storage import ObjectStore, open_store
@@ -95,7 +95,7 @@ def run(
     scheme = parse_url(url).scheme
     unit: Unit = "thread" if scheme in {"file", "memory"} else "connection"
     fresh = fresh_name()
-    prefix_url = printable(store.child(fresh).url)
+    prefix_url = escape_unprintable(store.child(fresh).url)
 
     def tell(line: str) -> None:
         out.write(f"… {line}\n")
@@ -121,7 +121,7 @@ def run(
         document = _build_report(found, direct, scheme=scheme, unit=unit, name=name)
         file.write(json.dumps(document, indent=2) + "\n")
     out.writelines(f"{line}\n" for line in _format_lines(found, direct, unit))
-    out.write(printable(f"report: {output}") + "\n")
+    out.write(escape_unprintable(f"report: {output}") + "\n")
     if found.objects_left:
         raise StorageError(
             "Some objects could not be deleted; the warning above names the URL to clean up.",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
-from dcp_remote.common.text import counted
+from dcp_remote.common.text import format_count
 from dcp_remote.common.units import GiB, MiB
 
 # Noun for what works in parallel: files and memory have threads but no connections.
@@ -112,15 +112,16 @@ def _find_limit_of(name: str, rates: Sequence[Rate], probe: Probe, unit: Unit) -
     for earlier, later in pairwise(rates):
         if later.bytes_per_second < _STEADY * earlier.bytes_per_second:
             return (
-                f"{name}: {remote} is unsteady, {format_speed(earlier)} with {counted(earlier.connections, unit)} and "
-                f"only {format_speed(later)} with {later.connections}: nothing can be concluded."
+                f"{name}: {remote} is unsteady, {format_speed(earlier)} with {format_count(earlier.connections, unit)} "
+                f"and only {format_speed(later)} with {later.connections}: nothing can be concluded."
             )
     best = max(rates, key=lambda rate: rate.bytes_per_second)
     if best.cpu_seconds >= _BUSY * probe.cores * best.wall_seconds:
-        return f"{name}: the CPU of this machine ({counted(probe.cores, 'core')}) is fully used."
+        return f"{name}: the CPU of this machine ({format_count(probe.cores, 'core')}) is fully used."
     first, last = rates[0], rates[-1]
     if len(rates) == 1:
-        return f"{name}: {format_speed(first)} with {counted(first.connections, unit)}; there was no time to try more."
+        tried = format_count(first.connections, unit)
+        return f"{name}: {format_speed(first)} with {tried}; there was no time to try more."
     before = rates[-2]
     growth = last.bytes_per_second / before.bytes_per_second - 1
     # 1 if the last connections that were added give as much each as those before them.
@@ -138,11 +139,11 @@ def _find_limit_of(name: str, rates: Sequence[Rate], probe: Probe, unit: Unit) -
     if before.bytes_per_second < _BUSY * last.bytes_per_second:
         near = f"near the limit of {remote}, and " if growth_per_connection < _WORTH else ""
         return (
-            f"{name}: {format_speed(last)} with {counted(last.connections, unit)}, {1 + growth:.1f} times the rate of "
-            f"{before.connections}: {near}still growing at {last.connections}."
+            f"{name}: {format_speed(last)} with {format_count(last.connections, unit)}, {1 + growth:.1f} times "
+            f"the rate of {before.connections}: {near}still growing at {last.connections}."
         )
     enough = next(rate for rate in rates if rate.bytes_per_second >= _BUSY * best.bytes_per_second)
-    count = counted(enough.connections, unit)
+    count = format_count(enough.connections, unit)
     return f"{name}: {remote} limits; {format_speed(enough)} with {count}, and hardly more with others."
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.text import counted, human_bytes, printable
+from dcp_remote.common.text import escape_unprintable, format_count, human_bytes
 from dcp_remote.errors import StorageError
 from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.run.gc import Orphans, Removal, find_orphans, remove_orphans
@@ -60,7 +60,7 @@ def run(
         _print_total(out, orphans.young, noun, "younger, perhaps of a save under way")
         if orphans.abandoned:
             size = human_bytes(sum(entry.size_bytes for entry in orphans.abandoned))
-            count = counted(len(orphans.abandoned), "checkpoint")
+            count = format_count(len(orphans.abandoned), "checkpoint")
             out.write(f"not orphans: {count} abandoned by a rollback, {size}; delete with `dcp-remote rm`\n")
         if orphans.old:
             out.write(f"Nothing was changed. To remove the older {noun}s, while no job saves here, add --delete\n")
@@ -73,7 +73,7 @@ def run(
     _print_total(out, removal.removed, noun, "removed")
     _print_total(out, removal.kept, noun, f"kept, younger than {grace_hours:g} h")
     failures = list(removal.failed.items())[:_FAILURES_SHOWN]
-    out.writelines(printable(f"{key}: {error}") + "\n" for key, error in failures)
+    out.writelines(escape_unprintable(f"{key}: {error}") + "\n" for key, error in failures)
     if removal.failed:
         raise StorageError("Some orphans could not be deleted. Run the command again.", failed=len(removal.failed))
 
@@ -83,14 +83,14 @@ def _print_title(out: TextIO, url: str, found: Orphans | Removal) -> str:
     what = (
         "objects that no live checkpoint of the run uses" if found.is_run else "shards that the manifest does not name"
     )
-    out.write(printable(f"{url}: orphans ({what})") + "\n")
+    out.write(escape_unprintable(f"{url}: orphans ({what})") + "\n")
     return "object" if found.is_run else "shard"
 
 
 def _print_objects(out: TextIO, infos: Sequence[ObjectInfo]) -> None:
-    out.writelines(printable(f"{info.key}  {info.size_bytes}") + "\n" for info in infos)
+    out.writelines(escape_unprintable(f"{info.key}  {info.size_bytes}") + "\n" for info in infos)
 
 
 def _print_total(out: TextIO, infos: Sequence[ObjectInfo], noun: str, state: str) -> None:
     size = human_bytes(sum(info.size_bytes for info in infos))
-    out.write(f"{counted(len(infos), noun)}, {size}: {state}\n")
+    out.write(f"{format_count(len(infos), noun)}, {size}: {state}\n")

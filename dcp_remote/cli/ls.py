@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
-from dcp_remote.common.text import counted, human_bytes, printable
+from dcp_remote.common.text import escape_unprintable, format_count, human_bytes
 from dcp_remote.format.catalog import Catalog, Entry
 from dcp_remote.run.run import require_run
 from dcp_remote.storage import ObjectStore, open_store
@@ -39,8 +39,8 @@ def run(url: str, *, storage_options: Mapping[str, object], as_json: bool, out: 
         out.write(json.dumps(_build_document(store.url, catalog), indent=2) + "\n")
         return
     size = human_bytes(sum(entry.size_bytes for entry in catalog.entries))
-    count = counted(len(catalog.entries), "checkpoint")
-    out.write(printable(f"{store.url}: {count}, {size} in total, shared shards counted in each") + "\n")
+    count = format_count(len(catalog.entries), "checkpoint")
+    out.write(escape_unprintable(f"{store.url}: {count}, {size} in total, shared shards counted in each") + "\n")
     out.writelines(f"{line}\n" for line in format_table(catalog.entries))
 
 
@@ -53,7 +53,7 @@ def format_table(entries: Sequence[Entry]) -> Iterator[str]:
     """Yield the aligned lines of a table of checkpoints, header first; none if there are no checkpoints."""
     rows = [("step", "saved", "size", "notes")] if entries else []
     rows += [
-        (str(entry.step), printable(entry.created), human_bytes(entry.size_bytes), _describe_notes(entry))
+        (str(entry.step), escape_unprintable(entry.created), human_bytes(entry.size_bytes), _describe_notes(entry))
         for entry in entries
     ]
     widths = [max(len(row[column]) for row in rows) if rows else 0 for column in range(3)]
@@ -72,7 +72,7 @@ def _describe_notes(entry: Entry) -> str:
 
 
 def _shorten(note: str) -> str:
-    text = printable(note)
+    text = escape_unprintable(note)
     return text if len(text) <= _NOTE_CHARACTERS_MAX else f"{text[:_NOTE_CHARACTERS_MAX]}…"
 
 

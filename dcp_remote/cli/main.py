@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from dcp_remote.cli import bench, gc, ls, pin, recover, rm, show
-from dcp_remote.common.text import printable
+from dcp_remote.common.text import escape_unprintable
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 from dcp_remote.run.gc import GRACE_SECONDS
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report_error(error: DcpRemoteError | OSError, code: int) -> int:
-    print(printable(f"dcp-remote: {error}"), file=sys.stderr)
+    print(escape_unprintable(f"dcp-remote: {error}"), file=sys.stderr)
     return code
 
 

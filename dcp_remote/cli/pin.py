@@ -7,8 +7,8 @@ from typing import TextIO
 
 from dcp_remote.cli.ls import read_run_catalog
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.text import printable
-from dcp_remote.format.catalog import Catalog, pinned
+from dcp_remote.common.text import escape_unprintable
+from dcp_remote.format.catalog import Catalog, pin_entry
 from dcp_remote.run.catalog_store import swap
 from dcp_remote.storage import open_store
 
@@ -35,8 +35,8 @@ def run(url: str, *, storage_options: Mapping[str, object], step: int, pin: bool
     read_run_catalog(store)  # for its error messages, which explain a wrong URL
 
     def change(catalog: Catalog) -> Catalog | None:
-        return pinned(catalog, step, pin=pin)
+        return pin_entry(catalog, step, pin=pin)
 
     swap(store, change, deadline=Deadline(_TIMEOUT_SECONDS))
     state = "pinned; retention keeps it" if pin else "not pinned; retention may delete it"
-    out.write(printable(f"{store.url}: step {step} is {state}") + "\n")
+    out.write(escape_unprintable(f"{store.url}: step {step} is {state}") + "\n")

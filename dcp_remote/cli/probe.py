@@ -24,7 +24,7 @@ from typing import TypeVar
 from dcp_remote.cli.findings import Probe, Rate, Unit, describe_support, format_speed
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline, RetryPolicy
-from dcp_remote.common.text import counted
+from dcp_remote.common.text import format_count
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import (
     ConditionFailedError,
@@ -141,7 +141,7 @@ def probe(
         for connections, count in zip(CONNECTIONS, _OBJECTS, strict=True):
             if deadline.expired():
                 break
-            title = counted(connections, unit)
+            title = format_count(connections, unit)
             tell(title)
             keys = [f"{connections}-{number}" for number in range(count)]
             up.append(_measure_upload(prefix, keys, connections, size_bytes))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from dcp_remote.cli.ls import format_table
-from dcp_remote.common.text import counted, printable
+from dcp_remote.common.text import escape_unprintable, format_count
 from dcp_remote.run.recovery import find_recovery, recover
 from dcp_remote.storage import open_store
 
@@ -33,12 +33,12 @@ def run(url: str, *, storage_options: Mapping[str, object], write: bool, out: Te
     recovered = recover(store) if write else find_recovery(store, timeout_seconds=_LOOK_SECONDS)
     entries = recovered.catalog.entries
     state = f"{'was' if write else 'is'} {'damaged' if recovered.damaged else 'lost'}"
-    count = counted(len(entries), "checkpoint")
-    out.write(printable(f"{store.url}: the catalog {state}; manifests of {count} found") + "\n")
+    count = format_count(len(entries), "checkpoint")
+    out.write(escape_unprintable(f"{store.url}: the catalog {state}; manifests of {count} found") + "\n")
     out.writelines(f"{line}\n" for line in format_table(entries))
     for left in recovered.left:
         step = "" if left.step is None else f" (step {left.step})"
-        out.write(printable(f"left out: {left.key}{step}: {left.reason}") + "\n")
+        out.write(escape_unprintable(f"left out: {left.key}{step}: {left.reason}") + "\n")
     out.write(
         "The manifests do not tell which checkpoints were pinned, which names have moved since, and which checkpoints "
         "were abandoned by a rollback (except those marked above). Checkpoints that were retired but not yet deleted "

@@ -7,10 +7,10 @@ from typing import TextIO
 
 from dcp_remote.cli.ls import format_table, read_run_catalog
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.text import counted, printable
+from dcp_remote.common.text import escape_unprintable, format_count
 from dcp_remote.errors import StorageError
 from dcp_remote.run.gc import TIMEOUT_SECONDS
-from dcp_remote.run.lookup import find
+from dcp_remote.run.lookup import find_entry
 from dcp_remote.run.maintenance import Maintenance, require_expendable
 from dcp_remote.storage import open_store
 
@@ -43,10 +43,12 @@ def run(
     """
     store = open_store(url, storage_options)
     catalog = read_run_catalog(store)
-    entries = [find(catalog, step, url=store.url) for step in sorted(set(steps))]
+    entries = [find_entry(catalog, step, url=store.url) for step in sorted(set(steps))]
     if not force:
         require_expendable(catalog, entries)
-    out.write(printable(f"{store.url}: {counted(len(entries), 'checkpoint')} of {len(catalog.entries)}") + "\n")
+    out.write(
+        escape_unprintable(f"{store.url}: {format_count(len(entries), 'checkpoint')} of {len(catalog.entries)}") + "\n"
+    )
     out.writelines(f"{line}\n" for line in format_table(entries))
     if not yes:
         out.write("Nothing was changed. To delete these checkpoints, add --yes\n")
@@ -55,11 +57,11 @@ def run(
     applied = maintenance.retire([entry.step for entry in entries], deadline=Deadline(TIMEOUT_SECONDS), force=force)
     deleted = maintenance.delete(deadline=Deadline(TIMEOUT_SECONDS))
     steps_deleted = ", ".join(f"step {step}" for step in applied.retired) or "no checkpoint"
-    out.write(f"deleted {steps_deleted} ({counted(deleted.removed, 'object')})\n")
+    out.write(f"deleted {steps_deleted} ({format_count(deleted.removed, 'object')})\n")
     if applied.reason is not None:
-        out.write(printable(f"some objects are left for `dcp-remote gc`: {applied.reason}") + "\n")
+        out.write(escape_unprintable(f"some objects are left for `dcp-remote gc`: {applied.reason}") + "\n")
     failures = list(deleted.failed.items())[:_FAILURES_SHOWN]
-    out.writelines(printable(f"{key}: {error}") + "\n" for key, error in failures)
+    out.writelines(escape_unprintable(f"{key}: {error}") + "\n" for key, error in failures)
     if deleted.failed or deleted.left or deleted.given_up:
         raise StorageError(
             "The checkpoints were removed from the catalog, but some of their objects could not be deleted. Remove "

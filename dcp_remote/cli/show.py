@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
-from dcp_remote.common.text import counted, human_bytes, printable
-from dcp_remote.format.entry_names import chosen_names, top_level_key
+from dcp_remote.common.text import escape_unprintable, format_count, human_bytes
+from dcp_remote.format.entry_names import choose_names, top_level_key
 from dcp_remote.format.json_text import from_text
 from dcp_remote.format.manifest import Manifest, RunInfo
 from dcp_remote.run.lookup import read_manifest
@@ -56,13 +56,13 @@ def run(
     manifest = read_manifest(store, step=chosen, retry_seconds=_RETRY_SECONDS)
     names = list(manifest.names())
     if patterns:
-        names = chosen_names(names, patterns, paths=manifest.flatten)
+        names = choose_names(names, patterns, paths=manifest.flatten)
     if as_json:
         # Encoded before the first byte is written: on an error, half a document would be worse than none.
         out.write(json.dumps(_build_document(store.url, manifest, names), indent=2) + "\n")
         return
     lines = list(_format_lines(store.url, manifest, names if patterns else None))
-    out.writelines(printable(line) + "\n" for line in lines)
+    out.writelines(escape_unprintable(line) + "\n" for line in lines)
 
 
 def _collect_facts(url: str, manifest: Manifest) -> dict[str, object]:
@@ -163,10 +163,10 @@ def _summarize(manifest: Manifest) -> Iterator[str]:
         else:
             count[0] += 1
             count[2] += _count_tensor_bytes(manifest, number)
-    titles = {top: printable(top) or _TOP_LEVEL for top in groups}
+    titles = {top: escape_unprintable(top) or _TOP_LEVEL for top in groups}
     width = max(map(len, titles.values()), default=0)
     for top, (tensors, objects, size_bytes) in groups.items():
-        numbers = f"{counted(tensors, 'tensor')}, {counted(objects, 'object')}, {human_bytes(size_bytes)}"
+        numbers = f"{format_count(tensors, 'tensor')}, {format_count(objects, 'object')}, {human_bytes(size_bytes)}"
         yield f"{titles[top]:<{width}}  {numbers}"
     if groups:
         yield ""

@@ -123,7 +123,7 @@ def runs_of_box(sizes: Sequence[int], box: Box, *, gap: int) -> I64:
     return np.stack([starts, starts + length], axis=1)
 
 
-def only_run(sizes: Sequence[int], box: Box) -> int | None:
+def find_single_run(sizes: Sequence[int], box: Box) -> int | None:
     """Return the first element of a box inside a row-major chunk; None if its elements are several runs."""
     if any(
         inner != size

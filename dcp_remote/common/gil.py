@@ -23,7 +23,7 @@ _set_seconds = 0.0
 
 
 @contextmanager
-def short_turns() -> Iterator[None]:
+def short_switch_interval() -> Iterator[None]:
     """Lower the GIL switch interval of the process to 1 ms while a block runs.
 
     Of concurrent blocks the first sets the interval, and the last restores it. An interval that is shorter already is

@@ -40,7 +40,7 @@ class LatencyTracker:
         self._seconds: dict[int, deque[float]] = {}  # by the bit length of the size in bytes
         self._repeats = 1.0
 
-    def note(self, size_bytes: int, seconds: float) -> None:
+    def record(self, size_bytes: int, seconds: float) -> None:
         """Record the latency of an answered request."""
         with self._lock:
             self._seconds.setdefault(size_bytes.bit_length(), deque(maxlen=_SAMPLES_KEPT)).append(seconds)
@@ -69,7 +69,7 @@ class LatencyTracker:
 _put_latencies: dict[str, LatencyTracker] = {}  # by the URL of the bucket
 
 
-def latency_tracker_of(url: str) -> LatencyTracker:
+def get_latency_tracker(url: str) -> LatencyTracker:
     """Return the latencies of puts into the bucket of a URL, shared by all saves of this process.
 
     A store that is not in a cloud gets an empty tracker of its own.

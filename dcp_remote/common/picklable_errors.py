@@ -18,8 +18,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def crosses_ranks(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a method that torch calls: an exception that cannot be pickled is replaced as by `portable`.
+def replace_unpicklable_errors(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a method that torch calls: an exception that cannot be pickled is replaced as by `make_picklable`.
 
     The signature stays the same, since torch decides by parameter names what to pass.
     """
@@ -29,7 +29,7 @@ def crosses_ranks(method: Callable[P, R]) -> Callable[P, R]:
         try:
             return method(*args, **kwargs)
         except BaseException as error:
-            crossing = portable(error)
+            crossing = make_picklable(error)
             if crossing is error:
                 raise
             raise crossing from error
@@ -37,7 +37,7 @@ def crosses_ranks(method: Callable[P, R]) -> Callable[P, R]:
     return guarded
 
 
-def portable(error: BaseException) -> BaseException:
+def make_picklable(error: BaseException) -> BaseException:
     """Return the error itself if it can be pickled and unpickled; otherwise a `DcpRemoteError` with its text."""
     if survives_pickling(error):
         return error

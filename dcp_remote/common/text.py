@@ -6,7 +6,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STEP = 1024
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Return a text as one line, with all characters escaped but graphic ones and the plain space.
 
     Names and values in a checkpoint are untrusted: line breaks would forge lines, ANSI sequences (also those that begin
@@ -28,6 +28,6 @@ def human_bytes(size_bytes: int) -> str:
     raise AssertionError("the last unit has no upper limit")
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Return a number with its noun: `1 tensor`, `2 tensors`."""
     return f"{number} {noun}{'s' * (number != 1)}"

@@ -89,7 +89,7 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _exit_seconds = _EXIT_SECONDS
 
 
-def end_within(seconds: float) -> None:
+def limit_exit_wait(seconds: float) -> None:
     """Limit the wait for threads at exit to `seconds`; for a process that is about to be killed."""
     global _exit_seconds  # noqa: PLW0603  # a process has one exit
     _exit_seconds = min(_exit_seconds, seconds)
@@ -129,7 +129,7 @@ class CallOnce(Generic[T]):
             self.future.set_exception(error)
 
 
-def submitted(pool: Workers, call: Callable[[], T]) -> Future[T]:
+def submit_or_run(pool: Workers, call: Callable[[], T]) -> Future[T]:
     """Make a call in a worker thread, or in this thread if no more threads can be started; return its future.
 
     No thread can be started where the process has reached its limit of threads, or is about to exit; a slow save is
@@ -145,13 +145,13 @@ def submitted(pool: Workers, call: Callable[[], T]) -> Future[T]:
 
 
 class Cancellation:
-    """Clock and sleep for the retries of one transfer: `give_up` expires its deadline and ends its pauses."""
+    """Clock and sleep for the retries of one transfer: `cancel` expires its deadline and ends its pauses."""
 
     def __init__(self) -> None:
         """Begin uncancelled."""
         self._is_cancelled = threading.Event()
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancel all retries that use this clock."""
         self._is_cancelled.set()
 

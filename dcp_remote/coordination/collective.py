@@ -125,13 +125,13 @@ class Collective:
         cancelled, keys = outcome.leave(), outcome.keys
         if self._member.is_coordinator:
             unread = self._failure_detector.unread_keys(keys) if error is not None else []
-            self._member.leave_keys(keys.number, [keys.failed, keys.verdict, *self._answer_keys, *unread])
+            self._member.note_left_keys(keys.number, [keys.failed, keys.verdict, *self._answer_keys, *unread])
             if error is not None and self._heartbeat is not None:
                 # An operation that fails before its first round deletes nothing by itself.
-                self._heartbeat.tell(lambda client: self._member.delete_left_keys(client, keys.number - 1))
+                self._heartbeat.enqueue(lambda client: self._member.delete_left_keys(client, keys.number - 1))
         if error is not None and cancelled is None:
             is_unknown = outcome.is_committing and not isinstance(error, DcpRemoteError)
-            outcome.tell(outcome.error_for_others(error), coordinator_lost=is_unknown)
+            outcome.post_verdict(outcome.error_for_others(error), coordinator_lost=is_unknown)
         if self._client is not None:
             self._member.return_client(self._client)
         self._on_leave(self)
@@ -158,7 +158,7 @@ class Collective:
         return self._outcome.error
 
     @property
-    def coordinator_lost(self) -> bool:
+    def is_commit_unknown(self) -> bool:
         """True if the operation was cancelled and this rank cannot know what the coordinator did last.
 
         The coordinator fell silent, or the store is gone; or the coordinator was committing, and never said how that
@@ -178,10 +178,10 @@ class Collective:
             return not self._outcome.is_committing
         return self._outcome.ended_before_commit
 
-    def note(self, text: str) -> None:
+    def set_activity(self, text: str) -> None:
         """Set the activity of this rank, which other ranks show if this one is late or falls silent."""
         if self._heartbeat is not None and not self._outcome.has_left:
-            self._heartbeat.note(text)
+            self._heartbeat.set_activity(text)
 
     def gather(self, value: V, decide: Callable[[list[V]], R]) -> R:
         """Send every rank's value to the coordinator, and return its decision on every rank.
@@ -259,7 +259,7 @@ class Collective:
             raise self.failed(f"This rank is behind: {self.what} is over for the others.")
         return pickle.loads(data)  # type: ignore[no-any-return]  # noqa: S301  # of a rank of this job
 
-    def apart(self, call: Callable[[], R]) -> R:
+    def run_in_thread(self, call: Callable[[], R]) -> R:
         """Make a call that may block forever, in a thread of its own, and return its result if the operation goes on.
 
         Raises:
@@ -267,7 +267,7 @@ class Collective:
         """
         helper = HelperThread("dcp_remote-request")
         try:
-            return helper.run(call, self._outcome.require_going_on)
+            return helper.run(call, self._outcome.raise_if_cancelled)
         finally:
             helper.close()
 
@@ -283,7 +283,7 @@ class Collective:
         """
         assert self._member.is_coordinator, "the others commit nothing"
         outcome = self._outcome
-        outcome.require_going_on()
+        outcome.raise_if_cancelled()
         if self._heartbeat is not None:
             self._ask(outcome.read_verdict)
         if outcome.time_limit.expired():
@@ -291,7 +291,7 @@ class Collective:
             outcome.end(outcome.timed_out(message, rank=0))
         outcome.enter_commit()
 
-    def give_up(self, why: str) -> bool:
+    def abort(self, why: str) -> bool:
         """Cancel the operation from another thread, and tell the other ranks.
 
         Args:
@@ -304,20 +304,20 @@ class Collective:
         self._outcome.end(self.failed(f"Rank {rank} {why}; {self.what} was given up.", rank=rank))
         return self._outcome.error is not None
 
-    def look(self) -> None:
+    def check_time_and_store(self) -> None:
         """Cancel the operation if its deadline and the grace have passed, no time is left, or the store is silent.
 
         From any thread, at any time; never touches the store. A thread that waits for another, which may be stuck in
         the store, calls this twice a second.
         """
-        self._outcome.look()
+        self._outcome.check_time_and_store()
 
-    def require_going_on(self) -> None:
+    def raise_if_cancelled(self) -> None:
         """Raise the error that cancelled the operation, or cancels it now; never touches the store.
 
         For long work between two rounds.
         """
-        self._outcome.require_going_on()
+        self._outcome.raise_if_cancelled()
 
     # ---- for the group
 
@@ -332,7 +332,7 @@ class Collective:
     # ---- rounds, in the thread of the block
 
     def _begin_round(self) -> None:
-        self._outcome.require_going_on()
+        self._outcome.raise_if_cancelled()
         self._round += 1
         self._outcome.is_committing = False  # the others are needed again
 
@@ -346,7 +346,7 @@ class Collective:
         data, rank = pickle.dumps(value), self._member.rank
         while True:
             self._ask(self._read_verdicts)
-            self._outcome.require_going_on()
+            self._outcome.raise_if_cancelled()
             keys = self._outcome.keys
             key = keys.contribution(self._round, rank)
             self._ask(lambda client, key=key: client.put(key, data))  # type: ignore[misc]
@@ -404,7 +404,7 @@ class Collective:
         """
         data = {key: pickle.dumps(answer) for key, answer in answers.items()}
         if not self._outcome.is_committing:
-            self._outcome.require_going_on()
+            self._outcome.raise_if_cancelled()
         old_keys, self._answer_keys = self._answer_keys, list(data)
         self._failure_detector.expect(self._round + 1, range(1, self._member.world_size))
         try:
@@ -431,7 +431,7 @@ class Collective:
     def _read_verdicts(self, client: Client) -> None:
         """Go on to the next number for as long as there is a verdict on another operation under this one."""
         while self._outcome.read_verdict(client):
-            self._outcome.require_going_on()
+            self._outcome.raise_if_cancelled()
 
     def _wait_for(self, wanted: Sequence[str], keys: CollectiveKeys) -> bool:
         """Wait until all wanted keys exist; return False once the operation has other keys than `keys`.
@@ -453,7 +453,7 @@ class Collective:
                 and not outcome.follow(status)
             ):
                 outcome.end_without_verdict(status)
-            outcome.require_going_on()
+            outcome.raise_if_cancelled()
             outcome.wait(pause_seconds)
             pause_seconds = min(1.5 * pause_seconds, self._pause_seconds_max)
         return False
@@ -470,10 +470,10 @@ class Collective:
         outcome = self._outcome
         if self._heartbeat.gone is not None:  # to connect anew would take minutes
             outcome.end_without_store(self._heartbeat.gone)
-            outcome.require_going_on()
+            outcome.raise_if_cancelled()
         client, self._client = self._client or self._member.take_client(), None
         try:
-            answer = client.ask(request, outcome.require_going_on)
+            answer = client.ask(request, outcome.raise_if_cancelled)
         except dist.DistError as error:
             client.close()
             outcome.end_without_store(error)

@@ -49,7 +49,7 @@ class FailureDetector:
     def check(self, client: Client) -> None:
         """Look at the other ranks, and end the operation if it cannot go on; in the thread of the heartbeat."""
         outcome = self._outcome
-        outcome.look()
+        outcome.check_time_and_store()
         if outcome.has_left or outcome.error is not None:
             return
         if not self._member.is_coordinator:

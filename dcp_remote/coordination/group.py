@@ -69,10 +69,12 @@ class RankGroup:
         self._store = store
         self._beat_seconds = heartbeat_interval_seconds(world_size) if beat_seconds is None else beat_seconds
         if not isinstance(store, UseCounter):
-            self.meet()
+            self.start_heartbeat()
 
     @classmethod
-    def of(cls, process_group: dist.ProcessGroup | None, name: str, *, beat_seconds: float | None = None) -> RankGroup:
+    def from_process_group(
+        cls, process_group: dist.ProcessGroup | None, name: str, *, beat_seconds: float | None = None
+    ) -> RankGroup:
         """Return the ranks of a process group; asks the store nothing.
 
         All ranks use their groups of one name in the same order; see `use_counter`.
@@ -105,7 +107,7 @@ class RankGroup:
         """Heartbeat of this rank; None if it is the only one, or before the first operation."""
         return self._member.heartbeat
 
-    def meet(self) -> None:
+    def start_heartbeat(self) -> None:
         """Start the heartbeat, as the first operation does; never blocks.
 
         Raises:
@@ -163,7 +165,7 @@ class RankGroup:
             raise InvalidArgumentError(
                 "Another operation is under way; wait for its end.", what=what, under_way=self._collective.what
             )
-        self.meet()
+        self.start_heartbeat()
         return Collective(
             self._member,
             CollectiveKeys(self._number + 1, one_line(what)),
@@ -240,7 +242,7 @@ class RankGroup:
             uses.mark_doubtful()
         if is_told and not has_begun:
             heartbeat = self._new_heartbeat(uses.begin(is_missed=True))
-            heartbeat.note("left by an error before its first call")
+            heartbeat.set_activity("left by an error before its first call")
             try:
                 heartbeat.start().close(seconds, says_goodbye=False)
             except RuntimeError:  # no thread can be started

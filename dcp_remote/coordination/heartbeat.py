@@ -26,7 +26,7 @@ from dcp_remote.coordination.key_value import Client
 logger = logging.getLogger(__name__)
 
 # Often enough that all ranks know of a rank's failure within two or three seconds.
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 
 # A heartbeat costs some three operations on one server, which does some 6,800 a second (one client, loopback) and has
 # torch's own work to do: at 10,000 ranks one heartbeat every ten seconds is 3,000 operations a second.
@@ -48,7 +48,7 @@ _FAREWELL_SHARE = 0.8
 
 def heartbeat_interval_seconds(world_size: int) -> float:
     """Return the seconds between two heartbeats of each rank, by the number of ranks."""
-    return max(BEAT_SECONDS, world_size / _RANKS_PER_BEAT_SECOND)
+    return max(HEARTBEAT_SECONDS, world_size / _RANKS_PER_BEAT_SECOND)
 
 
 class SuspendAwareClock:
@@ -166,7 +166,7 @@ class Heartbeat:
         store: dist.Store | Callable[[], dist.Store],
         rank: int,
         *,
-        beat_seconds: float = BEAT_SECONDS,
+        beat_seconds: float = HEARTBEAT_SECONDS,
         farewell: Callable[[Client], bool] = lambda _client: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -225,7 +225,7 @@ class Heartbeat:
         return self._gone
 
     @property
-    def last_note(self) -> str:
+    def last_activity(self) -> str:
         """Activity of this rank, as last noted."""
         return self._status.note
 
@@ -247,7 +247,7 @@ class Heartbeat:
         """
         return self._process_clock() - self._answered_at
 
-    def note(self, text: str) -> None:
+    def set_activity(self, text: str) -> None:
         """Set the activity of this rank, which is published with the next heartbeat."""
         with self._status_lock:
             self._status = replace(self._status, note=one_line(text))
@@ -290,7 +290,7 @@ class Heartbeat:
         }
         return {rank: silence for rank, silence in silences.items() if silence >= seconds}
 
-    def tell(self, action: Callable[[Client], None]) -> None:
+    def enqueue(self, action: Callable[[Client], None]) -> None:
         """Queue an action for the thread, which wakes up at once and does queued actions first, in order.
 
         Never blocks, never raises.

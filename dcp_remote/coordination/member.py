@@ -1,4 +1,4 @@
-"""One rank's membership in a group: all that a collective operation needs to know and to use of its group."""
+"""Membership of one rank in a group: the clients, keys and limits that a collective operation uses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GroupMember:
         if not is_kept:
             client.close()
 
-    def leave_keys(self, operation: int, keys: Iterable[str]) -> None:
+    def note_left_keys(self, operation: int, keys: Iterable[str]) -> None:
         """Note keys that an operation may have left in the store; coordinator only. A single rank has no store."""
         with self._lock:
             if self.world_size > 1:

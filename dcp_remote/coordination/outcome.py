@@ -125,7 +125,7 @@ class Outcome:
         """Wait for some seconds, or until the operation is cancelled."""
         self._cancelled.wait(seconds)
 
-    def look(self) -> None:
+    def check_time_and_store(self) -> None:
         """Cancel the operation if its deadline and the grace have passed, no time is left, or the store is silent.
 
         From any thread, at any time; never touches the store. A thread that waits for another, which may be stuck in
@@ -149,9 +149,9 @@ class Outcome:
         elif heartbeat.gone is not None or heartbeat.contact_seconds() > silence_seconds:
             self.end_without_store(heartbeat.gone)
 
-    def require_going_on(self) -> None:
-        """Raise the error that cancelled the operation, or that cancels it now; see `look`."""
-        self.look()
+    def raise_if_cancelled(self) -> None:
+        """Raise the error that cancelled the operation, or that cancels it now; see `check_time_and_store`."""
+        self.check_time_and_store()
         if self.error is not None:
             raise self.error
 
@@ -197,7 +197,7 @@ class Outcome:
         elif self._renumber(keys, keys.number + 1) and is_coordinator:
             others = range(1, self._member.world_size)
             own, theirs = (some.contributions(1, others) for some in (keys, keys.with_name(verdict.what)))
-            self._member.leave_keys(keys.number, [keys.failed, keys.verdict, *own, *theirs])
+            self._member.note_left_keys(keys.number, [keys.failed, keys.verdict, *own, *theirs])
         return True
 
     def _renumber(self, keys: CollectiveKeys, number: int) -> bool:
@@ -259,10 +259,10 @@ class Outcome:
         is_coordinator = self._member.is_coordinator
         if self.cancel(error, coordinator_lost=coordinator_lost and not is_coordinator, even_in_commit=even_in_commit):
             if is_coordinator:
-                self.tell(error, coordinator_lost=self.is_committing, any_operation=any_operation)
+                self.post_verdict(error, coordinator_lost=self.is_committing, any_operation=any_operation)
             else:
                 told = self.error_for_others(error)
-                self.tell(told, coordinator_lost=coordinator_lost, any_operation=any_operation)
+                self.post_verdict(told, coordinator_lost=coordinator_lost, any_operation=any_operation)
 
     def cancel(self, error: DcpRemoteError, *, coordinator_lost: bool = False, even_in_commit: bool = False) -> bool:
         """Cancel the operation here, without telling the others; return whether that changed anything.
@@ -281,7 +281,7 @@ class Outcome:
             self._cancelled.set()
             return True
 
-    def tell(self, error: DcpRemoteError, *, coordinator_lost: bool, any_operation: bool = False) -> None:
+    def post_verdict(self, error: DcpRemoteError, *, coordinator_lost: bool, any_operation: bool = False) -> None:
         """Post a verdict with the next heartbeat, unless one was posted: the coordinator to all, others to it.
 
         Args:
@@ -294,7 +294,7 @@ class Outcome:
             what = "" if any_operation else self.what
             verdict = Verdict(what, str(error), pickle.dumps(error), coordinator_lost, self.is_committing)
             data = pickle.dumps(verdict)
-            self._heartbeat.tell(lambda client: client.put_first(key, data))
+            self._heartbeat.enqueue(lambda client: client.put_first(key, data))
 
     def error_for_others(self, error: BaseException) -> DcpRemoteError:
         """Return the error that the other ranks raise for an error of this rank: the same, or `failed` if it is odd."""
@@ -318,7 +318,7 @@ class Outcome:
 
     def _last_activity(self, rank: int) -> str:
         if self._heartbeat is None or rank == self._member.rank:
-            return self.what if self._heartbeat is None else self._heartbeat.last_note
+            return self.what if self._heartbeat is None else self._heartbeat.last_activity
         status = self._heartbeat.last(rank)
         if status is None:
             return "no heartbeat yet"

@@ -40,7 +40,7 @@ class Entry:
     size_bytes: int
     created: str
     token: int
-    began: int
+    began_revision: int
     names: tuple[str, ...] = ()
     metrics: tuple[tuple[str, float], ...] = ()
     pinned: bool = False
@@ -70,7 +70,7 @@ class Catalog:
     floor: int = 0
     entries: tuple[Entry, ...] = ()
 
-    def at(self, step: int) -> Entry | None:
+    def entry_at(self, step: int) -> Entry | None:
         """Return the live checkpoint of a step, abandoned or not."""
         return next((entry for entry in self.entries if entry.step == step), None)
 
@@ -78,7 +78,7 @@ class Catalog:
         """Return the newest checkpoint that is not abandoned."""
         return max((entry for entry in self.entries if not entry.abandoned), key=lambda entry: entry.step, default=None)
 
-    def named(self, name: str) -> Entry | None:
+    def find_by_name(self, name: str) -> Entry | None:
         """Return the checkpoint that has this name; a name belongs to at most one checkpoint."""
         return next((entry for entry in self.entries if name in entry.names), None)
 
@@ -97,7 +97,7 @@ class Attempt:
         before: save_id of the checkpoint of this step to overwrite, as seen when the save began; None if there is
             nothing to overwrite. A checkpoint that is abandoned, or that this commit abandons, is replaced in any case,
             unless it is pinned or has a name that `entry` does not have.
-        borrowed: save_id and manifest key of the checkpoint whose shards are reused; None if no shard is.
+        reused: save_id and manifest key of the checkpoint whose shards are reused; None if no shard is.
         abandons: Step that the job restored (-1: no step): newer checkpoints of earlier jobs become abandoned. None to
             abandon nothing. Needed in the first commit of a job, harmless in later ones. A job that restores an older
             step again must first take a new fencing token.
@@ -106,7 +106,7 @@ class Attempt:
     entry: Entry
     run_id: str
     before: str | None = None
-    borrowed: tuple[str, str] | None = None
+    reused: tuple[str, str] | None = None
     abandons: int | None = None
 
 
@@ -114,12 +114,12 @@ class BeginAgainError(CommitConflictError):
     """Objects that a save or a thinning wrote or reuses may have been removed; begin it again."""
 
 
-def fenced(catalog: Catalog) -> Catalog:
+def take_fence(catalog: Catalog) -> Catalog:
     """Hand the run to a new job: earlier jobs cannot commit any more. Live checkpoints stay as they are."""
     return replace(catalog, revision=catalog.revision + 1, token=catalog.token + 1)
 
 
-def refreshed(catalog: Catalog) -> Catalog:
+def raise_revision(catalog: Catalog) -> Catalog:
     """Raise the revision and nothing else.
 
     Called between two attempts of a save: gc can then raise the floor above the shards of the failed attempt without
@@ -128,7 +128,7 @@ def refreshed(catalog: Catalog) -> Catalog:
     return replace(catalog, revision=catalog.revision + 1)
 
 
-def committed(catalog: Catalog, attempt: Attempt) -> Catalog | None:
+def add_entry(catalog: Catalog, attempt: Attempt) -> Catalog | None:
     """Add a checkpoint. Return None if it is live already, as after a swap whose answer was lost.
 
     Raises:
@@ -146,8 +146,8 @@ def committed(catalog: Catalog, attempt: Attempt) -> Catalog | None:
         raise FencedError("Another run was created here; stop this job.", run=attempt.run_id, newest=catalog.run_id)
     if catalog.token != entry.token:
         raise FencedError("A newer job owns this run; stop this one.", token=entry.token, newest=catalog.token)
-    _require_above_floor(catalog, entry.began)
-    there = catalog.at(entry.step)
+    _require_above_floor(catalog, entry.began_revision)
+    there = catalog.entry_at(entry.step)
     if (there.save_id if there is not None else None) != attempt.before:
         if there is None or not (there.abandoned or _abandons(attempt, there)):
             raise CommitConflictError(
@@ -163,19 +163,17 @@ def committed(catalog: Catalog, attempt: Attempt) -> Catalog | None:
                 pinned=there.pinned,
                 names=", ".join(there.names) or None,
             )
-    if attempt.borrowed is not None and attempt.borrowed not in {
-        (live.save_id, live.manifest) for live in catalog.entries
-    }:
+    if attempt.reused is not None and attempt.reused not in {(live.save_id, live.manifest) for live in catalog.entries}:
         raise BeginAgainError(
             "The checkpoint whose shards this save reuses was removed, replaced or thinned meanwhile.",
-            borrowed=attempt.borrowed[0],
+            reused=attempt.reused[0],
         )
     rest = (_without_names(live, entry.names) for live in catalog.entries if live.step != entry.step)
     rest = (replace(live, abandoned=True) if _abandons(attempt, live) else live for live in rest)
     return _with(catalog, [*rest, entry])
 
 
-def retired(catalog: Catalog, save_ids: Iterable[str]) -> Catalog | None:
+def retire_entries(catalog: Catalog, save_ids: Iterable[str]) -> Catalog | None:
     """Remove checkpoints. Return None if none of them is live. Shards that only they named may go after the swap.
 
     The floor rises above the revisions at which their saves began. Otherwise a save whose commit had no answer would
@@ -185,11 +183,11 @@ def retired(catalog: Catalog, save_ids: Iterable[str]) -> Catalog | None:
     gone = [entry for entry in catalog.entries if entry.save_id in ids]
     if not gone:
         return None
-    floor = max(catalog.floor, *(entry.began + 1 for entry in gone))
+    floor = max(catalog.floor, *(entry.began_revision + 1 for entry in gone))
     return _with(replace(catalog, floor=floor), [entry for entry in catalog.entries if entry.save_id not in ids])
 
 
-def thinned(
+def thin_entry(
     catalog: Catalog, save_id: str, *, began: int, seen: str, manifest: str, keys: Iterable[str], size_bytes: int
 ) -> Catalog | None:
     """Replace the manifest of a checkpoint by one without some top-level keys.
@@ -217,19 +215,19 @@ def thinned(
     return _changed(catalog, replace(entry, manifest=manifest, thinned=kept, size_bytes=size_bytes))
 
 
-def pinned(catalog: Catalog, step: int, *, pin: bool) -> Catalog | None:
+def pin_entry(catalog: Catalog, step: int, *, pin: bool) -> Catalog | None:
     """Pin or unpin the checkpoint of a step. Return None if nothing changes.
 
     Raises:
         CheckpointNotFoundError: No checkpoint of this step is live.
     """
-    entry = catalog.at(step)
+    entry = catalog.entry_at(step)
     if entry is None:
         raise CheckpointNotFoundError("No checkpoint of this step is live.", step=step)
     return None if entry.pinned == pin else _changed(catalog, replace(entry, pinned=pin))
 
 
-def raised(catalog: Catalog, floor: int) -> Catalog | None:
+def raise_floor(catalog: Catalog, floor: int) -> Catalog | None:
     """Raise the floor to `floor`. Return None if it is that high already.
 
     Raises:

@@ -91,7 +91,7 @@ def encode(catalog: Catalog, nonce: str, *, known: Catalog | None = None) -> byt
             size_bytes=entry.size_bytes,
             created=entry.created,
             token=entry.token,
-            began=entry.began,
+            began=entry.began_revision,
             names=list(entry.names),
             metrics=dict(entry.metrics),
             pinned=entry.pinned,
@@ -156,7 +156,7 @@ def decode(data: bytes) -> Catalog:
                     size_bytes=entry.size_bytes,
                     created=entry.created,
                     token=entry.token,
-                    began=entry.began,
+                    began_revision=entry.began,
                     names=tuple(entry.names),
                     metrics=tuple(entry.metrics.items()),
                     pinned=entry.pinned,
@@ -188,7 +188,7 @@ def check(catalog: Catalog, *, known: Catalog | None = None) -> Catalog:
     for entry in entries:
         if id(entry) not in checked:
             _check_entry(entry)
-    if catalog.floor > catalog.revision or any(entry.began >= catalog.revision for entry in entries):
+    if catalog.floor > catalog.revision or any(entry.began_revision >= catalog.revision for entry in entries):
         raise _damaged("the floor, or the revision of a checkpoint, is too high", revision=catalog.revision)
     if any(entry.token > catalog.token for entry in entries):
         raise _damaged("the token of a checkpoint is above that of the catalog", token=catalog.token)
@@ -206,7 +206,7 @@ def check(catalog: Catalog, *, known: Catalog | None = None) -> Catalog:
 
 def _check_entry(entry: Entry) -> None:
     _require_identity(entry.save_id)
-    _require_numbers(step=entry.step, size_bytes=entry.size_bytes, token=entry.token, began=entry.began)
+    _require_numbers(step=entry.step, size_bytes=entry.size_bytes, token=entry.token, began=entry.began_revision)
     if not _MANIFEST_KEY.fullmatch(entry.manifest) or ".." in entry.manifest:
         raise _damaged("the key of a manifest is not of the form manifests/<name>.json", key=entry.manifest[:300])
     _require_texts([entry.created, *entry.names, *entry.thinned, *(name for name, _ in entry.metrics)])

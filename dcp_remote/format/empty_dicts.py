@@ -13,7 +13,7 @@ from typing import TypeAlias
 Path: TypeAlias = tuple[str | int, ...]
 
 
-def named(paths: Iterable[Path]) -> dict[str, Path]:
+def to_flatten_items(paths: Iterable[Path]) -> dict[str, Path]:
     """Return the items of a flatten mapping that record empty dicts at these paths."""
     return {_name(path): path for path in paths}
 
@@ -29,7 +29,7 @@ def empty_dicts(flatten: Mapping[str, Path] | None, entries: Collection[str]) ->
     return {name: path for name, path in (flatten or {}).items() if name in rest and name == _name(path)}
 
 
-def fitted(flatten: Mapping[str, Path] | None, entries: Collection[str]) -> Mapping[str, Path] | None:
+def drop_conflicting(flatten: Mapping[str, Path] | None, entries: Collection[str]) -> Mapping[str, Path] | None:
     """Drop empty dicts whose paths conflict with what other ranks have. Coordinator only.
 
     Entries take precedence over empty dicts, and deeper empty dicts over others.

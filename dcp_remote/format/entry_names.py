@@ -30,7 +30,7 @@ def top_level_key(path: Sequence[str | int] | None) -> str:
     return str(path[0]) if path is not None and len(path) > 1 else ""
 
 
-def chosen_names(
+def choose_names(
     names: Sequence[str], patterns: Collection[str], *, paths: Mapping[str, Sequence[str | int]] | None
 ) -> list[str]:
     """Return the names that match a pattern, in the order of `names`.

@@ -21,22 +21,22 @@ INT_TEXT_LENGTH_MAX = len(str(INT_MIN))
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
 
 
-def in_text(buffer: RawBytes) -> Json:
+def encode_in_text(buffer: RawBytes) -> Json:
     """Return a long buffer as base64."""
     return to_base64(buffer.view)
 
 
-def by_place(buffer: RawBytes) -> Json:
+def encode_by_place(buffer: RawBytes) -> Json:
     """Return the place of a long buffer among the raw bytes: [start, length]."""
     return [buffer.start, buffer.view.nbytes]
 
 
-def to_text(encoded: Json, buffer: Callable[[RawBytes], object] = in_text) -> bytes:
+def to_text(encoded: Json, buffer: Callable[[RawBytes], object] = encode_in_text) -> bytes:
     """Serialize a tree as UTF-8 JSON without spaces, names in their order.
 
     Args:
         encoded: Tree that `Encoder` made.
-        buffer: Encodes each long buffer: `in_text` or `by_place`.
+        buffer: Encodes each long buffer: `encode_in_text` or `encode_by_place`.
     """
     # A tree of `Encoder` has no cycle, so that the check for cycles is left out.
     return json.dumps(

@@ -46,7 +46,7 @@ CHECKPOINT, TOMBSTONE = "checkpoint", "tombstone"
 # Decoded metadata takes up to 30 times the memory of its text.
 USER_BYTES_MAX = 1 * MiB
 
-# First field of a document that `renewed` made.
+# First field of a document that `reencode` made.
 _NONCE = re.compile(rb'\{"nonce":"[0-9a-f]{32}",')
 
 
@@ -318,7 +318,7 @@ def decode(data: bytes) -> Manifest | None:
     )
 
 
-def tombstone(save_id: str, replaces: tuple[str, ...]) -> bytes:
+def make_tombstone(save_id: str, replaces: tuple[str, ...]) -> bytes:
     """Return the document that, stored in place of a manifest, prevents the commit of saves that saw no manifest.
 
     Raises:
@@ -329,7 +329,7 @@ def tombstone(save_id: str, replaces: tuple[str, ...]) -> bytes:
     return seal(msgspec.json.encode(head))
 
 
-def renewed(data: bytes, nonce: str) -> bytes:
+def reencode(data: bytes, nonce: str) -> bytes:
     """Return the same document in other bytes: an object of equal bytes could get an equal version (ETag).
 
     Args:

@@ -101,7 +101,7 @@ class ShardNames:
     origin: str = ""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
-    def again(self) -> ShardNames:
+    def renew(self) -> ShardNames:
         """Return fresh names for the same rank and save."""
         return replace(self, token=secrets.token_hex(8))
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_remote.errors import UnsupportedFormatError
 from dcp_remote.format.manifest import Manifest, TensorKind
 from dcp_remote.loading.chunk_list import ChunkCache, ChunkList
-from dcp_remote.serialization.tensors import dtype_of
+from dcp_remote.serialization.tensors import parse_dtype
 
 # Version that torch's own writers give (CURRENT_DCP_VERSION in filesystem.py of torch 2.13).
 _DCP_METADATA_VERSION = "1.0.0"
@@ -67,7 +67,7 @@ def _properties(kind: TensorKind) -> TensorProperties:
             memory_format=kind.memory_format[:100],
         )
     return TensorProperties(
-        dtype=dtype_of(kind.dtype),
+        dtype=parse_dtype(kind.dtype),
         layout=layout,
         requires_grad=kind.requires_grad,
         memory_format=memory_format,

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.threads import WAKE_SECONDS, Cancellation, Workers, submitted
+from dcp_remote.common.threads import WAKE_SECONDS, Cancellation, Workers, submit_or_run
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import StorageError
 from dcp_remote.storage.base import ObjectStore
@@ -126,7 +126,7 @@ def download(
 
     def begin(fetch: Fetch[T]) -> Future[Fetched[T]]:
         data = fetch.into if fetch.into is not None else buffers.take(fetch.length)
-        return submitted(pool, partial(receive, fetch, data))
+        return submit_or_run(pool, partial(receive, fetch, data))
 
     def receive(fetch: Fetch[T], data: memoryview) -> Fetched[T]:
         seconds = retry_seconds if deadline is None else min(retry_seconds, deadline.remaining_seconds())
@@ -163,6 +163,6 @@ def download(
                 buffers.give_back(fetched.data)
                 del fetched  # or the buffer would stay while its bytes are free in the budget
     finally:
-        cancellation.give_up()
+        cancellation.cancel()
         has_waiting_threads = lease.close()
         pool.shutdown(wait=not has_waiting_threads)

@@ -25,7 +25,7 @@ from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError, O
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.loading.downloads import Fetch, Fetched, download
 from dcp_remote.loading.read_plan import RangePlan, ReadPlan, Segment, Want, plan_reads
-from dcp_remote.run.lookup import why_missing
+from dcp_remote.run.lookup import explain_missing_shard
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.rereads import RereadingStore
 
@@ -111,7 +111,7 @@ def read_targets(
             progress.take_range(fetched)
             arrived(fetched.fetch.key, fetched.fetch.start, fetched.data, fetched.fetch.into is not None)
     except ObjectNotFoundError as error:
-        reason = why_missing(store, manifest, retry_seconds=retry_seconds)
+        reason = explain_missing_shard(store, manifest, retry_seconds=retry_seconds)
         if reason is not None:
             raise CheckpointNotFoundError(
                 f"The checkpoint was {reason} while it was being read. Load again.",

@@ -15,14 +15,14 @@ from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.empty_dicts import empty_dicts
-from dcp_remote.format.entry_names import chosen_names
+from dcp_remote.format.entry_names import choose_names
 from dcp_remote.format.manifest import RAW, Manifest
 from dcp_remote.loading.engine import Target, read_targets
 from dcp_remote.loading.read_plan import Want
 from dcp_remote.loading.targets import BytesTarget, TensorTarget, make_object_targets, want_bytes
 from dcp_remote.run.lookup import read_manifest
-from dcp_remote.serialization.state_dict import unwrapped
-from dcp_remote.serialization.tensors import decode_tensor, dtype_name, dtype_of, empty_tensor, narrow
+from dcp_remote.serialization.state_dict import unwrap_per_rank
+from dcp_remote.serialization.tensors import decode_tensor, dtype_name, empty_tensor, narrow, parse_dtype
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import Location, require_budget, require_timeout
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
@@ -53,7 +53,7 @@ def load(
         step: Step of a run, or name of a checkpoint in it; None is the newest.
         keys: Names, or patterns of names such as `"model.*"`, as `dcp-remote show` lists them; None reads everything.
             Entries that were not chosen are left out. In a list they are None, so that chosen entries keep their index.
-        allow_pickle: Whether to load objects that need code.
+        allow_pickle: True to load objects that need code.
         storage_options: Options of the store, as for `RemoteWriter`.
         memory_budget_bytes: Limit of the buffers beyond the returned values, in bytes.
         timeout_seconds: Time for which one request is retried while the store fails, in seconds.
@@ -73,7 +73,7 @@ def load(
     empty = empty_dicts(manifest.flatten, names)
     names += empty
     if keys is not None:
-        names = chosen_names(names, [keys] if isinstance(keys, str) else keys, paths=manifest.flatten)
+        names = choose_names(names, [keys] if isinstance(keys, str) else keys, paths=manifest.flatten)
     flat: dict[str, Any] = {name: {} if name in empty else None for name in names}
     targets: list[Target] = []
     for name in (name for name in names if name not in empty):
@@ -88,7 +88,7 @@ def load(
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         path = manifest.flatten.get(name, (name,))
-        set_element(nested, path, unwrapped(path, value) if manifest.run is not None else value)
+        set_element(nested, path, unwrap_per_rank(path, value) if manifest.run is not None else value)
     return nested
 
 
@@ -111,7 +111,7 @@ def _make_tensor_targets(manifest: Manifest, number: int, flat: dict[str, Any], 
             )
 
         return [BytesTarget(name, want, length=want_bytes(manifest, want), done=done)]
-    whole = flat[name] = _allocate(name, dtype_of(kind.dtype), tensors.shape_of(number))
+    whole = flat[name] = _allocate(name, parse_dtype(kind.dtype), tensors.shape_of(number))
     targets: list[Target] = []
     for chunk in range(first, first + int(tensors.chunks[number])):
         sizes = tensors.sizes_of(chunk)

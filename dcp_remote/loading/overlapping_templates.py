@@ -24,7 +24,7 @@ class _Extent:
         device: Device of the memory.
         start: Address of the first byte.
         stop: Address one past the last byte.
-        contiguous: Whether all bytes in between belong to the tensor.
+        contiguous: True if all bytes in between belong to the tensor.
         shape: Shape of the tensor.
         strides: Strides of the tensor, in elements.
     """

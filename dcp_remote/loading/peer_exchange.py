@@ -89,12 +89,12 @@ def cohorts_of(announcements: Sequence[Announcement]) -> tuple[list[Cohort], lis
 class PeerExchange:
     """This rank's part in an exchange, used as a context manager; leave it when all ranks have what they want.
 
-    First `tell`, then `begin` with the cohort of this rank, which returns the store and the plan to read with.
+    First `listen`, then `begin` with the cohort of this rank, which returns the store and the plan to read with.
 
     Args:
         rank: Number of this rank.
         host: Address of this host that the other ranks can reach.
-        gives: Whether what this rank has read stays unchanged until the end; if not, the rank takes no part.
+        gives: True if what this rank has read stays unchanged until the end; if not, the rank takes no part.
         memory_budget_bytes: Limit of the memory of ranges in flight and of copies kept for others, in bytes.
         is_over: Function that tells whether the load was cancelled.
     """
@@ -102,7 +102,7 @@ class PeerExchange:
     def __init__(
         self, rank: int, host: str, *, gives: bool, memory_budget_bytes: int, is_over: Callable[[], bool]
     ) -> None:
-        """Store the settings; nothing is opened before `tell`."""
+        """Store the settings; nothing is opened before `listen`."""
         self._gives = gives
         self._rank = rank
         self._host = host
@@ -140,7 +140,7 @@ class PeerExchange:
         """Limit of the memory of ranges in flight, in bytes."""
         return self._budget_bytes - self._budget_bytes // _KEPT_SHARE if self._units else self._budget_bytes
 
-    def tell(self, manifest: Manifest, wanted: Wanted) -> Announcement:
+    def listen(self, manifest: Manifest, wanted: Wanted) -> Announcement:
         """Start to listen, and return the announcement for the other ranks."""
         try:
             if self._gives:
@@ -163,7 +163,7 @@ class PeerExchange:
         Args:
             store: Store that holds the shards.
             manifest: Manifest of the checkpoint.
-            wanted: Blocks that this rank wants, as passed to `tell`.
+            wanted: Blocks that this rank wants, as passed to `listen`.
             cohort: Cohort of this rank.
         """
         member = cohort.ranks.index(self._rank)

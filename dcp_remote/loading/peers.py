@@ -35,7 +35,7 @@ from dcp_remote.loading.peer_sockets import (
     listen_on_unix_socket,
     receive,
 )
-from dcp_remote.storage.request_context import is_wanted
+from dcp_remote.storage.request_context import may_write
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class PeerServer:
             number: Number of the unit.
             data: Bytes of the unit.
             receivers: Number of ranks that want the unit.
-            stays: Whether `data` is valid until this server is closed. Otherwise a copy is kept; if there is no room
+            stays: True if `data` is valid until this server is closed. Otherwise a copy is kept; if there is no room
                 for a copy, requests for the unit are declined.
         """
         with self._changed:
@@ -394,7 +394,7 @@ class PeerClient:
 
     def _is_abandoned(self) -> bool:
         """Return whether the load was cancelled, or the caller has taken its buffer back."""
-        return self._is_over() or not is_wanted()
+        return self._is_over() or not may_write()
 
     def _mark_failed(self, rank: int, error: Exception) -> None:
         with self._lock:

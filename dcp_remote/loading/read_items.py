@@ -35,7 +35,7 @@ def make_target_layers(
         manifest: Manifest of the checkpoint.
         plan: Plan of this rank, as the planner finished it.
         planner: Planner, called from the thread that reads.
-        allow_pickle: Whether to load objects that need code.
+        allow_pickle: True to load objects that need code.
 
     Returns:
         One layer at least. Objects in the manifest have no target: they are delivered by this call.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from dcp_remote.common.geometry import Box, ByteRange, boxes_of_run, only_run
+from dcp_remote.common.geometry import Box, ByteRange, boxes_of_run, find_single_run
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.dtypes import ITEM_BYTES
 from dcp_remote.format.manifest import JSON, RAW, Manifest, TensorKind
@@ -21,10 +21,10 @@ from dcp_remote.serialization.tensors import (
     copy_into,
     decode_tensor,
     dtype_name,
-    dtype_of,
-    is_copied,
     is_plain,
     narrow,
+    needs_copy,
+    parse_dtype,
     tensor_from,
 )
 from dcp_remote.serialization.torch_tags import lacks_memory
@@ -61,7 +61,7 @@ class TensorTarget:
         self._box = box
         kind = manifest.tensors.kind_of(tensor)
         self._item_bytes = ITEM_BYTES[kind.dtype]
-        self._dtype = dtype_of(kind.dtype)
+        self._dtype = parse_dtype(kind.dtype)
         self._layout = stored_layout(kind)
         self._resolve = resolve
         self._commit = commit
@@ -127,8 +127,8 @@ class TensorTarget:
                 given=tuple(destination.shape),
             )
         require_writable(self._name, destination, layout=self._layout)
-        first = only_run(self._sizes, self._box)
-        if first is not None and destination.dtype == self._dtype and not is_copied(destination):
+        first = find_single_run(self._sizes, self._box)
+        if first is not None and destination.dtype == self._dtype and not needs_copy(destination):
             self._memory = byte_view(destination)
             self._memory_start = first * self._item_bytes
         self._destination = destination

@@ -120,7 +120,7 @@ class BackgroundSave:
         """
         last_seconds: float | None = None
         while not self._settled.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
-            self._collective.look()
+            self._collective.check_time_and_store()
             cancelled = self._collective.cancelled
             if cancelled is None:
                 continue
@@ -159,7 +159,7 @@ class BackgroundSave:
             self._ranks.abandon(self._collective, error)
             self._ended.set()
             return False
-        if not self._settled.is_set() and self._collective.give_up("was interrupted"):
+        if not self._settled.is_set() and self._collective.abort("was interrupted"):
             self._error = self._collective.cancelled
             self._settled.set()
         return True
@@ -183,7 +183,7 @@ class BackgroundSave:
             with self._collective:
                 return self._saver.save(self._collective, self._task)
         except DcpRemoteError as error:
-            if not self._collective.coordinator_lost:
+            if not self._collective.is_commit_unknown:
                 raise
             return self._saver.find_commit(self._task, error)
 
@@ -266,7 +266,7 @@ class BackgroundSaves:
         """Wait for the save under way, and for its deletion of old checkpoints.
 
         Args:
-            is_interrupted: Whether Ctrl-C was pressed already. If so, this method logs at once what it waits for, and
+            is_interrupted: True if Ctrl-C was pressed already. If so, this method logs at once what it waits for, and
                 until when; if not, the next Ctrl-C does. A further Ctrl-C gives the save up.
 
         Raises:

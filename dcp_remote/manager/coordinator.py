@@ -16,7 +16,7 @@ from dcp_remote.format.catalog import BeginAgainError, Catalog, Entry
 from dcp_remote.run.background_maintenance import BackgroundMaintenance
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
 from dcp_remote.run.retention import Retention
-from dcp_remote.saving.manifest_assembly import Planned, assembled, left_out
+from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
 from dcp_remote.saving.rank_report import RankReport
 from dcp_remote.storage.counting import CountingStore
 
@@ -61,7 +61,7 @@ class Coordinator:
         store: Store, opened at the run.
         job: Job's session with the run.
         retention: Rules by which old checkpoints are deleted; None keeps all.
-        dedup: Whether shards of earlier checkpoints are reused.
+        dedup: True if shards of earlier checkpoints are reused.
 
     Attributes:
         background_maintenance: Thread that deletes what a commit or a failed save leaves.
@@ -75,7 +75,7 @@ class Coordinator:
         # Uncounted, because its requests belong to no save, although they run beside one.
         self.background_maintenance = BackgroundMaintenance(store.uncounted, retention)
 
-    def go_on_from(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Go on from the checkpoint of a step, in a new session: a stuck thread may still use the old one."""
         self._job = self._job.after(step)
 
@@ -85,7 +85,7 @@ class Coordinator:
         Args:
             notes: Labels of all ranks by rank; names and metrics of the coordinator's are stored.
             deadline: Deadline of the save.
-            borrow: Whether shards of an earlier checkpoint may be reused.
+            borrow: True if shards of an earlier checkpoint may be reused.
 
         Raises:
             InvalidArgumentError: Ranks save different steps.
@@ -110,20 +110,20 @@ class Coordinator:
         """Assemble the manifest of all reports and commit it; or answer that the save begins again.
 
         Raises:
-            DcpRemoteError: See `manifest_assembly.assembled` and `JobSession.commit`.
+            DcpRemoteError: See `manifest_assembly.assemble_manifest` and `JobSession.commit`.
         """
-        manifest, body = assembled(
+        manifest, body = assemble_manifest(
             planned, reports, url=self._store.url, save_id=begun.save_id, run=begun.run, user=user
         )
-        collective.note("waiting until old checkpoints are deleted")
+        collective.set_activity("waiting until old checkpoints are deleted")
         self.background_maintenance.wait(min(_WAIT_SECONDS, _WAIT_SHARE * collective.deadline.remaining_seconds()))
-        collective.note("committing")
+        collective.set_activity("committing")
         collective.begin_commit()
         put = [key for report in reports for key in report.shards.keys[: report.put]]
         replaced: dict[str, Entry] = {}
 
         def look(now: Catalog) -> None:
-            there = now.at(begun.run.step)
+            there = now.entry_at(begun.run.step)
             if there is not None and there.save_id != begun.save_id:
                 replaced[there.manifest] = there
 
@@ -143,7 +143,7 @@ class Coordinator:
             replaced=replaced.values(),
             unnamed=set(put).difference(manifest.shards.keys),
         )
-        return Committed(entry.save_id, entry.manifest, manifest.total_bytes, left_out(manifest, reports))
+        return Committed(entry.save_id, entry.manifest, manifest.total_bytes, find_orphaned_shards(manifest, reports))
 
     def failed(self, begun: SaveTicket, put: Iterable[str], *, replaced: Iterable[Entry] = ()) -> None:
         """Delete the objects of a save that failed, as soon as it is certain that it was not committed.
@@ -154,5 +154,7 @@ class Coordinator:
             replaced: Entries that the catalog had at its step before.
         """
         run = begun.run
-        entry = Entry(run.step, begun.save_id, begun.manifest, 0, created="", token=run.token, began=run.revision)
+        entry = Entry(
+            run.step, begun.save_id, begun.manifest, 0, created="", token=run.token, began_revision=run.revision
+        )
         self.background_maintenance.failed(run.run_id, entry, put, replaced=replaced)

@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import digest
-from dcp_remote.common.threads import end_within
+from dcp_remote.common.threads import limit_exit_wait
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup, default_world_size
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
-from dcp_remote.format.catalog import pinned
+from dcp_remote.format.catalog import pin_entry
 from dcp_remote.format.manifest_json import checked_user
 from dcp_remote.manager.background_save import AtExit, BackgroundSave, BackgroundSaves
 from dcp_remote.manager.coordinator import Coordinator
@@ -41,7 +41,7 @@ from dcp_remote.run.retention import Retention
 from dcp_remote.run.run import CheckpointInfo, catalog_of, latest
 from dcp_remote.saving.device_copy import wait_for_devices
 from dcp_remote.saving.staging import Stager, tensors_of
-from dcp_remote.serialization.state_dict import require_distinct, saved_state
+from dcp_remote.serialization.state_dict import build_saved_state, require_distinct
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.location import Location, require_budget, require_shared, require_timeout
@@ -94,13 +94,13 @@ class CheckpointManager:
         process_group: Group of the ranks that save; None is the default group. Only its members and its store are used.
         storage_options: Endpoint, region, credentials and so on, by the names that boto3 and fsspec use.
         timeout_seconds: Deadline of one save or restore, in seconds from the call.
-        dedup: Whether data that did not change since the newest checkpoint is reused instead of sent again.
+        dedup: True if data that did not change since the newest checkpoint is reused instead of sent again.
         resumed_from: Step whose state was loaded by other means than `restore`.
-        start_over: Whether to leave the run's checkpoints behind: the first commit marks them as abandoned.
+        start_over: True to leave the run's checkpoints behind: the first commit marks them as abandoned.
         silence_seconds: Seconds without a heartbeat after which a rank counts as dead.
         notice_seconds: Seconds from SIGTERM until this job is killed, see `reached_preemption`; None if that is not
             known, and saves keep their usual deadline.
-        allow_pickle: Whether to store and load objects that only code can load.
+        allow_pickle: True to store and load objects that only code can load.
         memory_budget_bytes: Bound in bytes, per rank, of the copies beyond the state and its staged copy.
 
     Raises:
@@ -151,11 +151,13 @@ class CheckpointManager:
                 "only one",
                 self._store.url,
             )
-        self._ranks = RankGroup.of(process_group, f"dcp_remote/{digest(self._store.url.encode()).hex()}")
+        self._ranks = RankGroup.from_process_group(
+            process_group, f"dcp_remote/{digest(self._store.url.encode()).hex()}"
+        )
         self._preemption = Preemption(self._ranks, notice_seconds=notice_seconds)
         job = JobSession(self._store)
         if resumed_from is not None or start_over:
-            job.go_on_from(-1 if resumed_from is None else resumed_from)
+            job.resume_from(-1 if resumed_from is None else resumed_from)
         coordinator = (
             Coordinator(self._store, job, retention=retention, dedup=dedup) if self._ranks.is_coordinator else None
         )
@@ -234,10 +236,10 @@ class CheckpointManager:
             metrics: Numbers by name, for `Retention(keep_best=…)`. A number that is not finite is left out, with a
                 warning. Those of the coordinator are stored.
             user: Notes for the manifest: JSON, at most 1 MiB. Those of the coordinator are stored.
-            overwrite: Whether to replace the live checkpoint of this step, if there is one, with its names and its pin.
+            overwrite: True to replace the live checkpoint of this step, if there is one, with its names and its pin.
             planner: Planner of torch; None is `DefaultSavePlanner()`. A planner with methods of its own plans each save
                 anew, and its replicas are written by one rank. torch's plan cache (`enable_plan_caching`) is not used.
-            wait: Whether to return only when the checkpoint is committed. The state is then not copied.
+            wait: True to return only when the checkpoint is committed. The state is then not copied.
 
         Raises:
             InvalidArgumentError: A step, name, metric, note, or the state is wrong. Raised as the errors below if the
@@ -358,7 +360,7 @@ class CheckpointManager:
         if self._last_load is None:
             return None
         if self._coordinator is not None:
-            self._coordinator.go_on_from(self._last_load.step)
+            self._coordinator.resume_from(self._last_load.step)
         return self._last_load.step
 
     def reached_preemption(self, step: int) -> bool:
@@ -443,7 +445,7 @@ class CheckpointManager:
 
     def _set_pin(self, step: int, *, pin: bool) -> None:
         require_step(step)
-        swap(self._store, lambda now: pinned(now, step, pin=pin), deadline=Deadline(_PIN_SECONDS))
+        swap(self._store, lambda now: pin_entry(now, step, pin=pin), deadline=Deadline(_PIN_SECONDS))
 
     def _close(self, *, is_interrupted: bool, is_missed: bool = False) -> None:
         if self._closed:
@@ -460,18 +462,18 @@ class CheckpointManager:
             self._stager.close()
             # Half of what is left of the notice: the process still has to end afterwards.
             seconds = 0.0 if gives_up else self._preemption.remaining_seconds()
-            end_within(math.inf if seconds is None else 0.0)
+            limit_exit_wait(math.inf if seconds is None else 0.0)
             self._preemption.close()
             self._ranks.close(math.inf if seconds is None else seconds / 2, is_missed=is_missed)
 
     def _copied(self, collective: Collective, state: Mapping[str, Any], *, stage: bool) -> dict[str, Any]:
-        copied = saved_state(state, self._ranks.rank)
+        copied = build_saved_state(state, self._ranks.rank)
         require_distinct(copied)
         if not stage:
             # In the caller's thread, because streams are per thread: the saving thread would wait for another stream.
             wait_for_devices(tensor.device for tensor in tensors_of(copied))
             return copied
-        collective.note("copying the state")
+        collective.set_activity("copying the state")
         return self._stager.stage(copied)
 
     def _prepare(

@@ -261,7 +261,7 @@ class Preemption:
         Raises:
             InvalidArgumentError: This is not the main thread, where Python allows it.
         """
-        self._ranks.meet()
+        self._ranks.start_heartbeat()
         if self.record_signal in SIGTERM:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -359,7 +359,7 @@ class Preemption:
         while not agreement.settled.wait(0.05) and self._clock() < end and heartbeat.gone is None:
             pass
         if not agreement.settled.is_set() and heartbeat.gone is None:
-            heartbeat.tell(lambda client: agreement.give_up(client, number))
+            heartbeat.enqueue(lambda client: agreement.give_up(client, number))
             agreement.settled.wait(min(_LAST_ANSWER_SECONDS, self.working_seconds()))
         if not agreement.settled.is_set():
             agreement.stop_waiting()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Self, TextIO
 
-from dcp_remote.common.text import human_bytes, printable
+from dcp_remote.common.text import escape_unprintable, human_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin without a line; the first one is drawn by `add` or `tell`."""
-        self._what = printable(what)
+        self._what = escape_unprintable(what)
         self._total_bytes = total_bytes
         self._out = out if is_terminal else None
         self._tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
@@ -101,7 +101,7 @@ class Progress:
     def tell(self, others: str) -> None:
         """Set the state of the other ranks, in a few words: `waiting for rank 3`; empty for none."""
         with self._counting:
-            self._others = printable(others)
+            self._others = escape_unprintable(others)
         self._show()
 
     def close(self, last_line: str | None = None) -> None:
@@ -119,7 +119,7 @@ class Progress:
             try:
                 self._write(self._erase)
                 if last_line is not None and not _is_logged_to(self._out):
-                    self._write(self._print, printable(last_line))
+                    self._write(self._print, escape_unprintable(last_line))
             finally:
                 self._drawing.release()
         if last_line is not None:

@@ -33,9 +33,16 @@ from dcp_remote.loading.read_plan import wanted_blocks
 from dcp_remote.manager.reports import LoadReport, LoadSeconds
 from dcp_remote.manager.telemetry import Operation
 from dcp_remote.run.job import warn_of_going_back
-from dcp_remote.run.lookup import decode_entry, fetch_entry, find, require_no_checkpoint_by_itself
+from dcp_remote.run.lookup import decode_entry, fetch_entry, find_entry, require_no_checkpoint_by_itself
 from dcp_remote.run.run import catalog_of
-from dcp_remote.serialization.state_dict import PER_RANK_KEY, PerRank, TextKeys, empty_places, put_back, template_of
+from dcp_remote.serialization.state_dict import (
+    PER_RANK_KEY,
+    PerRank,
+    TextKeys,
+    apply_loaded,
+    empty_places,
+    make_template,
+)
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
@@ -69,7 +76,7 @@ def load_rank(
         step: Step or name of the checkpoint; None is the newest.
         planner: Planner of torch; None is `DefaultLoadPlanner()`.
         operation: Operation of telemetry.
-        allow_pickle: Whether to load objects that only code can load.
+        allow_pickle: True to load objects that only code can load.
         memory_budget_bytes: Bound of the buffers beyond the state, in bytes.
 
     Returns:
@@ -80,9 +87,9 @@ def load_rank(
     """
     began_seconds, before = time.monotonic(), store.counts
     with operation.phase("planning"):
-        collective.note("asking which checkpoint to restore")
+        collective.set_activity("asking which checkpoint to restore")
         chosen = collective.gather(
-            step, lambda steps: collective.apart(partial(_choose, store, steps, collective.deadline))
+            step, lambda steps: collective.run_in_thread(partial(_choose, store, steps, collective.deadline))
         )
         if chosen is None:
             if ranks.is_coordinator:
@@ -90,20 +97,20 @@ def load_rank(
                 logger.warning("%s: there is no checkpoint here yet; the job starts from nothing", store.url)
             return None
         entry = chosen.entry
-        collective.note(f"planning the restore of step {entry.step}")
+        collective.set_activity(f"planning the restore of step {entry.step}")
         data = chosen.manifest
         if data is None:
-            data = collective.apart(
+            data = collective.run_in_thread(
                 partial(fetch_entry, store, entry, retry_seconds=_retry_seconds(collective.deadline))
             )
         # Reads the manifest once more if it is damaged.
         decode = partial(decode_entry, store, entry, data, retry_seconds=_retry_seconds(collective.deadline))
-        manifest = collective.apart(decode)
+        manifest = collective.run_in_thread(decode)
         del chosen, data
         # `Stateful` objects may call collectives of torch next, in which one rank alone would hang.
         collective.gather(None, _require_no_failure)
         saved = _saved_paths(manifest)
-        template = template_of(state, ranks.rank, saved)
+        template = make_template(state, ranks.rank, saved)
         keys = TextKeys(template)
         _require_not_thinned(entry, template)
         if ranks.is_coordinator:
@@ -130,15 +137,15 @@ def load_rank(
         plan = planner.finish_plan(plan)
     planned_seconds = time.monotonic()
     with operation.phase("reading"):
-        collective.note(f"reading step {entry.step}")
+        collective.set_activity(f"reading step {entry.step}")
         with exchange or nullcontext():
             layers = make_target_layers(manifest, plan, planner, allow_pickle=allow_pickle)
             _read_layers(store, manifest, layers, collective, exchange, memory_budget_bytes=memory_budget_bytes)
-            collective.note(f"has read step {entry.step}, waiting for the others")
+            collective.set_activity(f"has read step {entry.step}, waiting for the others")
             # Until then another rank may want what this rank has read.
             collective.gather(None, _require_no_failure)
-        keys.put_back()
-        put_back(state, template, ranks.rank)
+        keys.apply_loaded()
+        apply_loaded(state, template, ranks.rank)
         collective.gather(None, _require_no_failure)
     counts = store.counts.since(before)
     report = LoadReport(
@@ -182,7 +189,7 @@ def _read_layers(
         first, *later = layers
         wanted = wanted_blocks(manifest, [target.want for target in first])
         # All ranks arrive here, so that none has failed before a byte is read.
-        cohort = collective.scatter_grouped(exchange.tell(manifest, wanted), cohorts_of)
+        cohort = collective.scatter_grouped(exchange.listen(manifest, wanted), cohorts_of)
         shared_store, plan = exchange.begin(store, manifest, wanted, cohort)
         read_targets(
             shared_store,
@@ -247,7 +254,7 @@ def _choose(store: ObjectStore, steps: Sequence[int | str | None], deadline: Dea
             url=store.url,
             step=steps[0],
         )
-    entry = find(catalog, steps[0], url=store.url)
+    entry = find_entry(catalog, steps[0], url=store.url)
     warn_of_going_back(catalog, entry, url=store.url)
     data = fetch_entry(store, entry, retry_seconds=_retry_seconds(deadline))
     return _Chosen(entry, data if len(data) * len(steps) <= _MANIFESTS_BYTES_MAX else None)

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.gil import short_turns
-from dcp_remote.common.text import counted, human_bytes
+from dcp_remote.common.gil import short_switch_interval
+from dcp_remote.common.text import format_count, human_bytes
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError
@@ -31,7 +31,7 @@ from dcp_remote.run.background_maintenance import BackgroundMaintenance
 from dcp_remote.run.job import CheckpointLabels, SaveTicket
 from dcp_remote.run.lookup import read_manifest_at
 from dcp_remote.run.run import catalog_of
-from dcp_remote.saving.dcp_metadata import planned_of
+from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.dedup import Baseline
 from dcp_remote.saving.manifest_assembly import Planned, require_unicode, shard_bytes_max
 from dcp_remote.saving.plan_cache import (
@@ -39,15 +39,15 @@ from dcp_remote.saving.plan_cache import (
     PlanCache,
     Proposal,
     RankPlan,
-    differing,
-    is_torchs,
+    find_differing_replicas,
     plan_all,
-    plan_of,
+    plans_as_torch,
     propose,
     replica_digests,
     set_up,
-    table_of,
-    uncached,
+    to_rank_plan,
+    to_table,
+    without_torchs_cache,
 )
 from dcp_remote.saving.plan_table import Chunk, PlanTable, Share, arrange
 from dcp_remote.saving.rank_report import RankReport
@@ -86,7 +86,7 @@ class Task:
         staging_seconds: Seconds in which the state was copied.
         seconds: Seconds from the beginning of the collective operation to its deadline.
         operation: Operation of telemetry.
-        background: Whether training goes on meanwhile.
+        background: True if training goes on meanwhile.
         uncommitted: Ticket and figures of the attempt that waits for the answer to its commit; empty at other times.
             Kept here because the thread of an earlier save may be stuck, with a task of its own.
     """
@@ -142,7 +142,7 @@ class _Request(NamedTuple):
     Attributes:
         labels: Step, names and metrics.
         key: Save in which the ranks agreed on the plan that this rank would write again; None if it has another one.
-        is_regular: Whether a table holds this rank's plan.
+        is_regular: True if a table holds this rank's plan.
         digests: Digests of the replicas of which this rank would write parts.
         unclear: Saves that failed here, of which this rank does not know the outcome, and the shards put for each.
     """
@@ -159,8 +159,8 @@ class _Begun(NamedTuple):
 
     Attributes:
         ticket: Ticket of the save.
-        is_known: Whether every rank writes what it wrote in the last save.
-        in_tables: Whether tables hold the plans of all ranks.
+        is_known: True if every rank writes what it wrote in the last save.
+        in_tables: True if tables hold the plans of all ranks.
     """
 
     ticket: SaveTicket
@@ -204,7 +204,7 @@ class _CoordinatorPlanning:
 
     def compare_replicas(self, digests: list[Digests]) -> bool:
         """Return whether ranks that write parts of a replica hold equal values; log the replicas that differ."""
-        found = differing(digests)
+        found = find_differing_replicas(digests)
         for name, offsets in sorted(found):
             logger.warning(
                 "Ranks hold different values of a tensor that is replicated; those of one rank are saved. tensor=%s "
@@ -221,7 +221,7 @@ class _CoordinatorPlanning:
             tables,
             shard_bytes_max=self._shard_bytes_max,
             unlike=self._differing,
-            to_lowest_rank=is_torchs(planner) and planner.dedup_save_to_lowest_rank,
+            to_lowest_rank=plans_as_torch(planner) and planner.dedup_save_to_lowest_rank,
         )
         self.known = _Known(ticket.save_id, arrangement.planned)
         return arrangement.shares
@@ -229,7 +229,7 @@ class _CoordinatorPlanning:
     def plan_all(self, plans: list[SavePlan], *, ticket: SaveTicket, planner: SavePlanner) -> list[SavePlan]:
         """Have the planner decide which rank writes what; return the plan of each rank."""
         own_plans, metadata = plan_all(planner, plans)
-        self.known = _Known(ticket.save_id, planned_of(metadata))
+        self.known = _Known(ticket.save_id, to_columns(metadata))
         return own_plans
 
 
@@ -241,7 +241,7 @@ class RankSaver:
         store: Store, opened at the run.
         coordinator: Coordinator's part; None on other ranks.
         memory_budget_bytes: Bound in bytes of the copies in memory beyond the state.
-        allow_pickle: Whether to store objects that only code can load.
+        allow_pickle: True to store objects that only code can load.
 
     Attributes:
         background_maintenance: Thread that deletes what this rank's saves leave.
@@ -274,7 +274,7 @@ class RankSaver:
         self._plans = PlanCache()
         self._known: _Known | None = None
 
-    @short_turns()
+    @short_switch_interval()
     def save(self, collective: Collective, task: Task) -> SaveReport:
         """Save; return when the checkpoint is committed. Called by every rank, in the block of the operation.
 
@@ -334,7 +334,7 @@ class RankSaver:
                 report = self._upload(collective, task, agreed, progress)
             figures = self._make_figures(task, report, before, uploading_seconds)
             task.uncommitted.append((ticket, figures))
-            collective.note("waiting for the commit")
+            collective.set_activity("waiting for the commit")
             progress.tell("waiting for the others")
             with task.operation.phase("committing"):
                 try:
@@ -364,13 +364,13 @@ class RankSaver:
 
     def _plan(self, collective: Collective, task: Task, *, borrow: bool) -> _Agreed:
         """Agree on what is saved, and who writes what of it: as in the last save, if only values have changed."""
-        planner, proposal = uncached(task.planner), None
-        if is_torchs(planner):  # a user's planner may want to know the save
+        planner, proposal = without_torchs_cache(task.planner), None
+        if plans_as_torch(planner):  # a user's planner may want to know the save
             proposal = self._propose(collective, planner, task)
         plans = self._plans
         planning = _CoordinatorPlanning(self._coordinator, self._known, shard_bytes_max=self._shard_bytes_max)
         request = self._make_request(collective, task, planner, proposal)
-        collective.note("asking whether this step may be saved")
+        collective.set_activity("asking whether this step may be saved")
         begun = collective.gather(
             request, lambda requests: planning.begin(requests, deadline=collective.deadline, borrow=borrow)
         )
@@ -380,22 +380,22 @@ class RankSaver:
             return _Agreed(ticket, planner, plans.plan.finish(planner), planning.planned)
         if proposal is None:
             proposal = self._propose(collective, planner, task, save_id=ticket.save_id)
-        collective.note("planning")
+        collective.set_activity("planning")
         if begun.in_tables:
             arrange_tables = partial(planning.arrange_tables, ticket=ticket, planner=planner)
-            table, digests, is_agreed = table_of(proposal), request.digests, False
+            table, digests, is_agreed = to_table(proposal), request.digests, False
             # Again where writers of parts turn out to hold different values: then one of them writes the whole.
             while not is_agreed:
                 share = collective.scatter(table, arrange_tables)
-                own = plan_of(proposal, share)
-                digests = replica_digests(own, planner, collective.require_going_on, known=digests)
+                own = to_rank_plan(proposal, share)
+                digests = replica_digests(own, planner, collective.raise_if_cancelled, known=digests)
                 is_agreed = not share.is_cut or collective.gather(digests, planning.compare_replicas)
         else:
             own = RankPlan(
                 collective.scatter(proposal.plan, partial(planning.plan_all, ticket=ticket, planner=planner))
             )
         self._known = planning.known
-        self._plans = PlanCache(ticket.save_id, proposal, own) if is_torchs(planner) else PlanCache()
+        self._plans = PlanCache(ticket.save_id, proposal, own) if plans_as_torch(planner) else PlanCache()
         return _Agreed(ticket, planner, own.finish(planner), planning.planned)
 
     def _make_request(
@@ -405,14 +405,14 @@ class RankSaver:
         key = self._plans.key_of(proposal)
         if proposal is None or key is None:
             return _Request(task.labels, None, proposal is not None and proposal.is_regular, {}, self._unclear[:])
-        collective.note("comparing replicas")
-        digests = replica_digests(self._plans.plan, planner, collective.require_going_on)
+        collective.set_activity("comparing replicas")
+        digests = replica_digests(self._plans.plan, planner, collective.raise_if_cancelled)
         return _Request(task.labels, key, proposal.is_regular, digests, self._unclear[:])
 
     def _propose(
         self, collective: Collective, planner: SavePlanner, task: Task, *, save_id: str | None = None
     ) -> Proposal:
-        collective.note("planning")
+        collective.set_activity("planning")
         meta = StorageMeta(checkpoint_id=self._store.url, save_id=save_id)
         set_up(planner, task.state, meta, is_coordinator=self._ranks.is_coordinator)
         proposal = propose(planner, shard_bytes_max=self._shard_bytes_max)
@@ -454,7 +454,7 @@ class RankSaver:
 
     def _upload(self, collective: Collective, task: Task, agreed: _Agreed, progress: Progress) -> RankReport:
         run = agreed.ticket.run
-        collective.note("uploading")
+        collective.set_activity("uploading")
         retry_seconds = min(_BASELINE_SECONDS, collective.deadline.remaining_seconds() / 4)
         baseline = self._find_baseline(agreed.ticket, retry_seconds=retry_seconds)
         put: list[int] = []
@@ -462,7 +462,7 @@ class RankSaver:
         def on_put(_key: str, size_bytes: int) -> None:
             put.append(size_bytes)
             progress.add(size_bytes)
-            collective.note(f"uploading, {counted(len(put), 'shard')} and {human_bytes(sum(put))} so far")
+            collective.set_activity(f"uploading, {format_count(len(put), 'shard')} and {human_bytes(sum(put))} so far")
 
         with Uploads[Any](
             self._store,
@@ -484,16 +484,16 @@ class RankSaver:
                 shared=agreed.plan.shared,
                 base=baseline,
             )
-        progress.add(report.figures.borrowed_bytes)
+        progress.add(report.figures.reused_bytes)
         return report
 
     def _find_baseline(self, ticket: SaveTicket, *, retry_seconds: float) -> Baseline | None:
         """Return what this rank wrote last, or else what the newest checkpoint holds; None if nothing may be reused."""
-        if ticket.borrowed is None:
+        if ticket.reused is None:
             return None
-        if self._last is not None and self._last[0] == ticket.borrowed:
+        if self._last is not None and self._last[0] == ticket.reused:
             return self._last[1]
-        save_id, key = ticket.borrowed
+        save_id, key = ticket.reused
         try:
             manifest = read_manifest_at(self._store, key, save_id=save_id, retry_seconds=retry_seconds)
         except DcpRemoteError as error:
@@ -511,7 +511,7 @@ class RankSaver:
         return RankFigures(
             rank=self._ranks.rank,
             written_bytes=own.put_bytes,
-            deduplicated_bytes=own.borrowed_bytes,
+            deduplicated_bytes=own.reused_bytes,
             requests=self._store.counts.since(before).requests,
             retries=own.retries,
             seconds=Seconds(

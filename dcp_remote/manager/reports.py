@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dcp_remote.common.text import counted, human_bytes
+from dcp_remote.common.text import format_count, human_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class SaveReport:
         """Return `saved step 1000: 12.3 GiB by 8 ranks in 14.2 s (0.3 s of it blocked), 11.9 GiB not sent again`."""
         blocked = f" ({self.seconds.blocked:.1f} s of it blocked)" if self.background else ""
         parts = [
-            f"saved step {self.step}: {human_bytes(self.total_bytes)} by {counted(self.world_size, 'rank')}",
+            f"saved step {self.step}: {human_bytes(self.total_bytes)} by {format_count(self.world_size, 'rank')}",
             f" in {self.seconds.total:.1f} s{blocked}",
         ]
         if self.deduplicated_bytes:
@@ -192,8 +192,8 @@ class LoadReport:
         if self.retries:
             parts.append(f", {self.retries} of {self.requests} requests repeated")
         if self.rereads:
-            parts.append(f", {counted(self.rereads, 'read')} repeated because bytes did not match their digest")
-        parts.append(f"; {counted(self.saved_world_size, 'rank')} had saved it")
+            parts.append(f", {format_count(self.rereads, 'read')} repeated because bytes did not match their digest")
+        parts.append(f"; {format_count(self.saved_world_size, 'rank')} had saved it")
         return "".join(parts)
 
 

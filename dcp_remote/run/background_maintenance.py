@@ -65,7 +65,7 @@ class BackgroundMaintenance:
 
         def task(maintenance: Maintenance) -> None:
             maintenance.remember(entry.manifest, keys)
-            maintenance.let_go(dead)
+            maintenance.queue_deletion(dead)
             for replaced_entry in former:
                 maintenance.note(catalog.run_id, replaced_entry)
 
@@ -94,7 +94,7 @@ class BackgroundMaintenance:
         """Delete shards of a save that ended before its commit began, so that no checkpoint can ever name them."""
         dead = tuple(keys)
         if dead:
-            self._hand_over(lambda maintenance: maintenance.let_go(dead))
+            self._hand_over(lambda maintenance: maintenance.queue_deletion(dead))
 
     def wait(self, seconds: float) -> bool:
         """Wait for all queued work, for at most so many seconds; return whether it is done."""
@@ -219,7 +219,7 @@ class _Work:
     Attributes:
         tasks: Calls that note checkpoints and objects.
         catalog: Catalog that the last commit left; None if there was none since the last round.
-        settles: Whether to look up the checkpoints and attempts that may not be live.
+        settles: True to look up the checkpoints and attempts that may not be live.
         deadline: Deadline of the round.
     """
 

@@ -53,7 +53,7 @@ class Slot:
         return (self.head.save_id, *self.head.replaces)[:REPLACES_MAX] if self.head else ()
 
 
-def look(store: ObjectStore) -> Slot:
+def read_slot(store: ObjectStore) -> Slot:
     """Read the object at the manifest's key; one GET, and one more if it cannot be read. Coordinator only."""
     slot = _look_once(store)
     return slot if slot.unreadable is None else _look_once(RereadingStore(store))
@@ -97,7 +97,7 @@ def commit(
 
     Args:
         store: Store opened at the checkpoint, whose reads are retried.
-        slot: Slot as `look` saw it before the first byte was uploaded.
+        slot: Slot as `read_slot` saw it before the first byte was uploaded.
         body: Manifest, sealed; it carries `save_id`, so that no two are equal.
         save_id: Id of this save.
         deadline: Deadline until which an unclear answer is settled.
@@ -123,7 +123,7 @@ def commit(
         MANIFEST_KEY,
         body,
         slot,
-        look=lambda: look(store),
+        look=lambda: read_slot(store),
         decide=decide,
         unknown=lambda failure: _unknown(store, save_id, failure),
         backoff=Backoff(deadline, sleep=sleep, uniform=uniform),

@@ -29,7 +29,7 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.format import manifest_json
-from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, raised, refreshed
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, raise_floor, raise_revision
 from dcp_remote.format.keys import MANIFESTS_PREFIX, SHARDS_PREFIX, is_written_key, revision_of
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.catalog_store import Change, missing_catalog, read_catalog, swap
@@ -355,7 +355,7 @@ def _raise_floor(store: ObjectStore, before: Catalog, old: Iterable[ObjectInfo])
         if now.floor >= floor and now.revision > revisions[0]:
             return None
         # Swapped even where the floor is high enough, since the swap gives the catalog a fresh date.
-        return raised(now, floor) or refreshed(now)
+        return raise_floor(now, floor) or raise_revision(now)
 
     return change
 
@@ -372,7 +372,7 @@ def _put_again(store: ObjectStore, stored: Stored | None, deadline: Deadline) ->
         raise CommitConflictError("A run was begun here meanwhile; nothing was removed. Run gc again.", url=store.url)
     require_conditional_writes(store, deadline, swaps=True)
     nonce = uuid.uuid4().hex
-    body = manifest_json.tombstone(nonce, ()) if stored is None else manifest_json.renewed(stored.data, nonce)
+    body = manifest_json.make_tombstone(nonce, ()) if stored is None else manifest_json.reencode(stored.data, nonce)
     store.put(MANIFEST_KEY, [body], condition="absent" if stored is None else stored.version)
 
 

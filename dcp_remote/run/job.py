@@ -23,7 +23,7 @@ from dcp_remote.errors import (
     InvalidArgumentError,
     SaveTimeoutError,
 )
-from dcp_remote.format.catalog import Attempt, Catalog, Entry, committed, fenced, refreshed
+from dcp_remote.format.catalog import Attempt, Catalog, Entry, add_entry, raise_revision, take_fence
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.format.manifest import RunInfo
 from dcp_remote.run.catalog_store import Change, require_catalog, swap
@@ -124,14 +124,14 @@ class SaveTicket:
     Attributes:
         save_id: Id of this save; 32 lower-case hex digits.
         run: Run, step, token and revision that its manifest records.
-        borrowed: save_id and manifest key of the checkpoint whose shards may be reused; None if of none.
+        reused: save_id and manifest key of the checkpoint whose shards may be reused; None if of none.
         before: save_id of the checkpoint at this step that is to be overwritten; None if there is none.
         manifest: Key of its manifest; no other save writes this key.
     """
 
     save_id: str
     run: RunInfo
-    borrowed: tuple[str, str] | None
+    reused: tuple[str, str] | None
     before: str | None
     manifest: str
 
@@ -195,7 +195,7 @@ class JobSession:
         """Token by which this job outranks earlier ones; None before its first save."""
         return self._token
 
-    def go_on_from(self, step: int | None) -> None:
+    def resume_from(self, step: int | None) -> None:
         """Set the checkpoint that the state was restored from; -1: none, on purpose; None: there was none.
 
         The next save takes the fence anew, and abandons newer checkpoints. A job that was fenced stays fenced, or the
@@ -206,7 +206,7 @@ class JobSession:
     def after(self, step: int) -> JobSession:
         """Make another session of this job, resumed from a checkpoint; a thread stuck in this one cannot touch it."""
         job = JobSession(self._store, sleep=self._sleep, uniform=self._uniform, new_id=self._new_id)
-        job.go_on_from(step)
+        job.resume_from(step)
         job._fence_error = self._fence_error
         return job
 
@@ -219,7 +219,7 @@ class JobSession:
 
         Args:
             note: Step, names and metrics of the checkpoint.
-            borrow: Whether shards of an earlier checkpoint may be reused.
+            borrow: True if shards of an earlier checkpoint may be reused.
             deadline: Deadline of all requests.
 
         Raises:
@@ -241,7 +241,7 @@ class JobSession:
         except FencedError as error:
             self._fence_error = error
             raise
-        there = catalog.at(note.step)
+        there = catalog.entry_at(note.step)
         self._require_progress(note, catalog)
         if there is not None and not note.overwrite:
             self._require_replaceable(there, note)
@@ -257,7 +257,7 @@ class JobSession:
                 names=note.names,
                 metrics=note.metrics,
             ),
-            borrowed=(base.save_id, base.manifest) if base is not None else None,
+            reused=(base.save_id, base.manifest) if base is not None else None,
             before=there.save_id if there is not None and note.overwrite else None,
             manifest=manifest_key(revision=catalog.revision, step=note.step),
         )
@@ -307,15 +307,15 @@ class JobSession:
             size_bytes=size_bytes,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             token=run.token,
-            began=run.revision,
+            began_revision=run.revision,
             names=run.names,
             metrics=run.metrics,
         )
-        attempt = Attempt(entry, run.run_id, before=begun.before, borrowed=begun.borrowed, abandons=self._resumed_from)
+        attempt = Attempt(entry, run.run_id, before=begun.before, reused=begun.reused, abandons=self._resumed_from)
 
         def change(now: Catalog) -> Catalog | None:
             look(now)
-            return committed(now, attempt)
+            return add_entry(now, attempt)
 
         try:
             catalog = self._swap(change, deadline)
@@ -402,11 +402,11 @@ class JobSession:
                 url=self._store.url,
                 newest=newest.step,
             )
-        return fenced(catalog)
+        return take_fence(catalog)
 
     def _refresh(self, catalog: Catalog) -> Catalog:
         self._require_ours(catalog)
-        return refreshed(catalog)
+        return raise_revision(catalog)
 
     def _require_time(self, deadline: Deadline) -> None:
         if deadline.expired():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dcp_remote.common.deadline import Deadline, jitter
 from dcp_remote.errors import DcpRemoteError
-from dcp_remote.format.catalog import Catalog, Entry, raised
+from dcp_remote.format.catalog import Catalog, Entry, raise_floor
 from dcp_remote.format.keys import revision_of
 from dcp_remote.run.catalog_store import swap
 from dcp_remote.run.live_shards import LiveShards
@@ -102,7 +102,7 @@ class Leftovers:
         if catalog is None or catalog.floor < self._floor(catalog):
             catalog = swap(
                 self._store,
-                lambda now: raised(now, self._floor(now)),
+                lambda now: raise_floor(now, self._floor(now)),
                 deadline=deadline,
                 sleep=self._sleep,
                 uniform=self._uniform,
@@ -137,7 +137,7 @@ class Leftovers:
             shards |= noted.keys if noted.keys is not None else self.named.objects_of([entry]) - {entry.manifest}
         # A checkpoint that names a shard began no earlier than the shard's own save.
         oldest = min((revision_of(key) or 0 for key in shards), default=0)
-        later = [entry for entry in after.entries if entry.began >= oldest] if shards else []
+        later = [entry for entry in after.entries if entry.began_revision >= oldest] if shards else []
         # Before the next read, which can raise: the manifests may be deleted whatever it finds.
         self.pending.add(gone)
         unreadable_live = self.named.read(self._store, later, deadline)
@@ -161,9 +161,9 @@ class Leftovers:
 
     def _floor(self, now: Catalog) -> int:
         """Return the floor below which nothing noted here can be committed any more."""
-        began = [noted.entry.began for noted in self._noted.values() if noted.run_id == now.run_id]
+        began = [noted.entry.began_revision for noted in self._noted.values() if noted.run_id == now.run_id]
         return max((revision + 1 for revision in began if revision <= now.revision), default=0)
 
 
 def _can_be_settled(noted: _Noted, now: Catalog) -> bool:
-    return noted.run_id == now.run_id and noted.entry.began < now.floor
+    return noted.run_id == now.run_id and noted.entry.began_revision < now.floor

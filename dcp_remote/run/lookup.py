@@ -97,7 +97,7 @@ def read_manifest(
             return stored.manifest
     seen = read_catalog(reading)
     if seen is not None:
-        return read_entry(store, find(seen.catalog, step, url=store.url), retry_seconds=retry_seconds)
+        return read_entry(store, find_entry(seen.catalog, step, url=store.url), retry_seconds=retry_seconds)
     nothing = not_found(reading)
     if step is not None:
         raise CheckpointNotFoundError(
@@ -115,7 +115,7 @@ def read_manifest(
     )
 
 
-def find(catalog: Catalog, step: int | str | None, *, url: str) -> Entry:
+def find_entry(catalog: Catalog, step: int | str | None, *, url: str) -> Entry:
     """Return a checkpoint's entry in the catalog of a run. Pure.
 
     Args:
@@ -129,7 +129,7 @@ def find(catalog: Catalog, step: int | str | None, *, url: str) -> Entry:
     if step is None:
         entry = catalog.latest()
     else:
-        entry = catalog.named(step) if isinstance(step, str) else catalog.at(step)
+        entry = catalog.find_by_name(step) if isinstance(step, str) else catalog.entry_at(step)
     if entry is not None:
         return entry
     steps = [other.step for other in catalog.entries if not other.abandoned][-_STEPS_NAMED_MAX:]
@@ -239,11 +239,11 @@ def _with_key(
     return type(error)(error.what, **{"url": store.url, "manifest": key, **error.details})
 
 
-def why_missing(store: ObjectStore, manifest: Manifest, *, retry_seconds: float) -> str | None:
+def explain_missing_shard(store: ObjectStore, manifest: Manifest, *, retry_seconds: float) -> str | None:
     """Say what became of a checkpoint that lacks a shard; None if it is unchanged, and so is damaged. One GET."""
     reading = RetryingStore(store, Deadline(retry_seconds))
     if manifest.run is None:
-        head = commit.look(reading).head
+        head = commit.read_slot(reading).head
         return None if head is not None and head.save_id == manifest.save_id else "removed or replaced"
     seen = read_catalog(reading)
     entries = seen.catalog.entries if seen is not None else ()

@@ -21,13 +21,13 @@ from dcp_remote.errors import (
     UnsupportedFormatError,
 )
 from dcp_remote.format import manifest_json
-from dcp_remote.format.catalog import BeginAgainError, Catalog, Entry, retired, thinned
+from dcp_remote.format.catalog import BeginAgainError, Catalog, Entry, retire_entries, thin_entry
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.run.catalog_store import require_catalog, swap
 from dcp_remote.run.leftovers import Leftovers
 from dcp_remote.run.lookup import read_entry
 from dcp_remote.run.retention import Candidate, Decision, Retention, decide
-from dcp_remote.run.thinning import without
+from dcp_remote.run.thinning import drop_keys
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.deletion_queue import KEYS_PER_DELETE, PAUSE_SECONDS, Deleted
 from dcp_remote.storage.retrying import RetryingStore
@@ -112,7 +112,7 @@ class Maintenance:
         """Note a checkpoint that was replaced, or an attempt that may not be committed; see `Leftovers.note`."""
         self._leftovers.note(run_id, entry, keys)
 
-    def let_go(self, keys: Iterable[str]) -> None:
+    def queue_deletion(self, keys: Iterable[str]) -> None:
         """Queue objects for deletion; no checkpoint names them, nor can any later."""
         self._leftovers.pending.add(keys)
 
@@ -232,7 +232,7 @@ class Maintenance:
             return Applied(now)
         for replaced, thin in ready.items():
             entry = next(entry for entry in now.entries if entry.manifest == replaced)
-            self.note(now.run_id, replace(entry, manifest=thin.key, began=thin.began), ())
+            self.note(now.run_id, replace(entry, manifest=thin.key, began_revision=thin.began), ())
             # No other save writes this key, and none reads it before the swap, so that the PUT can be repeated.
             self._retrying(deadline).put(thin.key, [thin.body])
         to_retire: dict[str, Entry] = {}
@@ -276,7 +276,7 @@ class Maintenance:
                 unreadable[entry] = error
                 continue
             self._named.remember(entry.manifest, manifest.shards.keys)
-            thin = without(manifest, keys)
+            thin = drop_keys(manifest, keys)
             if thin is manifest or thin.run is None:
                 self._bare.add((entry.manifest, keys))
                 continue
@@ -340,7 +340,7 @@ def _changed(run: Catalog, decision: Decision, ready: Mapping[str, _Thin]) -> Ca
         if thin is None or entry.step not in thinning:
             continue
         try:
-            made = thinned(
+            made = thin_entry(
                 after,
                 entry.save_id,
                 began=thin.began,
@@ -353,13 +353,13 @@ def _changed(run: Catalog, decision: Decision, ready: Mapping[str, _Thin]) -> Ca
             # gc may have removed the new manifest, taking it for an orphan; the next call thins.
             continue
         after = made or after
-    after = retired(after, [entry.save_id for entry in run.entries if entry.step in retiring]) or after
+    after = retire_entries(after, [entry.save_id for entry in run.entries if entry.step in retiring]) or after
     # A swap is one revision, however many changes it makes.
     return None if after is run else replace(after, revision=run.revision + 1)
 
 
 def _live(now: Catalog, step: int) -> Entry:
-    entry = now.at(step)
+    entry = now.entry_at(step)
     if entry is None:
         raise CheckpointNotFoundError("No checkpoint of this step is live.", step=step)
     return entry

@@ -133,7 +133,7 @@ def rebuild_catalog(
             LeftOut(manifest.key, _entry(manifest).step, reason) for manifest in candidates if manifest.key not in keys
         ]
     entries = [manifest.entry for manifest in found if manifest.entry is not None]
-    revision = max([*revisions, *(entry.began for entry in entries)], default=0) + _UNSEEN_MAX
+    revision = max([*revisions, *(entry.began_revision for entry in entries)], default=0) + _UNSEEN_MAX
     catalog = Catalog(
         run_id,
         revision=revision,
@@ -294,7 +294,7 @@ def _read(store: ObjectStore, key: str, shards: Mapping[str, int]) -> FoundManif
         size_bytes=manifest.total_bytes,
         created=manifest.created,
         token=run.token,
-        began=run.revision,
+        began_revision=run.revision,
         names=run.names,
         metrics=run.metrics,
         thinned=run.thinned,
@@ -327,7 +327,7 @@ def _age(manifest: FoundManifest) -> tuple[str, int, str]:
 
 def _rank(manifest: FoundManifest) -> tuple[int, int, str, str]:
     entry = _entry(manifest)
-    return entry.token, entry.began, entry.created, manifest.key
+    return entry.token, entry.began_revision, entry.created, manifest.key
 
 
 def _largest(
@@ -358,7 +358,7 @@ def _give_names_once(entries: Sequence[Entry]) -> list[Entry]:
     """Leave each name with the checkpoint that was given it last."""
     taken: set[str] = set()
     result: list[Entry] = []
-    for entry in sorted(entries, key=lambda entry: (entry.token, entry.began, entry.created), reverse=True):
+    for entry in sorted(entries, key=lambda entry: (entry.token, entry.began_revision, entry.created), reverse=True):
         result.append(replace(entry, names=tuple(name for name in entry.names if name not in taken)))
         taken.update(entry.names)
     return result

@@ -72,7 +72,7 @@ class Retention:
         keep_optimizer_last: Number of newest kept checkpoints that keep their optimizer, which only resuming needs; its
             shards are dropped from the others. None drops none.
         optimizer_keys: Top-level keys of the state that belong to the optimizer.
-        keep_named: Whether checkpoints with a name are kept, with their optimizer.
+        keep_named: True if checkpoints with a name are kept, with their optimizer.
     """
 
     keep_last: int | None = None

@@ -18,7 +18,7 @@ from dcp_remote.format.manifest import Manifest, Pieces, Shards, StoredObject, T
 _Mask = npt.NDArray[np.bool_]
 
 
-def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
+def drop_keys(manifest: Manifest, keys: Collection[str]) -> Manifest:
     """Return a manifest without these top-level keys; the very same manifest if it has none of them.
 
     The other entries keep their order and their places in the shards. Shards without any of them are left out.

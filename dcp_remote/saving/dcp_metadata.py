@@ -26,7 +26,7 @@ _MEMORY_FORMATS = {
 }
 
 
-def planned_of(dcp_metadata: Metadata) -> Planned:
+def to_columns(dcp_metadata: Metadata) -> Planned:
     """Return torch's plan of a checkpoint as columns. torch may cache `dcp_metadata`: no reference to it is kept.
 
     Raises:
@@ -38,7 +38,7 @@ def planned_of(dcp_metadata: Metadata) -> Planned:
     metas = list(tensors.values())
     return Planned(
         names=tuple(tensors),
-        kinds=tuple(kind_of(name, meta.properties) for name, meta in tensors.items()),
+        kinds=tuple(to_kind(name, meta.properties) for name, meta in tensors.items()),
         dimensions=np.array([len(meta.size) for meta in metas], dtype=np.int64),
         shape=_flatten(meta.size for meta in metas),
         chunks=np.array([len(meta.chunks) for meta in metas], dtype=np.int64),
@@ -46,11 +46,11 @@ def planned_of(dcp_metadata: Metadata) -> Planned:
         chunk_sizes=_flatten(chunk.sizes for meta in metas for chunk in meta.chunks),
         objects=tuple(objects),
         positions=objects,
-        flatten=flatten_of(dcp_metadata.planner_data),
+        flatten=get_flatten_mapping(dcp_metadata.planner_data),
     )
 
 
-def kind_of(tensor: str, properties: TensorProperties) -> TensorKind:
+def to_kind(tensor: str, properties: TensorProperties) -> TensorKind:
     """Convert a tensor's properties to names.
 
     Args:
@@ -81,7 +81,7 @@ def _flatten(values: Iterable[Iterable[int]]) -> I64:
     return np.fromiter(chain.from_iterable(values), dtype=np.int64)
 
 
-def flatten_of(planner_data: object) -> dict[str, tuple[str | int, ...]] | None:
+def get_flatten_mapping(planner_data: object) -> dict[str, tuple[str | int, ...]] | None:
     """Return the mapping of flat names to paths in the nested state dict; None if nothing was flattened.
 
     Raises:

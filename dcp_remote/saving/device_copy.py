@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from dcp_remote.common.units import MiB
-from dcp_remote.serialization.tensors import byte_view, copy_run, run_bytes
+from dcp_remote.serialization.tensors import byte_view, copy_elements, element_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +119,9 @@ def wait_for_devices(devices: Iterable[torch.device]) -> None:
 def host_views(runs: Sequence[Run]) -> list[memoryview]:
     """Return the bytes of each run; call `wait_for_devices` for the runs' devices first.
 
-    Tensors on the CPU that are stored contiguously are viewed, others are copied (see `run_bytes`). All runs from one
-    device are copied into one block of pinned memory, with one wait; the block is freed with the last of its views.
-    If there is no pinned memory, the copies go to pageable memory.
+    Contiguous tensors on the CPU are viewed, others are copied (see `element_bytes`). All runs from one device are
+    copied into one block of pinned memory, with one wait; the block is freed with the last of its views. If there is no
+    pinned memory, the copies go to pageable memory.
 
     Raises:
         RuntimeError: There is no memory, or a device fails; raised by torch.
@@ -134,7 +134,7 @@ def host_views(runs: Sequence[Run]) -> list[memoryview]:
     for numbers in by_device.values():
         copies = _copy_together([runs[number] for number in numbers])
         views.update(zip(numbers, copies, strict=True) if copies else ())
-    return [views[n] if n in views else run_bytes(run.tensor, run.start, run.stop) for n, run in enumerate(runs)]
+    return [views[n] if n in views else element_bytes(run.tensor, run.start, run.stop) for n, run in enumerate(runs)]
 
 
 def _copy_together(runs: Sequence[Run]) -> list[memoryview]:
@@ -154,7 +154,7 @@ def _copy_together(runs: Sequence[Run]) -> list[memoryview]:
         # With the largest elements first, all runs are aligned without gaps.
         for number, run in sorted(enumerate(runs), key=lambda numbered: -numbered[1].tensor.element_size()):
             into = memory[first : first + run.size_bytes]
-            copy_run(run.tensor, run.start, run.stop, into=into, non_blocking=True)
+            copy_elements(run.tensor, run.start, run.stop, into=into, non_blocking=True)
             views[number] = byte_view(into)
             first += run.size_bytes
     return [views[number] for number in range(len(runs))]

@@ -17,7 +17,7 @@ from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError, UnsupportedFormatError
 from dcp_remote.format import manifest_json
-from dcp_remote.format.empty_dicts import fitted
+from dcp_remote.format.empty_dicts import drop_conflicting
 from dcp_remote.format.manifest import RAW, Manifest, Pieces, RunInfo, Shards, StoredObject, TensorKind, Tensors
 from dcp_remote.format.shard import SHARD_BYTES_MAX
 from dcp_remote.saving.rank_report import RankReport
@@ -97,7 +97,7 @@ def to_manifest(planned: Planned, reports: Sequence[RankReport], info: SaveInfo)
         inline=inline,
         stored=stored,
         positions=tuple(planned.positions[name] for name in (*inline, *(item.name for item in stored))),
-        flatten=fitted(planned.flatten, {*planned.names, *planned.objects}),
+        flatten=drop_conflicting(planned.flatten, {*planned.names, *planned.objects}),
     )
 
 
@@ -291,7 +291,7 @@ def _merged_shards(reports: Sequence[RankReport]) -> tuple[Shards, I64]:
     return shards, same
 
 
-def left_out(manifest: Manifest, reports: Sequence[RankReport]) -> frozenset[str]:
+def find_orphaned_shards(manifest: Manifest, reports: Sequence[RankReport]) -> frozenset[str]:
     """Return the keys of reported shards that the manifest does not name, because another rank wrote the same chunks.
 
     Once the manifest is committed, these shards are orphans: the coordinator tells each rank, which must not reuse
@@ -330,7 +330,7 @@ def require_unicode(plan: SavePlan) -> None:
             )
 
 
-def assembled(
+def assemble_manifest(
     planned: Planned,
     reports: Sequence[object],
     *,

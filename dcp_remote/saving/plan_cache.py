@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from dcp_remote.common.digests import BLOCK_BYTES_MAX, digest
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.overrides import inherits_methods
-from dcp_remote.format.empty_dicts import named
+from dcp_remote.format.empty_dicts import to_flatten_items
 from dcp_remote.format.manifest import TensorKind
-from dcp_remote.saving.dcp_metadata import flatten_of, kind_of
+from dcp_remote.saving.dcp_metadata import get_flatten_mapping, to_kind
 from dcp_remote.saving.device_copy import Run, host_views
 from dcp_remote.saving.plan_table import Chunk, Integers, PlanTable, Share, pack_names, shrink_integers
 from dcp_remote.serialization.state_dict import empty_places
@@ -128,14 +128,14 @@ class PlanCache:
         return self.key if is_same else None
 
 
-def is_torchs(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
+def plans_as_torch(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     """Return whether a planner plans exactly as torch's `DefaultSavePlanner` does."""
     return inherits_methods(planner, DefaultSavePlanner, _METHODS)
 
 
-def uncached(planner: SavePlanner) -> SavePlanner:
+def without_torchs_cache(planner: SavePlanner) -> SavePlanner:
     """Return torch's planner without torch's own cache, which may hold plans of another model; others unchanged."""
-    if not is_torchs(planner) or not planner._enable_plan_caching:
+    if not plans_as_torch(planner) or not planner._enable_plan_caching:
         return planner
     planner = copy.copy(planner)
     planner._enable_plan_caching = False
@@ -148,8 +148,8 @@ def set_up(planner: SavePlanner, state: dict[str, Any], meta: StorageMeta, *, is
     The mappings of a user's planner are left as they are.
     """
     planner.set_up_planner(state, meta, is_coordinator)
-    if is_torchs(planner) and planner.flatten_state_dict:
-        planner.mappings = named(empty_places(state)) | planner.mappings
+    if plans_as_torch(planner) and planner.flatten_state_dict:
+        planner.mappings = to_flatten_items(empty_places(state)) | planner.mappings
 
 
 def propose(planner: SavePlanner, *, shard_bytes_max: int) -> Proposal:
@@ -161,7 +161,7 @@ def propose(planner: SavePlanner, *, shard_bytes_max: int) -> Proposal:
         shard_bytes_max: Bytes of data in a shard.
     """
     plan = planner.create_local_plan()
-    if not is_torchs(planner):
+    if not plans_as_torch(planner):
         return Proposal(plan)
     flags = (planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank)
     is_regular = _is_regular(plan)
@@ -200,12 +200,12 @@ def replica_digests(
     Costs 0.05 s of CPU per GiB, without the GIL. Tensors on a device are copied to the host, a MiB at a time.
 
     Args:
-        plan: Plan of this rank, as `plan_of` returned it.
+        plan: Plan of this rank, as `to_rank_plan` returned it.
         planner: Planner that resolves its items.
         check: Called before each MiB; raises when the save is over.
         known: Digests of the same values, which are not computed again.
     """
-    wholes = {chunk_of(part.whole.index): part.whole for part in plan.shared.values()}
+    wholes = {chunk_key(part.whole.index): part.whole for part in plan.shared.values()}
     return {
         chunk: known[chunk] if chunk in known else _digest_tensor(planner.resolve_data(whole), check)
         for chunk, whole in wholes.items()
@@ -230,7 +230,7 @@ def _digest_tensor(tensor: object, check: Callable[[], object]) -> bytes:
     return digest(b"".join(digests))
 
 
-def differing(digests: Sequence[Digests]) -> frozenset[Chunk]:
+def find_differing_replicas(digests: Sequence[Digests]) -> frozenset[Chunk]:
     """Return the replicas of which ranks hold different values; coordinator only.
 
     Args:
@@ -250,15 +250,15 @@ def plan_all(planner: SavePlanner, plans: Sequence[SavePlan]) -> tuple[list[Save
             would be gigabytes.
         plans: Plans of all ranks, in their order.
     """
-    return (copy.copy(planner) if is_torchs(planner) else planner).create_global_plan(list(plans))
+    return (copy.copy(planner) if plans_as_torch(planner) else planner).create_global_plan(list(plans))
 
 
-def chunk_of(index: MetadataIndex) -> Chunk:
+def chunk_key(index: MetadataIndex) -> Chunk:
     """Return the key under which plan tables know an item."""
     return index.fqn, tuple(index.offset or ())
 
 
-def table_of(proposal: Proposal) -> PlanTable:
+def to_table(proposal: Proposal) -> PlanTable:
     """Convert a regular proposal to columns.
 
     Raises:
@@ -277,11 +277,11 @@ def table_of(proposal: Proposal) -> PlanTable:
         properties = chunk.properties
         key = tuple(vars(properties).values())
         if key not in known:
-            made = kind_of(item.index.fqn, properties), properties.dtype.itemsize
+            made = to_kind(item.index.fqn, properties), properties.dtype.itemsize
             known[key] = kinds.setdefault(made, len(kinds))
         kind.append(known[key])
     return PlanTable(
-        packed_names=pack_names([item.index.fqn for item in items], flatten_of(proposal.plan.planner_data)),
+        packed_names=pack_names([item.index.fqn for item in items], get_flatten_mapping(proposal.plan.planner_data)),
         is_object=np.array([chunk is None for chunk in data], dtype=bool),
         is_large=np.array([item.index in proposal.large for item in items], dtype=bool),
         kind=shrink_integers(np.array(kind, dtype=np.int64)),
@@ -297,7 +297,7 @@ def _flatten(values: Iterable[Iterable[int]]) -> Integers:
     return shrink_integers(np.fromiter(itertools.chain.from_iterable(values), dtype=np.int64))
 
 
-def plan_of(proposal: Proposal, share: Share) -> RankPlan:
+def to_rank_plan(proposal: Proposal, share: Share) -> RankPlan:
     """Return the part of a rank's proposal that the rank writes."""
     parts = {part.item: part.box for part in share.parts}
     items: list[WriteItem] = []

@@ -69,14 +69,14 @@ class UploadStats:
 
     Attributes:
         put_bytes: Bytes of the shards that the rank put, headers and block tables included.
-        borrowed_bytes: Bytes of reused pieces, which lie in shards of earlier saves and were not sent.
+        reused_bytes: Bytes of reused pieces, which lie in shards of earlier saves and were not sent.
         retries: Number of puts that were repeated after a failure, or sent twice because they were late.
         slowest_shard: Key of the shard whose PUT took longest, attempts and pauses included; empty if none was put.
         slowest_seconds: Duration of that PUT.
     """
 
     put_bytes: int = 0
-    borrowed_bytes: int = 0
+    reused_bytes: int = 0
     retries: int = 0
     slowest_shard: str = ""
     slowest_seconds: float = 0.0
@@ -147,7 +147,7 @@ class RankReport:
         return self.shards.keys[: self.put]
 
     @property
-    def borrowed_keys(self) -> tuple[str, ...]:
+    def reused_keys(self) -> tuple[str, ...]:
         """Keys of the reused shards: a live checkpoint must still name each of them when this save is committed."""
         return self.shards.keys[self.put :]
 

@@ -19,7 +19,7 @@ from dcp_remote.saving.packing import Piece, piece_label
 from dcp_remote.saving.rank_report import WrittenShard
 from dcp_remote.saving.uploads import Prepared
 from dcp_remote.saving.write_items import Source
-from dcp_remote.serialization.tensors import is_copied
+from dcp_remote.serialization.tensors import needs_copy
 
 # Adjacent buffers smaller than this are joined before they are sent: below it, a buffer costs more than its bytes.
 JOIN_BYTES = 16 * KiB
@@ -40,7 +40,7 @@ def count_copied_bytes(pieces: Sequence[Piece[Source]], *, is_state: bool) -> in
 def _is_private(source: Source) -> bool:
     """Return whether the bytes that are sent are a copy or immutable, so that the training cannot change them."""
     if isinstance(source, torch.Tensor):
-        return is_copied(source)
+        return needs_copy(source)
     views = source.views if isinstance(source, Segments) else [source]
     return len(views) > 1 or isinstance(views[0].obj, bytes)
 

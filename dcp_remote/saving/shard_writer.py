@@ -68,7 +68,7 @@ def write_shards(
         shard_bytes_max: Bytes of data in a shard.
         shared: Items of the plan that are parts of a replica which several ranks write.
         base: Baseline whose pieces may be reused, of the run at `url`; None to send everything. The commit must
-            require that a live checkpoint still names every shard of `RankReport.borrowed_keys`.
+            require that a live checkpoint still names every shard of `RankReport.reused_keys`.
 
     Raises:
         InvalidArgumentError: The baseline is of another run, so its shards are not at `url`.
@@ -82,9 +82,9 @@ def write_shards(
     items = WriteItems(plan, planner, allow_pickle, stored, shared)
     comparison = items.compare(base, partial(uploads.claim, 0)) if base is not None else Comparison()
     is_state = _resolves_to_state(planner)
-    other_names = names.again()
+    other_names = names.renew()
     drawn = DrawnEntries()
-    for number, pieces in enumerate(pack(items.draw(comparison, drawn), shard_bytes_max=shard_bytes_max)):
+    for number, pieces in enumerate(pack(items.iterate_items(comparison, drawn), shard_bytes_max=shard_bytes_max)):
         claimed_bytes = count_copied_bytes(pieces, is_state=is_state)
         uploads.claim(claimed_bytes)
         wait_for_sources([piece.item.source for piece in pieces])
@@ -98,7 +98,7 @@ def write_shards(
     slowest = max(uploads.seconds, key=lambda key: uploads.seconds[key], default="")
     figures = UploadStats(
         put_bytes=int(report.shards.sizes[: report.put].sum()),
-        borrowed_bytes=int(report.pieces.length[report.pieces.shard >= report.put].sum()),
+        reused_bytes=int(report.pieces.length[report.pieces.shard >= report.put].sum()),
         retries=uploads.retries,
         slowest_shard=slowest,
         slowest_seconds=uploads.seconds.get(slowest, 0.0),

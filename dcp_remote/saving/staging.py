@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, UnsafeObjectError
 from dcp_remote.format.json_tree import type_name
 from dcp_remote.saving.device_copy import wait_for_devices
-from dcp_remote.serialization.tensors import empty_tensor, encoding_of, is_plain
+from dcp_remote.serialization.tensors import choose_encoding, empty_tensor, is_plain
 from dcp_remote.serialization.torch_tags import lacks_memory
 
 # Largest share of idle buffers, relative to the largest state so far. Buffers of tensors that are alive but not in this
@@ -226,7 +226,7 @@ class _StateCopier:
             return self._copy_sharded(tensor, path)
         if tensor.is_meta or isinstance(tensor, FakeTensor):
             if not inside:
-                encoding_of(key, tensor, allow_pickle=True)  # raises an error that names the reason
+                choose_encoding(key, tensor, allow_pickle=True)  # raises an error that names the reason
             return tensor
         try:
             storage = _storage(tensor)
@@ -235,8 +235,8 @@ class _StateCopier:
             elif not is_plain(tensor):
                 return self._copy_other_tensor(tensor, path)
             elif _is_dense(tensor) and lacks_memory(tensor):
-                encoding_of(key, tensor, allow_pickle=True)
-                raise AssertionError("encoding_of refuses a tensor without memory")
+                choose_encoding(key, tensor, allow_pickle=True)
+                raise AssertionError("choose_encoding refuses a tensor without memory")
             else:
                 copied = _clone(tensor)
         except (DcpRemoteError, MemoryError, torch.OutOfMemoryError):

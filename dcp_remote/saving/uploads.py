@@ -18,8 +18,8 @@ from typing import Generic, NoReturn, Self, TypeVar
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.hedging import LatencyTracker, latency_tracker_of
-from dcp_remote.common.threads import WAKE_SECONDS, Cancellation, Workers, submitted
+from dcp_remote.common.hedging import LatencyTracker, get_latency_tracker
+from dcp_remote.common.threads import WAKE_SECONDS, Cancellation, Workers, submit_or_run
 from dcp_remote.errors import DcpRemoteError, SaveFailedError, SaveTimeoutError
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.deletion_queue import DeletionQueue
@@ -120,7 +120,7 @@ class Uploads(Generic[T]):
         self._rank = rank
         self._on_put = on_put
         self._clock = clock
-        self._latencies = latency_tracker_of(store.url) if pace is None else pace
+        self._latencies = get_latency_tracker(store.url) if pace is None else pace
         self._deadline = deadline
         self._retries: dict[str, int] = {}
         self._cancellation = Cancellation()
@@ -156,7 +156,7 @@ class Uploads(Generic[T]):
         self._pool.shutdown(wait=False)
         self._second_pool.shutdown(wait=False)
         # Pending puts have lost against their repetition, or belong to a failed save: they are not to be retried.
-        self._cancellation.give_up()
+        self._cancellation.cancel()
         if not self._finished:
             self._delete_all()
 
@@ -189,7 +189,7 @@ class Uploads(Generic[T]):
         with self._changed:
             self._unfinished += 1
             self._jobs.append(job)
-        submitted(self._pool, partial(self._run, job))
+        submit_or_run(self._pool, partial(self._run, job))
 
     def finish(self) -> list[T]:
         """Wait for all uploads, and return their reports in the order of submission.
@@ -269,7 +269,7 @@ class Uploads(Generic[T]):
                     job.stored_key = key
                     job.reports.append(prepared.report(key))
                     self._seconds[key] = seconds
-                    self._latencies.note(prepared.size_bytes, seconds)
+                    self._latencies.record(prepared.size_bytes, seconds)
             if job.stored_key == key and self._on_put is not None:
                 self._on_put(key, prepared.size_bytes)
         except BaseException as error:  # noqa: BLE001  # raised in the thread that waits

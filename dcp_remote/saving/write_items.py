@@ -23,7 +23,7 @@ from dcp_remote.saving.device_copy import Run, host_views, wait_for_devices
 from dcp_remote.saving.packing import Item
 from dcp_remote.saving.plan_cache import SharedPart
 from dcp_remote.serialization.objects import EncodedObject
-from dcp_remote.serialization.tensors import dtype_name, encoding_of, narrow
+from dcp_remote.serialization.tensors import choose_encoding, dtype_name, narrow
 
 # Bytes of an item: a tensor, or the bytes of an object, or a range of these.
 Source: TypeAlias = torch.Tensor | memoryview | Segments
@@ -76,7 +76,7 @@ class WriteItems:
     def compare(self, base: Baseline, check: Callable[[], None]) -> Comparison:
         """Compare all entries with a baseline; `check` is called between pieces, and raises when the save is over.
 
-        Whether a shard is reused depends on all entries, so this comes before `draw` and resolves tensors once more.
+        Whether a shard is reused depends on all entries, so this precedes `iterate_items` and resolves tensors again.
         It runs in the calling thread because digesting holds the GIL, so that more threads would not be faster
         (measured with xxhash 4.1: 0.07 s/GiB with one thread, 0.06 to 0.08 with two).
         """
@@ -120,7 +120,7 @@ class WriteItems:
             pieces.append(piece)
         return pieces
 
-    def draw(self, comparison: Comparison, drawn: DrawnEntries) -> Iterator[Item[Source]]:
+    def iterate_items(self, comparison: Comparison, drawn: DrawnEntries) -> Iterator[Item[Source]]:
         """Yield the items that must be sent, and record every entry in `drawn` just before its items.
 
         A tensor is resolved when its first item is asked for, so that copies which a planner makes live no longer than
@@ -182,7 +182,7 @@ class WriteItems:
         name, planned, shared = write_item.index.fqn, write_item.tensor_data, self.shared.get(write_item.index)
         tensor = self._resolve_tensor(write_item if shared is None else shared.whole)
         assert planned is not None, "_resolve_tensor refuses an item without tensor_data"
-        encoding, stream = encoding_of(name, tensor, allow_pickle=self.allow_pickle)
+        encoding, stream = choose_encoding(name, tensor, allow_pickle=self.allow_pickle)
         if encoding != RAW:
             if planned.chunk.sizes != planned.size:
                 raise InvalidArgumentError(

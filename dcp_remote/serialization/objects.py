@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from dcp_remote.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedFormatError
-from dcp_remote.format.json_text import by_place, from_text, to_text
+from dcp_remote.format.json_text import encode_by_place, from_text, to_text
 from dcp_remote.format.json_tree import Decoder, Encoder, Json, Refusal, Tag, type_name
 from dcp_remote.format.raw_buffers import TEXT_BYTES_MAX, Segments, head_of, lay_out, split
 from dcp_remote.serialization.class_tags import CLASS_TAGS, class_tag
@@ -184,7 +184,7 @@ def _encode_json(value: object) -> tuple[EncodedObject | None, list[Refusal]]:
             if sum(buffer.view.nbytes for buffer in encoder.buffers) <= TEXT_BYTES_MAX:
                 return EncodedObject("json", to_text(tree)), []
             views = tuple(buffer.view for buffer in lay_out(encoder.buffers))
-            return EncodedObject("json+raw", head_of(to_text(tree, by_place)), views), []
+            return EncodedObject("json+raw", head_of(to_text(tree, encode_by_place)), views), []
     except RecursionError:
         # The caller may have used up most of the stack already.
         return None, [Refusal(type_name(value), "", "nested too deep")]

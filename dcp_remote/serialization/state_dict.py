@@ -41,7 +41,7 @@ class PerRank(Generic[T]):
         return f"PerRank({self.value!r})"
 
 
-def saved_state(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def build_saved_state(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Return the state dict that this rank saves: `state_dict()` of each `Stateful`, per-rank values below one key.
 
     Raises:
@@ -69,27 +69,27 @@ def saved_state(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return shared | {PER_RANK_KEY: {str(rank): own}} if own else shared
 
 
-def template_of(state: Mapping[str, Any], rank: int, saved: Collection[tuple[str | int, ...]]) -> dict[str, Any]:
-    """Return the template for a restore: `saved_state`, without per-rank values that the checkpoint does not have.
+def make_template(state: Mapping[str, Any], rank: int, saved: Collection[tuple[str | int, ...]]) -> dict[str, Any]:
+    """Return the template for a restore: `build_saved_state`, without per-rank values that the checkpoint lacks.
 
     Args:
         state: State to restore; values that are left out of the template stay as they are.
         rank: This rank.
         saved: Paths of all saved values.
     """
-    template = saved_state(state, rank)
+    template = build_saved_state(state, rank)
     own = template.pop(PER_RANK_KEY, {str(rank): {}})[str(rank)]
     restorable = {key: value for key, value in own.items() if (PER_RANK_KEY, str(rank), key) in saved}
     return template | {PER_RANK_KEY: {str(rank): restorable}} if restorable else template
 
 
-def unwrapped(path: tuple[str | int, ...], value: Any) -> Any:
-    """Return a loaded value as the user saved it: a per-rank value without the tuple that `saved_state` adds."""
+def unwrap_per_rank(path: tuple[str | int, ...], value: Any) -> Any:
+    """Return a loaded value as the user saved it: a per-rank value without the tuple that `build_saved_state` adds."""
     is_own = len(path) == 3 and path[0] == PER_RANK_KEY and isinstance(value, tuple) and len(value) == 1  # noqa: PLR2004
     return value[0] if is_own else value
 
 
-def put_back(state: MutableMapping[str, Any], loaded: Mapping[str, Any], rank: int) -> None:
+def apply_loaded(state: MutableMapping[str, Any], loaded: Mapping[str, Any], rank: int) -> None:
     """Put the values of a loaded template into the user's state, by `load_state_dict` where a value is `Stateful`."""
     own = loaded.get(PER_RANK_KEY, {}).get(str(rank), {})
     for key in sorted(state):
@@ -151,7 +151,7 @@ class TextKeys:
         if any(not isinstance(key, str) for _, mapping in _iterate_mappings(template) for key in mapping):
             self.template = self._copy(template)
 
-    def put_back(self) -> None:
+    def apply_loaded(self) -> None:
         """Move what was loaded from the copies into the original containers, under the original keys."""
         if self._copies:
             self._restore(self.template, self._originals[id(self.template)])

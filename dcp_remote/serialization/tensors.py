@@ -35,7 +35,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_of(name: str) -> torch.dtype:
+def parse_dtype(name: str) -> torch.dtype:
     """Return the dtype of a name, such as `torch.float32` for `float32`.
 
     Raises:
@@ -51,7 +51,7 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def encoding_of(name: str, tensor: torch.Tensor, *, allow_pickle: bool) -> tuple[str, bytes]:
+def choose_encoding(name: str, tensor: torch.Tensor, *, allow_pickle: bool) -> tuple[str, bytes]:
     """Return how a tensor is stored: as its elements, or as a `torch.save` stream where elements are not enough.
 
     Args:
@@ -105,7 +105,7 @@ def encoding_of(name: str, tensor: torch.Tensor, *, allow_pickle: bool) -> tuple
 def decode_tensor(
     name: str, encoding: str, data: memoryview, *, dtype: str, sizes: tuple[int, ...], allow_pickle: bool
 ) -> torch.Tensor:
-    """Decode the `torch.save` stream of a tensor that `encoding_of` wrote; the tensor is on the CPU.
+    """Decode the `torch.save` stream of a tensor that `choose_encoding` wrote; the tensor is on the CPU.
 
     Raises:
         CorruptCheckpointError: The stream is damaged, or does not hold a tensor of this dtype and these sizes.
@@ -129,24 +129,26 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout == torch.strided
 
 
-def is_copied(tensor: torch.Tensor) -> bool:
-    """Return True if `run_bytes` must copy: not contiguous, not on the CPU, or a lazily conjugated or negated view."""
+def needs_copy(tensor: torch.Tensor) -> bool:
+    """Return True if `element_bytes` must copy: not contiguous, not on the CPU, or a conjugated or negated view."""
     return tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg()
 
 
-def run_bytes(tensor: torch.Tensor, start: int, stop: int) -> memoryview:
+def element_bytes(tensor: torch.Tensor, start: int, stop: int) -> memoryview:
     """Return the bytes of elements `start` to `stop` (exclusive) in row-major order.
 
-    The result is a view of the tensor's memory unless `is_copied`, and then a copy of just these elements.
+    The result is a view of the tensor's memory unless `needs_copy`, and then a copy of just these elements.
     """
-    if not is_copied(tensor):
+    if not needs_copy(tensor):
         return byte_view(tensor)[start * tensor.element_size() : stop * tensor.element_size()]
     copy = _allocate_copy((stop - start) * tensor.element_size())
-    copy_run(tensor, start, stop, into=copy)
+    copy_elements(tensor, start, stop, into=copy)
     return byte_view(copy)
 
 
-def copy_run(tensor: torch.Tensor, start: int, stop: int, *, into: torch.Tensor, non_blocking: bool = False) -> None:
+def copy_elements(
+    tensor: torch.Tensor, start: int, stop: int, *, into: torch.Tensor, non_blocking: bool = False
+) -> None:
     """Copy elements `start` to `stop` (exclusive) in row-major order.
 
     Args:
@@ -159,7 +161,7 @@ def copy_run(tensor: torch.Tensor, start: int, stop: int, *, into: torch.Tensor,
     tensor = tensor.detach()
     copy = into.view(_CARRIERS[tensor.element_size()])
     for first, box in boxes_of_run(tuple(tensor.shape), start, stop):
-        part = as_carrier(narrow(tensor, box).resolve_conj().resolve_neg())
+        part = view_as_integers(narrow(tensor, box).resolve_conj().resolve_neg())
         destination = copy[first - start : first - start + box.elements].view(box.sizes)
         destination.copy_(part, non_blocking=non_blocking)
 
@@ -182,7 +184,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)  # type: ignore[arg-type]  # numpy's arrays are buffers; its stubs say so from Python 3.12 on
 
 
-def as_carrier(tensor: torch.Tensor) -> torch.Tensor:
+def view_as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a tensor as integers of its element size (complex128 for 16 bytes)."""
     return tensor.view(_CARRIERS[tensor.element_size()])
 
@@ -214,6 +216,6 @@ def copy_into(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Copy elements bit for bit, or with conversion if the destination has another dtype."""
     destination = destination.detach()
     if destination.dtype == source.dtype and not destination.is_conj() and not destination.is_neg():
-        as_carrier(destination).copy_(as_carrier(source))
+        view_as_integers(destination).copy_(view_as_integers(source))
     else:
         destination.copy_(source)

@@ -166,7 +166,7 @@ class ObjectStore(Protocol):
         ...
 
 
-def quoted(etag: str | None) -> str | None:
+def quote_etag(etag: str | None) -> str | None:
     """Return an ETag in quotes."""
     return etag if etag is None or etag.endswith('"') else f'"{etag}"'
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from dcp_remote.common.deadline import Deadline, RetryPolicy, jitter
 from dcp_remote.errors import ConditionFailedError, InvalidArgumentError, StorageError, TransientStorageError
 from dcp_remote.storage.base import Condition, ObjectStore, Version
-from dcp_remote.storage.request_context import of_use_for
+from dcp_remote.storage.request_context import limit_requests
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _KNOWN_HOSTS = {
 _proven: set[tuple[str, str]] = set()
 
 
-def unproven_server(scheme: str, endpoint_url: str | None, bucket: str) -> str | None:
+def find_unproven_server(scheme: str, endpoint_url: str | None, bucket: str) -> str | None:
     """Return the server and bucket if conditional writes are unproven there; None for a cloud's own server.
 
     Args:
@@ -78,7 +78,7 @@ def require_conditional_writes(
     """
     if store.capabilities.write_refusal:
         raise InvalidArgumentError(store.capabilities.write_refusal, url=store.url)
-    unproven = getattr(store, "unproven_server", None)  # not in the contract, so a user's own store is trusted
+    unproven = getattr(store, "find_unproven_server", None)  # not in the contract, so a user's own store is trusted
     server = unproven() if callable(unproven) else None
     wanted = ("If-None-Match", "If-Match") if swaps else ("If-None-Match",)
     if server is None or all((server, header) in _proven for header in wanted):
@@ -107,7 +107,7 @@ def _refuses(
     policy, failed = RetryPolicy(), 0
     while True:
         try:
-            with of_use_for(deadline.remaining_seconds):
+            with limit_requests(deadline.remaining_seconds):
                 store.put(key, [_BODY], condition=condition)
         except ConditionFailedError:
             return True
@@ -126,7 +126,7 @@ def _refuses(
 def _delete(store: ObjectStore, key: str, deadline: Deadline) -> None:
     failed: Mapping[str, StorageError]
     try:
-        with of_use_for(lambda: min(_DELETE_SECONDS, deadline.remaining_seconds())):
+        with limit_requests(lambda: min(_DELETE_SECONDS, deadline.remaining_seconds())):
             failed = store.delete([key])
     except StorageError as error:
         failed = {key: error}

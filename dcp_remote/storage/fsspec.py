@@ -33,7 +33,14 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, ObjectStore, Version
-from dcp_remote.storage.cloud.errors import WHAT, ErrorClass, cause_of, chained, classify_answer, classify_error
+from dcp_remote.storage.cloud.errors import (
+    WHAT,
+    ErrorClass,
+    classify_answer,
+    classify_error,
+    describe_cause,
+    get_safe_cause,
+)
 from dcp_remote.storage.cloud.options import check_endpoint
 from dcp_remote.storage.cloud.redaction import redact
 from dcp_remote.storage.fsspec_s3 import (
@@ -46,7 +53,7 @@ from dcp_remote.storage.fsspec_s3 import (
     status_of,
 )
 from dcp_remote.storage.local import LocalStore
-from dcp_remote.storage.request_context import nothing_lands
+from dcp_remote.storage.request_context import writes_nothing
 from dcp_remote.storage.url import check_key, check_list_prefix, parse_url
 
 _Answer = TypeVar("_Answer")
@@ -211,7 +218,7 @@ class ReadOnlyFsspecStore:
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
         """See `ObjectStore.get_into`. One `cat_file`; its answer is copied once."""
         check_key(key)
-        with nothing_lands():
+        with writes_nothing():
             data = self._read("get_into", key, start, start + len(buffer))
         fill(buffer, data, start=start, url=f"{self.url}/{key}")
 
@@ -277,8 +284,10 @@ class ReadOnlyFsspecStore:
             secrets = list(_find_secrets(self._filesystem.storage_options))
             kind = _classify(error)
             url = f"{self.url}/{key}" if key else self.url
-            failure = kind(WHAT[kind], verb=verb, url=url, cause=cause_of(str(error) or type(error).__name__, secrets))
-            raise failure from chained(error, secrets)
+            failure = kind(
+                WHAT[kind], verb=verb, url=url, cause=describe_cause(str(error) or type(error).__name__, secrets)
+            )
+            raise failure from get_safe_cause(error, secrets)
 
 
 def _classify(error: BaseException) -> ErrorClass:

@@ -33,21 +33,21 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
-from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, Version, may_follow, quoted
+from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, Version, may_follow, quote_etag
 from dcp_remote.storage.cloud.config import Timeouts
 from dcp_remote.storage.cloud.errors import (
     NO_SUCH_BUCKET_CODE,
     SENT_ELSEWHERE,
     WHAT,
     CloudError,
-    cause_of,
-    chained,
+    describe_cause,
+    get_safe_cause,
     make_answer_error,
     translate,
 )
 from dcp_remote.storage.cloud.options import check_endpoint
-from dcp_remote.storage.conditional_writes import unproven_server
-from dcp_remote.storage.request_context import nothing_lands, rounded_up, seconds_left
+from dcp_remote.storage.conditional_writes import find_unproven_server
+from dcp_remote.storage.request_context import remaining_seconds, rounded_up, writes_nothing
 from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix
 
 _Answer = TypeVar("_Answer")
@@ -167,7 +167,7 @@ class FsspecStore:
                 raise StorageError("The store does not serve ranges of an object.", url=f"{self.url}/{key}")
             return client.read(answer["Body"], limit_bytes=len(buffer))
 
-        with nothing_lands():
+        with writes_nothing():
             data = self._ask("get_into", key, request, size_bytes=len(buffer))
         fill(buffer, data, start=start, url=f"{self.url}/{key}")
 
@@ -216,14 +216,14 @@ class FsspecStore:
             pass  # the store answered that the object is missing; another failure now does not explain that
         return None
 
-    def unproven_server(self) -> str | None:
+    def find_unproven_server(self) -> str | None:
         """Return the server and bucket if conditional writes are unproven there; None for Amazon's own servers.
 
         Sends no request; see `conditional_writes`.
         """
         endpoint_url = self._ask("open", "", lambda client: str(client.meta.endpoint_url))
         check_endpoint(endpoint_url, named="AWS_ENDPOINT_URL, or `endpoint_url` of the profile,")
-        return unproven_server("s3", endpoint_url, self._parsed.bucket)
+        return find_unproven_server("s3", endpoint_url, self._parsed.bucket)
 
     @property
     def _root(self) -> str:
@@ -309,7 +309,7 @@ class FsspecStore:
                 raise error.__context__ from None  # raised by `_request_without_redirects`, and wrapped by aiobotocore
             secrets = self._connection.secrets(has_answered=answer_of(error) is not None)
             failure = _translate(error, verb=verb, url=self._named(key), secrets=secrets, condition=condition)
-            raise failure from chained(error, secrets)
+            raise failure from get_safe_cause(error, secrets)
 
 
 class _Client:
@@ -524,10 +524,10 @@ def _translate(error: Exception, *, verb: str, url: str, secrets: Sequence[str],
     answer = answer_of(error)
     if answer is not None:
         code = str(answer.response.get("Error", {}).get("Code", ""))
-        cause = cause_of(str(answer), secrets)
+        cause = describe_cause(str(answer), secrets)
         return make_answer_error(status_of(answer), code, verb=verb, url=url, cause=cause, condition=condition)
     if isinstance(error, ResponseParserError):  # a proxy's page, or half an answer
-        cause = cause_of(str(error), secrets)
+        cause = describe_cause(str(error), secrets)
         return TransientStorageError(WHAT[TransientStorageError], verb=verb, url=url, cause=cause)
     what = _NO_CREDENTIALS if isinstance(error, NoCredentialsError) else ""
     return translate(error, verb=verb, url=url, secrets=secrets, what=what)
@@ -547,7 +547,7 @@ def status_of(answer: ClientError) -> int:
 
 def request_seconds(size_bytes: int) -> float:
     """Return the time limit of a request of this thread, in seconds."""
-    return min(Timeouts().request_seconds(size_bytes), rounded_up(seconds_left()))
+    return min(Timeouts().request_seconds(size_bytes), rounded_up(remaining_seconds()))
 
 
 def fill(buffer: memoryview, data: bytes, *, start: int, url: str) -> None:
@@ -598,7 +598,7 @@ def check_listed(url: str, key: str) -> None:
 
 
 def _make_version(answer: _Parsed) -> Version:
-    return Version(etag=quoted(answer.get("ETag")))
+    return Version(etag=quote_etag(answer.get("ETag")))
 
 
 def _make_info(key: str, answer: _Parsed, *, size_bytes: int) -> ObjectInfo:

@@ -34,7 +34,7 @@ from dcp_remote.storage.local_files import (
     make_folders,
     sweep_temporaries,
     sync_folders,
-    translated,
+    translate_os_errors,
     version_of,
 )
 from dcp_remote.storage.mounts import swap_refusal
@@ -312,7 +312,7 @@ class LocalStore:
         return descriptor, status
 
     def _translated(self, verb: str, key: str) -> contextlib.AbstractContextManager[None]:
-        return translated(verb, key=key, url=self.url)
+        return translate_os_errors(verb, key=key, url=self.url)
 
     def _no_object(self, key: str) -> ObjectNotFoundError:
         return ObjectNotFoundError("There is no such object: the path is not a regular file.", key=key, url=self.url)

@@ -24,7 +24,7 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage.base import Version
-from dcp_remote.storage.request_context import seconds_left
+from dcp_remote.storage.request_context import remaining_seconds
 
 # Most buffers that one writev(2) takes: 1,024 on Linux.
 _WRITEV_BUFFERS_MAX = os.sysconf("SC_IOV_MAX")
@@ -211,7 +211,7 @@ def locked(path: str, *, writable: bool) -> Iterator[os.stat_result]:
 
 
 def _lock(path: str, *, writable: bool) -> tuple[int, os.stat_result]:
-    deadline = Deadline(min(_LOCK_WAIT_SECONDS_MAX, seconds_left()))
+    deadline = Deadline(min(_LOCK_WAIT_SECONDS_MAX, remaining_seconds()))
     flags = os.O_CLOEXEC | os.O_NONBLOCK | (os.O_RDWR if writable else os.O_RDONLY)
     attempt = 0
     while True:
@@ -384,7 +384,7 @@ _ERRORS: dict[int, tuple[type[DcpRemoteError], str]] = {
 
 
 @contextlib.contextmanager
-def translated(verb: str, *, key: str, url: str) -> Iterator[None]:
+def translate_os_errors(verb: str, *, key: str, url: str) -> Iterator[None]:
     """Turn an OSError in the block into an error of dcp_remote."""
     try:
         yield

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from dcp_remote.common.picklable_errors import portable
+from dcp_remote.common.picklable_errors import make_picklable
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.url import parse_url
@@ -112,7 +112,7 @@ class ThreadLocation(threading.local):
         try:
             self.location, self._refusal = self.location.moved_to(checkpoint_id), None
         except Exception as error:  # noqa: BLE001  # raised by `raise_refusal`
-            self._refusal = portable(error)
+            self._refusal = make_picklable(error)
         self._last.now = self.location, self._refusal
 
     def raise_refusal(self) -> None:

@@ -37,7 +37,7 @@ _thread_state = _ThreadState()
 
 
 @contextmanager
-def of_use_for(left: Callable[[], float]) -> Iterator[None]:
+def limit_requests(left: Callable[[], float]) -> Iterator[None]:
     """Limit the requests of this context to `left()` seconds while a block runs; of nested blocks the inner counts."""
     token = _seconds_left.set(left)
     try:
@@ -46,7 +46,7 @@ def of_use_for(left: Callable[[], float]) -> Iterator[None]:
         _seconds_left.reset(token)
 
 
-def seconds_left() -> float:
+def remaining_seconds() -> float:
     """Return the time limit of this context's requests in seconds; infinite if there is none."""
     return _seconds_left.get()()
 
@@ -117,7 +117,7 @@ class BufferLease:
             raise StorageError("The read was given up, and its buffers belong to the caller again.")
 
     @contextmanager
-    def left_alone(self) -> Iterator[None]:
+    def allow_close(self) -> Iterator[None]:
         """Let the lease be closed at once while a block runs, in which this thread writes nothing into the buffers.
 
         Raises:
@@ -138,7 +138,7 @@ class BufferLease:
 
 
 @contextmanager
-def nothing_lands() -> Iterator[None]:
+def writes_nothing() -> Iterator[None]:
     """Mark a wait of this thread in which it writes nothing into its buffer, so that a load need not wait for it.
 
     Raises:
@@ -148,16 +148,16 @@ def nothing_lands() -> Iterator[None]:
     if lease is None:
         yield
         return
-    with lease.left_alone():
+    with lease.allow_close():
         yield
 
 
-def is_wanted() -> bool:
+def may_write() -> bool:
     """Return whether this thread may still write into its buffer."""
     return _thread_state.lease is None or not _thread_state.lease.closed
 
 
-def require_wanted() -> None:
+def require_may_write() -> None:
     """Check that this thread may still write into its buffer; called often while it writes.
 
     Raises:

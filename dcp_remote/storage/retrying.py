@@ -13,7 +13,7 @@ from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline, RetryPolicy, jitter
 from dcp_remote.errors import StorageError, TransientStorageError
 from dcp_remote.storage.base import Condition, ObjectInfo, ObjectStore, Version
-from dcp_remote.storage.request_context import of_use_for
+from dcp_remote.storage.request_context import limit_requests
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class RetryingStore(WrappedStore):
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """See `ObjectStore.put`. Repeated only if `condition` is "any"."""
         if condition != "any":
-            with of_use_for(self._terms.deadline.remaining_seconds):
+            with limit_requests(self._terms.deadline.remaining_seconds):
                 return self._store.put(key, buffers, condition=condition)
         return super().put(key, buffers)
 
@@ -110,7 +110,7 @@ class RetryingStore(WrappedStore):
         attempts = _Attempts(self._terms, self._named("delete", *keys), self.url)
         while True:
             try:
-                with of_use_for(self._terms.deadline.remaining_seconds):
+                with limit_requests(self._terms.deadline.remaining_seconds):
                     answer = self._store.delete(keys)
             except TransientStorageError as error:
                 answer = dict.fromkeys(keys, error)
@@ -125,14 +125,14 @@ class RetryingStore(WrappedStore):
             keys = list(for_now)
 
     def _next(self, infos: Iterator[ObjectInfo]) -> ObjectInfo | None:
-        with of_use_for(self._terms.deadline.remaining_seconds):
+        with limit_requests(self._terms.deadline.remaining_seconds):
             return next(infos, None)
 
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
         attempts = _Attempts(self._terms, request, self.url)
         while True:
             try:
-                with of_use_for(self._terms.deadline.remaining_seconds):
+                with limit_requests(self._terms.deadline.remaining_seconds):
                     return send()
             except TransientStorageError as error:
                 attempts.pause_or_raise(error)

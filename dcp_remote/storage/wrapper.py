@@ -75,9 +75,9 @@ class WrappedStore:
         explain = getattr(self._store, "explain_missing", None)
         return explain() if callable(explain) else None
 
-    def unproven_server(self) -> str | None:
+    def find_unproven_server(self) -> str | None:
         """Return the server of the wrapped store if its conditional writes are unproven, else None."""
-        unproven = getattr(self._store, "unproven_server", None)
+        unproven = getattr(self._store, "find_unproven_server", None)
         return unproven() if callable(unproven) else None
 
     def head(self, key: str) -> ObjectInfo:

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_remote import RemoteWriter, load
 from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError
 from dcp_remote.format.manifest import MANIFEST_KEY
-from dcp_remote.format.manifest_json import tombstone
+from dcp_remote.format.manifest_json import make_tombstone
 from dcp_remote.storage import MemoryStore
 from tests.attacks.attacker import LOADS, LOOKS, NOTES, SHAPE, Bucket, bucket, outcomes
 
@@ -93,7 +93,7 @@ def test_a_manifest_of_an_earlier_save() -> None:
 def test_a_tombstone_over_a_checkpoint() -> None:
     """A tombstone in place of the manifest means that there is no checkpoint, whatever shards exist."""
     attacked = bucket()
-    attacked.put(MANIFEST_KEY, tombstone("0" * 32, ()))
+    attacked.put(MANIFEST_KEY, make_tombstone("0" * 32, ()))
     for error in outcomes(attacked, LOADS | LOOKS).values():
         assert isinstance(error, CheckpointNotFoundError)
 

@@ -167,7 +167,7 @@ class Campaign:
         seen = read_catalog(self.store())
         if seen is None:
             return None
-        return seen.catalog.latest() if restore_step is None else seen.catalog.at(restore_step)
+        return seen.catalog.latest() if restore_step is None else seen.catalog.entry_at(restore_step)
 
     def advance(self, steps: int = SAVE_EVERY) -> int:
         """Let the job train so many more steps; return the first of them at which it saves."""
@@ -346,7 +346,7 @@ class Campaign:
 
 def _may_go(entry: Entry, before: Catalog, after: Catalog) -> bool:
     """Return whether retention, or a newer job's replacement, may have removed a checkpoint."""
-    replacement = after.at(entry.step)
+    replacement = after.entry_at(entry.step)
     if replacement is not None:
         return replacement.token > entry.token
     newer = [one for one in before.entries if not one.abandoned and one.step > entry.step]

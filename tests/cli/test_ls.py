@@ -13,7 +13,7 @@ import pytest
 
 from dcp_remote.cli import main
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pinned
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry
 from dcp_remote.format.catalog_json import encode
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.catalog_store import read_catalog, swap
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Path:
     save(store, 100)
     save(store, 200, base=100, names=("best",), metrics=(("loss", 0.25),))
     save(store, 300, base=200)
-    swap(store, partial(pinned, step=200, pin=True), deadline=Deadline(30))
+    swap(store, partial(pin_entry, step=200, pin=True), deadline=Deadline(30))
     thin(Maintenance(store), [100], deadline=Deadline(30))
     fence(store)
     save(store, 250, base=200, abandons=200)

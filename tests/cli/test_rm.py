@@ -11,7 +11,7 @@ import pytest
 from dcp_remote.cli import main
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import PermissionDeniedError, StorageError
-from dcp_remote.format.catalog import CATALOG_KEY, pinned
+from dcp_remote.format.catalog import CATALOG_KEY, pin_entry
 from dcp_remote.run.catalog_store import read_catalog, swap
 from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.storage import LocalStore
@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> Path:
     store = LocalStore(tmp_path / "run")
     for before, step in ((None, 1), (1, 2), (2, 3)):
         save(store, step, base=before)
-    swap(store, partial(pinned, step=2, pin=True), deadline=Deadline(30))
+    swap(store, partial(pin_entry, step=2, pin=True), deadline=Deadline(30))
     return tmp_path / "run"
 
 

@@ -15,7 +15,7 @@ from dcp_remote import RemoteWriter
 from dcp_remote.cli import main
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.geometry import Box
-from dcp_remote.common.text import human_bytes, printable
+from dcp_remote.common.text import escape_unprintable, human_bytes
 from dcp_remote.format.manifest import MANIFEST_KEY, TensorKind
 from dcp_remote.format.manifest_json import encode
 from dcp_remote.run.maintenance import Maintenance
@@ -209,9 +209,9 @@ def test_names_and_values_do_not_control_the_terminal(tmp_path: Path, capsys: py
 
 def test_printable_text() -> None:
     """Escape every character that exists: printable ones stay, others become Python's escapes."""
-    assert printable("Größe 3×4, 日本語 🙂 \\n") == "Größe 3×4, 日本語 🙂 \\n"
-    assert printable("\x1b[0m\n\ud800\u202e") == r"\x1b[0m\n\ud800\u202e"
-    everything = printable("".join(map(chr, range(sys.maxunicode + 1))))
+    assert escape_unprintable("Größe 3×4, 日本語 🙂 \\n") == "Größe 3×4, 日本語 🙂 \\n"
+    assert escape_unprintable("\x1b[0m\n\ud800\u202e") == r"\x1b[0m\n\ud800\u202e"
+    everything = escape_unprintable("".join(map(chr, range(sys.maxunicode + 1))))
     assert everything.isprintable()
     assert everything.encode()
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.common.arrays import concat_ranges, group_offsets, sorted_unique
-from dcp_remote.common.geometry import Box, ByteRange, boxes_of_run, cut_chunk, only_run, runs_of_box
+from dcp_remote.common.geometry import Box, ByteRange, boxes_of_run, cut_chunk, find_single_run, runs_of_box
 
 SIZES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -86,7 +86,7 @@ def test_the_only_run_of_a_box(data: st.DataObject) -> None:
     box = data.draw(boxes(sizes))
     found = elements_of(numbered(sizes), box)
     one = found == list(range(found[0], found[0] + len(found)))
-    assert only_run(sizes, box) == (found[0] if one else None)
+    assert find_single_run(sizes, box) == (found[0] if one else None)
 
 
 @given(st.data())

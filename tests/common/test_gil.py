@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_remote import CheckpointManager, RemoteWriter
-from dcp_remote.common.gil import short_turns
+from dcp_remote.common.gil import short_switch_interval
 
 
 @pytest.fixture(autouse=True)
@@ -35,14 +35,14 @@ def test_the_last_block_restores_the_interval() -> None:
     inside, go = threading.Event(), threading.Event()
 
     def other() -> None:
-        with short_turns():
+        with short_switch_interval():
             inside.set()
             assert go.wait(30)
 
     thread = threading.Thread(target=other)
 
     def raising() -> None:
-        with short_turns():
+        with short_switch_interval():
             thread.start()
             assert inside.wait(30)
             assert seconds() == 0.001
@@ -58,11 +58,11 @@ def test_the_last_block_restores_the_interval() -> None:
 
 def test_intervals_of_the_user_are_kept() -> None:
     """Set a shorter interval before a block, and another one within it: both are kept."""
-    with short_turns():
+    with short_switch_interval():
         sys.setswitchinterval(0.01)
     assert seconds() == 0.01
     sys.setswitchinterval(0.0005)
-    with short_turns():
+    with short_switch_interval():
         assert seconds() == 0.0005
     assert seconds() == 0.0005
 
@@ -73,7 +73,7 @@ def test_rounding_does_not_accumulate() -> None:
         sys.setswitchinterval(microseconds * 1e-6)
         before = sys.getswitchinterval()
         for _ in range(20):
-            with short_turns():
+            with short_switch_interval():
                 assert seconds() == 0.001
         assert sys.getswitchinterval() == before
 

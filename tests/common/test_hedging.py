@@ -13,11 +13,11 @@ def test_late_seconds() -> None:
     pace = LatencyTracker()
     for number in range(SAMPLES_MIN):
         assert pace.late_seconds(8 * MiB) == math.inf
-        pace.note(8 * MiB, 0.1 + number / 1000)
+        pace.record(8 * MiB, 0.1 + number / 1000)
     assert pace.late_seconds(8 * MiB) == LATE_SECONDS_MIN
     assert pace.late_seconds(64 * MiB) == math.inf
     for _ in range(1000):
-        pace.note(8 * MiB, 3.0)
+        pace.record(8 * MiB, 3.0)
     assert pace.late_seconds(8 * MiB) == 6.0
 
 
@@ -26,6 +26,6 @@ def test_few_are_sent_twice() -> None:
     pace = LatencyTracker()
     repeated = 0
     for _ in range(1000):
-        pace.note(1, 100.0)
+        pace.record(1, 100.0)
         repeated += pace.may_repeat()
     assert 45 <= repeated <= 55

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import CommitConflictError, DcpRemoteError, FencedError, SaveFailedError, SaveTimeoutError
-from tests.support.rank_threads import WHAT, errors, expected, join, party, together, upload, wait_until
+from tests.support.rank_threads import WHAT, errors, expected, join, rank_threads, together, upload, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
 
@@ -52,7 +52,7 @@ def test_all_get_their_answers(world_size: int) -> None:
         return answers
 
     everybody = range(world_size)
-    with party(world_size) as them:
+    with rank_threads(world_size) as them:
         assert [result.value for result in them.run(part)] == [[-rank] * 3 for rank in everybody]
     assert [values for _, values in asked] == [[rank + number for rank in everybody] for number in range(3)]
 
@@ -60,7 +60,7 @@ def test_all_get_their_answers(world_size: int) -> None:
 def test_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty ranks, of whose contributions seven are read at a time."""
     monkeypatch.setattr("dcp_remote.coordination.collective._RANKS_PER_READ", 7)
-    with party(20, beat_seconds=0.2) as them:
+    with rank_threads(20, beat_seconds=0.2) as them:
         assert [result.value for result in them.run(together)] == expected(20)
         assert [result.value for result in them.run(together)] == expected(20)
 
@@ -71,7 +71,7 @@ def test_other_stores(kind: str, tmp_path: Path) -> None:
     store: dist.Store = dist.FileStore(str(tmp_path / "store"), 3)
     if kind == "tcp":
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with party(3, store) as them:
+    with rank_threads(3, store) as them:
         for number in range(3):
             assert [result.value for result in them.run(together)] == expected(3)
             ended = them.run(lambda ranks: fail(ranks, 1))
@@ -98,7 +98,7 @@ def test_large_values() -> None:
             dealt = collective.scatter_grouped(mine, lambda values: (values[::-1], [1, 0]))
         return own == 2 * dealt == 2 * mine and len(everything) == 2 * len(mine)
 
-    with party(2, store) as them:
+    with rank_threads(2, store) as them:
         assert [result.value for result in them.run(part)] == [True, True]
         assert [result.value for result in them.run(together)] == expected(2)
         assert [key for key in store.list_keys() if "beat" not in key and "/2/" not in key] == []
@@ -113,7 +113,7 @@ def test_a_slow_rank_is_waited_for() -> None:
                 time.sleep(1.2)
             return collective.gather(ranks.rank, sum)
 
-    with party(3) as them:
+    with rank_threads(3) as them:
         assert [result.value for result in them.run(part)] == [3, 3, 3]
 
 
@@ -190,7 +190,7 @@ def test_an_error_of_one_rank_is_all_the_others_error(kind: str) -> None:
                 raise own
             upload(collective)
 
-    with party(3) as them:
+    with rank_threads(3) as them:
         for raising in (0, 2):
             own = make()
             ended = them.run(part)
@@ -212,7 +212,7 @@ def test_what_a_decision_raises_all_raise() -> None:
         with join(ranks) as collective:
             return collective.gather(ranks.rank, decide)
 
-    with party(3) as them:
+    with rank_threads(3) as them:
         ended = them.run(part)
         assert [type(result.error) for result in ended] == 3 * [CommitConflictError]
         assert errors(ended) == ["Another save won. step=7"] + 2 * ["Another save won. step=7 rank=0"]
@@ -233,7 +233,7 @@ def test_what_cannot_be_pickled_fails_all() -> None:
         with join(ranks) as collective:
             collective.gather(0, lambda values: threading.Lock())
 
-    with party(3) as them:
+    with rank_threads(3) as them:
         for part, text in ((sending, "cannot pickle"), (reading, "what rank 1 sent"), (answering, "cannot pickle")):
             ended = them.run(part)
             assert all(text in error for error in errors(ended)), ended
@@ -258,7 +258,7 @@ def test_consequences_of_a_cancellation_are_not_raised() -> None:
                 raise KeyboardInterrupt
             collective.gather(None, len)
 
-    with party(4) as them:
+    with rank_threads(4) as them:
         ended = them.run(part)
         assert [type(result.error) for result in ended] == [FencedError, FencedError, FencedError, KeyboardInterrupt]
         cause = ended[2].error.__cause__ if ended[2].error else None
@@ -275,7 +275,7 @@ def test_the_first_error_is_the_one_that_is_told() -> None:
                 raise OwnError("Own.", of=ranks.rank)
             upload(collective)
 
-    with party(5) as them:
+    with rank_threads(5) as them:
         ended = them.run(part)
         assert len({str(ended[rank].error) for rank in (0, 3, 4)}) == 1
         assert type(ended[0].error) is OwnError
@@ -294,7 +294,7 @@ def test_a_failure_after_the_last_round_is_not_told() -> None:
         left.set()
         return answer
 
-    with party(2) as them:
+    with rank_threads(2) as them:
         ended = them.run(part)
         assert ended[0].value == 1
         assert isinstance(ended[1].error, ValueError)
@@ -302,7 +302,7 @@ def test_a_failure_after_the_last_round_is_not_told() -> None:
 
 def test_errors_of_operations_pickle() -> None:
     """The error of a deadline is pickled and unpickled."""
-    with party(2) as them:
+    with rank_threads(2) as them:
         (result,) = them.run(lambda ranks: together(ranks, seconds=0.1), ranks=[0])
         assert isinstance(result.error, SaveTimeoutError)
         assert str(pickle.loads(pickle.dumps(result.error))) == str(result.error)

@@ -21,13 +21,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import FencedError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
-from tests.support.rank_faults import exchanged, process_state, strike
+from tests.support.rank_faults import exchanged, process_state, signal_this_thread
 from tests.support.rank_pool import RankPool, RanksFailedError
 from tests.support.rank_threads import WHAT, Ended, expected, join, together, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sees in Linux's /proc whether a process is stopped")
 
-BEAT_SECONDS = 0.2
+HEARTBEAT_SECONDS = 0.2
 SILENCE_SECONDS = 2.0
 DEADLINE_SECONDS = 60.0
 
@@ -60,7 +60,7 @@ Part: TypeAlias = Callable[[Collective], object]
 
 
 def attempt(ranks: RankGroup, part: Part, *, seconds: float = DEADLINE_SECONDS) -> Told:
-    """Carry out an operation in another thread, and call `look` here, as the thread that waits for a save does."""
+    """Carry out an operation in another thread, and call `check_time_and_store` here, as what waits for a save does."""
     collective = join(ranks, seconds=seconds, silence_seconds=SILENCE_SECONDS)
     ended: list[Ended[None]] = []
 
@@ -71,17 +71,17 @@ def attempt(ranks: RankGroup, part: Part, *, seconds: float = DEADLINE_SECONDS) 
     thread = threading.Thread(target=lambda: ended.append(Ended(act)), daemon=True)
     thread.start()
     while thread.is_alive() and collective.cancelled is None:
-        collective.look()
+        collective.check_time_and_store()
         thread.join(0.1)
     thread.join(1.0)
     error = ended[0].error if ended else collective.cancelled
-    return Told(error, collective.coordinator_lost)
+    return Told(error, collective.is_commit_unknown)
 
 
 def save(collective: Collective) -> None:
     """Do two rounds, and a commit."""
     collective.gather(None, len)
-    collective.note("uploading, 1 of 40 shards")
+    collective.set_activity("uploading, 1 of 40 shards")
     time.sleep(0.5)
 
     def commit(values: list[None]) -> None:
@@ -96,9 +96,9 @@ def save_and_strike(number: signal.Signals, *, at: str) -> Part:
     def part(collective: Collective) -> None:
         if at == "upload":
             collective.gather(None, len)
-        collective.note("uploading, 1 of 40 shards")
-        time.sleep(2 * BEAT_SECONDS)
-        strike(number)
+        collective.set_activity("uploading, 1 of 40 shards")
+        time.sleep(2 * HEARTBEAT_SECONDS)
+        signal_this_thread(number)
         while True:
             time.sleep(0.05)
             if collective.deadline.expired():  # this rank has gone on, and was told
@@ -108,7 +108,7 @@ def save_and_strike(number: signal.Signals, *, at: str) -> Part:
 
 
 def with_ranks(part: Callable[[RankGroup], Told]) -> Told:
-    ranks = RankGroup.of(None, "checkpoints", beat_seconds=BEAT_SECONDS)
+    ranks = RankGroup.from_process_group(None, "checkpoints", beat_seconds=HEARTBEAT_SECONDS)
     try:
         return part(ranks)
     finally:
@@ -131,17 +131,19 @@ def test_operations_of_process_groups(ranks_that_run: RankPool) -> None:
 
 
 def _use_groups() -> tuple[int, int]:
-    first, second = (RankGroup.of(None, "checkpoints", beat_seconds=BEAT_SECONDS) for _ in range(2))
+    first, second = (
+        RankGroup.from_process_group(None, "checkpoints", beat_seconds=HEARTBEAT_SECONDS) for _ in range(2)
+    )
     group = dist.new_group([1, 3])
     own: RankGroup | None = None
     if dist.get_rank() in (1, 3):
         assert group is not None
-        own = RankGroup.of(group, "checkpoints", beat_seconds=BEAT_SECONDS)
+        own = RankGroup.from_process_group(group, "checkpoints", beat_seconds=HEARTBEAT_SECONDS)
         assert own.rank == (dist.get_rank() - 1) // 2
         assert together(own) == expected(2)[own.rank]
     else:
         with pytest.raises(InvalidArgumentError, match="does not belong"):
-            RankGroup.of(group, "checkpoints")
+            RankGroup.from_process_group(group, "checkpoints")
     with join(first, "the first") as first_operation, join(second, "the second") as second_operation:
         assert first_operation.gather(1, sum) == 4
         assert second_operation.gather(2, sum) == 8
@@ -214,11 +216,11 @@ def _stop(at: str, victim: int) -> Told:
         if at == "upload":
             save_and_strike(signal.SIGSTOP, at=at)(collective)
         collective.gather(None, len)
-        collective.note("uploading, 1 of 40 shards")
-        time.sleep(2 * BEAT_SECONDS)
+        collective.set_activity("uploading, 1 of 40 shards")
+        time.sleep(2 * HEARTBEAT_SECONDS)
 
         def commit(values: list[None]) -> None:
-            strike(signal.SIGSTOP)
+            signal_this_thread(signal.SIGSTOP)
             collective.begin_commit()
             raise AssertionError("the others have given up, and the coordinator commits")
 
@@ -251,9 +253,9 @@ def test_a_rank_that_never_comes(ranks_that_run: RankPool) -> None:
 def _never_come() -> Told:
     def act(ranks: RankGroup) -> Told:
         if ranks.rank == 2:
-            ranks.meet()
+            ranks.start_heartbeat()
             assert ranks.heartbeat is not None
-            ranks.heartbeat.note("training")
+            ranks.heartbeat.set_activity("training")
             told = Told(None)
         else:
             told = attempt(ranks, save, seconds=1.5)
@@ -320,15 +322,15 @@ def _lose_the_host(how: str, host: int) -> Told:
     own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == host else None
     port, pid = exchanged(own.port if own is not None else 0)[host], exchanged(os.getpid())[host]
     store: dist.Store = own or dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    ranks = RankGroup(rank, 3, store, beat_seconds=BEAT_SECONDS) if rank < 3 else None
+    ranks = RankGroup(rank, 3, store, beat_seconds=HEARTBEAT_SECONDS) if rank < 3 else None
     number = signal.SIGSTOP if how == "stopped" else signal.SIGKILL
     told = Told(None)
     if rank == host:
-        time.sleep(4 * BEAT_SECONDS)
+        time.sleep(4 * HEARTBEAT_SECONDS)
         if ranks is not None:
             told = attempt(ranks, save_and_strike(number, at="first round"))
         else:
-            strike(number)
+            signal_this_thread(number)
     else:
         assert ranks is not None
         told = attempt(ranks, save_slowly)
@@ -349,8 +351,8 @@ def _lose_the_host(how: str, host: int) -> Told:
 
 def save_slowly(collective: Collective) -> None:
     """As `save`, but with time for the host to be struck while this rank waits in the store, or is about to."""
-    collective.note("uploading, 1 of 40 shards")
-    time.sleep(6 * BEAT_SECONDS)
+    collective.set_activity("uploading, 1 of 40 shards")
+    time.sleep(6 * HEARTBEAT_SECONDS)
     collective.gather(None, len)
-    time.sleep(6 * BEAT_SECONDS)
+    time.sleep(6 * HEARTBEAT_SECONDS)
     save(collective)

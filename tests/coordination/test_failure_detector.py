@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import SaveFailedError, SaveTimeoutError
-from tests.support.rank_threads import WHAT, Ended, expected, held, join, party, together, upload, wait_until
+from tests.support.rank_threads import WHAT, Ended, expected, held, join, rank_threads, together, upload, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
 
@@ -24,12 +24,12 @@ def test_absent_ranks_are_named_at_the_deadline() -> None:
 
     def part(ranks: RankGroup) -> None:
         with join(ranks, seconds=0.6) as collective:
-            collective.note(f"asking, as number {ranks.rank}")
+            collective.set_activity(f"asking, as number {ranks.rank}")
             collective.gather(None, len)
 
     store = dist.HashStore()
     groups = [RankGroup(rank, 4, dist.PrefixStore("party", store), beat_seconds=0.03) for rank in (0, 1, 3)]
-    groups[1].heartbeat.note("training")  # type: ignore[union-attr]
+    groups[1].heartbeat.set_activity("training")  # type: ignore[union-attr]
     try:
         ended: dict[int, Ended[None]] = {}
         threads = [
@@ -57,12 +57,12 @@ def test_the_notes_of_late_ranks_are_told() -> None:
 
     def part(ranks: RankGroup) -> None:
         with join(ranks, seconds=0.5) as collective:
-            collective.note(f"uploading, {ranks.rank} of 40 shards")
+            collective.set_activity(f"uploading, {ranks.rank} of 40 shards")
             if ranks.rank != 1:
                 wait_until(lambda: collective.cancelled)  # ignores the deadline
             collective.gather(None, len)
 
-    with party(3) as them:
+    with rank_threads(3) as them:
         for result in them.run(part):
             assert type(result.error) is SaveTimeoutError
             assert "Ranks 0, 2 did not report by the deadline" in str(result.error)
@@ -92,19 +92,19 @@ def test_an_absent_coordinator() -> None:
             collectives.append(collective)
             return collective.gather(ranks.rank, sum)
 
-    with party(3) as them:
-        them.ranks[0].heartbeat.note("training")  # type: ignore[union-attr]
+    with rank_threads(3) as them:
+        them.ranks[0].heartbeat.set_activity("training")  # type: ignore[union-attr]
         ended = them.run(part, ranks=(1, 2))
         for result in ended:
             assert type(result.error) is SaveTimeoutError
             assert "ranks='0' last='0: has not joined, training'" in str(result.error)
-        assert [collective.coordinator_lost for collective in collectives] == [False, False]
+        assert [collective.is_commit_unknown for collective in collectives] == [False, False]
         # The verdicts are posted by the heartbeats' threads, in order, soon after the ranks have raised.
         told = threading.Semaphore(0)
         for rank in (1, 2):
             heartbeat = them.ranks[rank].heartbeat
             assert heartbeat is not None, "each of three ranks has one"
-            heartbeat.tell(lambda _: told.release())
+            heartbeat.enqueue(lambda _: told.release())
         assert all(told.acquire(timeout=60) for _ in range(2))
         # The coordinator begins when all is over, is told at once, and the next operation works.
         late = them.run(part, ranks=[0])[0]
@@ -125,10 +125,10 @@ def test_a_decision_that_takes_too_long() -> None:
         with join(ranks, seconds=0.3) as collective:
             if ranks.is_coordinator:
                 collectives.append(collective)
-                collective.note("deciding")
+                collective.set_activity("deciding")
             collective.gather(None, decide)
 
-    with party(2) as them:
+    with rank_threads(2) as them:
         for result in them.run(part):
             assert type(result.error) is SaveTimeoutError
             assert "Rank 0 did not report by the deadline" in str(result.error)
@@ -144,8 +144,8 @@ def test_a_silent_rank_ends_it_by_name() -> None:
     def part(ranks: RankGroup) -> None:
         with join(ranks, silence_seconds=0.6) as collective:
             collective.gather(None, len)
-            collective.note(f"uploading, {ranks.rank} of 40 shards")
-            wait_until(lambda: ranks.heartbeat.last_note.startswith("uploading"))  # type: ignore[union-attr]
+            collective.set_activity(f"uploading, {ranks.rank} of 40 shards")
+            wait_until(lambda: ranks.heartbeat.last_activity.startswith("uploading"))  # type: ignore[union-attr]
             time.sleep(0.2)
             met.wait(30)
             if ranks.rank == 2:
@@ -163,7 +163,7 @@ def test_a_silent_rank_ends_it_by_name() -> None:
             if ranks.rank != 2:
                 over.set()
 
-    with party(3) as them:
+    with rank_threads(3) as them:
         ended = them.run(watched)
     for result in ended[:2]:
         assert type(result.error) is SaveFailedError
@@ -193,10 +193,10 @@ def test_a_silent_coordinator_is_lost() -> None:
                     wait_until(lambda: them.store.check(["party/1/failed"]))
                     over.wait(30)
 
-    with party(3) as them:
+    with rank_threads(3) as them:
         ended = them.run(part)
     for result in ended:
         assert type(result.error) is SaveFailedError
         assert "Rank 0 has been silent" in str(result.error)
     assert str(ended[0].error).split(" rank=")[1] in "12"
-    assert sorted(collective.coordinator_lost for collective in collectives) == [False, True, True]
+    assert sorted(collective.is_commit_unknown for collective in collectives) == [False, True, True]

@@ -16,7 +16,7 @@ from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.heartbeat import RankStatus
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
-from tests.support.rank_threads import WHAT, Ended, Party, expected, join, party, together, wait_until
+from tests.support.rank_threads import WHAT, Ended, RankThreads, expected, join, rank_threads, together, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
 
@@ -40,7 +40,7 @@ def test_one_thing_at_a_time() -> None:
 
 def test_closing_ends_what_is_under_way() -> None:
     """Close a group while an operation waits in another thread."""
-    with party(2) as them:
+    with rank_threads(2) as them:
         collective = join(them.ranks[0])
         ended: list[Ended[int]] = []
 
@@ -61,16 +61,16 @@ def test_closing_ends_what_is_under_way() -> None:
 def test_a_rank_alone() -> None:
     """A single rank needs no store and no thread: check answers, unchanged errors, and the deadline."""
     before = threading.active_count()
-    ranks = RankGroup.of(None, "checkpoints")
+    ranks = RankGroup.from_process_group(None, "checkpoints")
     assert (ranks.rank, ranks.world_size, ranks.is_coordinator, ranks.heartbeat) == (0, 1, True, None)
     assert together(ranks) == (0, 1)
     assert threading.active_count() == before
     with pytest.raises(ValueError, match="boo"), join(ranks):
         raise ValueError("boo")
     with join(ranks) as collective:
-        collective.note("committing")
+        collective.set_activity("committing")
         collective.begin_commit()
-        collective.look()
+        collective.check_time_and_store()
         assert isinstance(collective.deadline, Deadline)
     ranks.close()
 
@@ -78,7 +78,7 @@ def test_a_rank_alone() -> None:
 def test_a_group_without_torch_distributed() -> None:
     """A process group is given, but torch.distributed is not initialized."""
     with pytest.raises(InvalidArgumentError, match="not initialized"):
-        RankGroup.of(object(), "checkpoints")  # type: ignore[arg-type]
+        RankGroup.from_process_group(object(), "checkpoints")  # type: ignore[arg-type]
 
 
 # ---- keys left in the store
@@ -88,7 +88,7 @@ def test_a_group_without_torch_distributed() -> None:
 def test_no_key_is_left_of_old_operations(seed: int) -> None:
     """Operations fail at random places, one after another: before, between and after the rounds, or in a decision."""
     rng = random.Random(seed)
-    with party(3) as them:
+    with rank_threads(3) as them:
         for number in range(1, 16):
             endings = {rng.randrange(3): rng.randrange(5) for _ in range(rng.randrange(3))}
 
@@ -128,13 +128,13 @@ def test_no_key_is_left_of_operations_that_fail_at_once() -> None:
             wait_until(lambda: collective.cancelled)
             collective.gather(ranks.rank, len)
 
-    with party(3) as them:
+    with rank_threads(3) as them:
         for number in range(1, 5):
             them.run(part)
             wait_until(lambda number=number: numbers_left(them) <= {number - 1, number})  # type: ignore[misc]
 
 
-def numbers_left(them: Party) -> set[int]:
+def numbers_left(them: RankThreads) -> set[int]:
     """Numbers of the operations of which keys lie in the store."""
     return {int(re.split("[-/]", key)[0]) for key in them.left()}
 
@@ -149,7 +149,7 @@ def test_no_contribution_to_a_cancelled_operation() -> None:
             wait_until(lambda: collective.cancelled)
             collective.gather("late", len)
 
-    with party(3) as them:
+    with rank_threads(3) as them:
         ended = them.run(part)
         assert [type(result.error) for result in ended] == [SaveFailedError, ValueError, SaveFailedError]
         assert them.left() == ["1/failed", "1/verdict"]
@@ -173,7 +173,7 @@ def test_the_host_stays_until_its_last_answer_is_read() -> None:
         if ranks.rank == 0:
             closed[0] = time.monotonic()
 
-    with party(2) as them:
+    with rank_threads(2) as them:
         them.run(part)
     assert closed[0] > read[0]
 

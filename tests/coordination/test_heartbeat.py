@@ -134,7 +134,7 @@ def test_a_watching_rank_sees_the_status_of_another() -> None:
         status = one.last(1)
         assert status is not None
         assert (status.operation, status.is_inside, status.is_closed, status.what) == (4, True, False, "a save")
-        other.note("uploading,\n 1 of 2 " + 300 * "x")
+        other.set_activity("uploading,\n 1 of 2 " + 300 * "x")
         wait_until(lambda: (note_of(one, 1) or "").startswith("uploading, 1 of 2 xxx"))
         assert len(note_of(one, 1) or "") < 200
         other.leave("done")
@@ -244,7 +244,7 @@ def test_queued_actions_are_done_in_order_before_the_last_heartbeat() -> None:
     told: list[int] = []
     with heartbeats(1) as (one,):
         for number in range(50):
-            one.tell(lambda _client, number=number: told.append(number))  # type: ignore[misc]
+            one.enqueue(lambda _client, number=number: told.append(number))  # type: ignore[misc]
         one.close()
     assert told == list(range(50))
 

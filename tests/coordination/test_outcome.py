@@ -16,7 +16,7 @@ from dcp_remote.coordination.heartbeat import RankStatus
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.coordination.outcome import GRACE_SECONDS, Outcome
 from dcp_remote.errors import CommitUnknownError, FencedError, SaveFailedError, SaveTimeoutError
-from tests.support.rank_threads import Clock, Ended, expected, held, join, party, together, wait_until
+from tests.support.rank_threads import Clock, Ended, expected, held, join, rank_threads, together, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
 
@@ -81,7 +81,7 @@ def test_no_rank_is_needed_in_the_commit_phase() -> None:
                 if ranks.rank == 3:
                     over.set()
 
-    with party(4) as them:
+    with rank_threads(4) as them:
         ended = them.run(part)
     assert ended[0].value == "committed"
     assert ended[3].value == "committed"
@@ -103,7 +103,7 @@ def test_a_failure_before_the_commit_phase_counts() -> None:
                 assert collective.cancelled is None
                 collective.begin_commit()
 
-    with party(2) as them:
+    with rank_threads(2) as them:
         ended = them.run(part)
         assert [type(result.error) for result in ended] == 2 * [FencedError]
 
@@ -142,10 +142,10 @@ def test_the_deadline_counts_in_the_commit_phase() -> None:
                     ended_others.set()
 
     ended_others = threading.Event()
-    with party(2) as them:
+    with rank_threads(2) as them:
         ended = them.run(part)
     assert [type(result.error) for result in ended] == [CommitUnknownError, SaveTimeoutError]
-    assert {collective._member.rank: collective.coordinator_lost for collective in collectives} == {0: False, 1: True}
+    assert {collective._member.rank: collective.is_commit_unknown for collective in collectives} == {0: False, 1: True}
 
 
 def test_a_commit_within_the_grace_is_told() -> None:
@@ -162,7 +162,7 @@ def test_a_commit_within_the_grace_is_told() -> None:
 
             return collective.gather(None, commit)
 
-    with party(2) as them:
+    with rank_threads(2) as them:
         assert [result.value for result in them.run(part)] == ["committed", "committed"]
 
 
@@ -181,7 +181,7 @@ def test_another_round_needs_all_ranks_again() -> None:
                 raise ValueError("boo")
             collective.gather(None, len)
 
-    with party(3) as them:
+    with rank_threads(3) as them:
         ended = them.run(part)
         assert [type(result.error) for result in ended] == [SaveFailedError, ValueError, SaveFailedError]
 
@@ -210,7 +210,7 @@ def test_commit_phase_and_cancellation_exclude_each_other() -> None:
 
 def test_a_rank_that_missed_a_failed_operation_takes_part_in_the_next() -> None:
     """A rank raised before it began an operation, which failed without it: the next one works with all ranks."""
-    with party(3) as them:
+    with rank_threads(3) as them:
         for missing in (2, 0):
             ended = them.run(
                 lambda ranks: together(ranks, "the save of step 1", seconds=0.3),
@@ -238,7 +238,7 @@ def test_an_operation_repeated_at_once(failing: int) -> None:
             assert f"rank={failing} cause='ValueError: boo'" in str(first.error)
         return together(ranks)
 
-    with party(3) as them:
+    with rank_threads(3) as them:
 
         def late(number: int, ranks: RankGroup) -> None:
             """Contribute when the coordinator is in the next operation, or this one was cancelled."""
@@ -259,7 +259,7 @@ def test_an_operation_repeated_at_once(failing: int) -> None:
 
 def test_a_rank_that_missed_several() -> None:
     """Nothing is left of the operations it missed: it takes part once the others are in the same operation."""
-    with party(2) as them:
+    with rank_threads(2) as them:
         for step in range(4):
             them.run(lambda ranks, step=step: together(ranks, f"the save of step {step}", seconds=0.1), ranks=[0])  # type: ignore[misc]
         arrived = threading.Event()
@@ -277,7 +277,7 @@ def test_a_rank_that_missed_several() -> None:
 
 def test_a_rank_that_is_two_operations_behind() -> None:
     """It begins the operations that failed without it: each raises at once; then it takes part in the next."""
-    with party(2) as them:
+    with rank_threads(2) as them:
         for step in (1, 2):
             them.run(lambda ranks, step=step: together(ranks, f"the save of step {step}", seconds=0.2), ranks=[0])  # type: ignore[misc]
         for step in (1, 2):
@@ -313,7 +313,7 @@ def test_an_answer_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyP
         return answer
 
     delete_when_seen(monkeypatch, "/out")
-    with party(2) as them:
+    with rank_threads(2) as them:
         _, slow = them.run(part)
         assert type(slow.error) is SaveFailedError
         assert "This rank is behind" in str(slow.error)
@@ -332,7 +332,7 @@ def test_a_verdict_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyP
             return collective.gather(1, len)
 
     delete_when_seen(monkeypatch, "/verdict")
-    with party(2) as them:
+    with rank_threads(2) as them:
         _, slow = them.run(part)
         assert type(slow.error) is SaveFailedError
         assert "This rank is behind" in str(slow.error) or "has closed" in str(slow.error), slow
@@ -340,7 +340,7 @@ def test_a_verdict_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyP
 
 def test_a_rank_that_is_far_behind_is_told_so() -> None:
     """Its operation is over for the others, and no key of it is left."""
-    with party(2) as them:
+    with rank_threads(2) as them:
         for step in range(4):
             them.run(lambda ranks, step=step: together(ranks, f"the save of step {step}", seconds=0.1), ranks=[0])  # type: ignore[misc]
         (late,) = them.run(lambda ranks: together(ranks, "the save of step 0"), ranks=[1])
@@ -358,7 +358,7 @@ def test_ranks_that_disagree_on_the_rounds() -> None:
                 collective.gather("one more", len)
         return 1
 
-    with party(3) as them:
+    with rank_threads(3) as them:
         for odd in (0, 1):
             ended = them.run(part)
             assert type(ended[odd].error) is SaveFailedError
@@ -380,7 +380,7 @@ def test_a_rank_that_was_suspended_gives_up() -> None:
     def part() -> None:
         with join(ranks, seconds=1000.0, silence_seconds=60.0) as collective:
             clock.now += 59
-            collective.look()
+            collective.check_time_and_store()
             assert collective.cancelled is None
             clock.now += 61
             collective.begin_commit()
@@ -392,16 +392,16 @@ def test_a_rank_that_was_suspended_gives_up() -> None:
 
 
 def test_the_deadline_of_a_rank_alone() -> None:
-    """A thread that waits for the operation calls `look`; what the operation then raises is a consequence."""
+    """The waiting thread calls `check_time_and_store`; what the operation then raises is a consequence."""
     clock = Clock()
 
     def part() -> None:
         with join(RankGroup(0, 1, None, clock=clock), seconds=10.0) as collective:
             clock.now += 10 + GRACE_SECONDS - 0.1
-            collective.look()
+            collective.check_time_and_store()
             assert collective.cancelled is None
             clock.now += 0.2
-            collective.look()
+            collective.check_time_and_store()
             assert collective.deadline.expired()
             raise SaveFailedError("In consequence.")
 

@@ -183,7 +183,7 @@ def _deaf(_store: _Noting) -> Iterator[None]:
 @contextmanager
 def _gone(_store: _Noting) -> Iterator[None]:
     """Nobody listens where it said."""
-    usual = PeerExchange.tell
+    usual = PeerExchange.listen
 
     def tell(exchange: PeerExchange, *args: Any) -> Any:
         told = usual(exchange, *args)
@@ -192,7 +192,7 @@ def _gone(_store: _Noting) -> Iterator[None]:
         exchange._server = None
         return told
 
-    with _replaced(PeerExchange, "tell", tell):
+    with _replaced(PeerExchange, "listen", tell):
         yield
 
 

@@ -29,7 +29,7 @@ from dcp_remote.errors import DcpRemoteError
 from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from tests.support.rank_faults import exchanged, process_state, strike
+from tests.support.rank_faults import exchanged, process_state, signal_this_thread
 from tests.support.rank_threads import HOST
 
 _Answer = TypeVar("_Answer")
@@ -247,9 +247,9 @@ def struck(store: ObjectStore, case: Case, released: threading.Event, host: Host
             os.kill(host.pid, number)
         elif case.place == "after upload":
             # When this request has returned, and the rank's report was given.
-            threading.Timer(LATE_SECONDS / 3, strike, (number,)).start()
+            threading.Timer(LATE_SECONDS / 3, signal_this_thread, (number,)).start()
         else:
-            strike(number)
+            signal_this_thread(number)
 
     return StruckStore(store, PLACES[case.place], act)
 

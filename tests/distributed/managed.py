@@ -48,11 +48,11 @@ def managing(
     url: str | Path | ObjectStore, *, group: dist.ProcessGroup | None = None, **options: Any
 ) -> Iterator[CheckpointManager]:
     """A manager whose ranks hear of each other ten times a second: failures are known sooner, and tests are shorter."""
-    usual_seconds, heartbeat.BEAT_SECONDS = heartbeat.BEAT_SECONDS, 0.1
+    usual_seconds, heartbeat.HEARTBEAT_SECONDS = heartbeat.HEARTBEAT_SECONDS, 0.1
     try:
         manager = CheckpointManager(url, process_group=group, **{"timeout_seconds": TIMEOUT_SECONDS} | options)
     finally:
-        heartbeat.BEAT_SECONDS = usual_seconds
+        heartbeat.HEARTBEAT_SECONDS = usual_seconds
     with manager:
         yield manager
 

@@ -37,7 +37,7 @@ from tests.support.rank_faults import (
     places,
     process_state,
     save,
-    strike,
+    signal_this_thread,
     struck,
 )
 from tests.support.rank_pool import RankPool, RanksFailedError
@@ -52,7 +52,7 @@ def attempt_and_die(path: Path, what: str, point: str, victim: int) -> Told:
     points = SAVE if what == "save" else LOAD
     if dist.get_rank() != victim:
         return attempt(LocalStore(str(path)), points)
-    store, surroundings = struck(path, points[point], lambda: strike(signal.SIGKILL))
+    store, surroundings = struck(path, points[point], lambda: signal_this_thread(signal.SIGKILL))
     with surroundings:
         attempt(store, points)
     raise AssertionError("unreachable")

@@ -38,7 +38,7 @@ from tests.support.rank_faults import (
     places,
     process_state,
     save,
-    strike,
+    signal_this_thread,
     struck,
 )
 from tests.support.rank_pool import RankPool
@@ -66,7 +66,7 @@ class Meeting:
     def hang(self) -> None:
         """The victim goes no further, until it is told to."""
         if self.how == "stopped":
-            strike(signal.SIGSTOP)
+            signal_this_thread(signal.SIGSTOP)
         else:
             (self.folder / "late").touch()
             wait_until((self.folder / "go on").exists)

@@ -19,7 +19,7 @@ from dcp_remote.errors import DcpRemoteError
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
 from tests.coordination.test_heartbeat import Host
-from tests.support.rank_threads import managers_of, party, wait_until
+from tests.support.rank_threads import managers_of, rank_threads, wait_until
 
 _Answer = TypeVar("_Answer")
 
@@ -42,7 +42,7 @@ def test_a_restore_while_the_host_of_the_ranks_is_stopped(
 ) -> None:
     """It raises on both ranks and names that store; when the host goes on, so do they."""
     store = MemoryStore()
-    with party(2, host.client(f"{seconds} {connected}")) as them:
+    with rank_threads(2, host.client(f"{seconds} {connected}")) as them:
         managers = managers_of(them, store, monkeypatch, **seconds)
 
         def restore(ranks: RankGroup) -> int | None:
@@ -98,7 +98,7 @@ def test_a_restore_from_a_store_that_is_silent(prefix: str) -> None:
 @pytest.mark.parametrize("what", ["restore", "save"])
 def test_a_notice_ends_what_waits_already(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 waits for a rank that is slow, and hears that it will be killed: both raise, long before the deadline."""
-    with party(2) as them:
+    with rank_threads(2) as them:
         managers = managers_of(them, MemoryStore(), monkeypatch, notice_seconds=0.5)
 
         given_up = threading.Event()

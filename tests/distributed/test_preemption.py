@@ -27,7 +27,7 @@ from dcp_remote.coordination.key_value import Client
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.manager.preemption import Agreement, Moment, Preemption
 from tests.support.rank_pool import RankPool
-from tests.support.rank_threads import Party, held, join, party, wait_until
+from tests.support.rank_threads import RankThreads, held, join, rank_threads, wait_until
 
 # ---- every interleaving
 
@@ -218,7 +218,7 @@ def test_random_interleavings(seed: int) -> None:
 
 
 def train(
-    them: Party, preemptions: list[Preemption], *, steps: int, asked: dict[int, int], stride: int = 1
+    them: RankThreads, preemptions: list[Preemption], *, steps: int, asked: dict[int, int], stride: int = 1
 ) -> list[int | None]:
     """Each rank's step at which it stopped; each step waits for all ranks, as training does."""
     barrier = threading.Barrier(them.world_size)
@@ -245,7 +245,7 @@ def test_ranks_that_train_in_step(world_size: int, stride: int) -> None:
     for seed in range(3):
         rng = random.Random(seed)
         asked = {rng.randrange(world_size): rng.randrange(1, 20), rng.randrange(world_size): rng.randrange(1, 20)}
-        with party(world_size, beat_seconds=0.01) as them:
+        with rank_threads(world_size, beat_seconds=0.01) as them:
             preemptions = [Preemption(ranks, 20.0) for ranks in them.ranks]
             stopped = train(them, preemptions, steps=100_000, asked=asked, stride=stride)
             assert len(set(stopped)) == 1
@@ -264,7 +264,7 @@ def test_ranks_that_train_in_step(world_size: int, stride: int) -> None:
 
 def test_nobody_asks() -> None:
     """No rank stops, and nothing is counted down."""
-    with party(2, beat_seconds=0.01) as them:
+    with rank_threads(2, beat_seconds=0.01) as them:
         preemptions = [Preemption(ranks, 20.0) for ranks in them.ranks]
         assert train(them, preemptions, steps=50, asked={}) == [None, None]
         assert [one.remaining_seconds() for one in preemptions] == [None, None]
@@ -272,7 +272,7 @@ def test_nobody_asks() -> None:
 
 def test_a_rank_that_has_not_begun_to_train() -> None:
     """It has never asked, and holds nobody up: the others know at once at which step; it comes to that, too."""
-    with party(2, beat_seconds=0.01) as them:
+    with rank_threads(2, beat_seconds=0.01) as them:
         early, late = (Preemption(ranks, 20.0) for ranks in them.ranks)
         assert not early.reached(1)
         late.record_signal()
@@ -285,7 +285,7 @@ def test_a_rank_that_has_not_begun_to_train() -> None:
 @pytest.mark.parametrize("is_early", [False, True])
 def test_a_training_that_goes_back(is_early: bool) -> None:
     """What was asked about before a restore counts no more; but what was agreed on before it ends the job after it."""
-    with party(2, beat_seconds=0.01) as them:
+    with rank_threads(2, beat_seconds=0.01) as them:
         preemptions = [Preemption(ranks, 20.0) for ranks in them.ranks]
 
         def agree() -> None:
@@ -306,7 +306,7 @@ def test_a_training_that_goes_back(is_early: bool) -> None:
 def test_ranks_that_outlive_their_notice_can_be_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     """They have stopped and gone on; another rank hears of the next notice, each has new time, and all stop again."""
     clock = Clock()
-    with party(3, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
+    with rank_threads(3, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
         preemptions = [Preemption(ranks, 20.0, clock=clock) for ranks in them.ranks]
 
         def is_settled(number: int) -> bool:
@@ -334,7 +334,7 @@ def test_ranks_that_outlive_their_notice_can_be_asked_again(caplog: pytest.LogCa
 
 def test_a_rank_goes_back_while_another_is_asked() -> None:
     """One said where it was before the restore, the other after it: they stop at a step that neither has passed."""
-    with party(2, beat_seconds=0.01) as them:
+    with rank_threads(2, beat_seconds=0.01) as them:
         one, other = (Preemption(ranks, 20.0) for ranks in them.ranks)
         assert not one.reached(30)
         assert not other.reached(30)
@@ -350,7 +350,7 @@ def test_a_rank_goes_back_while_another_is_asked() -> None:
 
 def test_ranks_that_cannot_agree_go_on(caplog: pytest.LogCaptureFixture) -> None:
     """One is silent: the others wait for as long as the notice, then train on, and say so once each."""
-    with party(3, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
+    with rank_threads(3, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
         preemptions = [Preemption(ranks, 0.5) for ranks in them.ranks]
         with held(them.ranks[2]):
             preemptions[0].record_signal()
@@ -365,7 +365,7 @@ def test_ranks_that_cannot_agree_go_on(caplog: pytest.LogCaptureFixture) -> None
 
 def test_a_silent_coordinator_holds_nobody_up_for_ever() -> None:
     """It cannot decide; who gives up writes that nothing is decided, and later it hears of that."""
-    with party(2, beat_seconds=0.01) as them:
+    with rank_threads(2, beat_seconds=0.01) as them:
         preemptions = [Preemption(ranks, 0.3) for ranks in them.ranks]
         with held(them.ranks[0]):
             preemptions[1].record_signal()
@@ -381,7 +381,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up_for_ever(
 ) -> None:
     """This rank's own pulse is stuck, after it has said where this rank is: training goes on, and may stop later on."""
     monkeypatch.setattr("dcp_remote.manager.preemption._LAST_ANSWER_SECONDS", 0.1)
-    with party(2, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
+    with rank_threads(2, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
         one, other = (Preemption(ranks, 0.3) for ranks in them.ranks)
         with held(them.ranks[0]):
             other.record_signal()
@@ -771,7 +771,7 @@ def test_one_process_of_three_gets_a_signal(rank_pool: RankPool) -> None:
 
 
 def _train() -> tuple[int, int]:
-    ranks = RankGroup.of(None, "checkpoints", beat_seconds=0.1)
+    ranks = RankGroup.from_process_group(None, "checkpoints", beat_seconds=0.1)
     preemption = Preemption(ranks, 60.0)
     try:
         preemption.install()

@@ -262,7 +262,7 @@ def test_a_missing_manifest(saved: Saved) -> None:
 
 def test_a_tombstone(saved: Saved) -> None:
     """A tombstone of gc is no checkpoint, and a save replaces it without overwrite=True."""
-    saved.put(MANIFEST_KEY, manifest_json.tombstone("0" * 32, ()))
+    saved.put(MANIFEST_KEY, manifest_json.make_tombstone("0" * 32, ()))
     assert {type(error) for _, error in errors(saved)} == {CheckpointNotFoundError}
     dcp.save({"x": torch.tensor(1)}, storage_writer=RemoteWriter(saved.store))
     assert load(saved.store) == {"x": torch.tensor(1)}

@@ -24,13 +24,13 @@ from dcp_remote.format.catalog import (
     BeginAgainError,
     Catalog,
     Entry,
-    committed,
-    fenced,
-    pinned,
-    raised,
-    refreshed,
-    retired,
-    thinned,
+    add_entry,
+    pin_entry,
+    raise_floor,
+    raise_revision,
+    retire_entries,
+    take_fence,
+    thin_entry,
 )
 from dcp_remote.format.catalog_json import check
 from tests.support.catalogs import attempt, catalog, catalogs, entry, identity
@@ -44,7 +44,7 @@ def steps(of: Catalog | None) -> list[int]:
 
 
 def commit(into: Catalog, step: int, letter: str = "b", **other: Any) -> Catalog:
-    after = committed(into, attempt(step, letter, **other))
+    after = add_entry(into, attempt(step, letter, **other))
     assert after is not None
     return after
 
@@ -55,18 +55,23 @@ def commit(into: Catalog, step: int, letter: str = "b", **other: Any) -> Catalog
 def test_an_empty_run() -> None:
     """An empty catalog has no live checkpoint."""
     empty = catalog()
-    assert (empty.at(0), empty.latest(), empty.named("best"), empty.holds(identity(0))) == (None, None, None, False)
+    assert (empty.entry_at(0), empty.latest(), empty.find_by_name("best"), empty.holds(identity(0))) == (
+        None,
+        None,
+        None,
+        False,
+    )
 
 
 def test_finding() -> None:
     """Lookups by step, name and save_id find abandoned checkpoints, too; `latest` skips them."""
     run = catalog(entry(1, names=("best",)), entry(2), entry(3, abandoned=True, names=("last", "lost")))
-    assert run.at(3) == run.entries[2]
-    assert run.at(4) is None
+    assert run.entry_at(3) == run.entries[2]
+    assert run.entry_at(4) is None
     assert run.latest() == run.entries[1]
-    assert run.named("best") == run.entries[0]
-    assert run.named("lost") == run.entries[2]
-    assert run.named("") is None
+    assert run.find_by_name("best") == run.entries[0]
+    assert run.find_by_name("lost") == run.entries[2]
+    assert run.find_by_name("") is None
     assert run.holds(identity(3))
     assert not run.holds(identity(3, "b"))
     assert catalog(entry(3, abandoned=True)).latest() is None
@@ -85,21 +90,21 @@ def test_a_commit(step: int) -> None:
         revision=11,
         entries=tuple(sorted([*run.entries, after.entries[steps(after).index(step)]], key=lambda one: one.step)),
     )
-    assert after.at(step) == entry(step, "b", began=10)
+    assert after.entry_at(step) == entry(step, "b", began=10)
 
 
 def test_a_commit_that_is_there_already() -> None:
     """Return None also after the run was fenced, the floor rose, or the checkpoint was abandoned."""
     ours = attempt(2, "b")
-    after = committed(catalog(entry(1)), ours)
+    after = add_entry(catalog(entry(1)), ours)
     assert after is not None
-    later = replace(fenced(after), floor=12, entries=(entry(1), replace(ours.entry, abandoned=True, names=("x",))))
-    assert committed(after, ours) is None
-    assert committed(later, ours) is None
+    later = replace(take_fence(after), floor=12, entries=(entry(1), replace(ours.entry, abandoned=True, names=("x",))))
+    assert add_entry(after, ours) is None
+    assert add_entry(later, ours) is None
 
 
 REFUSALS: dict[str, tuple[Catalog, Attempt, type[DcpRemoteError]]] = {
-    "a newer job": (fenced(THREE), attempt(4), FencedError),
+    "a newer job": (take_fence(THREE), attempt(4), FencedError),
     "a job from nowhere": (THREE, attempt(4, token=2), FencedError),
     "another run": (THREE, attempt(4, run_id="e" * 32), FencedError),
     "below the floor": (replace(THREE, floor=10), attempt(4, began=9), BeginAgainError),
@@ -112,7 +117,7 @@ REFUSALS: dict[str, tuple[Catalog, Attempt, type[DcpRemoteError]]] = {
     "what was to be replaced is gone": (THREE, attempt(4, before=identity(4)), CommitConflictError),
     "newer than what it abandons, but of its own job": (THREE, attempt(3, "b", abandons=1), CommitConflictError),
     "what it abandons is pinned": (
-        fenced(catalog(entry(1), entry(2, pinned=True))),
+        take_fence(catalog(entry(1), entry(2, pinned=True))),
         attempt(2, "b", token=2, abandons=1),
         CommitConflictError,
     ),
@@ -122,7 +127,7 @@ REFUSALS: dict[str, tuple[Catalog, Attempt, type[DcpRemoteError]]] = {
         CommitConflictError,
     ),
     "what it abandons has a name": (
-        fenced(catalog(entry(1), entry(2, names=("best",)))),
+        take_fence(catalog(entry(1), entry(2, names=("best",)))),
         attempt(2, "b", token=2, abandons=1),
         CommitConflictError,
     ),
@@ -136,15 +141,15 @@ REFUSALS: dict[str, tuple[Catalog, Attempt, type[DcpRemoteError]]] = {
         attempt(1, "b", token=2, abandons=1),
         CommitConflictError,
     ),
-    "the reused checkpoint is gone": (THREE, attempt(4, borrowed=(identity(9), entry(9).manifest)), BeginAgainError),
+    "the reused checkpoint is gone": (THREE, attempt(4, reused=(identity(9), entry(9).manifest)), BeginAgainError),
     "the reused checkpoint was thinned": (
         THREE,
-        attempt(4, borrowed=(identity(3), "manifests/x.json")),
+        attempt(4, reused=(identity(3), "manifests/x.json")),
         BeginAgainError,
     ),
     "the reused checkpoint was replaced": (
         catalog(entry(3, "c")),
-        attempt(4, borrowed=(identity(3), entry(3).manifest)),
+        attempt(4, reused=(identity(3), entry(3).manifest)),
         BeginAgainError,
     ),
 }
@@ -155,7 +160,7 @@ def test_refused_commits(why: str) -> None:
     """Each refusal has exactly this class, with a message that says what to do, and can be pickled."""
     into, refused, error = REFUSALS[why]
     with pytest.raises(error) as caught:
-        committed(into, refused)
+        add_entry(into, refused)
     assert type(caught.value) is error
     copied = pickle.loads(pickle.dumps(caught.value))
     assert (type(copied), str(copied)) == (error, str(caught.value))
@@ -164,7 +169,7 @@ def test_refused_commits(why: str) -> None:
 def test_fence_is_checked_first() -> None:
     """A fenced job is not told to begin again, which would fail again."""
     with pytest.raises(FencedError):
-        committed(replace(fenced(THREE), floor=11), attempt(3, "b", began=0, borrowed=("", "")))
+        add_entry(replace(take_fence(THREE), floor=11), attempt(3, "b", began=0, reused=("", "")))
 
 
 def test_the_floor_itself_may_commit() -> None:
@@ -182,9 +187,9 @@ def test_overwriting_what_was_seen() -> None:
 def test_reusing_shards() -> None:
     """Shards of a live checkpoint may be reused, also of an abandoned one, and of one that this commit replaces."""
     run = catalog(entry(1), entry(2, abandoned=True))
-    assert steps(commit(run, 3, borrowed=(identity(1), entry(1).manifest))) == [1, 2, 3]
-    assert steps(commit(run, 3, borrowed=(identity(2), entry(2).manifest))) == [1, 2, 3]
-    assert steps(commit(run, 1, before=identity(1), borrowed=(identity(1), entry(1).manifest))) == [1, 2]
+    assert steps(commit(run, 3, reused=(identity(1), entry(1).manifest))) == [1, 2, 3]
+    assert steps(commit(run, 3, reused=(identity(2), entry(2).manifest))) == [1, 2, 3]
+    assert steps(commit(run, 1, before=identity(1), reused=(identity(1), entry(1).manifest))) == [1, 2]
 
 
 def test_names_move() -> None:
@@ -200,16 +205,16 @@ def test_names_move() -> None:
 
 def test_rolling_back() -> None:
     """The first commit of a job abandons newer checkpoints than the one restored, so that `latest` skips them."""
-    after = commit(fenced(THREE), 5, token=2, abandons=1)
+    after = commit(take_fence(THREE), 5, token=2, abandons=1)
     assert [(one.step, one.abandoned) for one in after.entries] == [(1, False), (2, True), (3, True), (5, False)]
-    assert after.latest() == after.at(5)
+    assert after.latest() == after.entry_at(5)
     assert replace(after.entries[1], abandoned=False) == THREE.entries[1]
 
 
 @pytest.mark.parametrize("before", [None, identity(2)])
 def test_rolling_back_over_a_step(before: str | None) -> None:
     """A checkpoint that a commit abandons may be replaced by it, whether the save saw it or not."""
-    after = commit(fenced(THREE), 2, token=2, abandons=1, before=before)
+    after = commit(take_fence(THREE), 2, token=2, abandons=1, before=before)
     assert [(one.save_id, one.abandoned) for one in after.entries] == [
         (identity(1), False),
         (identity(2, "b"), False),
@@ -241,14 +246,14 @@ def test_pinned_or_named_checkpoint_is_replaced_explicitly(run: Catalog, how: di
 
 def test_starting_over() -> None:
     """A job that restored nothing abandons step 0, too."""
-    run = fenced(catalog(entry(0), entry(1)))
+    run = take_fence(catalog(entry(0), entry(1)))
     assert [one.abandoned for one in commit(run, 2, token=2, abandons=-1).entries] == [True, True, False]
     assert [one.abandoned for one in commit(run, 2, token=2, abandons=0).entries] == [False, True, False]
 
 
 def test_abandoning_again() -> None:
     """A job whose first commit had no answer sends `abandons` again; the checkpoint of that commit is not abandoned."""
-    first = commit(fenced(THREE), 5, token=2, abandons=1)
+    first = commit(take_fence(THREE), 5, token=2, abandons=1)
     second = commit(first, 6, "c", token=2, abandons=1)
     assert [one.step for one in second.entries if one.abandoned] == [2, 3]
 
@@ -258,37 +263,37 @@ def test_abandoning_again() -> None:
 
 def test_a_fence() -> None:
     """The token and the revision rise; live checkpoints stay as they are."""
-    assert fenced(THREE) == replace(THREE, revision=11, token=2)
+    assert take_fence(THREE) == replace(THREE, revision=11, token=2)
 
 
 def test_a_fresh_revision() -> None:
     """Only the revision rises."""
-    assert refreshed(THREE) == replace(THREE, revision=11)
+    assert raise_revision(THREE) == replace(THREE, revision=11)
 
 
 def test_retiring() -> None:
     """Live checkpoints with these save_ids are removed; None if there are none."""
-    after = retired(THREE, [identity(1), identity(3), identity(9)])
+    after = retire_entries(THREE, [identity(1), identity(3), identity(9)])
     assert after == replace(THREE, revision=11, floor=1, entries=(entry(2),))
-    assert retired(after, [identity(1), identity(3)]) is None
-    assert retired(THREE, []) is None
+    assert retire_entries(after, [identity(1), identity(3)]) is None
+    assert retire_entries(THREE, []) is None
 
 
 def test_retiring_raises_the_floor() -> None:
     """The floor rises above the newest removed checkpoint and never falls, so that no removed save commits again."""
     ours = attempt(4, "b")
-    after = committed(replace(THREE, floor=4), ours)
+    after = add_entry(replace(THREE, floor=4), ours)
     assert after is not None
-    gone = retired(after, [ours.entry.save_id])
+    gone = retire_entries(after, [ours.entry.save_id])
     assert gone == replace(THREE, revision=12, floor=11)
     with pytest.raises(BeginAgainError):
-        committed(gone, ours)
-    assert retired(after, [identity(1)]) == replace(after, revision=12, floor=4, entries=after.entries[1:])
+        add_entry(gone, ours)
+    assert retire_entries(after, [identity(1)]) == replace(after, revision=12, floor=4, entries=after.entries[1:])
 
 
 def thin(run: Catalog, step: int, *, keys: tuple[str, ...] = ("optim",), **other: Any) -> Catalog | None:
     thinning: dict[str, Any] = {"began": 10, "seen": entry(step).manifest, "manifest": "manifests/thin.json"}
-    return thinned(run, identity(step), keys=keys, size_bytes=10, **thinning | other)
+    return thin_entry(run, identity(step), keys=keys, size_bytes=10, **thinning | other)
 
 
 def test_thinning() -> None:
@@ -320,22 +325,22 @@ def test_thinning_below_the_floor() -> None:
 
 def test_pinning() -> None:
     """Pinning a pinned checkpoint changes nothing; a step that is not live cannot be pinned."""
-    after = pinned(THREE, 2, pin=True)
+    after = pin_entry(THREE, 2, pin=True)
     assert after == catalog(entry(1), entry(2, pinned=True), entry(3), revision=11)
-    assert pinned(after, 2, pin=True) is None
-    assert pinned(after, 2, pin=False) == replace(THREE, revision=12)
-    assert pinned(THREE, 2, pin=False) is None
+    assert pin_entry(after, 2, pin=True) is None
+    assert pin_entry(after, 2, pin=False) == replace(THREE, revision=12)
+    assert pin_entry(THREE, 2, pin=False) is None
     with pytest.raises(CheckpointNotFoundError, match="step=9"):
-        pinned(THREE, 9, pin=True)
+        pin_entry(THREE, 9, pin=True)
 
 
 def test_the_floor() -> None:
     """The floor rises at most to the next revision, and never falls."""
-    assert raised(THREE, 11) == replace(THREE, revision=11, floor=11)
-    assert raised(replace(THREE, floor=5), 5) is None
-    assert raised(replace(THREE, floor=5), 4) is None
+    assert raise_floor(THREE, 11) == replace(THREE, revision=11, floor=11)
+    assert raise_floor(replace(THREE, floor=5), 5) is None
+    assert raise_floor(replace(THREE, floor=5), 4) is None
     with pytest.raises(InvalidArgumentError, match="floor=12"):
-        raised(THREE, 12)
+        raise_floor(THREE, 12)
     # A save that begins after that can commit.
     assert steps(commit(replace(THREE, revision=11, floor=11), 4, began=11)) == [1, 2, 3, 4]
 
@@ -355,12 +360,12 @@ def changes(draw: st.DrawFn, number: int) -> Change:
 
     def save(run: Catalog) -> Catalog | None:
         token = run.token - (old and run.token > 0)
-        there = run.at(step)
+        there = run.entry_at(step)
         new = entry(step, f"{number:02x}"[-1], token=token, began=max(0, run.revision - old), names=names)
         new = replace(new, save_id=f"{number:032x}", manifest=f"manifests/{number}.json")
         before = there.save_id if there is not None and overwrite else None
-        borrowed = (there.save_id, there.manifest) if there is not None and borrow else None
-        return committed(run, Attempt(new, run.run_id, before, borrowed, abandons))
+        reused = (there.save_id, there.manifest) if there is not None and borrow else None
+        return add_entry(run, Attempt(new, run.run_id, before, reused, abandons))
 
     names, overwrite, borrow = draw(NAMES), draw(st.booleans()), draw(st.booleans())
     abandons = draw(st.none() | st.integers(min_value=-1, max_value=5))
@@ -369,10 +374,10 @@ def changes(draw: st.DrawFn, number: int) -> Change:
         save,
         save,
         save,
-        fenced,
-        refreshed,
-        lambda run: retired(run, [one.save_id for one in run.entries if one.step == step]),
-        lambda run: thinned(
+        take_fence,
+        raise_revision,
+        lambda run: retire_entries(run, [one.save_id for one in run.entries if one.step == step]),
+        lambda run: thin_entry(
             run,
             next((one.save_id for one in run.entries if one.step == step), ""),
             began=run.revision,
@@ -381,8 +386,8 @@ def changes(draw: st.DrawFn, number: int) -> Change:
             keys=["optim"],
             size_bytes=1,
         ),
-        partial(pinned, step=step, pin=old),
-        partial(raised, floor=floor),
+        partial(pin_entry, step=step, pin=old),
+        partial(raise_floor, floor=floor),
     ]
     return draw(st.sampled_from(chosen))
 
@@ -423,14 +428,14 @@ def test_removed_saves_never_commit_again(history: tuple[Change, ...]) -> None:
         for one in attempts:
             if not run.holds(one.entry.save_id):
                 with pytest.raises(CommitConflictError):
-                    committed(run, one)
+                    add_entry(run, one)
 
 
 @given(catalogs(), st.data())
 def test_retiring_leaves_the_rest(run: Catalog, data: st.DataObject) -> None:
     """For any catalog and any subset of its checkpoints, exactly that subset is removed."""
     gone: set[Entry] = set(data.draw(st.lists(st.sampled_from(run.entries)))) if run.entries else set()
-    after = retired(run, [one.save_id for one in gone])
+    after = retire_entries(run, [one.save_id for one in gone])
     if not gone:
         assert after is None
         return

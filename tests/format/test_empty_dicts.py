@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_remote import CheckpointManager, RemoteReader, Retention, load
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
-from dcp_remote.format.empty_dicts import Path, empty_dicts, fitted, named
+from dcp_remote.format.empty_dicts import Path, drop_conflicting, empty_dicts, to_flatten_items
 from dcp_remote.format.manifest_validation import check
 from dcp_remote.run.lookup import read_manifest
-from dcp_remote.saving.plan_cache import propose, set_up, table_of
+from dcp_remote.saving.plan_cache import propose, set_up, to_table
 from dcp_remote.saving.plan_table import arrange
 from dcp_remote.serialization.state_dict import empty_places
 from dcp_remote.storage import MemoryStore
@@ -165,7 +165,7 @@ def merged(states: Sequence[State]) -> tuple[dict[str, Path], set[str]]:
     for state in states:
         flat, mapping = flatten_state_dict(state)
         entries.update(flat)
-        for name, path in (named(empty_places(state)) | mapping).items():
+        for name, path in (to_flatten_items(empty_places(state)) | mapping).items():
             flatten.setdefault(name, path)
     return flatten, entries
 
@@ -186,7 +186,7 @@ def test_entries_of_other_ranks_take_precedence(states: Sequence[State], left: l
     """Ranks have different states, in either order."""
     for ordered in (states, states[::-1]):
         flatten, entries = merged(ordered)
-        assert sorted(empty_dicts(fitted(flatten, entries), entries).values()) == left
+        assert sorted(empty_dicts(drop_conflicting(flatten, entries), entries).values()) == left
 
 
 def test_an_entry_named_like_an_empty_dict_of_another_rank_keeps_its_path() -> None:
@@ -196,7 +196,7 @@ def test_an_entry_named_like_an_empty_dict_of_another_rank_keeps_its_path() -> N
     for state in states:
         planner = DefaultSavePlanner()
         set_up(planner, state, StorageMeta(), is_coordinator=True)
-        tables.append(table_of(propose(planner, shard_bytes_max=1024)))
+        tables.append(to_table(propose(planner, shard_bytes_max=1024)))
     for ordered in (tables, tables[::-1]):
         assert arrange(ordered, shard_bytes_max=1024).planned.flatten == {"a.{}": ("a", "{}")}
 
@@ -221,7 +221,7 @@ def test_a_manifest_stays_valid(states: list[State]) -> None:
         _check(alone, entries)
     except CorruptCheckpointError:  # ranks whose entries do not fit together are refused anyway
         return
-    both = fitted(flatten, entries)
+    both = drop_conflicting(flatten, entries)
     assert both is not None
     assert {name: both[name] for name in entries} == alone
     _check(both, entries)

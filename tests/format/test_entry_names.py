@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.format.entry_names import chosen_names, top_level_key
+from dcp_remote.format.entry_names import choose_names, top_level_key
 
 NAMES = st.lists(st.text("ab.[]*?!0", max_size=5), unique=True, max_size=8)
 
@@ -30,10 +30,10 @@ def test_exact_names_first_then_globs(names: list[str], patterns: list[str]) -> 
     fits = {p: {p} if p in names else {n for n in names if fnmatch.fnmatchcase(n, p)} for p in patterns}
     if not all(fits.values()):
         with pytest.raises(InvalidArgumentError) as caught:
-            chosen_names(names, patterns, paths=None)
+            choose_names(names, patterns, paths=None)
         assert caught.value.details["key"] == next(p for p in patterns if not fits[p])
         return
-    chosen = chosen_names(names, patterns, paths=None)
+    chosen = choose_names(names, patterns, paths=None)
     assert chosen == [n for n in names if any(n in found for found in fits.values())]
 
 
@@ -41,7 +41,7 @@ def test_error_says_what_is_near_and_what_is_at_the_top() -> None:
     """The error has similar names and the top-level keys; an entry at the top is shown by its name."""
     paths = {"model.weight": ("model", "weight"), "model.bias": ("model", "bias"), "a.b": ("a.b",), "n": ("n",)}
     with pytest.raises(InvalidArgumentError) as caught:
-        chosen_names(list(paths), ["model.*", "model.wieght"], paths=paths)
+        choose_names(list(paths), ["model.*", "model.wieght"], paths=paths)
     assert caught.value.details == {
         "key": "model.wieght",
         "near": "model.weight, model.bias",
@@ -54,6 +54,6 @@ def test_error_stays_short() -> None:
     names = [f"layer{n}" for n in range(100_000)] + ["y" * 1_000_000]
     for wrong in ("layre7", "y" * 999_999):
         with pytest.raises(InvalidArgumentError) as caught:
-            chosen_names(names, [wrong], paths=None)
+            choose_names(names, [wrong], paths=None)
         assert len(str(caught.value)) < len(wrong) + 1_000
         assert str(caught.value.details["top_level"]).endswith("…")

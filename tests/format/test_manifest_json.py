@@ -22,7 +22,7 @@ from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, Unsu
 from dcp_remote.format import document, manifest_json
 from dcp_remote.format.document import COMPRESS_FROM_BYTES, seal, unseal
 from dcp_remote.format.manifest import JSON, REPLACES_MAX, TORCH, Manifest, RunInfo, TensorKind
-from dcp_remote.format.manifest_json import decode_head, encode, tombstone
+from dcp_remote.format.manifest_json import decode_head, encode, make_tombstone
 from tests.support.manifests import Layout, ObjectLayout, assert_sound, build, decode, manifests, plain
 
 REFUSED = (CorruptCheckpointError, UnsupportedFormatError)
@@ -244,7 +244,7 @@ def test_unknown_fields_are_ignored() -> None:
 
 
 def test_tombstones_are_no_checkpoints() -> None:
-    data = tombstone("0" * 32, ("1" * 32,))
+    data = make_tombstone("0" * 32, ("1" * 32,))
     head = decode_head(data)
     assert (head.kind, head.save_id, head.replaces) == ("tombstone", "0" * 32, ("1" * 32,))
     assert manifest_json.decode(data) is None
@@ -415,14 +415,14 @@ def test_unreadable_manifests_are_not_written(monkeypatch: pytest.MonkeyPatch) -
 def test_save_ids() -> None:
     """Heads, tombstones and whole documents have well-formed save_ids, and at most 64 in `replaces`."""
     many = tuple(f"{n:032x}" for n in range(REPLACES_MAX + 1))
-    assert decode_head(tombstone("f" * 32, many[1:])).replaces == many[1:]
+    assert decode_head(make_tombstone("f" * 32, many[1:])).replaces == many[1:]
     assert decode(encode(replace(example(), replaces=many[1:]))).replaces == many[1:]
     bad = ("", "f" * 31, "f" * 33, "F" * 32, "g" * 32, "f" * 32 + "\n", "\u0661" * 32)
     changes: list[tuple[str, tuple[str, ...]]] = [("f" * 32, many), *((save_id, ()) for save_id in bad)]
     changes += [("f" * 32, ("0" * 32, save_id)) for save_id in bad]
     for save_id, replaces in changes:
         with pytest.raises(CorruptCheckpointError, match=r"save_id|more saves"):
-            tombstone(save_id, replaces)
+            make_tombstone(save_id, replaces)
         with pytest.raises(CorruptCheckpointError, match=r"save_id|more saves"):
             encode(replace(example(), save_id=save_id, replaces=replaces))
         for read in (decode, decode_head):

@@ -29,7 +29,7 @@ from dcp_remote.errors import (
 )
 from dcp_remote.loading.downloads import DOWNLOADS_IN_FLIGHT, DOWNLOADS_WAITING, Fetch, download
 from dcp_remote.storage import MemoryStore
-from dcp_remote.storage.request_context import seconds_left
+from dcp_remote.storage.request_context import remaining_seconds
 from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import FaultyStore, nth
 from tests.support.threads import PATIENCE_SECONDS, HookedStore, one_thread, opened, workers
@@ -227,7 +227,7 @@ def test_a_deadline_that_expires_during_retries() -> None:
 def test_requests_end_with_the_load() -> None:
     """Read with a deadline in a minute: no request has more time than that."""
     limits: list[float] = []
-    store = HookedStore(store_with_data(), lambda _key: limits.append(seconds_left()))
+    store = HookedStore(store_with_data(), lambda _key: limits.append(remaining_seconds()))
     list(download(store, [fetch(0, 10)], memory_budget_bytes=1000, deadline=Deadline(60, lambda: 0)))
     assert len(limits) == 1
     assert limits[0] <= 60

@@ -26,7 +26,7 @@ from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import DcpRemoteError, SaveFailedError
 from dcp_remote.manager.background_save import BackgroundSave
 from dcp_remote.storage import MemoryStore
-from tests.support.rank_threads import managers_of, party, wait_until
+from tests.support.rank_threads import managers_of, rank_threads, wait_until
 
 # File, line, and number of passes so far. Lines passed more often are loops that wait.
 Place: TypeAlias = tuple[str, int, int]
@@ -165,7 +165,7 @@ def test_a_rank_whose_thread_does_not_start(error: BaseException, monkeypatch: p
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     victim: list[threading.Thread] = []
-    with party(2) as them:
+    with rank_threads(2) as them:
         managers = managers_of(them, store, monkeypatch)
 
         def save(ranks: RankGroup, step: int) -> None:

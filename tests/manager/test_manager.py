@@ -41,7 +41,7 @@ from dcp_remote.errors import (
     SaveTimeoutError,
     UnsafeObjectError,
 )
-from dcp_remote.format.catalog import CATALOG_KEY, Catalog, thinned
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, thin_entry
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.format.manifest_json import encode
 from dcp_remote.run.catalog_store import read_catalog, swap
@@ -49,7 +49,7 @@ from dcp_remote.run.gc import find_orphans
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.run.recovery import recover
 from dcp_remote.run.retention import Best
-from dcp_remote.run.thinning import without
+from dcp_remote.run.thinning import drop_keys
 from dcp_remote.storage import LocalStore, MemoryStore
 from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.wrapper import Request, WrappedStore
@@ -656,14 +656,14 @@ def test_the_optimizer_of_a_thinned_checkpoint_is_not_reused() -> None:
     with CheckpointManager(store) as checkpoints:
         checkpoints.save(1, frozen, wait=True)
         manifest = read_manifest(store)
-        thin = without(manifest, ("optim",))
+        thin = drop_keys(manifest, ("optim",))
         key = manifest_key(revision=2, step=1)
         store.put(key, [encode(thin)])
 
         def change(now: Catalog) -> Catalog | None:
             (entry,) = now.entries
             assert now.revision == 2
-            return thinned(
+            return thin_entry(
                 now,
                 entry.save_id,
                 began=2,

@@ -24,7 +24,7 @@ from dcp_remote.errors import (
     PermissionDeniedError,
     TransientStorageError,
 )
-from dcp_remote.format.catalog import CATALOG_KEY, Entry, committed, raised
+from dcp_remote.format.catalog import CATALOG_KEY, Entry, add_entry, raise_floor
 from dcp_remote.format.catalog_json import encode
 from dcp_remote.manager import background_save, coordinator
 from dcp_remote.run import catalog_store
@@ -173,7 +173,7 @@ def strangers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("remember", "apply", "delete", "note", "let_go", "settle"):
+    for name in ("remember", "apply", "delete", "note", "queue_deletion", "settle"):
         monkeypatch.setattr(Maintenance, name, watched(name, getattr(Maintenance, name)))
     return found
 
@@ -351,7 +351,7 @@ class Training:
     def raise_floor(self) -> None:
         catalog = stored(self.store)
         assert catalog is not None
-        swap(self.store, lambda now: raised(now, catalog.revision + 1), deadline=deadline())
+        swap(self.store, lambda now: raise_floor(now, catalog.revision + 1), deadline=deadline())
 
     def take_over(self) -> None:
         """Let another job go on with the run, from the newest checkpoint."""
@@ -399,7 +399,7 @@ def unheard(store: MemoryStore, step: int) -> Unheard:
     attempt = begin(store, step)
     seen = read_catalog(store)
     assert seen is not None
-    after = committed(seen.catalog, attempt)
+    after = add_entry(seen.catalog, attempt)
     assert after is not None
     body = encode(after, "f" * 32)
 
@@ -438,7 +438,7 @@ def test_a_swap_that_is_late(*, after: bool) -> None:
     assert outcomes == {(1,), (1, 2)}
 
 
-def test_what_was_borrowed_meanwhile_stays() -> None:
+def test_what_was_reused_meanwhile_stays() -> None:
     """Commit an unheard save, reuse its shards, and retire it before its job looks: the reused shards stay."""
     store = a_run(1, borrow=False)
     told = unheard(store, 2)

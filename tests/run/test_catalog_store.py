@@ -20,7 +20,7 @@ from dcp_remote.errors import (
     InvalidArgumentError,
     UnsupportedFormatError,
 )
-from dcp_remote.format.catalog import CATALOG_KEY, Catalog, committed, fenced, pinned, retired
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, add_entry, pin_entry, retire_entries, take_fence
 from dcp_remote.format.catalog_json import STORED_BYTES_MAX, encode
 from dcp_remote.format.document import seal, unseal
 from dcp_remote.run.catalog_store import Seen, read_catalog, swap
@@ -49,13 +49,13 @@ def test_two_requests() -> None:
     recording = RecordingStore(store)
     after = swapped(recording, commit(2))
     assert recording.calls == [("get", CATALOG_KEY), ("put", CATALOG_KEY)]
-    assert after == stored(store) == committed(ONE, attempt(2, "b"))
+    assert after == stored(store) == add_entry(ONE, attempt(2, "b"))
 
 
 def test_one_request_if_nothing_is_to_be_done() -> None:
     """Apply a change that was already made: no PUT."""
     recording = RecordingStore(store_of())
-    assert swapped(recording, partial(pinned, step=1, pin=False)) == ONE
+    assert swapped(recording, partial(pin_entry, step=1, pin=False)) == ONE
     assert recording.calls == [("get", CATALOG_KEY)]
 
 
@@ -71,7 +71,7 @@ def test_no_run() -> None:
     """Swap without `create` where there is no catalog: refused, and nothing is written."""
     store = MemoryStore()
     with pytest.raises(CheckpointNotFoundError, match="no run"):
-        swapped(store, fenced)
+        swapped(store, take_fence)
     assert stored(store) is None
 
 
@@ -79,7 +79,7 @@ def test_a_run_begins() -> None:
     """Swap with `create`: two requests, and each run gets an id of its own."""
     stores = [MemoryStore(), MemoryStore()]
     recording = RecordingStore(stores[0])
-    runs = [swapped(recording, fenced, create=True), swapped(stores[1], fenced, create=True)]
+    runs = [swapped(recording, take_fence, create=True), swapped(stores[1], take_fence, create=True)]
     assert recording.calls == [("get", CATALOG_KEY), ("put", CATALOG_KEY)]
     assert runs == [stored(store) for store in stores]
     assert runs[0].run_id != runs[1].run_id
@@ -89,15 +89,15 @@ def test_a_run_begins() -> None:
 def test_a_run_begins_empty() -> None:
     """Create a run by a change that does nothing: the result is the empty catalog that is stored."""
     store = MemoryStore()
-    begun = swapped(store, lambda run: retired(run, [identity(1)]), create=True)
+    begun = swapped(store, lambda run: retire_entries(run, [identity(1)]), create=True)
     assert begun == stored(store) == Catalog(begun.run_id)
 
 
 def test_a_run_that_is_there_is_not_begun() -> None:
     """Swap with `create` where there is a run: the run stays."""
     store = store_of()
-    assert swapped(store, fenced, create=True).run_id == ONE.run_id
-    assert stored(store) == fenced(ONE)
+    assert swapped(store, take_fence, create=True).run_id == ONE.run_id
+    assert stored(store) == take_fence(ONE)
 
 
 class NoSwap(WrappedStore):
@@ -112,7 +112,7 @@ def test_a_store_that_cannot_swap() -> None:
     """Swap on such a store: refused before the first request, with the store's reason."""
     recording = RecordingStore(store_of())
     with pytest.raises(InvalidArgumentError, match="NFS"):
-        swapped(NoSwap(recording), fenced)
+        swapped(NoSwap(recording), take_fence)
     assert recording.calls == []
 
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_read_is_never_overwritten(what: str, *, create: bool) ->
     store.put(CATALOG_KEY, [data])
     recording = RecordingStore(store)
     with pytest.raises(error) as caught:
-        swapped(recording, fenced, create=create)
+        swapped(recording, take_fence, create=create)
     assert caught.value.details["url"] == store.url
     reads = 2 if error is CorruptCheckpointError else 1  # read twice, since the damage may be of the answer alone
     assert recording.calls == [("get", CATALOG_KEY)] * reads
@@ -150,7 +150,7 @@ def test_what_is_too_large_is_not_read() -> None:
     store = MemoryStore()
     store.put(CATALOG_KEY, [bytes(STORED_BYTES_MAX + 1)])
     with pytest.raises(CorruptCheckpointError):
-        swapped(store, fenced, create=True)
+        swapped(store, take_fence, create=True)
     assert len(store.space.objects[CATALOG_KEY].data) == STORED_BYTES_MAX + 1
 
 
@@ -192,7 +192,7 @@ def test_a_run_begins_once(threads: int) -> None:
 
     def work(_number: int) -> Catalog:
         ready.wait(timeout=SECONDS)
-        return swap(store, fenced, create=True, deadline=Deadline(SECONDS), sleep=lambda _seconds: None)
+        return swap(store, take_fence, create=True, deadline=Deadline(SECONDS), sleep=lambda _seconds: None)
 
     with ThreadPoolExecutor(threads) as pool:
         runs = list(pool.map(work, range(threads)))

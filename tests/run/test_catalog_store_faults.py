@@ -22,7 +22,15 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
-from dcp_remote.format.catalog import CATALOG_KEY, BeginAgainError, Catalog, committed, fenced, pinned, retired
+from dcp_remote.format.catalog import (
+    CATALOG_KEY,
+    BeginAgainError,
+    Catalog,
+    add_entry,
+    pin_entry,
+    retire_entries,
+    take_fence,
+)
 from dcp_remote.run.catalog_store import Change
 from dcp_remote.storage.wrapper import Verb
 from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
@@ -123,10 +131,12 @@ def done_by(change: Change) -> Callable[[Catalog | None], bool]:
 
 OPERATIONS: dict[str, Operation] = {
     "commit": Operation(ONE, commit(2), lambda run: run is not None and run.holds(identity(2, "b"))),
-    "fence": Operation(ONE, fenced, lambda run: run is not None and run.token > 1),
-    "retire": Operation(ONE, lambda run: retired(run, [identity(1)]), done_by(lambda run: retired(run, [identity(1)]))),
-    "pin": Operation(ONE, partial(pinned, step=1, pin=True), done_by(partial(pinned, step=1, pin=True))),
-    "begin": Operation(None, fenced, lambda run: run is not None and run.token > 0),
+    "fence": Operation(ONE, take_fence, lambda run: run is not None and run.token > 1),
+    "retire": Operation(
+        ONE, lambda run: retire_entries(run, [identity(1)]), done_by(lambda run: retire_entries(run, [identity(1)]))
+    ),
+    "pin": Operation(ONE, partial(pin_entry, step=1, pin=True), done_by(partial(pin_entry, step=1, pin=True))),
+    "begin": Operation(None, take_fence, lambda run: run is not None and run.token > 0),
 }
 
 
@@ -260,13 +270,13 @@ def test_a_lost_answer_and_then_a_fence() -> None:
     """Lose the answer to a commit, and fence the job: the commit is found, and succeeds."""
     store = store_of()
     ours = attempt(2, "b")
-    asked = iter([None, fenced])
+    asked = iter([None, take_fence])
 
     def change(run: Catalog) -> Catalog | None:
         then = next(asked)
         if then is not None:
             run = swapped(store, then)
-        return committed(run, ours)
+        return add_entry(run, ours)
 
     faulty = FaultyStore(store, [matching(is_put, "response")])
     assert swapped(faulty, change).holds(ours.entry.save_id)
@@ -276,11 +286,11 @@ def test_what_was_committed_and_retired_is_not_committed_again() -> None:
     """Lose the answer to a commit, and retire the checkpoint: not committed again, since its shards may be gone."""
     store = store_of()
     ours = attempt(2, "b")
-    retirements = iter([None, lambda run: retired(run, [ours.entry.save_id])])
+    retirements = iter([None, lambda run: retire_entries(run, [ours.entry.save_id])])
 
     def change(run: Catalog) -> Catalog | None:
         then = next(retirements)
-        return committed(swapped(store, then) if then is not None else run, ours)
+        return add_entry(swapped(store, then) if then is not None else run, ours)
 
     with pytest.raises(BeginAgainError):
         swapped(FaultyStore(store, [matching(is_put, "response")]), change)
@@ -340,7 +350,7 @@ def history(seed: int) -> None:
         faulties.append(faulty)
         before = stored(store)
         try:
-            swapped(faulty, fenced if draw.random() < 0.2 else commit(step))
+            swapped(faulty, take_fence if draw.random() < 0.2 else commit(step))
         except CommitUnknownError:
             possible.add(identity(step, "b"))
         except DcpRemoteError:

@@ -24,9 +24,9 @@ from dcp_remote.errors import (
 )
 from dcp_remote.format.document import seal, unseal
 from dcp_remote.format.manifest import MANIFEST_KEY, REPLACES_MAX
-from dcp_remote.format.manifest_json import decode_head, tombstone
+from dcp_remote.format.manifest_json import decode_head, make_tombstone
 from dcp_remote.run import commit as commit_module
-from dcp_remote.run.commit import Slot, commit, look
+from dcp_remote.run.commit import Slot, commit, read_slot
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Condition, Content, Version
 from dcp_remote.storage.wrapper import Verb, WrappedStore
@@ -38,7 +38,7 @@ OURS, THEIRS, OLD = "a" * 32, "b" * 32, "0" * 32
 
 def body(save_id: str, slot: Slot | None = None) -> bytes:
     """Return the parts of a manifest that a commit reads."""
-    return seal(unseal(tombstone(save_id, slot.lineage if slot else ())).replace(b"tombstone", b"checkpoint"))
+    return seal(unseal(make_tombstone(save_id, slot.lineage if slot else ())).replace(b"tombstone", b"checkpoint"))
 
 
 @dataclass
@@ -99,7 +99,7 @@ BOTH = pytest.mark.parametrize("replacing", [False, True], ids=["fresh", "replac
 def test_one_request(replacing: bool) -> None:
     """Commit without faults: one PUT on the condition seen, and no read."""
     memory = store_of(replacing=replacing)
-    slot = look(memory)
+    slot = read_slot(memory)
     assert slot.lineage == ((OLD,) if replacing else ())
     recording = RecordingStore(memory)
     run(recording, slot)
@@ -122,7 +122,7 @@ def test_one_request(replacing: bool) -> None:
 def test_response_lost(replacing: bool, error: Callable[[], BaseException] | None, name: str) -> None:
     """Carry out the PUT and answer with any failure: the commit finds its manifest."""
     memory = store_of(replacing=replacing)
-    slot = look(memory)
+    slot = read_slot(memory)
     faulty = FaultyStore(memory, [matching(is_put, "response", error=error)])
     run(faulty, slot)
     assert [request.verb for request in faulty.hits] == ["put"], name
@@ -136,7 +136,7 @@ def test_response_lost(replacing: bool, error: Callable[[], BaseException] | Non
 def test_request_lost(replacing: bool, error: Callable[[], BaseException] | None) -> None:
     """Lose the PUT: the same PUT is sent again, after a pause."""
     memory = store_of(replacing=replacing)
-    slot = look(memory)
+    slot = read_slot(memory)
     recording = RecordingStore(FaultyStore(memory, [matching(is_put, "request", error=error)] * 3))
     clock = Clock()
     run(recording, slot, clock=clock)
@@ -187,7 +187,7 @@ class LateStore(WrappedStore):
 def test_a_put_that_arrives_late(replacing: bool, after: int) -> None:
     """Let the first PUT arrive before the read, before the second PUT, or after it: committed once."""
     memory = store_of(replacing=replacing)
-    slot = look(memory)
+    slot = read_slot(memory)
     late = LateStore(memory, after=after)
     run(late, slot)
     late.deliver()
@@ -202,7 +202,7 @@ def test_a_put_that_arrives_after_all_was_given_up() -> None:
     late = LateStore(memory, after=1_000_000)
     later_puts = matching(lambda verb, _key, number: verb == "put" and number > 1, "request", persistent=True)
     with pytest.raises(CommitUnknownError):
-        run(FaultyStore(late, [later_puts]), look(memory))
+        run(FaultyStore(late, [later_puts]), read_slot(memory))
     assert committed_in(memory) is None
     late.deliver()
     assert committed_in(memory) == OURS
@@ -213,7 +213,7 @@ def test_permission_denied(replacing: bool) -> None:
     """Deny the PUT: the error is raised after one read, also if that read is denied, too."""
     for denied in (is_put, lambda *_: True):
         memory = store_of(replacing=replacing)
-        slot = look(memory)
+        slot = read_slot(memory)
         fault = matching(denied, "request", persistent=True, error=lambda: PermissionDeniedError("No grant."))
         recording = RecordingStore(FaultyStore(memory, [fault]))
         with pytest.raises(PermissionDeniedError):
@@ -226,7 +226,7 @@ def test_permission_denied(replacing: bool) -> None:
 def test_denied_after_an_answer_was_lost(replacing: bool) -> None:
     """Lose the first answer and deny the second PUT: unknown, since the first PUT may still arrive."""
     memory = store_of(replacing=replacing)
-    slot = look(memory)
+    slot = read_slot(memory)
     denied = matching(is_put, "request", persistent=True, error=lambda: PermissionDeniedError("Expired."))
     with pytest.raises(CommitUnknownError):
         run(FaultyStore(memory, [matching(is_put, "request"), denied]), slot)
@@ -237,7 +237,7 @@ def test_denied_after_an_answer_was_lost(replacing: bool) -> None:
 def test_another_save_won_before(replacing: bool, lost: str | None) -> None:
     """Commit another save first, under each fault: its manifest stays, and `CommitConflictError` is raised."""
     memory = store_of(replacing=replacing)
-    slot = look(memory)
+    slot = read_slot(memory)
     run(memory, slot, save_id=THEIRS)
     faults: list[Fault] = [] if lost is None else [matching(is_put, "request" if lost == "request" else "response")]
     with pytest.raises(CommitConflictError) as caught:
@@ -250,7 +250,7 @@ def test_another_save_won_before(replacing: bool, lost: str | None) -> None:
 def test_another_save_replaced_ours_before_we_looked(replacing: bool) -> None:
     """Replace the manifest before its lost answer is settled: committed, as the newer manifest's list tells."""
     memory = store_of(replacing=replacing)
-    slot = look(memory)
+    slot = read_slot(memory)
     between = FaultyStore(memory, [Fault("request", lambda verb, *_: verb == "get" and replace_by(memory, 1))])
     run(FaultyStore(between, [matching(is_put, "response")]), slot)
     assert committed_in(memory) == f"{1:032x}"
@@ -259,7 +259,7 @@ def test_another_save_replaced_ours_before_we_looked(replacing: bool) -> None:
 def replace_by(memory: MemoryStore, *numbers: int) -> bool:
     """Commit other saves, each over the last; return False, as a predicate."""
     for number in numbers:
-        run(memory, look(memory), save_id=f"{number:032x}")
+        run(memory, read_slot(memory), save_id=f"{number:032x}")
     return False
 
 
@@ -267,7 +267,7 @@ def replace_by(memory: MemoryStore, *numbers: int) -> bool:
 def test_so_many_replaced_ours_that_it_is_forgotten(count: int) -> None:
     """Replace the manifest more often than the list is long: the outcome is unknown."""
     memory = MemoryStore()
-    slot = look(memory)
+    slot = read_slot(memory)
     between = FaultyStore(
         memory, [Fault("request", lambda verb, *_: verb == "get" and replace_by(memory, *range(1, count + 1)))]
     )
@@ -284,7 +284,7 @@ def test_a_long_list_that_still_tells() -> None:
     """Replace a manifest many times: the list has the save that was seen, so it proves that this one is not in it."""
     memory = MemoryStore()
     replace_by(memory, *range(1, 200))
-    slot = look(memory)
+    slot = read_slot(memory)
     replace_by(memory, 200, 201)
     with pytest.raises(CommitConflictError):
         run(FaultyStore(memory, [matching(is_put, "request")]), slot)
@@ -294,12 +294,12 @@ def test_a_long_list_that_still_tells() -> None:
 def test_a_tombstone(replacing: bool) -> None:
     """Put a tombstone: a conflict for a save that began before, and a slot that a later save replaces."""
     memory = store_of(replacing=replacing)
-    slot = look(memory)
-    memory.put(MANIFEST_KEY, [tombstone(THEIRS, slot.lineage)])
+    slot = read_slot(memory)
+    memory.put(MANIFEST_KEY, [make_tombstone(THEIRS, slot.lineage)])
     for faults in ([], [matching(is_put, "request")]):
         with pytest.raises(CommitConflictError):
             run(FaultyStore(memory, faults), slot)
-    now = look(memory)
+    now = read_slot(memory)
     assert not now.committed
     assert now.lineage == (THEIRS, *slot.lineage)
     run(memory, now)
@@ -311,10 +311,10 @@ def test_what_cannot_be_read_is_not_nothing(garbage: bytes, monkeypatch: pytest.
     """Store garbage, or an object larger than any manifest: counted as committed, and replaced only by its version."""
     monkeypatch.setattr(commit_module, "STORED_BYTES_MAX", 1000)
     memory = MemoryStore()
-    fresh = look(memory)
+    fresh = read_slot(memory)
     assert not fresh.committed
     memory.put(MANIFEST_KEY, [garbage])
-    slot = look(memory)
+    slot = read_slot(memory)
     assert slot.committed
     assert slot.unreadable
     assert slot.lineage == ()
@@ -330,7 +330,7 @@ def test_what_cannot_be_read_is_not_nothing(garbage: bytes, monkeypatch: pytest.
 def test_the_manifest_was_removed() -> None:
     """Remove the manifest that is to be replaced: a conflict; unknown if the removed one may be this save's."""
     memory = store_of(replacing=True)
-    slot = look(memory)
+    slot = read_slot(memory)
     memory.delete([MANIFEST_KEY])
     with pytest.raises(CommitConflictError):
         run(memory, slot)
@@ -345,7 +345,7 @@ def test_the_manifest_was_removed() -> None:
 def test_persistent_failure(replacing: bool, lost: str, blind: bool) -> None:
     """Fail every PUT, and with `blind` every read: unknown by the deadline, unless a read tells."""
     memory = store_of(replacing=replacing)
-    slot = look(memory)
+    slot = read_slot(memory)
     clock = Clock()
     direction = matching(is_put, "request" if lost == "request" else "response", persistent=True)
     faulty = FaultyStore(memory, [direction, *([matching(is_get, "request", persistent=True)] * blind)])
@@ -366,7 +366,7 @@ def test_a_store_that_does_not_do_conditional_writes() -> None:
     refuse = matching(is_put, "request", persistent=True, error=lambda: ConditionFailedError("412."))
     clock = Clock()
     with pytest.raises(StorageError, match="may not support them") as caught:
-        run(FaultyStore(memory, [refuse]), look(memory), clock=clock, seconds=1800)
+        run(FaultyStore(memory, [refuse]), read_slot(memory), clock=clock, seconds=1800)
     assert not isinstance(caught.value, ConditionFailedError)
     assert clock.now_seconds < 120
     assert committed_in(memory) is None
@@ -451,7 +451,7 @@ def two(
 
     memory.space.put = noted  # type: ignore[method-assign]  # notes every PUT that is carried out
     late: list[Callable[[], object]] = []
-    early = look(memory)
+    early = read_slot(memory)
     told: list[str] = []
     step = 0
 
@@ -468,7 +468,7 @@ def two(
     def start_other() -> None:
         if step == point and not told:
             told.append("")
-            slot = look(memory) if looks_late else early
+            slot = read_slot(memory) if looks_late else early
             store = _Steps(memory, iter(second), late, tick)
             told[0] = outcome_of(lambda: run(store, slot, save_id=THEIRS))
         tick()
@@ -476,7 +476,7 @@ def two(
     store = _Steps(memory, iter(first), late, start_other)
     ours = outcome_of(lambda: run(store, early))
     if not told:
-        start = look(memory) if looks_late else early
+        start = read_slot(memory) if looks_late else early
         told.append(outcome_of(lambda: run(_Steps(memory, iter(second), late, tick), start, save_id=THEIRS)))
     theirs = told[0]
     deliver()

@@ -331,10 +331,10 @@ def test_renewed_documents() -> None:
     dcp.save({"a": torch.ones(2), "n": 1}, storage_writer=RemoteWriter(store), no_dist=True)
     stored = read_stored(store)
     assert stored is not None
-    for first in (stored.data, manifest_json.tombstone("0" * 32, ("1" * 32,))):
+    for first in (stored.data, manifest_json.make_tombstone("0" * 32, ("1" * 32,))):
         seen = [first]
         for digit in "abc":
-            seen.append(manifest_json.renewed(seen[-1], digit * 32))
+            seen.append(manifest_json.reencode(seen[-1], digit * 32))
             assert manifest_json.decode_head(seen[-1]) == manifest_json.decode_head(first)
             assert repr(manifest_json.decode(seen[-1])) == repr(manifest_json.decode(first))
         assert len(set(seen)) == 4

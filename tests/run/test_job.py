@@ -14,7 +14,7 @@ from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import CheckpointExistsError, CommitConflictError, CorruptCheckpointError, SaveTimeoutError
 from dcp_remote.format import catalog_json
-from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, pinned, retired
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, pin_entry, retire_entries
 from dcp_remote.run import catalog_store
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
 from dcp_remote.run.maintenance import Maintenance
@@ -44,13 +44,13 @@ def live(store: MemoryStore) -> dict[int, str]:
 
 
 def pin(store: MemoryStore, step: int) -> None:
-    swapped(store, lambda now: pinned(now, step, pin=True))
+    swapped(store, lambda now: pin_entry(now, step, pin=True))
 
 
 def went_back(store: MemoryStore, step: int) -> JobSession:
     """Return a job that goes on from a step."""
     job = JobSession(store)
-    job.go_on_from(step)
+    job.resume_from(step)
     return job
 
 
@@ -126,7 +126,7 @@ def test_what_was_to_be_replaced_is_removed_meanwhile() -> None:
     job = went_back(store, 100)
     save(job, 150)
     begun = begin(job, 200)
-    swapped(store, lambda now: retired(now, [live(store)[200]]))
+    swapped(store, lambda now: retire_entries(now, [live(store)[200]]))
     assert commit(job, begun).save_id == live(store)[200]
 
 
@@ -188,12 +188,12 @@ def test_what_somebody_else_wrote_is_decoded(work: Counter[str]) -> None:
     good = bytes(store.space.objects[CATALOG_KEY].data)
     run = stored(store)
     assert run is not None
-    theirs = catalog_json.encode(pinned(run, 999, pin=True) or Catalog(""), NONCE)
+    theirs = catalog_json.encode(pin_entry(run, 999, pin=True) or Catalog(""), NONCE)
     store.put(CATALOG_KEY, [theirs])
     work.clear()
     save(job, 1_001)
     assert work == {"decode": 1, "encode": 1, "_check_entry": 1_002}
-    assert stored(store).at(999).pinned  # type: ignore[union-attr]  # it is there
+    assert stored(store).entry_at(999).pinned  # type: ignore[union-attr]  # it is there
     store.put(CATALOG_KEY, [good[:-1] + bytes([good[-1] ^ 1])])
     with pytest.raises(CorruptCheckpointError):
         save(job, 1_002)

@@ -22,7 +22,7 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
-from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pinned
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry
 from dcp_remote.run.catalog_store import swap
 from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.live_shards import LiveShards
@@ -59,7 +59,7 @@ def deadline() -> Deadline:
 
 
 def pin(store: ObjectStore, step: int) -> Catalog:
-    return swap(store, partial(pinned, step=step, pin=True), deadline=deadline())
+    return swap(store, partial(pin_entry, step=step, pin=True), deadline=deadline())
 
 
 def apply(store: ObjectStore, retention: Retention) -> Applied:
@@ -108,10 +108,10 @@ def test_one_swap_is_one_revision() -> None:
     after = apply(store, Retention(keep_last=2, keep_optimizer_last=1)).catalog
     assert before is not None
     assert after.revision == before.revision + 1
-    assert after.floor == before.entries[1].began + 1
+    assert after.floor == before.entries[1].began_revision + 1
 
 
-def test_what_is_borrowed_stays() -> None:
+def test_what_is_reused_stays() -> None:
     """Reuse an optimizer's shard: it stays when its own checkpoint is thinned, and when that is retired."""
     store = a_run(1)
     save(store, 2, base=1, borrows=(FROZEN, OPTIMIZER))

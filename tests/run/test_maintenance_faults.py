@@ -27,7 +27,7 @@ from dcp_remote.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
 )
-from dcp_remote.format.catalog import CATALOG_KEY, Attempt, pinned
+from dcp_remote.format.catalog import CATALOG_KEY, Attempt, pin_entry
 from dcp_remote.run import catalog_store, conditional_put, recovery
 from dcp_remote.run.catalog_store import swap
 from dcp_remote.run.gc import remove_orphans
@@ -212,7 +212,7 @@ def make_again(store: ObjectStore, seconds: float) -> None:
 
 
 def pin(store: ObjectStore, seconds: float) -> None:
-    swap(store, partial(pinned, step=1, pin=True), deadline=Deadline(seconds))
+    swap(store, partial(pin_entry, step=1, pin=True), deadline=Deadline(seconds))
 
 
 OPERATIONS: dict[str, Operation] = {

@@ -19,7 +19,7 @@ from tests.simulation.rules_left_out import (
     no_floor_for_thinning,
     no_look_at_the_lending_manifest,
     no_look_at_the_pin,
-    no_look_at_what_is_borrowed,
+    no_look_at_what_is_reused,
     no_moving_of_names,
     no_token,
 )
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.torture
 
 
 def entry_of(step: int, save_id: str, shards: Sequence[str], *, names: tuple[str, ...] = ()) -> Entry:
-    return Entry(step, save_id, manifest_of(0, save_id, shards), 1, "", 1, began=0, names=names)
+    return Entry(step, save_id, manifest_of(0, save_id, shards), 1, "", 1, began_revision=0, names=names)
 
 
 def world_of(*entries: Entry) -> World:
@@ -202,8 +202,8 @@ LEFT_OUT: dict[str, tuple[Rules, str, str]] = {
     "the floor, of thinning": (Rules(thinned=no_floor_for_thinning), "thin | thin | gc", "missing"),
     "raising the floor": (Rules(raised=lambda catalog, floor: None), "save | gc | gc", "missing"),
     "raising the floor, of retiring": (Rules(retired=no_floor_by_retiring), "save | retire of just that", "missing"),
-    "looking again for what is borrowed": (
-        Rules(committed=no_look_at_what_is_borrowed),
+    "looking again for what is reused": (
+        Rules(committed=no_look_at_what_is_reused),
         "borrow | retire | gc",
         "missing",
     ),

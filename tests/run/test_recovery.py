@@ -326,7 +326,7 @@ def entries(draw: st.DrawFn) -> FoundManifest:
         size_bytes=1,
         created=draw(st.sampled_from(["2026", "2027"])),
         token=draw(small),
-        began=began,
+        began_revision=began,
         names=tuple(draw(st.lists(st.sampled_from("xyz"), unique=True))),
     )
     whole = draw(st.booleans())
@@ -350,7 +350,7 @@ def test_any_manifests_make_a_catalog(found: list[FoundManifest], revisions: lis
     for one in found:
         assert one.entry is not None
         assert one.entry.token < catalog.token
-        assert one.entry.began < catalog.floor
+        assert one.entry.began_revision < catalog.floor
     assert all(revision < catalog.floor == catalog.revision for revision in revisions)
     given_names = {name for one in ours if one.entry for name in one.entry.names}
     assert {name for entry in catalog.entries for name in entry.names} <= given_names

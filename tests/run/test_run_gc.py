@@ -14,7 +14,7 @@ from dcp_remote.errors import (
     CommitUnknownError,
     CorruptCheckpointError,
 )
-from dcp_remote.format.catalog import CATALOG_KEY, BeginAgainError, Catalog, raised
+from dcp_remote.format.catalog import CATALOG_KEY, BeginAgainError, Catalog, raise_floor
 from dcp_remote.format.keys import manifest_key, origin
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.run.catalog_store import swap
@@ -99,7 +99,7 @@ def test_a_run_that_no_job_saves_to_any_more() -> None:
     now = [0.0]
     store = MemoryStore(clock=lambda: now[0])
     save(store, 1)
-    swap(store, lambda run: raised(run, 2), deadline=Deadline(30))
+    swap(store, lambda run: raise_floor(run, 2), deadline=Deadline(30))
     written = put_orphans(store)
     now[0] = 100 * DAY_SECONDS
     assert {info.key for info in remove_orphans(store, clock=lambda: now[0]).removed} == written

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.format.manifest_json import encode
 from dcp_remote.format.manifest_validation import check
-from dcp_remote.run.thinning import without
+from dcp_remote.run.thinning import drop_keys
 from tests.support.manifests import assert_sound, decode, manifests, plain
 from tests.support.runs import FROZEN, TRAINED, a_run, manifest_at
 
@@ -59,7 +59,7 @@ def test_what_is_left_is_as_it_was(manifest: Manifest, data: st.DataObject) -> N
     deep = {name: (top, f"{number}") for number, (name, top) in enumerate(zip(names, tops, strict=True))}
     manifest = check(replace(manifest, flatten=deep))
     keys = data.draw(st.sets(st.sampled_from(["model", "optim", "ema", "other"])))
-    thin = without(manifest, keys)
+    thin = drop_keys(manifest, keys)
     assert_sound(thin)
     kept = [name for name, top in zip(names, tops, strict=True) if top not in keys]
     assert list(thin.names()) == kept
@@ -79,7 +79,7 @@ def test_without_a_mapping_the_names_are_the_keys(manifest: Manifest, data: st.D
     """Drop a key of a state dict that was not flattened: names count as keys."""
     names = list(manifest.names())
     gone = set(data.draw(st.lists(st.sampled_from(names)))) if names else set()
-    thin = without(manifest, gone)
+    thin = drop_keys(manifest, gone)
     assert_sound(thin)
     assert list(thin.names()) == [name for name in names if name not in gone]
 
@@ -89,14 +89,14 @@ def test_an_optimizer() -> None:
     whole = manifest_at(a_run(1), 1)
     assert whole.flatten is not None
     whole = replace(whole, flatten={**whole.flatten, "optim.state": ("optim", "state")})
-    thin = without(whole, ("optim", "optimizer"))
+    thin = drop_keys(whole, ("optim", "optimizer"))
     assert thin.run is not None
     assert thin.run.thinned == ("optim",)
     assert thin.shards.keys == (whole.shards.keys[FROZEN], whole.shards.keys[TRAINED])
     assert thin.flatten is not None
     assert set(thin.flatten) == {"model.frozen", "model.trained", "step"}
     assert thin.save_id == whole.save_id
-    again = without(replace(thin, flatten=dict(thin.flatten)), ("model", "step"))
+    again = drop_keys(replace(thin, flatten=dict(thin.flatten)), ("model", "step"))
     assert again.run is not None
     assert again.run.thinned == ("model", "optim", "step")
     assert again.shards.keys == ()

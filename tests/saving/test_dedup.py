@@ -39,13 +39,13 @@ from dcp_remote.format.manifest import MANIFEST_KEY, Manifest, TensorKind
 from dcp_remote.format.manifest_validation import check
 from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.loading.dcp_metadata import to_dcp_metadata
-from dcp_remote.saving.dcp_metadata import planned_of
+from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.dedup import LIVE_SHARE_MIN, SPAN_BYTES, Baseline
-from dcp_remote.saving.manifest_assembly import SaveInfo, left_out, to_manifest
+from dcp_remote.saving.manifest_assembly import SaveInfo, find_orphaned_shards, to_manifest
 from dcp_remote.saving.rank_report import RankReport, UploadStats
 from dcp_remote.saving.shard_writer import INLINE_BYTES_MAX, write_shards
 from dcp_remote.saving.uploads import Uploads
-from dcp_remote.serialization.tensors import byte_view, encoding_of
+from dcp_remote.serialization.tensors import byte_view, choose_encoding
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from tests.support.manifests import Layout, build, decode
@@ -67,8 +67,8 @@ class Saved:
     sent_bytes: int  # in shards
 
     @property
-    def borrowed_bytes(self) -> int:
-        return sum(report.figures.borrowed_bytes for report in self.reports)
+    def reused_bytes(self) -> int:
+        return sum(report.figures.reused_bytes for report in self.reports)
 
     @property
     def put_pieces(self) -> dict[str, int]:
@@ -115,7 +115,7 @@ class Run:
             bases = [Baseline.of_manifest(decoded(self.saves[-1].manifest), url=self.store.url)] * len(states)
         elif self.saves and source == "report":
             last = self.saves[-1]
-            orphans = left_out(last.manifest, last.reports)
+            orphans = find_orphaned_shards(last.manifest, last.reports)
             for rank, report in enumerate(last.reports[: len(states)]):
                 bases[rank] = Baseline.of_report(report, left_out=orphans)
         ranks = itertools.count()
@@ -135,7 +135,7 @@ class Run:
         info = SaveInfo(f"{len(self.saves):032x}", (), "2026-01-01T00:00:00+00:00", {"dcp_remote": "0"})
         # The coordinator receives reports pickled.
         copies = [pickle.loads(pickle.dumps(report)) for report in reports]
-        manifest = check(to_manifest(planned_of(metadata), copies, info))
+        manifest = check(to_manifest(to_columns(metadata), copies, info))
         self.saves.append(Saved(manifest, reports, sent_bytes))
         self.load(self.saves[-1], states, expected, allow_pickle=allow_pickle)
         return self.saves[-1]
@@ -306,7 +306,7 @@ def test_frozen(world_size: int, source: From) -> None:
         train(states, step)
         later = run.save(states, source, planner=DefaultSavePlanner)
         assert later.sent_bytes + len(manifest_json.encode(later.manifest)) < 0.05 * first.sent_bytes
-        assert later.borrowed_bytes > 0.99 * first.manifest.pieces.length.sum()
+        assert later.reused_bytes > 0.99 * first.manifest.pieces.length.sum()
         assert set(later.put_pieces) == {n for n in later.pieces() if "lora" in n}
         assert sum(len(report.put_keys) for report in later.reports) <= 2 * world_size, "what is sent is packed anew"
 
@@ -359,7 +359,7 @@ def test_one_flipped_bit(byte: int, source: From, layout: str) -> None:
     assert second.put_pieces == {"w": PIECE_BYTES}
     changed = second.pieces()["w"][byte // PIECE_BYTES]
     assert second.key_of(changed) == second.reports[0].put_keys[0]
-    assert second.borrowed_bytes == 3 * PIECE_BYTES + 16
+    assert second.reused_bytes == 3 * PIECE_BYTES + 16
 
 
 @BOTH
@@ -603,7 +603,7 @@ def test_a_stream_and_elements_of_equal_bytes(source: From) -> None:
     size = 0
     for _ in range(10):
         sparse = torch.eye(1, size + 1, dtype=torch.uint8)[0][:size].to_sparse()
-        encoding, stream = encoding_of("s", sparse, allow_pickle=False)
+        encoding, stream = choose_encoding("s", sparse, allow_pickle=False)
         if len(stream) == size:
             break
         size = len(stream)
@@ -811,18 +811,18 @@ def test_what_another_rank_wrote_as_well() -> None:
     state = {"w": noise(1000)}
     run = Run()
     first = run.save([state, state], planner=Everything)
-    orphans = left_out(first.manifest, first.reports)
+    orphans = find_orphaned_shards(first.manifest, first.reports)
     assert orphans == {first.reports[1].put_keys[0]}
     assert orphans.isdisjoint(first.manifest.shards.keys)
     (of_first, of_second) = (Baseline.of_report(report, left_out=orphans) for report in first.reports)
     assert reads(of_first, state["w"])[1] == [True]
     assert reads(of_second, state["w"]) == ([], [False])
     second = run.save([state, state], "report", planner=Everything)
-    assert [report.borrowed_keys for report in second.reports] == [first.reports[0].put_keys, ()]
+    assert [report.reused_keys for report in second.reports] == [first.reports[0].put_keys, ()]
     assert second.manifest.shards.keys == first.manifest.shards.keys
     third = run.save([state, state], "manifest", planner=Everything)
     assert third.sent_bytes == 0
-    assert [report.borrowed_keys for report in third.reports] == [first.manifest.shards.keys] * 2
+    assert [report.reused_keys for report in third.reports] == [first.manifest.shards.keys] * 2
 
 
 def test_ranks_that_reuse_one_shard() -> None:
@@ -844,7 +844,7 @@ def test_ranks_that_reuse_one_shard() -> None:
         reports = [*second.reports]
         reports[1] = replace(reports[1], shards=replace(shards, **change))
         with pytest.raises(SaveFailedError) as caught:
-            to_manifest(planned_of(to_dcp_metadata(second.manifest)), reports, SaveInfo("5" * 32, (), "", {}))
+            to_manifest(to_columns(to_dcp_metadata(second.manifest)), reports, SaveInfo("5" * 32, (), "", {}))
         assert caught.value.details == {"shard": shards.keys[0]}
 
 
@@ -856,7 +856,7 @@ def test_nobody_names_a_piece_for_two_chunks() -> None:
     (report,) = saved.reports
     report = replace(report, chunk_piece_first=np.zeros_like(report.chunk_piece_first))
     manifest = to_manifest(
-        planned_of(to_dcp_metadata(saved.manifest)), [report], SaveInfo("5" * 32, (), "", {"a": "b"})
+        to_columns(to_dcp_metadata(saved.manifest)), [report], SaveInfo("5" * 32, (), "", {"a": "b"})
     )
     with pytest.raises(CorruptCheckpointError, match="overlap"):
         check(manifest)
@@ -872,7 +872,7 @@ def test_the_report_tells_what_was_put_and_what_was_reused() -> None:
     first = run.save([state]).reports[0]
     sizes = first.shards.sizes.tolist()
     assert first.put_keys == first.shards.keys
-    assert first.borrowed_keys == ()
+    assert first.reused_keys == ()
     assert first.figures == UploadStats(
         put_bytes=sum(sizes),
         slowest_shard=first.figures.slowest_shard,
@@ -882,8 +882,8 @@ def test_the_report_tells_what_was_put_and_what_was_reused() -> None:
     assert first.figures.slowest_seconds > 0
     state["o"]["y"].zero_()
     second = run.save([state]).reports[0]
-    assert second.borrowed_keys == first.put_keys[:1]
-    assert second.figures.borrowed_bytes == 8000
+    assert second.reused_keys == first.put_keys[:1]
+    assert second.figures.reused_bytes == 8000
     assert len(second.put_keys) == 1
     assert run.store.count("put") == 3
     assert second.figures.put_bytes == int(second.shards.sizes[0])
@@ -1005,4 +1005,4 @@ def test_any_history(history: History) -> None:
                     group[name] = LocalShards(tensor.shape, tensor.dtype, rows)
         saved = run.save(states, source, shard_bytes_max=shard_bytes_max)
         put = sum(saved.put_pieces.values())
-        assert put + saved.borrowed_bytes == saved.manifest.pieces.length.sum()
+        assert put + saved.reused_bytes == saved.manifest.pieces.length.sum()

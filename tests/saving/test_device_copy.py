@@ -24,7 +24,7 @@ from dcp_remote import RemoteReader, RemoteWriter
 from dcp_remote.common.units import MiB
 from dcp_remote.saving import device_copy
 from dcp_remote.saving.device_copy import Run, host_views, pinned_bytes
-from dcp_remote.serialization.tensors import copy_run, dtype_name, run_bytes
+from dcp_remote.serialization.tensors import copy_elements, dtype_name, element_bytes
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from tests.support.strategies import DTYPES, LAYOUTS, random_whole
@@ -115,7 +115,7 @@ def test_every_run_has_arrived_with_one_wait(copier: SlowCopier) -> None:
     """Runs of all dtypes and layouts arrive with one wait, in one block of pinned memory."""
     runs = list(assorted())
     views = host_views(runs)
-    assert [bytes(view) for view in views] == [bytes(run_bytes(*run)) for run in runs]
+    assert [bytes(view) for view in views] == [bytes(element_bytes(*run)) for run in runs]
     assert copier.waits == 1
     assert copier.copies > len(runs) // 2
     assert copier.pinned_max == pinned_bytes(sum(run.size_bytes for run in runs))
@@ -157,7 +157,7 @@ def test_without_pinned_memory_ordinary_memory_does(
     runs = list(assorted())
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert [bytes(view) for view in host_views(runs)] == [bytes(run_bytes(*run)) for run in runs]
+            assert [bytes(view) for view in host_views(runs)] == [bytes(element_bytes(*run)) for run in runs]
     assert [record.getMessage().rpartition("cause=")[2] for record in caplog.records] == ["CUDA error: out of memory"]
 
 
@@ -170,9 +170,9 @@ def test_what_fails_is_raised_when_the_device_is_through(copier: SlowCopier, mon
         begun += 1
         if begun == 2:
             raise torch.AcceleratorError("an illegal memory access was encountered")
-        copy_run(*args, **options)
+        copy_elements(*args, **options)
 
-    monkeypatch.setattr(device_copy, "copy_run", second_fails)
+    monkeypatch.setattr(device_copy, "copy_elements", second_fails)
     with pytest.raises(torch.AcceleratorError, match="illegal"):
         host_views([Run(torch.zeros(MiB), 0, MiB), Run(torch.ones(MiB), 0, MiB)])
     assert (copier.copies, copier.waits) == (1, 1)

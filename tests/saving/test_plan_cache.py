@@ -31,19 +31,19 @@ from dcp_remote.saving.plan_cache import (
     PlanCache,
     Proposal,
     RankPlan,
-    differing,
+    find_differing_replicas,
     plan_all,
-    plan_of,
     propose,
     replica_digests,
-    table_of,
-    uncached,
+    to_rank_plan,
+    to_table,
+    without_torchs_cache,
 )
 from dcp_remote.saving.plan_table import Chunk, arrange
 from dcp_remote.saving.rank_report import RankReport
 from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.saving.uploads import Uploads
-from dcp_remote.serialization.tensors import as_carrier, byte_view, dtype_name
+from dcp_remote.serialization.tensors import byte_view, dtype_name, view_as_integers
 from dcp_remote.storage import MemoryStore
 from tests.support.simulated_ranks import shard
 from tests.support.strategies import DTYPES, random_whole
@@ -69,16 +69,16 @@ def planned(states: Sequence[State], *, lowest: bool = False) -> tuple[list[Rank
     """Plan as a manager does; tables and shares are pickled."""
     planners = [DefaultSavePlanner(dedup_save_to_lowest_rank=lowest) for _ in states]
     proposals = [proposal(state, planner) for state, planner in zip(states, planners, strict=True)]
-    tables = [pickle.loads(pickle.dumps(table_of(proposed))) for proposed in proposals]
+    tables = [pickle.loads(pickle.dumps(to_table(proposed))) for proposed in proposals]
     unlike: frozenset[Chunk] = frozenset()
     while True:
         arrangement = arrange(tables, shard_bytes_max=SHARD_BYTES_MAX, unlike=unlike, to_lowest_rank=lowest)
         shares = [pickle.loads(pickle.dumps(share)) for share in arrangement.shares]
-        plans = [plan_of(proposed, share) for proposed, share in zip(proposals, shares, strict=True)]
+        plans = [to_rank_plan(proposed, share) for proposed, share in zip(proposals, shares, strict=True)]
         digests = [replica_digests(plan, planner, lambda: None) for plan, planner in zip(plans, planners, strict=True)]
         assert [bool(of_rank) for of_rank in digests if of_rank] == [True] * sum(any(share.parts) for share in shares)
         assert {share.is_cut for share in shares} == {any(digests)}
-        found = differing(digests)
+        found = find_differing_replicas(digests)
         if not found:
             return plans, arrangement.planned
         assert not found & unlike
@@ -249,15 +249,15 @@ def digest_of(tensor: torch.Tensor) -> bytes:
     """Return the digest by which two ranks that hold the tensor compare it."""
     planner = DefaultSavePlanner()
     one = proposal({"w": tensor}, planner)
-    (share, _) = arrange([table_of(one)] * 2, shard_bytes_max=SHARD_BYTES_MAX).shares
-    (digest,) = replica_digests(plan_of(one, share), planner, lambda: None).values()
+    (share, _) = arrange([to_table(one)] * 2, shard_bytes_max=SHARD_BYTES_MAX).shares
+    (digest,) = replica_digests(to_rank_plan(one, share), planner, lambda: None).values()
     return digest
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_equal_bits_are_equal_replicas(dtype: torch.dtype) -> None:
     """Every dtype, contiguous or not; one bit of the last element makes the replicas differ."""
-    whole = as_carrier(random_whole(dtype, (97, 353), seed=1).tensor())
+    whole = view_as_integers(random_whole(dtype, (97, 353), seed=1).tensor())
     for elements in (whole, whole.t().contiguous().t()):
         other = elements.clone()
         assert digest_of(other.view(dtype)) == digest_of(elements.view(dtype))
@@ -296,7 +296,7 @@ def test_each_value_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_cache, "host_views", counted)
     planner, state = DefaultSavePlanner(), {"w": rows(3 * 4096 + 1), "small": rows(8)}
     one = proposal(state, planner)
-    plan = plan_of(one, arrange([table_of(one)] * 3, shard_bytes_max=SHARD_BYTES_MAX).shares[1])
+    plan = to_rank_plan(one, arrange([to_table(one)] * 3, shard_bytes_max=SHARD_BYTES_MAX).shares[1])
     known = replica_digests(plan, planner, lambda: None)
     assert digested == [MiB, MiB, MiB, 256]
     assert replica_digests(plan, planner, lambda: None, known=known) == known
@@ -360,10 +360,10 @@ def test_torchs_own_cache_is_not_used() -> None:
             return copy.copy(super().create_local_plan())
 
     asked = DefaultSavePlanner(enable_plan_caching=True, flatten_state_dict=False)
-    given = uncached(asked)
+    given = without_torchs_cache(asked)
     assert isinstance(given, DefaultSavePlanner)
     assert not given._enable_plan_caching
     assert asked._enable_plan_caching
     assert not given.flatten_state_dict
     own = Own(enable_plan_caching=True)
-    assert uncached(own) is own
+    assert without_torchs_cache(own) is own

@@ -21,9 +21,9 @@ from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import KiB
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.saving import plan_cache as plans_module
-from dcp_remote.saving.dcp_metadata import planned_of
+from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.manifest_assembly import Planned
-from dcp_remote.saving.plan_cache import Proposal, plan_all, plan_of, propose, table_of
+from dcp_remote.saving.plan_cache import Proposal, plan_all, propose, to_rank_plan, to_table
 from dcp_remote.saving.plan_table import Arrangement, arrange, shrink_integers
 from tests.support.simulated_ranks import LocalShards, shard
 
@@ -39,17 +39,17 @@ def proposal(state: State) -> Proposal:
 
 
 def arranged(proposals: Sequence[Proposal], **options: Any) -> tuple[list[SavePlan], Arrangement]:
-    tables = [pickle.loads(pickle.dumps(table_of(proposed))) for proposed in proposals]
+    tables = [pickle.loads(pickle.dumps(to_table(proposed))) for proposed in proposals]
     arrangement = arrange(tables, shard_bytes_max=SHARD_BYTES_MAX, **options)
     shares = pickle.loads(pickle.dumps(arrangement.shares))
-    return [plan_of(proposed, share).plan for proposed, share in zip(proposals, shares, strict=True)], arrangement
+    return [to_rank_plan(proposed, share).plan for proposed, share in zip(proposals, shares, strict=True)], arrangement
 
 
 def torchs(proposals: Sequence[Proposal]) -> tuple[list[SavePlan], Planned]:
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, None, is_coordinator=True)
     plans, metadata = plan_all(planner, [proposed.plan for proposed in proposals])
-    return plans, planned_of(metadata)
+    return plans, to_columns(metadata)
 
 
 def chunks_of(planned: Planned) -> dict[str, list[Box]]:

@@ -489,7 +489,7 @@ class LateClock:
 def known_pace() -> LatencyTracker:
     pace = LatencyTracker()
     for _ in range(2 * SAMPLES_MIN):
-        pace.note(2, 0.01)
+        pace.record(2, 0.01)
     return pace
 
 

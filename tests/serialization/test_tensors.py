@@ -23,14 +23,14 @@ from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, Unsa
 from dcp_remote.format.manifest import PICKLE, RAW, TORCH
 from dcp_remote.serialization.tensors import (
     byte_view,
+    choose_encoding,
     copy_into,
     decode_tensor,
     dtype_name,
+    element_bytes,
     empty_tensor,
-    encoding_of,
-    is_copied,
     narrow,
-    run_bytes,
+    needs_copy,
     tensor_from,
 )
 from dcp_remote.storage import MemoryStore
@@ -69,14 +69,14 @@ def test_every_run_of_elements_is_the_bytes_of_numpy(dtype: torch.dtype, layout:
     expected, item = whole.elements.tobytes(), dtype.itemsize
     for start in range(12):
         for stop in range(start + 1, 13):
-            assert bytes(run_bytes(tensor, start, stop)) == expected[start * item : stop * item]
-    assert is_copied(tensor) == (layout in ("transposed", "strided"))
+            assert bytes(element_bytes(tensor, start, stop)) == expected[start * item : stop * item]
+    assert needs_copy(tensor) == (layout in ("transposed", "strided"))
 
 
 def test_a_contiguous_tensor_is_not_copied() -> None:
     """Write to the tensor and to the view: each shows the other's change."""
     tensor = torch.zeros(4, 4, dtype=torch.int32)
-    view = run_bytes(tensor, 5, 7)
+    view = element_bytes(tensor, 5, 7)
     tensor[1, 1] = 0x04030201
     assert bytes(view) == bytes([1, 2, 3, 4, 0, 0, 0, 0])
     byte_view(tensor)[:4] = bytes([7, 0, 0, 0])
@@ -96,7 +96,7 @@ def test_the_view_of_a_tensor_keeps_it() -> None:
 def test_the_memory_of_a_view_stays(change: str) -> None:
     """Give the tensor other memory while it is being sent; resizing is refused, as numpy demands."""
     tensor = torch.nn.Parameter(torch.full((1 << 20,), 3.0))
-    view = run_bytes(tensor, 0, tensor.numel())
+    view = element_bytes(tensor, 0, tensor.numel())
     match change:
         case "data":
             tensor.data = torch.zeros(1)
@@ -269,16 +269,16 @@ def test_a_tensor_subclass_that_pickles_as_a_plain_tensor(store: RecordingStore)
 def test_encodings() -> None:
     """Encode parameters and buffers (elements), sparse and quantized tensors (streams), and a subclass (pickle)."""
     for plain in (torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.nn.Buffer(torch.ones(2)), torch.tensor(1)):
-        assert encoding_of("t", plain, allow_pickle=False) == (RAW, b"")
+        assert choose_encoding("t", plain, allow_pickle=False) == (RAW, b"")
     for tensor in kinds_of_tensors().values():
-        encoding, stream = encoding_of("t", tensor, allow_pickle=False)
+        encoding, stream = choose_encoding("t", tensor, allow_pickle=False)
         assert encoding == TORCH
         dtype = dtype_name(tensor.dtype)
         found = decode_tensor(
             "t", encoding, memoryview(stream), dtype=dtype, sizes=tuple(tensor.shape), allow_pickle=False
         )
         assert as_lists(found) == as_lists(tensor)
-    assert encoding_of("t", torch.ones(1).as_subclass(Tagged), allow_pickle=True)[0] == PICKLE
+    assert choose_encoding("t", torch.ones(1).as_subclass(Tagged), allow_pickle=True)[0] == PICKLE
 
 
 def test_a_stream_that_holds_no_tensor_is_refused() -> None:

@@ -316,11 +316,19 @@ class Run:
         owner = self._owners.get(old.token)
         _require(owner == save.job, f"a job that was fenced committed; the fence is {owner}'s: {told}")
         _require(new.floor == old.floor, told)
-        entry = new.at(save.step)
+        entry = new.entry_at(save.step)
         _require(entry is not None and entry.save_id == save.save_id, told)
         assert entry is not None
         as_noted = (old.token, save.names, save.metrics, save.began, False, (), False)
-        as_is = (entry.token, entry.names, entry.metrics, entry.began, entry.pinned, entry.thinned, entry.abandoned)
+        as_is = (
+            entry.token,
+            entry.names,
+            entry.metrics,
+            entry.began_revision,
+            entry.pinned,
+            entry.thinned,
+            entry.abandoned,
+        )
         _require(as_is == as_noted, f"the entry differs from the save, or has the token of a fenced job: {told}")
         kept: list[Entry] = []
         for one in old.entries:
@@ -360,7 +368,7 @@ class Run:
     ) -> None:
         gone, thin = frozenset(gone), frozenset(thin)
         for one in old.entries:
-            there = new.at(one.step)
+            there = new.entry_at(one.step)
             if there is None:
                 _require(one.step in gone, f"retired a checkpoint that was to be kept: {told}")
             elif there != one:

@@ -36,7 +36,7 @@ from dcp_remote.errors import (
     StorageError,
 )
 from dcp_remote.format import manifest_json
-from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, pinned
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, pin_entry
 from dcp_remote.format.columns import encode_bytes
 from dcp_remote.format.document import seal, unseal
 from dcp_remote.format.keys import origin
@@ -288,7 +288,7 @@ class Trainer:
             self.abandons = self.step
             if actor.rng.random() < 0.3:
                 loaded(actor, self.run, self.step)
-        self.job.go_on_from(self.abandons)
+        self.job.resume_from(self.abandons)
 
     def train(self) -> None:
         """Save repeatedly."""
@@ -413,7 +413,7 @@ class Trainer:
         replaced: dict[str, Entry] = {}
 
         def look(now: Catalog) -> None:
-            there = now.at(note.step)
+            there = now.entry_at(note.step)
             if there is not None and there.save_id != begun.save_id:
                 replaced[there.manifest] = there
 
@@ -423,7 +423,9 @@ class Trainer:
             if not isinstance(error, CommitUnknownError):
                 self.run.refuse(save, error)
             run = begun.run
-            tried = Entry(run.step, begun.save_id, begun.manifest, 0, created="", token=run.token, began=run.revision)
+            tried = Entry(
+                run.step, begun.save_id, begun.manifest, 0, created="", token=run.token, began_revision=run.revision
+            )
             self.maintenance.note(run.run_id, tried, put)
             raise
         finally:
@@ -440,14 +442,14 @@ class Trainer:
         if base is not None and self.plan.thins and rng.random() < self.plan.thins:
             reused_step = self.run.saves[base.save_id].step
             world.add(f"{self.name}-thins", lambda other: record_error(other, lambda: _thin(other, reused_step)))
-        before = self.run.catalog.at(step) if self.run.catalog is not None else None
+        before = self.run.catalog.entry_at(step) if self.run.catalog is not None else None
         if before is not None and self.plan.pins and rng.random() < self.plan.pins:
             world.add(f"{self.name}-pins", lambda other: record_error(other, lambda: _pin(other, before.step)))
 
     def _base(self, begun: SaveTicket) -> Manifest | None:
-        if begun.borrowed is None:
+        if begun.reused is None:
             return None
-        save_id, key = begun.borrowed
+        save_id, key = begun.reused
         try:
             return read_manifest_at(self.actor.store, key, save_id=save_id)
         except DcpRemoteError:
@@ -579,7 +581,7 @@ def _pin(actor: Actor, step: int | None = None) -> None:
         actor.doing = doing
         swap(
             actor.store,
-            lambda now: pinned(now, doing.step, pin=doing.pin),
+            lambda now: pin_entry(now, doing.step, pin=doing.pin),
             deadline=actor.deadline(SAVE_SECONDS),
             sleep=actor.sleep,
             uniform=actor.uniform,

@@ -130,10 +130,10 @@ def began_at(name: str) -> int:
 class Rules:
     """Rules that the actors decide by, so that a test can leave one out."""
 
-    committed: Callable[[Catalog, Attempt], Catalog | None] = rules.committed
-    retired: Callable[[Catalog, Sequence[str]], Catalog | None] = rules.retired
-    thinned: Callable[..., Catalog | None] = rules.thinned
-    raised: Callable[[Catalog, int], Catalog | None] = rules.raised
+    committed: Callable[[Catalog, Attempt], Catalog | None] = rules.add_entry
+    retired: Callable[[Catalog, Sequence[str]], Catalog | None] = rules.retire_entries
+    thinned: Callable[..., Catalog | None] = rules.thin_entry
+    raised: Callable[[Catalog, int], Catalog | None] = rules.raise_floor
     delete_first: bool = False
     ignore_others: bool = False
     take_silence_for_success: bool = False
@@ -184,28 +184,28 @@ def save(
         names: Names of the checkpoint.
         attempts: Most attempts.
     """
-    if again and (yield from swapping(by, rules.refreshed)).outcome != "done":
+    if again and (yield from swapping(by, rules.raise_revision)).outcome != "done":
         return Told("unknown")
     seen = yield Read()
     assert isinstance(seen, Catalog)
     if seen.token != token:
         return Told("FencedError")
-    there, borrowed = seen.at(step), None if base is None else seen.at(base)
+    there, source = seen.entry_at(step), None if base is None else seen.entry_at(base)
     if there is not None and abandons is None and not overwrite and not there.abandoned:
         return Told("exists")
     if there is not None and not overwrite and not there.is_replaceable_by(names):
         return Told("exists")
     shard = f"{seen.revision}/{who}"
     yield Put(shard)
-    reused = [] if borrowed is None else [one for one in named_by(borrowed.manifest) if ":" not in one]
+    reused = [] if source is None else [key for key in named_by(source.manifest) if ":" not in key]
     manifest = manifest_of(seen.revision, who, [shard, *reused])
     yield Put(manifest)
-    entry = Entry(step, who, manifest, 1, "", token, began=seen.revision, names=names)
+    entry = Entry(step, who, manifest, 1, "", token, began_revision=seen.revision, names=names)
     attempt = Attempt(
         entry,
         run_id=RUN,
         before=there.save_id if there is not None and overwrite else None,
-        borrowed=None if borrowed is None else (borrowed.save_id, borrowed.manifest),
+        reused=None if source is None else (source.save_id, source.manifest),
         abandons=abandons,
     )
     told = yield from swapping(by, lambda now: by.committed(now, attempt))
@@ -231,7 +231,7 @@ def retire(by: Rules, step: int) -> Actor:
     """Retire the live checkpoint of a step, then delete what no other live checkpoint names."""
     seen = yield Read()
     assert isinstance(seen, Catalog)
-    entry = seen.at(step)
+    entry = seen.entry_at(step)
     if entry is None:
         return Told("nothing")
     gone = named_by(entry.manifest)
@@ -247,7 +247,7 @@ def thin(by: Rules, step: int, who: str) -> Actor:
     """Leave out one shard, "0/opt", of the live checkpoint of a step."""
     seen = yield Read()
     assert isinstance(seen, Catalog)
-    entry = seen.at(step)
+    entry = seen.entry_at(step)
     if entry is None:
         return Told("nothing")
     old = named_by(entry.manifest)
@@ -288,11 +288,11 @@ def gc(by: Rules) -> Actor:
 
 def pin(by: Rules, step: int) -> Actor:
     """Pin the live checkpoint of a step."""
-    return (yield from swapping(by, lambda now: rules.pinned(now, step, pin=True)))
+    return (yield from swapping(by, lambda now: rules.pin_entry(now, step, pin=True)))
 
 
 def fence(by: Rules) -> Actor:
-    return (yield from swapping(by, rules.fenced))
+    return (yield from swapping(by, rules.take_fence))
 
 
 def roll_back(by: Rules, to: int, *, steps: Sequence[int], who: str) -> Actor:

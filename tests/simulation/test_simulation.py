@@ -35,7 +35,7 @@ from tests.simulation.rules_left_out import (
     no_floor_for_thinning,
     no_look_at_the_lending_manifest,
     no_look_at_the_pin,
-    no_look_at_what_is_borrowed,
+    no_look_at_what_is_reused,
     no_moving_of_names,
     no_token,
 )
@@ -102,18 +102,18 @@ def is_request(line: str) -> bool:
 
 
 def no_look_at_the_step(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    there = catalog.at(attempt.entry.step)
-    return rules.committed(catalog, replace(attempt, before=there.save_id if there is not None else None))
+    there = catalog.entry_at(attempt.entry.step)
+    return rules.add_entry(catalog, replace(attempt, before=there.save_id if there is not None else None))
 
 
 def no_look_at_what_is_replaced(catalog: Catalog, attempt: Attempt) -> Catalog | None:
     """Let a job that may replace one checkpoint of a step replace any other of that step."""
-    return rules.committed(catalog, attempt) if attempt.before is None else no_look_at_the_step(catalog, attempt)
+    return rules.add_entry(catalog, attempt) if attempt.before is None else no_look_at_the_step(catalog, attempt)
 
 
 def nothing_abandoned(catalog: Catalog, attempt: Attempt) -> Catalog | None:
     """Count checkpoints that a rollback left behind as before."""
-    after = rules.committed(catalog, attempt)
+    after = rules.add_entry(catalog, attempt)
     return after and replace(after, entries=tuple(replace(one, abandoned=False) for one in after.entries))
 
 
@@ -224,7 +224,7 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
     "raising the floor, of gc": ("dcp_remote.run.gc.raised", lambda catalog, floor: None),
     "looking at the step": ("dcp_remote.run.job.committed", no_look_at_the_step),
     "looking at what is replaced": ("dcp_remote.run.job.committed", no_look_at_what_is_replaced),
-    "looking at the reused checkpoint": ("dcp_remote.run.job.committed", no_look_at_what_is_borrowed),
+    "looking at the reused checkpoint": ("dcp_remote.run.job.committed", no_look_at_what_is_reused),
     "looking at the reused manifest": ("dcp_remote.run.job.committed", no_look_at_the_lending_manifest),
     "moving names": ("dcp_remote.run.job.committed", no_moving_of_names),
     "looking at the pin": ("dcp_remote.run.job.committed", no_look_at_the_pin),

@@ -14,7 +14,7 @@ from dcp_remote.errors import StorageError
 from dcp_remote.loading.downloads import Fetch, download
 from dcp_remote.storage.cloud.config import Timeouts
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
-from dcp_remote.storage.request_context import BufferLease, nothing_lands, require_wanted
+from dcp_remote.storage.request_context import BufferLease, require_may_write, writes_nothing
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 
@@ -115,14 +115,14 @@ def test_closing_a_lease_waits_for_writers_only() -> None:
             writes.set()
             try:
                 while True:
-                    require_wanted()
+                    require_may_write()
                     time.sleep(0.001)
             finally:
                 written.append("the first")
 
     def wait() -> None:
         with suppress(StorageError), lease.used():
-            with nothing_lands():
+            with writes_nothing():
                 waits.set()
                 assert answered.wait(30)
             written.append("the second")
@@ -145,5 +145,5 @@ def test_closing_a_lease_waits_for_writers_only() -> None:
 
 def test_threads_without_a_lease() -> None:
     """Call both functions in a thread that reads into no lease."""
-    with nothing_lands():
-        require_wanted()
+    with writes_nothing():
+        require_may_write()

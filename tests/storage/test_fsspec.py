@@ -51,7 +51,7 @@ from dcp_remote.storage import LocalStore, open_fsspec_store, open_store
 from dcp_remote.storage.base import Condition, ObjectStore, Version
 from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.fsspec_s3 import Body
-from dcp_remote.storage.request_context import of_use_for
+from dcp_remote.storage.request_context import limit_requests
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
 from dcp_remote.testing.store_suite import StoreSuite
@@ -368,7 +368,7 @@ def test_stalled_requests_end() -> None:
 def test_a_body_that_stalls_ends_at_the_deadline() -> None:
     """Send half of each body, and no more: the reads end at the deadline, long before s3fs's own limit."""
     stalled = {**OBJECT_HEADERS, "Content-Length": "8", "Content-Range": "bytes 0-7/8"}
-    with scripted_server(lambda _: HttpAnswer(206, b"0123", stalled)) as server, of_use_for(lambda: 0.1):
+    with scripted_server(lambda _: HttpAnswer(206, b"0123", stalled)) as server, limit_requests(lambda: 0.1):
         store = open_on(server, config_kwargs={"read_timeout": 1e5})
         with pytest.raises(TransientStorageError):
             store.get("key", limit_bytes=8)

@@ -33,7 +33,7 @@ from dcp_remote.errors import (
 )
 from dcp_remote.storage import LocalStore, open_fsspec_store
 from dcp_remote.storage.base import ObjectStore
-from dcp_remote.storage.request_context import of_use_for
+from dcp_remote.storage.request_context import limit_requests
 from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 
@@ -273,7 +273,7 @@ def test_a_file_system_that_blocks_ends_at_the_deadline() -> None:
     filesystem = Slow(release)
     store = open_fsspec_store(filesystem, "run")
     try:
-        with of_use_for(lambda: 0.1):
+        with limit_requests(lambda: 0.1):
             for _ in range(3):
                 with pytest.raises(TransientStorageError):
                     store.child("below").get("key", limit_bytes=9)

@@ -33,7 +33,7 @@ from dcp_remote.storage import Content, LocalStore, ObjectStore, open_store
 from dcp_remote.storage.local import HIDDEN_FOLDER
 from dcp_remote.storage.local_files import storage_error, sweep_temporaries
 from dcp_remote.storage.mounts import LOCAL_FILE_SYSTEMS, file_system_type, swap_refusal
-from dcp_remote.storage.request_context import of_use_for
+from dcp_remote.storage.request_context import limit_requests
 from dcp_remote.testing.store_suite import StoreSuite
 
 
@@ -237,7 +237,10 @@ def test_a_file_that_is_replaced_after_each_lock_is_an_error(
             os.replace(tmp_path / "other", _path(store, "key"))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with of_use_for(lambda: 0.1), pytest.raises(TransientStorageError, match="replaced by another process each time"):
+    with (
+        limit_requests(lambda: 0.1),
+        pytest.raises(TransientStorageError, match="replaced by another process each time"),
+    ):
         store.put("key", [b"3"])
     assert store.get("key", limit_bytes=1).data == b"2"
     assert _temporaries(store) == []

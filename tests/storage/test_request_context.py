@@ -14,7 +14,7 @@ from dcp_remote.storage import open_fsspec_store
 from dcp_remote.storage.base import Version
 from dcp_remote.storage.cloud.config import Timeouts
 from dcp_remote.storage.cloud.store import open_cloud_store
-from dcp_remote.storage.request_context import of_use_for, rounded_up, seconds_left
+from dcp_remote.storage.request_context import limit_requests, remaining_seconds, rounded_up
 from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
@@ -65,7 +65,7 @@ def test_each_page_of_a_listing_ends_at_the_deadline() -> None:
         return HttpAnswer(200, f"<ListBucketResult>{page}</ListBucketResult>".encode(), silent=later)
 
     left = [60.0]
-    with scripted_server(answer) as server, of_use_for(lambda: left[0]):
+    with scripted_server(answer) as server, limit_requests(lambda: left[0]):
         options = {"endpoint_url": server.endpoint_url, **KEYS}
         infos = open_cloud_store(parse_url("s3://bucket/run"), options, timeouts=FOREVER).list()
         assert [next(infos).key for _ in keys] == keys
@@ -102,8 +102,8 @@ def test_rounded_limits() -> None:
 
 def test_the_inner_limit_counts() -> None:
     """Nest two limits; none is left afterwards."""
-    with of_use_for(lambda: 5.0):
-        with of_use_for(lambda: 7.0):
-            assert seconds_left() == 7.0
-        assert seconds_left() == 5.0
-    assert seconds_left() == math.inf
+    with limit_requests(lambda: 5.0):
+        with limit_requests(lambda: 7.0):
+            assert remaining_seconds() == 7.0
+        assert remaining_seconds() == 5.0
+    assert remaining_seconds() == math.inf

@@ -19,7 +19,7 @@ from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError
 from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.run.catalog_store import read_catalog
-from dcp_remote.run.commit import look
+from dcp_remote.run.commit import read_slot
 from dcp_remote.run.lookup import decode_entry, fetch_entry
 from dcp_remote.run.recovery import find_recovery
 from dcp_remote.storage import MemoryStore, ObjectStore
@@ -153,7 +153,7 @@ def test_a_save_and_a_recovery(saved: Saved) -> None:
         manager.save(1, {"x": 1}, wait=True)
         manager.save(2, {"x": 2}, wait=True)
         assert manager.steps() == [1, 2]
-    slot = look(FlippingStore(saved.store, is_first_way))
+    slot = read_slot(FlippingStore(saved.store, is_first_way))
     assert slot.head is not None
     assert slot.head.save_id == saved.manifest.save_id
     del run.space.objects[CATALOG_KEY]

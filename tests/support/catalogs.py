@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.format.catalog import CATALOG_KEY, Attempt, Catalog, Entry, committed
+from dcp_remote.format.catalog import CATALOG_KEY, Attempt, Catalog, Entry, add_entry
 from dcp_remote.format.catalog_json import decode, encode
 from dcp_remote.run.catalog_store import Change, swap
 from dcp_remote.storage import MemoryStore, ObjectStore
@@ -45,7 +45,7 @@ def catalog(*entries: Entry, **other: Any) -> Catalog:
 def attempt(step: int, letter: str = "a", **other: Any) -> Attempt:
     """Return a save of a step that began at revision 10; arguments unknown to `Attempt` go to its entry."""
     own: dict[str, Any] = {"run_id": RUN}
-    own |= {name: other.pop(name) for name in ("run_id", "before", "borrowed", "abandons") if name in other}
+    own |= {name: other.pop(name) for name in ("run_id", "before", "reused", "abandons") if name in other}
     return Attempt(entry(step, letter, **{"began": 10} | other), **own)
 
 
@@ -72,7 +72,7 @@ def catalogs(draw: st.DrawFn, entries_max: int = 6) -> Catalog:
             size_bytes=draw(NUMBERS),
             created=draw(TEXTS),
             token=draw(st.integers(min_value=0, max_value=token)),
-            began=draw(st.integers(min_value=0, max_value=revision - 1)),
+            began_revision=draw(st.integers(min_value=0, max_value=revision - 1)),
             names=tuple(names[index::count]),
             metrics=tuple(draw(METRICS).items()),
             pinned=draw(st.booleans()),
@@ -136,4 +136,4 @@ def swapped(
 
 def commit(step: int) -> Change:
     """Return the change that commits a save begun on the present catalog, by the job that owns the run."""
-    return lambda run: committed(run, attempt(step, "b", run_id=run.run_id, token=run.token, began=run.revision))
+    return lambda run: add_entry(run, attempt(step, "b", run_id=run.run_id, token=run.token, began=run.revision))

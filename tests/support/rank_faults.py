@@ -108,7 +108,7 @@ def struck(path: Path, point: Point, action: Callable[[], None]) -> tuple[Object
     return store, at(point.function, point.when, action)
 
 
-def strike(number: signal.Signals) -> None:
+def signal_this_thread(number: signal.Signals) -> None:
     """Send a signal to this thread, which stops it here: a signal to the process could reach another thread first."""
     signal.pthread_kill(threading.get_ident(), number)
 

@@ -21,7 +21,7 @@ from dcp_remote.storage import ObjectStore
 T = TypeVar("T")
 
 WHAT = "the save of step 7"
-BEAT_SECONDS = 0.03
+HEARTBEAT_SECONDS = 0.03
 
 
 class Clock:
@@ -49,7 +49,7 @@ class Ended(Generic[T]):
         return repr(self.error if self.error is not None else self.value)
 
 
-class Party:
+class RankThreads:
     """Group of ranks, all of them in this process.
 
     Args:
@@ -58,7 +58,9 @@ class Party:
         beat_seconds: Seconds between two heartbeats.
     """
 
-    def __init__(self, world_size: int, store: dist.Store | None = None, *, beat_seconds: float = BEAT_SECONDS) -> None:
+    def __init__(
+        self, world_size: int, store: dist.Store | None = None, *, beat_seconds: float = HEARTBEAT_SECONDS
+    ) -> None:
         self.store = dist.HashStore() if store is None else store
         self.world_size = world_size
         self.ranks = [
@@ -92,9 +94,11 @@ class Party:
 
 
 @contextmanager
-def party(world_size: int, store: dist.Store | None = None, *, beat_seconds: float = BEAT_SECONDS) -> Iterator[Party]:
+def rank_threads(
+    world_size: int, store: dist.Store | None = None, *, beat_seconds: float = HEARTBEAT_SECONDS
+) -> Iterator[RankThreads]:
     """Make a group of ranks, and close them at the end."""
-    them = Party(world_size, store, beat_seconds=beat_seconds)
+    them = RankThreads(world_size, store, beat_seconds=beat_seconds)
     try:
         yield them
     finally:
@@ -102,7 +106,7 @@ def party(world_size: int, store: dist.Store | None = None, *, beat_seconds: flo
 
 
 def managers_of(
-    them: Party, store: ObjectStore, monkeypatch: pytest.MonkeyPatch, **options: Any
+    them: RankThreads, store: ObjectStore, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> list[CheckpointManager]:
     """Return a manager for each rank."""
     managers = []

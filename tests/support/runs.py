@@ -16,7 +16,7 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.geometry import Box
 from dcp_remote.errors import CheckpointNotFoundError
 from dcp_remote.format import manifest_json
-from dcp_remote.format.catalog import CATALOG_KEY, Attempt, Catalog, Entry, committed, fenced
+from dcp_remote.format.catalog import CATALOG_KEY, Attempt, Catalog, Entry, add_entry, take_fence
 from dcp_remote.format.catalog_json import encode
 from dcp_remote.format.keys import manifest_key, origin
 from dcp_remote.format.manifest import TORCH, Manifest, RunInfo, TensorKind
@@ -114,7 +114,7 @@ def begin(
     asking = RetryingStore(store, Deadline(PATIENCE_SECONDS))
     seen = read_catalog(asking)
     now = seen.catalog if seen is not None else fence(store)
-    there, source = now.at(step), None if base is None else now.at(base)
+    there, source = now.entry_at(step), None if base is None else now.entry_at(base)
     if base is not None and source is None:
         raise CheckpointNotFoundError("The checkpoint whose shards are to be reused is gone.", step=base)
     info = RunInfo(now.run_id, step, now.token, now.revision, names, metrics)
@@ -127,14 +127,14 @@ def begin(
         entry_of(key, manifest),
         now.run_id,
         before=there.save_id if there is not None and overwrite else None,
-        borrowed=(source.save_id, source.manifest) if source is not None else None,
+        reused=(source.save_id, source.manifest) if source is not None else None,
         abandons=abandons,
     )
 
 
 def commit(store: ObjectStore, attempt: Attempt) -> Entry:
     """Commit a save that was begun."""
-    swap(store, lambda run: committed(run, attempt), deadline=Deadline(PATIENCE_SECONDS))
+    swap(store, lambda run: add_entry(run, attempt), deadline=Deadline(PATIENCE_SECONDS))
     return attempt.entry
 
 
@@ -145,7 +145,7 @@ def thin(maintenance: Maintenance, steps: Sequence[int], *, deadline: Deadline) 
 
     def choose(now: Catalog) -> Decision:
         if not save_ids:
-            entries = [now.at(step) for step in steps]
+            entries = [now.entry_at(step) for step in steps]
             if None in entries:
                 raise CheckpointNotFoundError("No checkpoint of one of these steps is live.", steps=steps)
             save_ids.update(entry.save_id for entry in entries if entry is not None)
@@ -167,7 +167,7 @@ def save(store: ObjectStore, step: int, **how: Any) -> Entry:
 
 def fence(store: ObjectStore) -> Catalog:
     """Take the fence of the run for a newer job."""
-    return swap(store, fenced, deadline=Deadline(PATIENCE_SECONDS), create=True)
+    return swap(store, take_fence, deadline=Deadline(PATIENCE_SECONDS), create=True)
 
 
 def entry_of(key: str, manifest: Manifest) -> Entry:
@@ -181,7 +181,7 @@ def entry_of(key: str, manifest: Manifest) -> Entry:
         size_bytes=manifest.total_bytes,
         created=manifest.created,
         token=run.token,
-        began=run.revision,
+        began_revision=run.revision,
         names=run.names,
         metrics=run.metrics,
         thinned=run.thinned,

@@ -27,11 +27,11 @@ from dcp_remote.storage.cloud.config import (
 from dcp_remote.storage.cloud.credentials import S3Credentials, find_credentials
 from dcp_remote.storage.cloud.diagnosis import Diagnosis, diagnose_s3
 from dcp_remote.storage.cloud.endpoint import S3Endpoint, resolve_s3
-from dcp_remote.storage.cloud.errors import chained, translate
+from dcp_remote.storage.cloud.errors import get_safe_cause, translate
 from dcp_remote.storage.cloud.options import CloudOptions, GoogleOptions, S3Options, collect_secrets
 from dcp_remote.storage.cloud.range_reader import DirectRangeReader, uses_proxy
 from dcp_remote.storage.cloud.rate_limit import AdaptiveRequestLimit, shared_request_limit
-from dcp_remote.storage.request_context import rounded_up, seconds_left
+from dcp_remote.storage.request_context import remaining_seconds, rounded_up
 from dcp_remote.storage.rereads import is_reread
 from dcp_remote.storage.url import ParsedUrl
 
@@ -98,9 +98,9 @@ class BucketClients:
         """Return the client for requests of a size, creating it if necessary.
 
         Args:
-            download: Whether the answer is the larger part, not the request.
+            download: True if the answer is the larger part, not the request.
             size_bytes: Size of the larger part.
-            delete_singly: Whether to delete by one request per key; the answer to a batch does not show each error.
+            delete_singly: True to delete by one request per key; the answer to a batch does not show each error.
 
         Raises:
             InvalidArgumentError: This process was forked after the first request; or the configuration is invalid.
@@ -124,7 +124,7 @@ class BucketClients:
 
     def request_seconds(self, size_bytes: int = 0) -> float:
         """Return the time limit of a request of a size that begins now, which ends with the caller's deadline."""
-        return min(self.timeouts.request_seconds(size_bytes), rounded_up(seconds_left()))
+        return min(self.timeouts.request_seconds(size_bytes), rounded_up(remaining_seconds()))
 
     def _open(self, *, download: bool, delete_singly: bool, request_seconds: float) -> Client:
         def http(endpoint_url: str | None, *, verify: bool | str | None) -> ClientConfig:
@@ -166,7 +166,7 @@ class BucketClients:
                 "The store's client cannot be configured from storage_options and environment.",
                 bucket=self._bucket,
                 cause=reason.details.get("cause"),
-            ) from chained(error, self.secrets())
+            ) from get_safe_cause(error, self.secrets())
 
     def read_directly(self, path: str, start: int, buffer: memoryview, hedge: Callable[[], memoryview]) -> Outcome:
         """Read a range of an object straight into `buffer`, by one GET; see `DirectRangeReader.read`.
@@ -324,7 +324,7 @@ class BucketClients:
 
         Args:
             prefix: Prefix of the store that asks.
-            reuse: Whether a recent result may be returned, so that a hundred failures cost one diagnosis. Causes that a
+            reuse: True if a recent result may be returned, so that a hundred failures cost one diagnosis. Causes that a
                 retry does not cure are reused for a shorter time, because the user may have fixed them.
         """
         with self._diagnosis_lock:

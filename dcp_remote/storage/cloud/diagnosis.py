@@ -71,7 +71,7 @@ def diagnose_s3(
         options: Options that sign the request.
         bucket: Name of the bucket.
         prefix: Prefix of the store; the grant may end there.
-        listing: Whether a listing failed: then list one object, because obstore does not show that a listing is denied.
+        listing: True if a listing failed: then list one object, because obstore does not show that a listing is denied.
 
     Returns:
         None if nothing is found: the bucket answers well, or is as overloaded as before.

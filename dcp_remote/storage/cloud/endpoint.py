@@ -27,7 +27,7 @@ class S3Endpoint:
         session: botocore session, which finds and renews credentials.
         endpoint_url: URL of the server; with the bucket in its host name if `virtual_hosted`.
         region_name: Region that requests are signed for.
-        virtual_hosted: Whether the bucket is part of the host name.
+        virtual_hosted: True if the bucket is part of the host name.
         verify: Verification of certificates: False accepts any, a path names a file of trusted ones, None means the
             system's. `AWS_CA_BUNDLE` and the profile's `ca_bundle` are included.
     """

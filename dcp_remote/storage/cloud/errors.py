@@ -261,7 +261,7 @@ def make_answer_error(
     # 409: another conditional write of this key is in progress. 404: a swap of an object that does not exist.
     if (condition != "any" and status == HTTPStatus.CONFLICT) or (condition not in ("any", "absent") and is_missing):
         error_class = ConditionFailedError
-    what = NO_SUCH_BUCKET if code == NO_SUCH_BUCKET_CODE else _FINAL.get(code) or advised(WHAT[error_class], code)
+    what = NO_SUCH_BUCKET if code == NO_SUCH_BUCKET_CODE else _FINAL.get(code) or add_advice(WHAT[error_class], code)
     details = {"verb": verb, "url": url, "code": code, "cause": cause}
     return error_class(what, **{name: value for name, value in details.items() if value})
 
@@ -279,9 +279,9 @@ def translate(error: BaseException, *, verb: str, url: str, secrets: Sequence[st
     error_class = classify_error(error)
     text = str(error)
     code = find_error_code(text)
-    details = {"verb": verb, "url": url, "code": code, "cause": cause_of(text, secrets)}
+    details = {"verb": verb, "url": url, "code": code, "cause": describe_cause(text, secrets)}
     return error_class(
-        advised(what or WHAT[error_class], code), **{name: value for name, value in details.items() if value}
+        add_advice(what or WHAT[error_class], code), **{name: value for name, value in details.items() if value}
     )
 
 
@@ -290,11 +290,11 @@ def find_final_error(error: BaseException, *, verb: str, url: str, secrets: Sequ
     code = find_error_code(str(error))
     if code is None or not isinstance(error, obstore_exceptions.BaseError):
         return None
-    cause = cause_of(str(error), secrets)
+    cause = describe_cause(str(error), secrets)
     if code in _FINAL:
         return StorageError(_FINAL[code], verb=verb, url=url, code=code, cause=cause)
     if code in CREDENTIALS_CODES:
-        what = advised(WHAT[PermissionDeniedError], code)
+        what = add_advice(WHAT[PermissionDeniedError], code)
         return PermissionDeniedError(what, verb=verb, url=url, code=code, cause=cause)
     return None
 
@@ -304,13 +304,13 @@ def find_error_code(text: str) -> str | None:
     return first_match(r"<Code>(\w{1,64})</Code>", text)
 
 
-def advised(what: str, code: str | None) -> str:
+def add_advice(what: str, code: str | None) -> str:
     """Return a message with advice for an error code of S3 appended, where there is any."""
     advice = ADVICE.get(code or "") or (_DENIED_ADVICE if code == "AccessDenied" else "")
     return f"{what} {advice}" if advice else what
 
 
-def chained(error: BaseException, secrets: Sequence[str]) -> BaseException | None:
+def get_safe_cause(error: BaseException, secrets: Sequence[str]) -> BaseException | None:
     """Return `error` to be raised from; None if its text, or that of an error in its chain, quotes a secret."""
     seen: set[int] = set()  # a chain can be circular
     link: BaseException | None = error
@@ -323,7 +323,7 @@ def chained(error: BaseException, secrets: Sequence[str]) -> BaseException | Non
     return error
 
 
-def cause_of(text: str, secrets: Sequence[str]) -> str:
+def describe_cause(text: str, secrets: Sequence[str]) -> str:
     """Return a client's message as one short line without secrets."""
     visible, _, dump = redact(text, secrets).partition(_DUMP)
     inner = first_match(r"kind: (Timeout|Connect|Interrupted|Decode)\b", dump)

@@ -17,12 +17,12 @@ from dcp_remote.storage.cloud.errors import (
     NO_SUCH_BUCKET,
     WHAT,
     CloudError,
-    chained,
     classify_error,
     find_final_error,
+    get_safe_cause,
     translate,
 )
-from dcp_remote.storage.request_context import seconds_left
+from dcp_remote.storage.request_context import remaining_seconds
 
 if TYPE_CHECKING:
     from botocore.credentials import ReadOnlyCredentials
@@ -37,7 +37,7 @@ class FailedRequest:
         url: URL of the object or the prefix.
         prefix: Prefix of the store, below its bucket.
         signed_with: Credentials in use before the request was sent; None for an anonymous or a first request.
-        is_conditional: Whether it was a conditional PUT, whose outcome the caller settles.
+        is_conditional: True if it was a conditional PUT, whose outcome the caller settles.
     """
 
     verb: str
@@ -57,11 +57,11 @@ def raise_failure(error: Exception, request: FailedRequest, clients: BucketClien
     credentials_error = clients.take_credentials_error()
     if credentials_error is not None:
         error, what = credentials_error, "The credentials cannot be renewed."
-        raise translate(error, verb=verb, url=url, secrets=secrets, what=what) from chained(error, secrets)
+        raise translate(error, verb=verb, url=url, secrets=secrets, what=what) from get_safe_cause(error, secrets)
     failure = _explain(error, request, clients, secrets) or translate(error, verb=verb, url=url, secrets=secrets)
     if isinstance(failure, PermissionDeniedError):
         failure = _renew_credentials(failure, request, clients)
-    raise failure from chained(error, secrets)
+    raise failure from get_safe_cause(error, secrets)
 
 
 def _explain(
@@ -73,7 +73,7 @@ def _explain(
     if final is not None:
         return final
     if classify_error(error) is TransientStorageError:
-        if not seconds_left():
+        if not remaining_seconds():
             return None  # the deadline has passed: a diagnosis would be too late
         if verb == "list":
             diagnosis = clients.diagnose_listing(request.prefix)

@@ -31,7 +31,7 @@ from dcp_remote.common.threads import CallOnce, Workers
 from dcp_remote.common.units import KiB
 from dcp_remote.storage.cloud.connector import Connector
 from dcp_remote.storage.cloud.tls_stream import StreamConnection
-from dcp_remote.storage.request_context import require_wanted
+from dcp_remote.storage.request_context import require_may_write
 
 # Servers close idle connections; one that was idle for longer than this is probably closed.
 _IDLE_SECONDS = 4.0
@@ -200,7 +200,7 @@ class DirectRangeReader:
                 self._keep(request.server, connection)
             else:
                 connection.close()
-        self._latencies.note(len(buffer), watch.elapsed_seconds())
+        self._latencies.record(len(buffer), watch.elapsed_seconds())
         return True
 
     def _send_hedge(self, hedge: Callable[[], memoryview]) -> Future[memoryview]:
@@ -286,7 +286,7 @@ class _Watch:
         return time.monotonic() - self._began_seconds
 
     def _check(self) -> None:
-        require_wanted()
+        require_may_write()
         now_seconds = time.monotonic()
         if self._hedge is not None and self._hedge.done() and self._hedge.exception() is None:
             data = self._hedge.result()

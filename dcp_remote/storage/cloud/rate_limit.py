@@ -162,7 +162,7 @@ class AdaptiveRequestLimit:
                 self._running -= 1
                 self._changed.notify()
 
-    def note(self, *, refused: bool) -> None:
+    def record_answer(self, *, refused: bool) -> None:
         """Note that a request was answered or refused, and change the share if it is time to."""
         now_seconds = self._clock()
         with self._changed:

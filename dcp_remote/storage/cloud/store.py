@@ -24,7 +24,7 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
-from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, Version, may_follow, quoted
+from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, Version, may_follow, quote_etag
 from dcp_remote.storage.cloud.circuit_breaker import DirectCounts
 from dcp_remote.storage.cloud.clients import FAILURES, BucketClients
 from dcp_remote.storage.cloud.config import Timeouts
@@ -32,8 +32,8 @@ from dcp_remote.storage.cloud.errors import classify_error
 from dcp_remote.storage.cloud.failures import FailedRequest, raise_failure
 from dcp_remote.storage.cloud.options import CloudOptions, S3Options, parse_options
 from dcp_remote.storage.cloud.rate_limit import REFUSAL_SECONDS_MAX
-from dcp_remote.storage.conditional_writes import unproven_server
-from dcp_remote.storage.request_context import nothing_lands, seconds_left
+from dcp_remote.storage.conditional_writes import find_unproven_server
+from dcp_remote.storage.request_context import remaining_seconds, writes_nothing
 from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix
 
 if TYPE_CHECKING:
@@ -158,13 +158,13 @@ class CloudStore:
             if outcome == "read":
                 return
             try:
-                with nothing_lands():
+                with writes_nothing():
                     data = read_with_obstore()
             except GenericError:
                 if outcome == "broken":
                     raise  # the next attempt is a direct read again, which shows more of the answer
                 # GenericError stands for many failures, a 416 among them: the object may end before the range.
-                with nothing_lands():
+                with writes_nothing():
                     size_bytes = self._clients.size_after_failure(path)
                 if size_bytes is None or size_bytes >= stop:
                     raise
@@ -219,13 +219,13 @@ class CloudStore:
         diagnosis = self._send("get", "", lambda: self._clients.diagnose(self._parsed.prefix))
         return str(diagnosis.error(verb="get", url=self.url)) if diagnosis is not None else None
 
-    def unproven_server(self) -> str | None:
+    def find_unproven_server(self) -> str | None:
         """Return the server and bucket if conditional writes are unproven there; None for the clouds' own servers.
 
         Sends nothing; see `conditional_writes`.
         """
         endpoint_url = self._send("open", "", self._clients.endpoint_url)
-        return unproven_server(self._parsed.scheme, endpoint_url, self._parsed.bucket)
+        return find_unproven_server(self._parsed.scheme, endpoint_url, self._parsed.bucket)
 
     def _path(self, key: str) -> str:
         check_key(key)
@@ -241,7 +241,9 @@ class CloudStore:
 
     def _version(self, meta: ObjectMeta | PutResult) -> Version:
         # S3 and Azure compare the ETag, and a listing of a versioned bucket gives no version ID: only Google's is kept.
-        return Version(etag=quoted(meta["e_tag"]), generation=meta["version"] if self._parsed.scheme == "gs" else None)
+        return Version(
+            etag=quote_etag(meta["e_tag"]), generation=meta["version"] if self._parsed.scheme == "gs" else None
+        )
 
     def _put_mode(self, key: str, condition: Condition) -> PutMode:
         if condition == "any":
@@ -316,7 +318,7 @@ class CloudStore:
         failed: dict[str, StorageError] = {}
         error_for_rest: StorageError | None = None
         for number, key in enumerate(dict.fromkeys([*sample, *keys])):
-            if error_for_rest is None and not seconds_left():
+            if error_for_rest is None and not remaining_seconds():
                 error_for_rest = TransientStorageError(
                     "The deadline passed before this object was deleted.", url=self.url
                 )
@@ -354,7 +356,7 @@ class CloudStore:
             verb: Verb of the store contract, for the error.
             key: Key or prefix, for the error; empty for the store itself.
             request: Function that sends the request.
-            is_conditional: Whether the request is a conditional PUT. Its outcome after a timeout is unknown and is
+            is_conditional: True if the request is a conditional PUT. Its outcome after a timeout is unknown and is
                 settled by the caller, so the error stays transient whatever a later diagnosis finds.
         """
         failed_request = FailedRequest(
@@ -369,7 +371,7 @@ class CloudStore:
         except DcpRemoteError:  # before Exception: some of them are OSErrors and ValueErrors as well
             raise
         except Exception as error:  # noqa: BLE001  # `ERROR_CLASSES` has a row for everything
-            with nothing_lands():
+            with writes_nothing():
                 raise_failure(error, failed_request, self._clients)
 
     def _send_limited(self, request: Callable[[], _Answer]) -> _Answer:
@@ -380,9 +382,9 @@ class CloudStore:
                 answer = request()
             except Exception as error:
                 if classify_error(error) is TransientStorageError:
-                    request_limit.note(refused=time.monotonic() - began_seconds < REFUSAL_SECONDS_MAX)
+                    request_limit.record_answer(refused=time.monotonic() - began_seconds < REFUSAL_SECONDS_MAX)
                 raise
-            request_limit.note(refused=False)
+            request_limit.record_answer(refused=False)
             return answer
 
     def _refuse_short(self, key: str, *, size_bytes: int, start: int, stop: int) -> NoReturn:

@@ -22,7 +22,7 @@ from typing import Any
 
 from dcp_remote.common.units import KiB
 from dcp_remote.storage.cloud.connector import Connector
-from dcp_remote.storage.request_context import nothing_lands
+from dcp_remote.storage.request_context import writes_nothing
 
 # Interval in which a waiting thread calls `ByteStream.check`.
 TICK_SECONDS = 0.25
@@ -320,7 +320,7 @@ class StreamConnection(http.client.HTTPConnection):
     def watch(self, check: Callable[[], None]) -> None:
         """Connect if necessary, and call `check` while waiting for bytes from now on; see `ByteStream.check`."""
         if self._stream is None:
-            with nothing_lands():
+            with writes_nothing():
                 self.connect()
         assert self._stream is not None
         self._stream.check = check

@@ -32,8 +32,8 @@ from dcp_remote.format.manifest import RunInfo
 from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.manager.coordinator import Committed
 from dcp_remote.run.job import CheckpointLabels, SaveTicket
-from dcp_remote.saving.manifest_assembly import Planned, assembled, left_out
-from dcp_remote.saving.plan_cache import PlanCache, RankPlan, plan_of, propose, table_of
+from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
+from dcp_remote.saving.plan_cache import PlanCache, RankPlan, propose, to_rank_plan, to_table
 from dcp_remote.saving.plan_table import PlanTable, Share, arrange
 from dcp_remote.saving.rank_report import RankReport
 from dcp_remote.saving.shard_writer import write_shards
@@ -195,12 +195,12 @@ def _torchs_results(rank: int, plan: SavePlan) -> list[WriteResult]:
 
 def _ours_planned(scale: Scale, cost: Cost) -> tuple[list[RankPlan], Planned]:
     proposals = [propose(_planner(scale, rank), shard_bytes_max=SHARD_BYTES_MAX) for rank in range(scale.ranks)]
-    tables: list[PlanTable] = cost.read("plans", [pickle.dumps(table_of(proposal)) for proposal in proposals])
+    tables: list[PlanTable] = cost.read("plans", [pickle.dumps(to_table(proposal)) for proposal in proposals])
     with cost.timed("planning"):
         arrangement = arrange(tables, shard_bytes_max=SHARD_BYTES_MAX)
     sent = cost.sent("final plans", arrangement.shares)
     shares: list[Share] = [pickle.loads(share) for share in sent]  # ours
-    plans = [plan_of(proposal, share) for proposal, share in zip(proposals, shares, strict=True)]
+    plans = [to_rank_plan(proposal, share) for proposal, share in zip(proposals, shares, strict=True)]
     return plans, arrangement.planned
 
 
@@ -215,7 +215,7 @@ def _ours_known(scale: Scale, cost: Cost) -> None:
     begun = SaveTicket(
         _SAVE_ID,
         RunInfo(_SAVE_ID, step=2, token=1, revision=1),
-        borrowed=None,
+        reused=None,
         before=None,
         manifest="manifests/x.json",
     )
@@ -243,8 +243,8 @@ def _written(scale: Scale, rank: int, plan: RankPlan) -> bytes:
 def _ours_committed(reports: Sequence[bytes], planned: Planned, cost: Cost) -> None:
     heard: list[RankReport] = [report for report, _ in cost.read("reports", reports)]
     with cost.timed("committing"):
-        manifest, _ = assembled(planned, heard, url=_URL, save_id=_SAVE_ID)
-        orphans = left_out(manifest, heard)
+        manifest, _ = assemble_manifest(planned, heard, url=_URL, save_id=_SAVE_ID)
+        orphans = find_orphaned_shards(manifest, heard)
     cost.sent("the end", [Committed(_SAVE_ID, "manifests/x.json", manifest.total_bytes, orphans)])
 
 

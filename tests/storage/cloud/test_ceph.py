@@ -151,7 +151,7 @@ def test_one_of_eight_commits_wins(ceph: CephGateway, bucket: str) -> None:
     """Race eight commits to one slot, five rounds: one returns, the others raise a conflict, even after a 500."""
     store = open_store(f"s3://{bucket}", ceph.storage_options)
     for _ in range(5):
-        slot = commit.look(store)
+        slot = commit.read_slot(store)
         save_ids = [uuid.uuid4().hex for _ in range(8)]
 
         def put_manifest(index: int, slot: commit.Slot = slot, save_ids: list[str] = save_ids) -> str:
@@ -164,7 +164,7 @@ def test_one_of_eight_commits_wins(ceph: CephGateway, bucket: str) -> None:
 
         told = run_at_once(8, put_manifest)
         assert sorted(told) == ["committed"] + ["conflict"] * 7
-        head = commit.look(store).head
+        head = commit.read_slot(store).head
         assert head is not None
         assert head.save_id == save_ids[told.index("committed")]
 
@@ -253,14 +253,14 @@ def test_quoted_etags_are_refused_and_the_error_names_the_option(ceph: CephGatew
     """Commit over a commit with default options: nothing is replaced, and the error names `etag_quotes`."""
     store = open_store(f"s3://{bucket}", default_options(ceph))
     first, second = uuid.uuid4().hex, uuid.uuid4().hex
-    slot = commit.look(store)
+    slot = commit.read_slot(store)
     commit.commit(store, slot, manifest_body(first, slot), save_id=first, deadline=Deadline(60))
-    slot = commit.look(store)
+    slot = commit.read_slot(store)
     with pytest.raises(StorageError, match="etag_quotes"):
         commit.commit(
             store, slot, manifest_body(second, slot), save_id=second, deadline=Deadline(600), sleep=lambda _: None
         )
-    assert commit.look(store) == slot
+    assert commit.read_slot(store) == slot
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage.base import Version
-from dcp_remote.storage.cloud.errors import chained, classify_error, translate
+from dcp_remote.storage.cloud.errors import classify_error, get_safe_cause, translate
 from dcp_remote.storage.cloud.options import parse_options
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
-from dcp_remote.storage.request_context import of_use_for
+from dcp_remote.storage.request_context import limit_requests
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
 from tests.benchmark.server.certificates import make_certificates
@@ -597,7 +597,7 @@ def test_a_delete_ends_at_the_deadline() -> None:
         left[0] -= request.method == "DELETE"
         return HttpAnswer(403, body("AccessDenied")) if request.method == "POST" else HttpAnswer(204)
 
-    with scripted_server(answer) as server, of_use_for(lambda: float(left[0])):
+    with scripted_server(answer) as server, limit_requests(lambda: float(left[0])):
         failed = open_at(server.endpoint_url).delete([f"key-{number}" for number in range(100)])
     assert len(failed) == 97
     assert {type(error) for error in failed.values()} == {TransientStorageError}
@@ -834,8 +834,8 @@ def test_errors_that_quote_secrets_are_not_chained(text: str) -> None:
     """Quote the URL of a proxy or a signed URL in a chained error: it is not shown, even if no secret is known."""
     outer = ValueError("no word of it")
     outer.__context__ = OSError(text)
-    assert chained(outer, []) is None
-    assert chained(ValueError("a@b is harmless"), []) is not None
+    assert get_safe_cause(outer, []) is None
+    assert get_safe_cause(ValueError("a@b is harmless"), []) is not None
     failure = translate(OSError(text), verb="get", url="s3://bucket", secrets=[])
     assert SECRET not in str(failure)
     assert "…" in str(failure)

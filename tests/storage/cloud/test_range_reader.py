@@ -25,7 +25,7 @@ from dcp_remote.storage.cloud.connector import Connector
 from dcp_remote.storage.cloud.range_reader import DirectRangeReader
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
 from dcp_remote.storage.cloud.tls_stream import TlsStream
-from dcp_remote.storage.request_context import of_use_for, seconds_left
+from dcp_remote.storage.request_context import limit_requests, remaining_seconds
 from dcp_remote.storage.rereads import RereadingStore
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
@@ -359,7 +359,7 @@ def test_the_second_request_of_a_late_read_knows_the_deadline() -> None:
         return HttpAnswer(silent=True) if hang.is_set() else answer_range(request)
 
     def hedge() -> memoryview:
-        limits.append(seconds_left())
+        limits.append(remaining_seconds())
         daemons.append(threading.current_thread().daemon)
         return memoryview(DATA[:100])
 
@@ -369,7 +369,7 @@ def test_the_second_request_of_a_late_read_knows_the_deadline() -> None:
         for _ in range(SAMPLES_MIN):
             assert reader.read(url, 0, buffer, seconds=60, hedge=_never)
         hang.set()
-        with of_use_for(lambda: 7.0):
+        with limit_requests(lambda: 7.0):
             assert reader.read(url, 0, buffer, seconds=60, hedge=hedge)
     assert (limits, daemons) == ([7.0], [True])
 

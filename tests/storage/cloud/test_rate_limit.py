@@ -61,7 +61,7 @@ class Host:
                 for _ in range(count):
                     before = position * refused // sum(sent)
                     position += 1
-                    request_limit.note(refused=position * refused // sum(sent) > before)
+                    request_limit.record_answer(refused=position * refused // sum(sent) > before)
             self.clock.seconds += 0.1
         return sent_in_all, refused_in_all
 
@@ -107,7 +107,7 @@ def test_an_invalid_share_counts_as_a_full_one() -> None:
         request_limit = AdaptiveRequestLimit(shared)
         assert request_limit.share() == 1
         for _ in range(100):
-            request_limit.note(refused=True)
+            request_limit.record_answer(refused=True)
         assert SHARE_MIN <= request_limit.share() <= 1
 
 
@@ -156,7 +156,7 @@ def test_a_hanging_file_blocks_no_other_request() -> None:
         assert looking.wait(60)
         for _ in range(3):
             with request_limit.slot():
-                request_limit.note(refused=False)
+                request_limit.record_answer(refused=False)
         assert not slow.done()
         answered.set()
         assert slow.result() == 1
@@ -177,7 +177,7 @@ def test_a_late_read_of_the_file_undoes_no_change() -> None:
     clock = Clock()
     request_limit = AdaptiveRequestLimit(Late(), clock=clock)
     for _ in range(8):
-        request_limit.note(refused=True)
+        request_limit.record_answer(refused=True)
     clock.seconds += 2
     before = request_limit.share()
     clock.seconds += 2
@@ -185,7 +185,7 @@ def test_a_late_read_of_the_file_undoes_no_change() -> None:
         late = pool.submit(request_limit.share)
         assert looking.wait(60)
         for _ in range(8):
-            request_limit.note(refused=False)
+            request_limit.record_answer(refused=False)
         after = request_limit.share()
         lowered.set()
         late.result()
@@ -206,10 +206,10 @@ def test_the_file_is_read_now_and_then() -> None:
     mine, other = AdaptiveRequestLimit(shared, clock=clock), AdaptiveRequestLimit(shared, clock=clock)
     for _ in range(1000):
         with mine.slot():
-            mine.note(refused=False)
+            mine.record_answer(refused=False)
     assert len(looks) <= 2
     for _ in range(100):
-        other.note(refused=True)
+        other.record_answer(refused=True)
     clock.seconds += 0.2
     assert mine.share() == other.share() < 1
 
@@ -261,7 +261,7 @@ def test_a_folder_of_another_user_is_not_used(obstacle: str, tmp_path: Path, mon
         folder.chmod(0o777)
     request_limit = shared_request_limit("place")
     for _ in range(20):
-        request_limit.note(refused=True)
+        request_limit.record_answer(refused=True)
     assert request_limit.share() < 1 == shared_request_limit("place").share()
     assert obstacle == "a file" or not list(folder.iterdir())
 
@@ -277,7 +277,7 @@ def test_a_file_that_is_truncated_or_replaced(tmp_path: Path, monkeypatch: pytes
     file.unlink()
     file.mkdir()
     for _ in range(20):
-        request_limit.note(refused=True)
+        request_limit.record_answer(refused=True)
     assert request_limit.share() < 1
 
 
@@ -304,7 +304,7 @@ def test_a_file_system_that_fails(
         for _ in range(3):
             for _ in range(20):
                 with request_limit.slot():
-                    request_limit.note(refused=True)
+                    request_limit.record_answer(refused=True)
             clock.seconds += 2
         assert request_limit.share() < 1
     assert [record.name for record in caplog.records] == [rate_limit.__name__]
