@@ -139,7 +139,7 @@ def test_a_decision_that_takes_too_long() -> None:
 
 
 def test_a_silent_rank_ends_it_by_name() -> None:
-    """Its heartbeat stops; the others raise after `silence_seconds`, and not at the deadline."""
+    """Stop the heartbeat of a rank: the others raise after `silence_seconds`, and not at the deadline."""
 
     def part(ranks: RankGroup) -> None:
         with join(ranks, silence_seconds=0.6) as collective:

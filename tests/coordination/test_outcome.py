@@ -276,7 +276,7 @@ def test_a_rank_that_missed_several() -> None:
 
 
 def test_a_rank_that_is_two_operations_behind() -> None:
-    """It begins the operations that failed without it: each raises at once; then it takes part in the next."""
+    """Let the rank begin the operations that failed without it: each raises at once; then it takes part in the next."""
     with rank_threads(2) as them:
         for step in (1, 2):
             them.run(lambda ranks, step=step: together(ranks, f"the save of step {step}", seconds=0.2), ranks=[0])  # type: ignore[misc]
@@ -339,7 +339,7 @@ def test_a_verdict_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyP
 
 
 def test_a_rank_that_is_far_behind_is_told_so() -> None:
-    """Its operation is over for the others, and no key of it is left."""
+    """Begin an operation that is over for the others, and of which no key is left."""
     with rank_threads(2) as them:
         for step in range(4):
             them.run(lambda ranks, step=step: together(ranks, f"the save of step {step}", seconds=0.1), ranks=[0])  # type: ignore[misc]

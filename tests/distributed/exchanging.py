@@ -1,4 +1,4 @@
-"""What ranks do in the tests of what they read together: functions for a `RankPool`, and what they find."""
+"""Functions for a `RankPool` that restore with reads shared between ranks, and their results."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ REPLICATED = 3_000_000
 
 @dataclass(frozen=True, slots=True)
 class Got:
-    """What a restore cost a rank.
+    """Requests and result of a restore on one rank.
 
     Attributes:
-        ranges: Of shards that it read from the store: key, first byte, bytes.
-        manifests: How often it read one.
-        received_bytes: From other ranks.
-        ending: What it raised.
-        warnings: What it logged.
+        ranges: Ranges of shards read from the store: key, first byte, length in bytes.
+        manifests: Number of reads of a manifest.
+        received_bytes: Bytes received from other ranks.
+        ending: Error that was raised; None if there was none.
+        warnings: Warnings that were logged.
     """
 
     ranges: tuple[tuple[str, int, int], ...]
@@ -52,7 +52,7 @@ class Got:
 
     @property
     def read_bytes(self) -> int:
-        """Of shards."""
+        """Bytes of shards read from the store."""
         return sum(length for _, _, length in self.ranges)
 
 
@@ -175,14 +175,14 @@ def _replaced(of: object, name: str, function: Any) -> Iterator[None]:
 
 @contextmanager
 def _deaf(_store: _Noting) -> Iterator[None]:
-    """It gives nothing, and says so to nobody."""
+    """Let the rank offer no unit, and decline no request."""
     with _replaced(PeerServer, "offer", lambda *_args, **_options: None):
         yield
 
 
 @contextmanager
 def _gone(_store: _Noting) -> Iterator[None]:
-    """Nobody listens where it said."""
+    """Close the server of the rank once its address is known to the others."""
     usual = PeerExchange.listen
 
     def tell(exchange: PeerExchange, *args: Any) -> Any:
@@ -198,7 +198,7 @@ def _gone(_store: _Noting) -> Iterator[None]:
 
 @contextmanager
 def _unable(_store: _Noting) -> Iterator[None]:
-    """It cannot listen."""
+    """Let the rank fail to listen."""
 
     def refuse(*_args: Any, **_options: Any) -> None:
         raise OSError("An injected refusal.")
@@ -209,7 +209,7 @@ def _unable(_store: _Noting) -> Iterator[None]:
 
 @contextmanager
 def _lying(_store: _Noting) -> Iterator[None]:
-    """The last bit of all that it gives is another."""
+    """Flip the last bit of every unit that the rank offers."""
     usual = PeerServer.offer
 
     def offer(giver: PeerServer, number: int, data: memoryview, **options: Any) -> None:
@@ -223,14 +223,14 @@ def _lying(_store: _Noting) -> Iterator[None]:
 
 @contextmanager
 def _slow(store: _Noting) -> Iterator[None]:
-    """Its store takes its time; but a rank that is asked and has nothing yet is no dead one."""
+    """Slow the store of the rank down, which must not make the others take the rank for a dead one."""
     store.seconds = 0.3
     yield
 
 
 @contextmanager
 def _refused(store: _Noting) -> Iterator[None]:
-    """Its store gives it no shard."""
+    """Let the store of the rank refuse to read shards."""
 
     def refuse(*_args: Any) -> None:
         raise PermissionError("An injected refusal.")

@@ -60,12 +60,12 @@ State: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What fails.
+    """Injected failure.
 
     Attributes:
-        way: How.
-        victims: Who; empty if it is the host of the store.
-        place: Where; None where it makes no difference.
+        way: Kind of the failure.
+        victims: Ranks that fail; empty if the host of the store does.
+        place: Point at which they fail; None where the point makes no difference.
     """
 
     way: Way
@@ -73,7 +73,7 @@ class Case:
     place: Place | None = None
 
     def saves(self, rank: int) -> bool:
-        """Whether a rank lives, and saves."""
+        """Return whether a rank lives, and saves."""
         return self.way == "stalled" or rank not in self.victims
 
     def __str__(self) -> str:
@@ -255,10 +255,10 @@ def struck(store: ObjectStore, case: Case, released: threading.Event, host: Host
 
 
 class Ending:
-    """Who has ended: noted in files, since the store of the group may be what has failed.
+    """Ranks that have ended, noted in files, since the store of the group may have failed.
 
     Attributes:
-        living: Who saves, and lives.
+        living: Ranks that live, and save.
     """
 
     def __init__(self, folder: Path, pids: Sequence[int], living: Sequence[int], victims: Sequence[int]) -> None:

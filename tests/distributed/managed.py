@@ -1,4 +1,4 @@
-"""What ranks do with a CheckpointManager: functions for a `RankPool`, and what they save."""
+"""Functions for a `RankPool` that use a CheckpointManager, and the states that they save."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Ended:
 
 
 def ended(attempt: Callable[[], object]) -> Ended | None:
-    """What a call raised; None if it returned."""
+    """Return the error that a call raised; None if the call returned."""
     try:
         attempt()
     except Exception as error:  # noqa: BLE001  # whatever it is, the test wants to see it
@@ -84,7 +84,7 @@ def ended(attempt: Callable[[], object]) -> Ended | None:
 
 @contextmanager
 def warnings_kept() -> Iterator[list[str]]:
-    """What this package logs as a warning, or worse."""
+    """Collect the records that this package logs as warnings or errors."""
     kept: list[str] = []
 
     class Keeper(logging.Handler):
@@ -171,7 +171,7 @@ def train_through(strategy: str, url: str, seed: int, options: dict[str, str] | 
 
 
 def resume_each(strategy: str, urls: Sequence[str], options: dict[str, str] | None) -> list[tuple[Leaves, Leaves]]:
-    """Of each run: its newest state as a training of another seed takes it over, and three steps later."""
+    """Return of each run its newest state, restored by a training of another seed, and that three steps later."""
     training = trained(strategy, seed=100)
     states = []
     for url in urls:
@@ -191,19 +191,19 @@ def resume_each(strategy: str, urls: Sequence[str], options: dict[str, str] | No
 
 
 def own_values(rank: int) -> list[Any]:
-    """Of another type on each rank, and of one type with another value."""
+    """Return a value of another type on each rank, one that differs in value only, and one that is equal."""
     different = [{"position": 7, "files": ["a", "b"]}, "a text", np.arange(5), (1, None, 2.5)][rank]
     return [different, [rank] * 3, "the same"]
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What a rank had of its own.
+    """Values that belong to one rank alone.
 
     Attributes:
-        step: That was restored.
-        values: As `own_values`.
-        draws: The next random numbers: Python's, numpy's and torch's.
+        step: Step that was restored.
+        values: Values as from `own_values`.
+        draws: Next random numbers: Python's, numpy's and torch's.
         warnings: What was logged on this rank by the restore.
     """
 
@@ -356,7 +356,7 @@ class Uncopyable:
 
 
 class NeedsCode:
-    """What only code can load."""
+    """Object that only code can load."""
 
 
 class BrokenSavePlanner(DefaultSavePlanner):
@@ -594,7 +594,7 @@ def save_to_restore(path: Path) -> None:
 
 
 def ask_for_different_steps(path: Path) -> list[Ended | None]:
-    """Of a save, in the foreground and in the background, and of a restore; after each, all agree."""
+    """Save in the foreground and in the background, and restore, with another step on each rank; then with one."""
     rank = dist.get_rank()
     with managing(path) as manager:
         endings = [ended(lambda: manager.save(10 + rank, state_of(1), wait=True))]

@@ -1,4 +1,4 @@
-"""What ranks do with managers that keep their plans: functions for a `RankPool`."""
+"""Functions for a `RankPool` that use managers which keep their plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is raised on all, at once, with its cause; and afterwards the ranks can save again."""
+"""Failures of one rank are raised on all, at once, with their cause; and afterwards the ranks can save again."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Outcome:
 
 
 class NeedsCode:
-    """What only code can load."""
+    """Object that only code can load."""
 
 
 def sharded(factor: int) -> State:
@@ -75,7 +75,7 @@ def whole(factor: int) -> State:
 
 
 def outcome(path: Path, attempt: Callable[[], object]) -> Outcome:
-    """What fails on every rank; then a save and a load in the same group, which one with a rank adrift could not do."""
+    """Make an attempt that fails on every rank; then save and load in the same group, where no rank may be adrift."""
     try:
         attempt()
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""What several ranks want is read from the store once; and whatever becomes of a rank that reads for others."""
+"""Units that several ranks want are read from the store once, whatever happens to the rank that reads for others."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def whole(factor: int) -> State:
 
 
 def ruin(state: State) -> None:
-    """What training does the moment it has the state back."""
+    """Overwrite a state, as training does as soon as the save has returned."""
     state["model"]["rows"].to_local().fill_(-1)
     state["optim"]["same"].fill_(-1)
     state["optim"]["nested"].append("more")
@@ -90,7 +90,7 @@ def in_child(state: State, writer: RemoteWriter, **settings: Any) -> Future[obje
 
 
 def failures(future: Future[object]) -> Failures:
-    """What it raised on each rank; none, if it was committed."""
+    """Return the error of a save by rank; empty if the save was committed."""
     try:
         future.result(WAIT_SECONDS)
     except CheckpointException as error:
@@ -99,7 +99,7 @@ def failures(future: Future[object]) -> Failures:
 
 
 def raised(future: Future[object]) -> str:
-    """What it raised, as a user reads it."""
+    """Return the text of the error of a save, as a user reads the error."""
     try:
         future.result(WAIT_SECONDS)
     except (Exception, CheckpointException) as error:  # noqa: BLE001  # whatever it is, the test wants to see it
@@ -135,7 +135,7 @@ def children(port: int) -> Iterator[None]:
 
 @contextmanager
 def standard_error_in(path: str) -> Iterator[None]:
-    """Of this process, and of those that it starts meanwhile."""
+    """Append the standard error of this process, and of those that this process starts meanwhile, to a file."""
     before = os.dup(2)
     with open(path, "ab") as log:
         os.dup2(log.fileno(), 2)
@@ -262,7 +262,7 @@ def test_memory_is_no_place_to_save_to_from_another_process(rendezvous: int, tmp
 
 
 class FatefulStore(WrappedStore):
-    """Where rank 1, about to put its first shard, says so and waits for its end."""
+    """Store in which rank 1, about to put its first shard, reports that and waits to be killed."""
 
     def __init__(self, store: ObjectStore, pipe: str) -> None:
         super().__init__(store)

@@ -50,7 +50,7 @@ def world() -> DeviceMesh:
 
 
 def loaded(url: str) -> State:
-    """What the ranks of the default group read; a collective."""
+    """Load on all ranks of the default group, and return the state; a collective."""
     state = sharded(world(), factor=0)
     dcp.load(state, storage_reader=RemoteReader(url))
     return full(state)
@@ -171,7 +171,7 @@ def read_again(url: str) -> list[State]:
 
 
 def test_a_reader_is_used_for_several_loads(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Of the two checkpoints that one writer saved."""
+    """Load the two checkpoints that one writer saved."""
     rank_pool.run(save_again_planned, str(tmp_path))
     for first, second, third in rank_pool.run(read_again, str(tmp_path)):
         assert_same(first, whole(3))

@@ -47,7 +47,7 @@ RANKS = range(3)
 
 
 class ForeignError(Exception):
-    """Of somebody's planner or store: picklable, and not ours."""
+    """Error of a user's planner or store: picklable, and not of this package."""
 
 
 class UnpicklableError(Exception):
@@ -77,7 +77,7 @@ class UnprintableError(UnpicklableError):
 
 
 class UnpicklableExit(BaseException):
-    """What a signal's handler may raise to end a job: no `except Exception` catches it."""
+    """Exception that a signal handler may raise to end a job; no `except Exception` catches it."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -155,7 +155,7 @@ def save(path: Path, value: float) -> None:
 
 
 def save_and_load_elsewhere(path: Path) -> None:
-    """What a group with a rank adrift could not do."""
+    """Save and load, which a group with a rank adrift could not do."""
     elsewhere = path.with_name(f"{path.name}-elsewhere")
     save(elsewhere, THIRD)
     template = state(0.0)
@@ -243,7 +243,7 @@ def test_a_load_in_which_a_rank_raises(point: str, rank: int, rank_pool: RankPoo
 
 
 def assert_all_were_told_of_metadata(results: list[dict[str, Ending | None]], rank: int) -> None:
-    """Of torch's AssertionError, the words are what is left to name the cause, if it has any."""
+    """Check the errors of all ranks; torch's AssertionError names its cause in its text alone, if at all."""
     for result in results:
         for cause, (_, _, words) in CAUSES.items():
             ended = result[cause]

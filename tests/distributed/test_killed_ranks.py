@@ -70,7 +70,7 @@ def survivors(rank_pool: RankPool, path: Path, what: str, point: str, victim: in
 
 @pytest.mark.parametrize(("point", "victim"), places(SAVE))
 def test_a_rank_that_is_killed_in_a_save(point: str, victim: int, rank_pool: RankPool, tmp_path: Path) -> None:
-    """It kills itself outright at that very point; all others raise, and what counts is the manifest's put."""
+    """Let the rank kill itself at that point: all others raise; committed is the save whose manifest was put."""
     rank_pool.run(save, tmp_path, OLD, ranks=THREE)
     for told in survivors(rank_pool, tmp_path, "save", point, victim):
         assert_is_gloos(told.ending)

@@ -53,7 +53,7 @@ How: TypeAlias = Literal["stopped", "late"]
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What two ranks know of each other, in files."""
+    """Files through which two ranks tell each other how far they are."""
 
     folder: Path
     how: How
@@ -113,7 +113,7 @@ def hung(rank_pool: RankPool, path: Path, what: str, point: str, victim: int, *,
 
 
 def assert_nothing_was_overwritten(survivor: Told, zombie: Told, path: Path, point: str) -> None:
-    """What the survivor saved is there, and what the zombie was told of its own save is true."""
+    """Check that the survivor's checkpoint is there, and that the zombie was told the truth about its own save."""
     assert_is_gloos(survivor.ending)
     assert_is_gloos(zombie.ending)
     assert survivor.there == (NEW if point == "after-the-commit" else OLD)

@@ -239,7 +239,7 @@ def test_a_save_that_fails_on_one_rank(failure: str, victim: int, rank_pool: Ran
 
 
 def test_a_rank_that_hears_of_no_end(rank_pool: RankPool, tmp_path: Path) -> None:
-    """It cannot know whether its shards were committed: at the next save it tells the coordinator, which finds out."""
+    """Hide the end of a save from a rank: at the next save the coordinator finds out if its shards were committed."""
     endings = rank_pool.run(leave_without_a_verdict, tmp_path, 2, ranks=THREE)
     assert all(ending is not None for (ending,) in endings)
     for step in (1, 3):
@@ -276,7 +276,7 @@ def test_a_restore_that_fails_on_one_rank(failure: str, victim: int, rank_pool: 
 
 
 def test_ranks_that_ask_for_different_steps(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Of a save or of a restore: refused on all ranks, with the steps; then they agree, and it works."""
+    """Save or restore different steps: refused on all ranks, with the steps; with one step the call works."""
     for saved, saved_in_background, restored in rank_pool.run(ask_for_different_steps, tmp_path, ranks=THREE):
         for ending in (saved, saved_in_background):
             assert ending is not None

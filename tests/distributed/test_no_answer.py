@@ -81,7 +81,7 @@ class SilentStore(WrappedStore):
 
 @pytest.mark.parametrize("prefix", ["manifest.json", "catalog.json", "manifests/"])
 def test_a_restore_from_a_store_that_is_silent(prefix: str) -> None:
-    """It raises at its deadline, whatever the request; and it may be tried again."""
+    """Restore: the call raises at its deadline, whichever request is silent, and works when tried again."""
     inner = MemoryStore()
     with CheckpointManager(inner) as checkpoints:
         checkpoints.save(1, state_of(1))

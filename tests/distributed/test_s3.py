@@ -109,7 +109,7 @@ def assert_direct(requests: list[HttpRequest]) -> None:
 
 
 def failure(error: CheckpointException) -> BaseException:
-    """What was raised on the only rank."""
+    """Return the error that was raised on the only rank."""
     assert list(error.failures) == [0]
     cause, _ = error.failures[0]
     return cause

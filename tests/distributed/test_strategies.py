@@ -1,4 +1,4 @@
-"""What one way to parallelize saves, every other loads: real ranks, model and optimizer, compared bit for bit."""
+"""Checkpoints of one way to parallelize load in every other: real ranks, model and optimizer, equal bit for bit."""
 
 from __future__ import annotations
 
