@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import zstandard
 
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.threads import Workers, submit_or_run
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -101,12 +102,9 @@ def in_parallel(call: Callable[[_S], _T], values: Sequence[_S]) -> list[_T]:
     """Call a function with each value, four at a time; return the results in order, or raise the first error."""
     if len(values) <= 1:
         return [call(value) for value in values]
-    with ThreadPoolExecutor(_READS_IN_FLIGHT, thread_name_prefix="dcp_remote-manifests") as pool:
-        try:
-            futures = [pool.submit(call, value) for value in values]
-        except RuntimeError:  # at interpreter exit no thread can be started
-            return [call(value) for value in values]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            pool.shutdown(cancel_futures=True)
+    workers = Workers(_READS_IN_FLIGHT, "dcp_remote-manifests")
+    try:
+        futures = [submit_or_run(workers, partial(call, value)) for value in values]
+        return [future.result() for future in futures]
+    finally:
+        workers.shutdown(wait=False)

@@ -821,7 +821,7 @@ def test_a_commit_that_hangs() -> None:
     """A commit that hangs ends as CommitUnknownError at the deadline, and commits nothing when it goes on."""
     inner = MemoryStore()
     store = HangingStore(inner, lambda request: request.verb == "put" and request.key.startswith("manifests/"))
-    checkpoints = CheckpointManager(store, timeout_seconds=1.0)
+    checkpoints = CheckpointManager(store, timeout_seconds=3.0)
     with pytest.raises(CommitUnknownError, match="commit had begun"):
         checkpoints.save(1, state_of(1), wait=True)
     (thread,) = threads_that_save()
