@@ -65,6 +65,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse versions of pytest-xdist and pytest that ignore the group: two pools on two cores are slow and late."""
+    if getattr(session.config.option, "loadgroup", False):  # set in the workers of pytest-xdist
+        for item in session.items:
+            if item.get_closest_marker("xdist_group") is not None and "@" not in item.nodeid:
+                raise pytest.UsageError(f"pytest-xdist does not know the group of this test. test={item.nodeid}")
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[_BEGAN] = time.monotonic()
 
