@@ -305,8 +305,9 @@ class FsspecStore:
         except DcpRemoteError:  # some of these are OSErrors and ValueErrors too
             raise
         except Exception as error:  # noqa: BLE001  # `_translate` handles every error
-            if isinstance(error, HTTPClientError) and isinstance(error.__context__, StorageError):
-                raise error.__context__ from None  # raised by `_request_without_redirects`, and wrapped by aiobotocore
+            sent_elsewhere = error.kwargs.get("error") if isinstance(error, HTTPClientError) else None
+            if isinstance(sent_elsewhere, StorageError):
+                raise sent_elsewhere from None  # raised by `_request_without_redirects`, and wrapped by aiobotocore
             secrets = self._connection.secrets(has_answered=answer_of(error) is not None)
             failure = _translate(error, verb=verb, url=self._named(key), secrets=secrets, condition=condition)
             raise failure from get_safe_cause(error, secrets)

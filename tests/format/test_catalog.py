@@ -90,7 +90,7 @@ def test_a_commit(step: int) -> None:
         revision=11,
         entries=tuple(sorted([*run.entries, after.entries[steps(after).index(step)]], key=lambda one: one.step)),
     )
-    assert after.entry_at(step) == entry(step, "b", began=10)
+    assert after.entry_at(step) == entry(step, "b", began_revision=10)
 
 
 def test_a_commit_that_is_there_already() -> None:
@@ -107,7 +107,7 @@ REFUSALS: dict[str, tuple[Catalog, Attempt, type[DcpRemoteError]]] = {
     "a newer job": (take_fence(THREE), attempt(4), FencedError),
     "a job from nowhere": (THREE, attempt(4, token=2), FencedError),
     "another run": (THREE, attempt(4, run_id="e" * 32), FencedError),
-    "below the floor": (replace(THREE, floor=10), attempt(4, began=9), BeginAgainError),
+    "below the floor": (replace(THREE, floor=10), attempt(4, began_revision=9), BeginAgainError),
     "the step is taken": (THREE, attempt(3, "b"), CommitConflictError),
     "the step is taken by a third": (
         catalog(entry(3, "c")),
@@ -169,19 +169,19 @@ def test_refused_commits(why: str) -> None:
 def test_fence_is_checked_first() -> None:
     """A fenced job is not told to begin again, which would fail again."""
     with pytest.raises(FencedError):
-        add_entry(replace(take_fence(THREE), floor=11), attempt(3, "b", began=0, reused=("", "")))
+        add_entry(replace(take_fence(THREE), floor=11), attempt(3, "b", began_revision=0, reused=("", "")))
 
 
 def test_the_floor_itself_may_commit() -> None:
     """A save that began at the floor may commit."""
-    assert steps(commit(replace(THREE, floor=10), 4, began=10)) == [1, 2, 3, 4]
+    assert steps(commit(replace(THREE, floor=10), 4, began_revision=10)) == [1, 2, 3, 4]
 
 
 def test_overwriting_what_was_seen() -> None:
     """The new checkpoint replaces the old one, without its pin, names and metrics."""
     run = catalog(entry(1), entry(2, pinned=True, names=("best",), metrics=(("loss", 1.0),)))
     after = commit(run, 2, before=identity(2))
-    assert after.entries == (entry(1), entry(2, "b", began=10))
+    assert after.entries == (entry(1), entry(2, "b", began_revision=10))
 
 
 def test_reusing_shards() -> None:
@@ -226,7 +226,7 @@ def test_rolling_back_over_a_step(before: str | None) -> None:
 def test_later_commit_replaces_abandoned_checkpoint(before: str | None) -> None:
     """A later commit of the job may replace the abandoned checkpoint, too."""
     run = catalog(entry(1), entry(2, abandoned=True))
-    assert commit(run, 2, before=before).entries == (entry(1), entry(2, "b", began=10))
+    assert commit(run, 2, before=before).entries == (entry(1), entry(2, "b", began_revision=10))
 
 
 HELD = catalog(entry(1), entry(2, abandoned=True, pinned=True, names=("best",)))
@@ -342,7 +342,7 @@ def test_the_floor() -> None:
     with pytest.raises(InvalidArgumentError, match="floor=12"):
         raise_floor(THREE, 12)
     # A save that begins after that can commit.
-    assert steps(commit(replace(THREE, revision=11, floor=11), 4, began=11)) == [1, 2, 3, 4]
+    assert steps(commit(replace(THREE, revision=11, floor=11), 4, began_revision=11)) == [1, 2, 3, 4]
 
 
 # ---- in any order
@@ -361,7 +361,7 @@ def changes(draw: st.DrawFn, number: int) -> Change:
     def save(run: Catalog) -> Catalog | None:
         token = run.token - (old and run.token > 0)
         there = run.entry_at(step)
-        new = entry(step, f"{number:02x}"[-1], token=token, began=max(0, run.revision - old), names=names)
+        new = entry(step, f"{number:02x}"[-1], token=token, began_revision=max(0, run.revision - old), names=names)
         new = replace(new, save_id=f"{number:032x}", manifest=f"manifests/{number}.json")
         before = there.save_id if there is not None and overwrite else None
         reused = (there.save_id, there.manifest) if there is not None and borrow else None

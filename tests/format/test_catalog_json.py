@@ -26,7 +26,7 @@ Document: TypeAlias = dict[str, Any]
 EXAMPLE = catalog(
     entry(1, names=("best", "ünï"), metrics=(("loss", 0.25), ("accuracy", 1.0)), pinned=True),
     entry(2, thinned=("optim",), abandoned=True),
-    entry(3, began=9),
+    entry(3, began_revision=9),
     floor=3,
 )
 
@@ -102,8 +102,8 @@ WRONG: dict[str, Catalog] = {
     "size too high": changed(1, size_bytes=2**53 + 1),
     "token of a checkpoint below zero": changed(1, token=-1),
     "token of a checkpoint above the run's": changed(1, token=2),
-    "began below zero": changed(1, began=-1),
-    "began when it was committed": changed(1, began=10),
+    "began below zero": changed(1, began_revision=-1),
+    "began when it was committed": changed(1, began_revision=10),
     "save_id is no identity": changed(1, save_id="best"),
     "save_id twice": changed(1, save_id=identity(2)),
     "manifest twice": changed(1, manifest=entry(2).manifest),

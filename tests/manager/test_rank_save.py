@@ -34,7 +34,7 @@ class _LostCoordinator:
     def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         self._meanwhile = meanwhile
 
-    def note(self, text: str) -> None:
+    def set_activity(self, text: str) -> None:
         pass
 
     def gather(self, value: object, decide: object) -> NoReturn:

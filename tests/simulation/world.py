@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, tzinfo
 from functools import lru_cache
-from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar
 
 import pytest
@@ -567,7 +566,7 @@ _here = _Here()
 class _Cancellation:
     """`Cancellation` on the clock of the actor that transfers."""
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Do nothing: no thread waits."""
 
     def clock(self) -> float:
@@ -581,14 +580,6 @@ class _Pool:
     """Executor that runs each call at once, in the thread that submits it."""
 
     def __init__(self, *_args: Any, **_other: Any) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
         pass
 
     def submit(self, call: Callable[..., _T], *args: Any) -> Future[_T]:
@@ -629,7 +620,7 @@ def simulated(world: World) -> Iterator[pytest.MonkeyPatch]:
         for module in (uploads, downloads):
             patch.setattr(module, "Cancellation", _Cancellation)
             patch.setattr(module, "Workers", _Pool)
-        patch.setattr(live_shards, "ThreadPoolExecutor", _Pool)
+        patch.setattr(live_shards, "Workers", _Pool)
         patch.setattr(job, "datetime", _Datetime)
         # Pure, and without a cache half of a history's time.
         for module in (catalog_json, manifest_json):

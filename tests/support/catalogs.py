@@ -31,7 +31,7 @@ def entry(step: int, letter: str = "a", **other: Any) -> Entry:
         "size_bytes": 1_000,
         "created": "2026-01-02T03:04:05Z",
         "token": 1,
-        "began": 0,
+        "began_revision": 0,
     }
     return Entry(**fields | other)
 
@@ -46,7 +46,7 @@ def attempt(step: int, letter: str = "a", **other: Any) -> Attempt:
     """Return a save of a step that began at revision 10; arguments unknown to `Attempt` go to its entry."""
     own: dict[str, Any] = {"run_id": RUN}
     own |= {name: other.pop(name) for name in ("run_id", "before", "reused", "abandons") if name in other}
-    return Attempt(entry(step, letter, **{"began": 10} | other), **own)
+    return Attempt(entry(step, letter, **{"began_revision": 10} | other), **own)
 
 
 IDENTITIES = st.text("0123456789abcdef", min_size=32, max_size=32)
@@ -136,4 +136,6 @@ def swapped(
 
 def commit(step: int) -> Change:
     """Return the change that commits a save begun on the present catalog, by the job that owns the run."""
-    return lambda run: add_entry(run, attempt(step, "b", run_id=run.run_id, token=run.token, began=run.revision))
+    return lambda run: add_entry(
+        run, attempt(step, "b", run_id=run.run_id, token=run.token, began_revision=run.revision)
+    )

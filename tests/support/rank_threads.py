@@ -112,7 +112,7 @@ def managers_of(
     managers = []
     for ranks in them.ranks:
         with monkeypatch.context() as patch:
-            patch.setattr(RankGroup, "of", lambda *_arguments, ranks=ranks: ranks)
+            patch.setattr(RankGroup, "from_process_group", lambda *_arguments, ranks=ranks: ranks)
             managers.append(CheckpointManager(store, **options))
     return managers
 
