@@ -57,7 +57,7 @@ pytest: $(INSTALLED) ## Run the tests alone; ARGS="-k manifest -x" goes to pytes
 test: lint typecheck pytest ## Check style, types and tests: what every change must pass
 
 campaign: $(INSTALLED) ## Run every case of the campaign, briefly (10 minutes); CI runs it after `make test`
-	$(PYTHON) -m pytest -m torture $(ARGS)
+	$(PYTHON) -m pytest --numprocesses 2 --dist loadgroup -m torture $(ARGS)
 
 # Length of each part that has no end (fuzzers, mutations, random faults). The rest, in which every property tries other
 # examples and five times as many, takes about an hour. From 60 on, large states have their full size.

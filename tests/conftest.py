@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import is_hypothesis_test
@@ -51,14 +52,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if isinstance(item, pytest.Function) and is_hypothesis_test(item.function):
             item.add_marker(pytest.mark.torture)
-        elif config.getoption("--smoke") and item.get_closest_marker("torture") is not None:
+        elif config.getoption("--smoke") and (torture := item.get_closest_marker("torture")) is not None:
             function = item.nodeid.partition("[")[0]
             cases[function] += 1
-            if (cases[function] - 1) % _SMOKE_STEP:
+            if not torture.kwargs.get("smoke", True) or (cases[function] - 1) % _SMOKE_STEP:
                 left_out.append(item)
                 continue
-        if "rank_pool" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("rank_pool"))
+        # Real ranks share one pool, and the tests of a file its servers.
+        group = "rank_pool" if "rank_pool" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
         kept.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -84,6 +86,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     seconds = round(time.monotonic() - config.stash[_BEGAN])
     for figure, number in [*sorted(figures.items()), ("seconds", seconds)]:
         terminalreporter.write_line(f"{number:>12,} {figure}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send the figures of a worker of pytest-xdist to the process that prints them."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["figures"] = dict(figures)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node: Any) -> None:
+    """Add the figures of a worker that has ended; a worker that crashed has none."""
+    figures.update(getattr(node, "workeroutput", {}).get("figures", {}))
 
 
 @pytest.fixture

@@ -121,6 +121,7 @@ def test_training_resumes_at_another_world_size(tmp_path: Path) -> None:
     assert live_steps(checkpoint) == [8]  # by its retention
 
 
+@pytest.mark.torture(smoke=False)
 def test_a_run_that_draws_random_numbers_resumes_exactly_and_is_preempted(tmp_path: Path) -> None:
     """With dropout, two ranks go on exactly, each with its own random numbers. Then SIGTERM comes.
 
@@ -149,6 +150,7 @@ def test_a_run_that_draws_random_numbers_resumes_exactly_and_is_preempted(tmp_pa
     assert [end["step"] for end in ends] == [live_steps(checkpoint)[-1]] * 2
 
 
+@pytest.mark.torture(smoke=False)
 def test_a_failed_background_save_stops_every_rank(tmp_path: Path) -> None:
     """A file lies where the shards should be: the first save fails in its thread, on both ranks.
 

@@ -175,6 +175,7 @@ def test_module_and_example_are_valid(initialized: Path, offline: Mapping[str, s
         assert verdict["diagnostics"] == []
 
 
+@pytest.mark.torture(smoke=False)
 @needs_provider
 def test_bucket_is_as_the_readme_says(root: Path, offline: Mapping[str, str], s3: Any) -> None:
     """Applied on moto, all but the lifecycle; then the rows of the README's tables are asked of server and outputs."""
@@ -203,6 +204,7 @@ def test_bucket_is_as_the_readme_says(root: Path, offline: Mapping[str, str], s3
     }
 
 
+@pytest.mark.torture(smoke=False)
 @needs_provider
 def test_no_lifecycle_rule_expires_a_live_shard(root: Path, offline: Mapping[str, str]) -> None:
     """Read from the plan, since applying a lifecycle waits for most of a minute until S3 would have spread it."""
@@ -220,6 +222,7 @@ def test_no_lifecycle_rule_expires_a_live_shard(root: Path, offline: Mapping[str
     assert not any(rule["transition"] for rule in rules.values())
 
 
+@pytest.mark.torture
 @needs_provider
 @pytest.mark.parametrize(
     "wrong",

@@ -58,6 +58,7 @@ def task(server: BenchServer, step: Step, client: str = OURS) -> Task:
     return Task(client, step, "s3://bench/checkpoint", "small", dict(server.storage_options))
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize(("client", "protocol"), NAMES)
 def test_client_loads_what_it_saved(client: str, protocol: str, request: pytest.FixtureRequest) -> None:
     """Bit for bit, which the process that loads looks at; the server saw at least these bytes, both ways."""
@@ -74,6 +75,7 @@ def test_client_loads_what_it_saved(client: str, protocol: str, request: pytest.
     assert min(saved.wall_seconds, saved.cpu_seconds, loaded.cpu_seconds) > 0
 
 
+@pytest.mark.torture(smoke=False)
 def test_client_that_loads_nothing_is_found_out(http: BenchServer) -> None:
     """Of another state, of the same shapes, one value differs; a load that leaves it as it was raises."""
     state = state_of(SMALL, filled=True)
@@ -91,6 +93,7 @@ def test_state_is_what_it_says_it_is() -> None:
     assert all(shape.layers > 0 for shape in SHAPES.values())
 
 
+@pytest.mark.torture(smoke=False)
 def test_ranks_share_a_state(http: BenchServer) -> None:
     """Saved by two, loaded by one, which reads hardly more than the state: figures are of all ranks together."""
     http.clear()
@@ -103,6 +106,7 @@ def test_ranks_share_a_state(http: BenchServer) -> None:
     assert loaded.got_bytes <= 1.05 * SMALL_BYTES
 
 
+@pytest.mark.torture(smoke=False)
 def test_background_saves_and_training(http: BenchServer) -> None:
     """Both count what they are about; nothing is said of how long it took."""
     http.clear()
@@ -135,6 +139,7 @@ def test_ceph_in_the_place_of_the_server() -> None:
         assert row.requests == row.sent_bytes == row.got_bytes == 0
 
 
+@pytest.mark.torture(smoke=False)
 def test_save_beside_a_loop(http: BenchServer) -> None:
     """It takes CPU of ours where it is a thread, and none where it is a process; the loop ends with the save."""
     http.clear()

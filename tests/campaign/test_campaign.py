@@ -24,7 +24,7 @@ SHORT = [
 SEED = 5
 
 
-@pytest.mark.torture
+@pytest.mark.torture(smoke=False)
 @pytest.mark.timeout(3600)
 def test_a_training_under_faults_ends_as_one_without(tmp_path: Path, torture_seconds: float) -> None:
     """After each fault live checkpoints load as saved; at the end the state is that of an uninterrupted training."""
@@ -38,7 +38,7 @@ def test_a_training_under_faults_ends_as_one_without(tmp_path: Path, torture_sec
         campaign.finish()
 
 
-@pytest.mark.torture
+@pytest.mark.torture(smoke=False)
 @pytest.mark.timeout(1200)
 def test_world_sizes_change_between_faults(tmp_path: Path, torture_seconds: float) -> None:
     """Killed during a save, and restored by more or fewer ranks, the shared state is the same to the last bit.

@@ -132,6 +132,7 @@ def running_bench(server: BenchServer, report: Path) -> Iterator[subprocess.Pope
         yield process
 
 
+@pytest.mark.torture
 @pytest.mark.skipif(sys.platform != "linux", reason="the benchmark's server needs Linux")
 @pytest.mark.parametrize(
     ("number", "at"),

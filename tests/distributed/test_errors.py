@@ -360,6 +360,7 @@ def kill_in_save(rank_pool: RankPool, path: Path, point: KillPoint) -> None:
     assert signals == dict.fromkeys(RANKS, signal.SIGKILL)
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("point", ["before-shard", "after-shard", "before-commit", "after-commit"])
 def test_a_job_that_is_killed(point: KillPoint, rank_pool: RankPool, tmp_path: Path) -> None:
     """SIGKILL of all ranks: no checkpoint before the commit, a whole one after; other processes go on."""
@@ -374,6 +375,7 @@ def test_a_job_that_is_killed(point: KillPoint, rank_pool: RankPool, tmp_path: P
         assert_same(full(load(tmp_path)), whole(5))
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("point", ["after-shard", "after-commit"])
 def test_a_job_that_is_killed_while_it_overwrites(point: KillPoint, rank_pool: RankPool, tmp_path: Path) -> None:
     """Before the commit the old checkpoint is whole, after it the new one; nothing lies between."""

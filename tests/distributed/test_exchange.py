@@ -26,6 +26,7 @@ def assert_read_once(got: Sequence[Got]) -> int:
     return sum(rank.read_bytes for rank in got)
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_replicated_state_is_read_once(world_size: int, rank_pool: RankPool, tmp_path: Path) -> None:
     """By all together: large and small tensors, one that is not contiguous, objects; each rank about as much.
@@ -92,6 +93,7 @@ def test_a_large_manifest_is_read_by_all(rank_pool: RankPool, tmp_path: Path) ->
 # ---- trouble
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("trouble", ["deaf", "gone", "unable", "lying", "slow", "stopped"])
 def test_a_rank_that_gives_nothing_good(trouble: str, victim: int, rank_pool: RankPool, tmp_path: Path) -> None:
@@ -121,6 +123,7 @@ def test_a_rank_that_fails_while_others_wait_for_it(victim: int, rank_pool: Rank
         assert "An injected refusal" in rank.ending.text
 
 
+@pytest.mark.torture(smoke=False)
 def test_a_rank_that_is_killed_while_others_wait_for_it(rank_pool: RankPool, tmp_path: Path) -> None:
     """The others read what it owned, and then give up for its silence, as without it."""
     rank_pool.run(save, tmp_path, "replicated", ranks=THREE)

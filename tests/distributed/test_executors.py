@@ -42,7 +42,7 @@ from tests.support.histories import first_seed
 from tests.support.rank_pool import RankPool
 from tests.support.training import assert_same, full
 
-pytestmark = pytest.mark.torture
+pytestmark = pytest.mark.torture(smoke=False)
 
 State: TypeAlias = dict[str, Any]
 Failures: TypeAlias = dict[int, BaseException]

@@ -66,6 +66,7 @@ def runs(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return made
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_any_strategy_resumes_what_any_other_saved(
     strategy: str, rank_pool: RankPool, runs: Mapping[str, tuple[str, Leaves, Leaves]]
@@ -301,6 +302,7 @@ def leave_after_all_raised(path: Path) -> Ended | None:
     return leave_by_an_error(path, list(THREE), before=False)
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("victim", [0, 2])
 def test_leaving_a_block_by_an_error_of_one(victim: int, rank_pool: RankPool, tmp_path: Path) -> None:
     """Before it saves: the others are told that it has gone. After: the save is committed, and nobody else raises."""
@@ -330,6 +332,7 @@ def leave_after_one_saved(path: Path, victim: int) -> Ended | None:
 IN_ITS_BLOCK, CLOSED, BEFORE, NO_THREADS = "in its block", "and close it", "before it is made", "without threads"
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize(
     ("raising", "using", "how"),
     [
@@ -384,6 +387,7 @@ def test_a_use_that_one_rank_missed_beside_another_manager(rank_pool: RankPool, 
 # ---- beside training
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize(
     ("strategy", "held"), [("ddp-2", ""), ("fsdp-4", ""), ("fsdp-4", "shards/"), ("fsdp-tp-2x2", "shards/")]
 )

@@ -126,6 +126,7 @@ def save(url: str, options: Options | None, state: dict[str, Any] | None = None,
 # ---- what works
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize(("saver", "loader"), [("fsdp-4", "tp-2"), ("fsdp-tp-2x2", "fsdp-3"), ("ddp-2", "hsdp-2x2")])
 def test_one_strategy_loads_what_another_saved(
     saver: str, loader: str, rank_pool: RankPool, s3_server: S3Server, bucket: str

@@ -39,6 +39,7 @@ def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict
     return made
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("loader", STRATEGIES)
 def test_any_strategy_loads_what_any_other_saved(
     loader: str, rank_pool: RankPool, saved: Mapping[str, tuple[str, Leaves]]

@@ -30,7 +30,7 @@ from tests.support.figures import LONG_SECONDS, count, figures
 from tests.support.rank_pool import RankPool, RanksFailedError
 
 pytestmark = [
-    pytest.mark.torture,
+    pytest.mark.torture(smoke=False),
     pytest.mark.skipif(sys.platform != "linux", reason="sees in Linux's /proc whether a process is stopped"),
 ]
 

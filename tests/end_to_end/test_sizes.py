@@ -37,7 +37,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.simulated_ranks import LocalShards, assembled, load_as_ranks, save_as_ranks
 from tests.support.states import equal
 
-pytestmark = pytest.mark.torture
+pytestmark = pytest.mark.torture(smoke=False)
 
 logger = logging.getLogger(__name__)
 

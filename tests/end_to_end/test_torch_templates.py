@@ -30,7 +30,7 @@ from tests.support.figures import LONG_SECONDS
 from tests.support.simulated_ranks import LocalShards, load_as_ranks, save_as_ranks, shard
 from tests.support.states import equal
 
-pytestmark = pytest.mark.torture
+pytestmark = pytest.mark.torture(smoke=False)
 
 
 @pytest.fixture

@@ -76,6 +76,7 @@ def processes(folder: Path, cases: Sequence[tuple[str, str]], stack: ExitStack) 
         return [one.result() for one in begun]
 
 
+@pytest.mark.torture(smoke=False)
 def test_sigterm(tmp_path: Path) -> None:
     """After SIGTERM the process ends before it is killed, and says why, whatever it waits for and whatever hangs."""
     cases = {

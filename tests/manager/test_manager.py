@@ -1064,6 +1064,7 @@ def test_a_template_that_does_not_fit() -> None:
             checkpoints.save(2, state_of(2), wait=True)
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_end_of_the_process(tmp_path: Path, *, fails: bool) -> None:
     """A process that never closes its manager waits for the last save, and ends with an error code if that fails."""

@@ -155,6 +155,7 @@ def test_a_rank_that_hangs_shows_its_stacks(capfd: pytest.CaptureFixture[str]) -
     assert "in hang_on" in capfd.readouterr().err
 
 
+@pytest.mark.torture(smoke=False)
 def test_close_ends_the_processes_and_a_call_starts_them_again() -> None:
     """`close` ends the processes, seen by their ids, and a call starts them again."""
     with RankPool(1) as pool:
@@ -169,6 +170,7 @@ def test_close_ends_the_processes_and_a_call_starts_them_again() -> None:
         assert second != first
 
 
+@pytest.mark.torture(smoke=False)
 def test_ranks_end_with_their_parent() -> None:
     """Ranks end when their parent is killed, since the connection to the parent then reads as ended."""
     code = (
@@ -200,6 +202,7 @@ def test_ranks_listen_on_the_loopback_interface_alone(rank_pool: RankPool) -> No
         assert set(addresses) <= loopback | {"00000000000000000000000001000000"}
 
 
+@pytest.mark.torture(smoke=False)
 def test_a_group_that_cannot_be_made_does_no_harm_later() -> None:
     """A rank stopped before it joins fails that group; later calls have all ranks in one group again."""
     with RankPool(2, group_timeout_seconds=1.0) as pool:

@@ -48,7 +48,7 @@ from tests.support.rank_pool import RankPool, RanksFailedError
 from tests.support.training import STRATEGIES, Leaves, assert_same, full, load_each, trained
 
 pytestmark = [
-    pytest.mark.torture,
+    pytest.mark.torture(smoke=False),
     pytest.mark.skipif(not ceph_is_installed(), reason="Ceph 16 is not installed; tests/support/ceph.py says how"),
 ]
 
