@@ -7,13 +7,20 @@ that looking for credentials may: botocore asks the instance when all else is em
 from __future__ import annotations
 
 import functools
+import gc
+import gzip
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 from botocore import UNSIGNED
 from botocore.config import Config
-from botocore.loaders import Loader, create_loader
+from botocore.loaders import Loader
 from botocore.session import Session
 
 from dcp_remote.storage.cloud.options import S3Options, check_endpoint
@@ -42,8 +49,7 @@ class S3Endpoint:
 def resolve_s3(bucket: str, options: S3Options) -> S3Endpoint:
     """Let botocore resolve endpoint, region and addressing style. Sends nothing.
 
-    Takes 0.1 s the first time (0.2 s beside torch, whose objects Python's garbage collector then visits), and 0.01 s
-    from then on.
+    Takes 0.03 s the first time, and 0.01 s from then on.
 
     Raises:
         botocore.exceptions.BotoCoreError: The profile is unknown, a file cannot be parsed, or a region is invalid.
@@ -51,11 +57,12 @@ def resolve_s3(bucket: str, options: S3Options) -> S3Endpoint:
         InvalidArgumentError: The endpoint contains a user, a password or a query.
     """
     session = Session(profile=options.profile_name)
-    session.register_component("data_loader", _get_loader(session.get_config_variable("data_path")))
+    session.register_component("data_loader", _get_models(session.get_config_variable("data_path")))
     if options.aws_access_key_id is not None and options.aws_secret_access_key is not None:
         session.set_credentials(options.aws_access_key_id, options.aws_secret_access_key, options.aws_session_token)
     # An unsigned client needs no credentials to build the URL of a request.
-    client = _create_s3_client(session, options, signature=UNSIGNED)
+    with _paused_garbage_collector():
+        client = _create_s3_client(session, options, signature=UNSIGNED)
     check_endpoint(client.meta.endpoint_url, named="AWS_ENDPOINT_URL, or `endpoint_url` of the profile,")
     url = urlsplit(client.generate_presigned_url("head_bucket", Params={"Bucket": bucket}))
     path = url.path.rstrip("/")
@@ -69,10 +76,53 @@ def resolve_s3(bucket: str, options: S3Options) -> S3Endpoint:
     )
 
 
+@contextmanager
+def _paused_garbage_collector() -> Iterator[None]:
+    """Pause the garbage collector: botocore's models are so many objects that it would visit torch's, for 0.1 s."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _JsonFiles:
+    """Files of botocore's models, decoded by msgspec into dicts in a third of the time of botocore's own reader."""
+
+    def exists(self, file_path: str) -> bool:
+        """Return whether there is such a file, compressed or not."""
+        return self._find(file_path) is not None
+
+    def load_file(self, file_path: str) -> Any:
+        """Return the content of a file; None if there is no such file."""
+        path = self._find(file_path)
+        if path is None:
+            return None
+        data = path.read_bytes()
+        return msgspec.json.decode(gzip.decompress(data) if path.suffix == ".gz" else data)
+
+    def _find(self, file_path: str) -> Path | None:
+        return next((path for end in (".json", ".json.gz") if (path := Path(file_path + end)).is_file()), None)
+
+
+class _Models(Loader):
+    """botocore's models, found without a look into each of its 400 folders."""
+
+    def list_available_services(self, type_name: str) -> list[str]:  # the type is looked for when a model is loaded
+        """Return the names of all services that have a folder."""
+        folders = [folder for path in self.search_paths if (folder := Path(path)).is_dir()]
+        return sorted({service.name for folder in folders for service in folder.iterdir()})
+
+
 @functools.cache
-def _get_loader(data_path: str | None) -> Loader:
-    # Shared by all sessions of the process: each loader reads botocore's models again, for 0.1 s.
-    return create_loader(data_path)
+def _get_models(data_path: str | None) -> _Models:
+    # Shared by all sessions of the process, since a loader keeps what it has read. With botocore's own loader, and the
+    # garbage collector at work, the first save of a process took 0.17 s of CPU more.
+    given = [path for path in (data_path or "").split(os.pathsep) if path]
+    paths = [str(Path(os.path.expandvars(path)).expanduser()) for path in given]
+    return _Models(extra_search_paths=paths, file_loader=_JsonFiles())  # type: ignore[arg-type]  # has the methods
 
 
 def presign_s3(endpoint: S3Endpoint, options: S3Options, operation: str, **parameters: str | int) -> str:
