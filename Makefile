@@ -56,7 +56,7 @@ pytest: $(INSTALLED) ## Run the tests alone; ARGS="-k manifest -x" goes to pytes
 
 test: lint typecheck pytest ## Check style, types and tests: what every change must pass
 
-campaign: $(INSTALLED) ## Run every case of the campaign, briefly (10 minutes); CI runs it after `make test`
+campaign: $(INSTALLED) ## Run every case of the campaign, briefly (17 minutes); CI runs it after `make test`
 	$(PYTHON) -m pytest --numprocesses 2 --dist loadgroup -m torture $(ARGS)
 
 # Length of each part that has no end (fuzzers, mutations, random faults). The rest, in which every property tries other

@@ -349,7 +349,7 @@ class Collective:
             self._outcome.raise_if_cancelled()
             keys = self._outcome.keys
             key = keys.contribution(self._round, rank)
-            self._ask(lambda client, key=key: client.put(key, data))  # type: ignore[misc]
+            self._ask(lambda client, key=key: client.put(key, data))  # type: ignore[misc]  # mypy infers no default
             answer = self._receive(keys.answer(self._round, None if shared else rank), keys, shared=shared)
             if answer is not None:
                 self._outcome.has_met = True
@@ -386,7 +386,7 @@ class Collective:
                 return None
             # Before the contributions are deleted: the failure detector must not find them missing.
             self._failure_detector.expect(self._round, others[first + _RANKS_PER_READ :])
-            read = self._ask(lambda client, some=contributions: client.take_many(some))  # type: ignore[misc]
+            read = self._ask(lambda client, some=contributions: client.take_many(some))  # type: ignore[misc]  # as above
             values += map(self._unpickle, ranks, read)
         return values
 

@@ -95,13 +95,13 @@ class Client:
         parts = [value[first : first + _PART_BYTES_MAX] for first in range(0, len(value), _PART_BYTES_MAX)] or [b""]
         for number, part in enumerate(parts[1:], start=1):
             self._store.set(_part_key(key, number), part)  # type: ignore[arg-type]  # bytes are taken
-        self._store.set(key, len(parts).to_bytes(4, "little") + parts[0])  # type: ignore[arg-type]
+        self._store.set(key, len(parts).to_bytes(4, "little") + parts[0])  # type: ignore[arg-type]  # as above
 
     def put_first(self, key: str, value: bytes) -> None:
         """Set the value of a key unless the key exists; at most 4 MiB."""
         assert len(value) <= _PART_BYTES_MAX, "a value of several parts cannot be set at once"
         head = (1).to_bytes(4, "little") + value
-        self._store.compare_set(key, b"", head)  # type: ignore[arg-type]
+        self._store.compare_set(key, b"", head)  # type: ignore[arg-type]  # as above
         self._on_answer()
 
     def delete(self, keys: Iterable[str]) -> None:

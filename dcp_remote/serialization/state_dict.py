@@ -85,7 +85,7 @@ def make_template(state: Mapping[str, Any], rank: int, saved: Collection[tuple[s
 
 def unwrap_per_rank(path: tuple[str | int, ...], value: Any) -> Any:
     """Return a loaded value as the user saved it: a per-rank value without the tuple that `build_saved_state` adds."""
-    is_own = len(path) == 3 and path[0] == PER_RANK_KEY and isinstance(value, tuple) and len(value) == 1  # noqa: PLR2004
+    is_own = len(path) == 3 and path[0] == PER_RANK_KEY and isinstance(value, tuple) and len(value) == 1  # noqa: PLR2004  # per_rank, rank, key
     return value[0] if is_own else value
 
 

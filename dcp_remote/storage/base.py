@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from dcp_remote.common.arrays import Buffer
-from dcp_remote.errors import StorageError
+from dcp_remote.errors import CorruptCheckpointError, StorageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +164,27 @@ class ObjectStore(Protocol):
             InvalidArgumentError: The store is read-only.
         """
         ...
+
+
+def make_oversize_error(url: str, *, size_bytes: int, limit_bytes: int) -> CorruptCheckpointError:
+    """Return the error for an object that is larger than `limit_bytes`, the limit for its kind."""
+    return CorruptCheckpointError(
+        "The object is larger than any object of dcp_remote with this key.",
+        url=url,
+        size_bytes=size_bytes,
+        limit_bytes=limit_bytes,
+    )
+
+
+def make_short_error(url: str, *, size_bytes: int | None, start: int, stop: int) -> CorruptCheckpointError:
+    """Return the error for an object of `size_bytes` (None: unknown) that ends before the bytes from start to stop."""
+    return CorruptCheckpointError(
+        "The object ends before the range that is to be read.",
+        url=url,
+        size_bytes=size_bytes,
+        start=start,
+        stop=stop,
+    )
 
 
 def quote_etag(etag: str | None) -> str | None:

@@ -32,7 +32,15 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
-from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, ObjectStore, Version
+from dcp_remote.storage.base import (
+    Capabilities,
+    Condition,
+    Content,
+    ObjectInfo,
+    ObjectStore,
+    Version,
+    make_oversize_error,
+)
 from dcp_remote.storage.cloud.errors import (
     WHAT,
     ErrorClass,
@@ -47,7 +55,6 @@ from dcp_remote.storage.fsspec_s3 import (
     answer_of,
     check_listed,
     fill,
-    make_oversize_error,
     open_s3fs_store,
     request_seconds,
     status_of,
@@ -174,12 +181,12 @@ class ReadOnlyFsspecStore:
 
     @property
     def url(self) -> str:
-        """See `ObjectStore.url`. The URL of the path, by the file system; it names no server unless the path does."""
+        """Implement `ObjectStore.url`. URL of the path; it names no server unless the path does."""
         return str(self._filesystem.unstrip_protocol(self._path.rstrip("/")))
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `ObjectStore.capabilities`. Read-only; memory is not shared with other processes."""
+        """Implement `ObjectStore.capabilities`. Read-only; memory is not shared with other processes."""
         protocol = _protocol_of(self._filesystem)
         refusal = (
             f"The store is read-only: fsspec's {protocol} has no conditional PUT. Write with "
@@ -190,12 +197,12 @@ class ReadOnlyFsspecStore:
         )
 
     def child(self, prefix: str) -> ReadOnlyFsspecStore:
-        """See `ObjectStore.child`."""
+        """Implement `ObjectStore.child`."""
         check_key(prefix)
         return ReadOnlyFsspecStore(self._filesystem, self._path + prefix, self._lock)
 
     def head(self, key: str) -> ObjectInfo:
-        """See `ObjectStore.head`. One `info`; a listing that the file system cached is dropped."""
+        """Implement `ObjectStore.head`. One `info`; a listing that the file system cached is dropped."""
         check_key(key)
 
         def request() -> ObjectInfo:
@@ -208,7 +215,7 @@ class ReadOnlyFsspecStore:
         return self._ask("head", key, request)
 
     def get(self, key: str, *, limit_bytes: int) -> Content:
-        """See `ObjectStore.get`. One `cat_file`, of one byte more than `limit_bytes` at most."""
+        """Implement `ObjectStore.get`. One `cat_file`, of one byte more than `limit_bytes` at most."""
         check_key(key)
         data = self._read("get", key, 0, limit_bytes + 1)
         if len(data) > limit_bytes:
@@ -216,18 +223,18 @@ class ReadOnlyFsspecStore:
         return Content(data=data, version=Version(etag=None))
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """See `ObjectStore.get_into`. One `cat_file`; its answer is copied once."""
+        """Implement `ObjectStore.get_into`. One `cat_file`; its answer is copied once."""
         check_key(key)
         with writes_nothing():
             data = self._read("get_into", key, start, start + len(buffer))
         fill(buffer, data, start=start, url=f"{self.url}/{key}")
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        """See `ObjectStore.put`. Refused."""
+        """Implement `ObjectStore.put`. Refused."""
         raise InvalidArgumentError(self.capabilities.write_refusal, url=f"{self.url}/{key}")
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`. One `find`, and an `info` for each object whose size it lacks (`http`)."""
+        """Implement `ObjectStore.list`. One `find`, and an `info` for each object whose size it lacks (`http`)."""
         check_list_prefix(prefix)
         folder = self._path + prefix[: prefix.rfind("/") + 1]
 
@@ -249,7 +256,7 @@ class ReadOnlyFsspecStore:
             yield info
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """See `ObjectStore.delete`. Refused."""
+        """Implement `ObjectStore.delete`. Refused."""
         raise InvalidArgumentError(self.capabilities.write_refusal, url=self.url)
 
     def _read(self, verb: str, key: str, start: int, stop: int) -> bytes:
@@ -317,7 +324,7 @@ def _status_of(error: BaseException) -> int:
 
 def _protocol_of(filesystem: object) -> str:
     # From the class, since an instance of a cache has the protocol of the file system that it wraps.
-    protocol: Any = type(filesystem).protocol  # type: ignore[attr-defined]
+    protocol: Any = type(filesystem).protocol  # type: ignore[attr-defined]  # an attribute of fsspec's classes
     return protocol if isinstance(protocol, str) else protocol[0]
 
 

@@ -26,14 +26,23 @@ from fsspec.asyn import sync
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import (
-    CorruptCheckpointError,
     DcpRemoteError,
     InvalidArgumentError,
     ObjectNotFoundError,
     StorageError,
     TransientStorageError,
 )
-from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, Version, may_follow, quote_etag
+from dcp_remote.storage.base import (
+    Capabilities,
+    Condition,
+    Content,
+    ObjectInfo,
+    Version,
+    make_oversize_error,
+    make_short_error,
+    may_follow,
+    quote_etag,
+)
 from dcp_remote.storage.cloud.config import Timeouts
 from dcp_remote.storage.cloud.errors import (
     NO_SUCH_BUCKET_CODE,
@@ -110,20 +119,20 @@ class FsspecStore:
 
     @property
     def url(self) -> str:
-        """See `ObjectStore.url`. Like any `s3://` URL, it contains no endpoint."""
+        """Implement `ObjectStore.url`. Like any `s3://` URL, it contains no endpoint."""
         return self._parsed.canonical
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `ObjectStore.capabilities`. S3's conditional PUT compares and swaps."""
+        """Implement `ObjectStore.capabilities`. S3's conditional PUT compares and swaps."""
         return _CAPABILITIES
 
     def child(self, prefix: str) -> FsspecStore:
-        """See `ObjectStore.child`."""
+        """Implement `ObjectStore.child`."""
         return FsspecStore(self._parsed.child(prefix), self._connection)
 
     def head(self, key: str) -> ObjectInfo:
-        """See `ObjectStore.head`. One request; nothing is cached."""
+        """Implement `ObjectStore.head`. One request; nothing is cached."""
         path = self._path(key)
 
         def request(client: _Client) -> ObjectInfo:
@@ -133,7 +142,7 @@ class FsspecStore:
         return self._ask("head", key, request)
 
     def get(self, key: str, *, limit_bytes: int) -> Content:
-        """See `ObjectStore.get`. One request."""
+        """Implement `ObjectStore.get`. One request."""
         path = self._path(key)
 
         def request(client: _Client) -> Content:
@@ -150,7 +159,7 @@ class FsspecStore:
         return self._ask("get", key, request, size_bytes=limit_bytes)
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """See `ObjectStore.get_into`. One request; its answer is copied once."""
+        """Implement `ObjectStore.get_into`. One request; its answer is copied once."""
         path = self._path(key)
         stop = start + len(buffer)
 
@@ -172,7 +181,7 @@ class FsspecStore:
         fill(buffer, data, start=start, url=f"{self.url}/{key}")
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        """See `ObjectStore.put`. One PUT, whatever the size; S3 verifies its checksum before it answers."""
+        """Implement `ObjectStore.put`. One PUT, whatever the size; S3 verifies its checksum before it answers."""
         path = self._path(key)
         body = Body(buffers)
         match: dict[str, str | None] = {}
@@ -189,12 +198,12 @@ class FsspecStore:
         return self._ask("put", key, request, size_bytes=body.size_bytes, condition=condition)
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`. One request per 1,000 objects; never from s3fs's cache of listings."""
+        """Implement `ObjectStore.list`. One request per 1,000 objects; never from s3fs's cache of listings."""
         check_list_prefix(prefix)
         return self._list(prefix, after)
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """See `ObjectStore.delete`. One request per 1,000 keys; if it fails, all its keys are reported."""
+        """Implement `ObjectStore.delete`. One request per 1,000 keys; if it fails, all its keys are reported."""
         for key in keys:
             self._path(key)
         failed: dict[str, StorageError] = {}
@@ -561,24 +570,9 @@ def fill(buffer: memoryview, data: bytes, *, start: int, url: str) -> None:
     if len(data) > len(buffer):
         raise StorageError("The store sent more bytes than the requested range.", url=url)
     if len(data) < len(buffer):
-        raise CorruptCheckpointError(
-            "The object ends before the range that is to be read.",
-            url=url,
-            size_bytes=start + len(data) if data else None,
-            start=start,
-            stop=start + len(buffer),
-        )
+        size_bytes = start + len(data) if data else None
+        raise make_short_error(url, size_bytes=size_bytes, start=start, stop=start + len(buffer))
     buffer[:] = data
-
-
-def make_oversize_error(url: str, *, size_bytes: int, limit_bytes: int) -> CorruptCheckpointError:
-    """Return the error for an object that is larger than `limit_bytes`."""
-    return CorruptCheckpointError(
-        "The object is larger than any object of dcp_remote with this key.",
-        url=url,
-        size_bytes=size_bytes,
-        limit_bytes=limit_bytes,
-    )
 
 
 def check_listed(url: str, key: str) -> None:

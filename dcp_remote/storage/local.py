@@ -22,12 +22,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import (
     ConditionFailedError,
-    CorruptCheckpointError,
     InvalidArgumentError,
     ObjectNotFoundError,
     StorageError,
 )
-from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, Version
+from dcp_remote.storage.base import (
+    Capabilities,
+    Condition,
+    Content,
+    ObjectInfo,
+    Version,
+    make_oversize_error,
+    make_short_error,
+)
 from dcp_remote.storage.local_files import (
     Temporary,
     locked,
@@ -109,17 +116,17 @@ class LocalStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `ObjectStore.capabilities`. Swaps need a file system that is known to lock, or that the caller trusts."""
+        """Implement `ObjectStore.capabilities`. Swaps need a file system that locks, or that the caller trusts."""
         return self._root.capabilities
 
     def child(self, prefix: str) -> LocalStore:
-        """See `ObjectStore.child`. The child shares the root's hidden folder."""
+        """Implement `ObjectStore.child`. The child shares the root's hidden folder."""
         child = LocalStore.__new__(LocalStore)
         vars(child).update(vars(self), _prefix=self._full(prefix))
         return child
 
     def head(self, key: str) -> ObjectInfo:
-        """See `ObjectStore.head`."""
+        """Implement `ObjectStore.head`."""
         path = self._path(key)
         with self._translated("head", key):
             info = _info(key, os.stat(path))
@@ -128,25 +135,19 @@ class LocalStore:
         return info
 
     def get(self, key: str, *, limit_bytes: int) -> Content:
-        """See `ObjectStore.get`. Version and content are of one file, even if it is replaced meanwhile."""
+        """Implement `ObjectStore.get`. Version and content are of one file, even if it is replaced meanwhile."""
         with self._translated("get", key):
             descriptor, status = self._open(key)
             with os.fdopen(descriptor, "rb") as file:
                 if status.st_size > limit_bytes:
-                    raise CorruptCheckpointError(
-                        "The object is larger than any object of dcp_remote with this key.",
-                        key=key,
-                        url=self.url,
-                        size_bytes=status.st_size,
-                        limit_bytes=limit_bytes,
-                    )
+                    raise make_oversize_error(f"{self.url}/{key}", size_bytes=status.st_size, limit_bytes=limit_bytes)
                 data = file.read(status.st_size)
         if len(data) < status.st_size:
-            raise self._short(key, stop=status.st_size)
+            raise make_short_error(f"{self.url}/{key}", size_bytes=len(data), start=0, stop=status.st_size)
         return Content(data=data, version=version_of(status))
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """See `ObjectStore.get_into`. The kernel copies straight into the buffer."""
+        """Implement `ObjectStore.get_into`. The kernel copies straight into the buffer."""
         assert start >= 0
         with self._translated("get", key):
             descriptor, _ = self._open(key)
@@ -157,10 +158,11 @@ class LocalStore:
                 while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
                     filled += count
         if filled < len(buffer):
-            raise self._short(key, stop=start + len(buffer))
+            size_bytes = start + filled if filled else None
+            raise make_short_error(f"{self.url}/{key}", size_bytes=size_bytes, start=start, stop=start + len(buffer))
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        """See `ObjectStore.put`. A process that is killed leaves a temporary file, which the next process removes."""
+        """Implement `ObjectStore.put`. A killed process leaves a temporary file, which the next one removes."""
         path = self._path(key)
         if isinstance(condition, Version) and not self.capabilities.compare_and_swap:
             raise InvalidArgumentError(
@@ -184,7 +186,7 @@ class LocalStore:
             return temporary.version
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`. Reads one folder at a time, so an object that is put meanwhile may be missing.
+        """Implement `ObjectStore.list`. Reads one folder at a time, so an object that is put meanwhile may be missing.
 
         Symbolic links, hidden folders of stores and names that are not Unicode are left out.
         """
@@ -196,7 +198,7 @@ class LocalStore:
             yield from self._list_folder(f"{below}/" if below else "", prefix=prefix, after=after)
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """See `ObjectStore.delete`. Also removes folders that become empty, up to the root."""
+        """Implement `ObjectStore.delete`. Also removes folders that become empty, up to the root."""
         failed: dict[str, StorageError] = {}
         paths = {key: self._path(key) for key in keys}  # all keys are checked before the first is deleted
         for key, path in paths.items():
@@ -316,11 +318,6 @@ class LocalStore:
 
     def _no_object(self, key: str) -> ObjectNotFoundError:
         return ObjectNotFoundError("There is no such object: the path is not a regular file.", key=key, url=self.url)
-
-    def _short(self, key: str, *, stop: int) -> CorruptCheckpointError:
-        return CorruptCheckpointError(
-            "The object ends before the range that is to be read.", key=key, url=self.url, stop=stop
-        )
 
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo | None:

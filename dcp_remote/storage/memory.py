@@ -10,12 +10,19 @@ from dataclasses import dataclass
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import (
     ConditionFailedError,
-    CorruptCheckpointError,
     InvalidArgumentError,
     ObjectNotFoundError,
     StorageError,
 )
-from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, Version
+from dcp_remote.storage.base import (
+    Capabilities,
+    Condition,
+    Content,
+    ObjectInfo,
+    Version,
+    make_oversize_error,
+    make_short_error,
+)
 from dcp_remote.storage.url import check_key, check_list_prefix
 
 # Not valid in a URL, so the URL of an anonymous store cannot be opened as another one.
@@ -126,54 +133,41 @@ class MemoryStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `ObjectStore.capabilities`. Compares and swaps; not shared with other processes."""
+        """Implement `ObjectStore.capabilities`. Compares and swaps; not shared with other processes."""
         return _CAPABILITIES
 
     def child(self, prefix: str) -> MemoryStore:
-        """See `ObjectStore.child`."""
+        """Implement `ObjectStore.child`."""
         child = MemoryStore.__new__(MemoryStore)
         vars(child).update(vars(self), _prefix=self._full(prefix))
         return child
 
     def head(self, key: str) -> ObjectInfo:
-        """See `ObjectStore.head`."""
+        """Implement `ObjectStore.head`."""
         return _info(key, self._find(key))
 
     def get(self, key: str, *, limit_bytes: int) -> Content:
-        """See `ObjectStore.get`."""
+        """Implement `ObjectStore.get`."""
         found = self._find(key)
         if len(found.data) > limit_bytes:
-            raise CorruptCheckpointError(
-                "The object is larger than any object of dcp_remote with this key.",
-                key=key,
-                url=self.url,
-                size_bytes=len(found.data),
-                limit_bytes=limit_bytes,
-            )
+            raise make_oversize_error(f"{self.url}/{key}", size_bytes=len(found.data), limit_bytes=limit_bytes)
         return Content(data=found.data, version=found.version)
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """See `ObjectStore.get_into`."""
+        """Implement `ObjectStore.get_into`."""
         found = self._find(key)
         stop = start + len(buffer)
         if stop > len(found.data):
-            raise CorruptCheckpointError(
-                "The object ends before the range that is to be read.",
-                key=key,
-                url=self.url,
-                size_bytes=len(found.data),
-                start=start,
-                stop=stop,
-            )
+            raise make_short_error(f"{self.url}/{key}", size_bytes=len(found.data), start=start, stop=stop)
         buffer[:] = memoryview(found.data)[start:stop]
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        """See `ObjectStore.put`. The buffers are copied once."""
+        """Implement `ObjectStore.put`. The buffers are copied once."""
         data = b"".join(buffers)
         return self.space.put(self._full(key), data, condition=condition, modified_seconds=self._clock())
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`. Yields the objects that exist when the first one is requested."""
+        """Implement `ObjectStore.list`. Yields the objects that exist when the first one is requested."""
         check_list_prefix(prefix)
         below = f"{self._prefix}/" if self._prefix else ""
         for full_key, found in self.space.snapshot():
@@ -182,7 +176,7 @@ class MemoryStore:
                 yield _info(key, found)
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """See `ObjectStore.delete`. Never fails."""
+        """Implement `ObjectStore.delete`. Never fails."""
         self.space.delete([self._full(key) for key in keys])
         return {}
 

@@ -84,14 +84,14 @@ class RetryingStore(WrappedStore):
         self._terms = _Terms(deadline, RetryPolicy() if policy is None else policy, sleep, random, on_retry)
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        """See `ObjectStore.put`. Repeated only if `condition` is "any"."""
+        """Implement `ObjectStore.put`. Repeated only if `condition` is "any"."""
         if condition != "any":
             with limit_requests(self._terms.deadline.remaining_seconds):
                 return self._store.put(key, buffers, condition=condition)
         return super().put(key, buffers)
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`. After a failure it resumes after the last key; no object is yielded twice."""
+        """Implement `ObjectStore.list`. After a failure it resumes after the last key; no object is yielded twice."""
         attempts = _Attempts(self._terms, self._named("list", prefix), self.url)
         while True:
             try:
@@ -105,7 +105,7 @@ class RetryingStore(WrappedStore):
                 attempts.pause_or_raise(error)
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """See `ObjectStore.delete`. Keys that still fail at the deadline are returned with their errors, not raised."""
+        """Implement `ObjectStore.delete`. Keys that still fail at the deadline are returned with their errors."""
         failed: dict[str, StorageError] = {}
         attempts = _Attempts(self._terms, self._named("delete", *keys), self.url)
         while True:

@@ -81,32 +81,32 @@ class WrappedStore:
         return unproven() if callable(unproven) else None
 
     def head(self, key: str) -> ObjectInfo:
-        """See `ObjectStore.head`."""
+        """Implement `ObjectStore.head`."""
         return self._request(self._named("head", key), lambda: self._store.head(key))
 
     def get(self, key: str, *, limit_bytes: int) -> Content:
-        """See `ObjectStore.get`."""
+        """Implement `ObjectStore.get`."""
         return self._request(self._named("get", key), lambda: self._store.get(key, limit_bytes=limit_bytes))
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """See `ObjectStore.get_into`."""
+        """Implement `ObjectStore.get_into`."""
         request = self._named("get_into", key, size_bytes=len(buffer))
         self._request(request, lambda: self._store.get_into(key, start, buffer))
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        """See `ObjectStore.put`."""
+        """Implement `ObjectStore.put`."""
         request = self._named("put", key, size_bytes=sum(map(len, buffers)))
         return self._request(request, lambda: self._store.put(key, buffers, condition=condition))
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`. Passes `_request` once, whatever the number of pages."""
+        """Implement `ObjectStore.list`. Passes `_request` once, whatever the number of pages."""
         infos, first = self._request(self._named("list", prefix), lambda: _begin(self._store.list(prefix, after=after)))
         if first is not None:
             yield first
             yield from infos
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """See `ObjectStore.delete`. Passes `_request` once."""
+        """Implement `ObjectStore.delete`. Passes `_request` once."""
         return self._request(self._named("delete", *keys), lambda: self._store.delete(keys))
 
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:

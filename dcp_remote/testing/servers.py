@@ -286,7 +286,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     # The base class looks up these names.
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer  # noqa: N815
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer  # noqa: N815  # names that http.server calls
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
         """Print nothing: tests read `requests`."""

@@ -85,7 +85,7 @@ class ShareFile(LocalShare):
         self._has_warned = False
 
     def read(self) -> bytes:
-        """See `LocalShare.read`."""
+        """Implement `LocalShare.read`."""
         try:
             with self._open() as descriptor:
                 return os.pread(descriptor, _FORMAT.size, 0)
@@ -94,7 +94,7 @@ class ShareFile(LocalShare):
             return super().read()
 
     def write(self, data: bytes) -> None:
-        """See `LocalShare.write`."""
+        """Implement `LocalShare.write`."""
         super().write(data)
         try:
             with self._open() as descriptor:

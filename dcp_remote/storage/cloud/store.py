@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import obstore
 from obstore.exceptions import GenericError
@@ -17,14 +17,23 @@ from obstore.exceptions import GenericError
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import (
     ConditionFailedError,
-    CorruptCheckpointError,
     DcpRemoteError,
     InvalidArgumentError,
     PermissionDeniedError,
     StorageError,
     TransientStorageError,
 )
-from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, Version, may_follow, quote_etag
+from dcp_remote.storage.base import (
+    Capabilities,
+    Condition,
+    Content,
+    ObjectInfo,
+    Version,
+    make_oversize_error,
+    make_short_error,
+    may_follow,
+    quote_etag,
+)
 from dcp_remote.storage.cloud.circuit_breaker import DirectCounts
 from dcp_remote.storage.cloud.clients import FAILURES, BucketClients
 from dcp_remote.storage.cloud.config import Timeouts
@@ -95,12 +104,12 @@ class CloudStore:
 
     @property
     def url(self) -> str:
-        """See `ObjectStore.url`."""
+        """Implement `ObjectStore.url`."""
         return self._parsed.canonical
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `ObjectStore.capabilities`. All three clouds compare and swap, in their conditional PUT."""
+        """Implement `ObjectStore.capabilities`. All three clouds compare and swap, in their conditional PUT."""
         return _CAPABILITIES
 
     @property
@@ -109,17 +118,17 @@ class CloudStore:
         return self._clients.direct_counts
 
     def child(self, prefix: str) -> CloudStore:
-        """See `ObjectStore.child`."""
+        """Implement `ObjectStore.child`."""
         return CloudStore(self._parsed.child(prefix), self._clients)
 
     def head(self, key: str) -> ObjectInfo:
-        """See `ObjectStore.head`. One request."""
+        """Implement `ObjectStore.head`. One request."""
         path = self._path(key)
         meta = self._send("head", key, lambda: obstore.head(self._clients.client(download=True), path))
         return self._info(key, meta)
 
     def get(self, key: str, *, limit_bytes: int) -> Content:
-        """See `ObjectStore.get`. One request.
+        """Implement `ObjectStore.get`. One request.
 
         A missing bucket raises the same error as a missing object, since telling them apart would cost every first save
         one more request; `explain_missing` tells them apart.
@@ -130,18 +139,13 @@ class CloudStore:
             result = obstore.get(self._clients.client(download=True, size_bytes=limit_bytes), path)
             size_bytes = result.meta["size"]
             if size_bytes > limit_bytes:
-                raise CorruptCheckpointError(
-                    "The object is larger than the limit for its kind.",
-                    url=f"{self.url}/{key}",
-                    size_bytes=size_bytes,
-                    limit_bytes=limit_bytes,
-                )
+                raise make_oversize_error(f"{self.url}/{key}", size_bytes=size_bytes, limit_bytes=limit_bytes)
             return Content(data=bytes(result.bytes()), version=self._version(result.meta))
 
         return self._send("get", key, request)
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """See `ObjectStore.get_into`. One request; two if the first is late, or obstore repeats a direct read.
+        """Implement `ObjectStore.get_into`. One request; two if the first is late, or obstore repeats a direct read.
 
         After a failure that may mean that the object is too short, one HEAD more.
         """
@@ -168,9 +172,9 @@ class CloudStore:
                     size_bytes = self._clients.size_after_failure(path)
                 if size_bytes is None or size_bytes >= stop:
                     raise
-                self._refuse_short(key, size_bytes=size_bytes, start=start, stop=stop)
+                raise make_short_error(f"{self.url}/{key}", size_bytes=size_bytes, start=start, stop=stop) from None
             if len(data) != len(buffer):
-                self._refuse_short(key, size_bytes=start + len(data), start=start, stop=stop)
+                raise make_short_error(f"{self.url}/{key}", size_bytes=start + len(data), start=start, stop=stop)
             buffer[:] = data
             # Credentials renewed in between mean that the store refused the old ones, and not direct reads.
             is_renewed = signed_with not in (None, self._clients.get_signing_credentials())
@@ -179,7 +183,7 @@ class CloudStore:
         self._send("get_into", key, request)
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        """See `ObjectStore.put`. One PUT, whatever the size; S3 verifies a CRC64NVME of the body before it answers."""
+        """Implement `ObjectStore.put`. One PUT, whatever the size; S3 verifies a CRC64NVME before it answers."""
         path = self._path(key)
         body = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
         size_bytes = sum(view.nbytes for view in body)
@@ -193,12 +197,12 @@ class CloudStore:
         return self._send("put", key, request, is_conditional=condition != "any")
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`. One request per 1,000 objects; more if `prefix` ends within a name."""
+        """Implement `ObjectStore.list`. One request per 1,000 objects; more if `prefix` ends within a name."""
         check_list_prefix(prefix)
         return self._list(prefix, after)
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """See `ObjectStore.delete`. One request per 1,000 keys on S3, per 256 on Azure, per key on Google Cloud.
+        """Implement `ObjectStore.delete`. One request per 1,000 keys on S3, per 256 on Azure, per key on Google Cloud.
 
         If a batch fails, its keys are deleted one by one until a key fails with a transient error, a sample of the keys
         is denied throughout, or the caller's deadline passes; the remaining keys are then reported with that error.
@@ -386,15 +390,6 @@ class CloudStore:
                 raise
             request_limit.record_answer(refused=False)
             return answer
-
-    def _refuse_short(self, key: str, *, size_bytes: int, start: int, stop: int) -> NoReturn:
-        raise CorruptCheckpointError(
-            "The object ends before the range that was to be read.",
-            url=f"{self.url}/{key}",
-            size_bytes=size_bytes,
-            start=start,
-            stop=stop,
-        )
 
 
 def _reopen(parsed: ParsedUrl, options: CloudOptions, timeouts: Timeouts) -> CloudStore:

@@ -86,7 +86,7 @@ class ByteStream(io.RawIOBase):
         return not poll.poll(0)
 
     def readinto(self, buffer: Any) -> int:
-        """See `io.RawIOBase`. 0 when the other side has closed."""
+        """Implement `io.RawIOBase.readinto`; return 0 when the other side has closed."""
         view = memoryview(buffer)
         # A read longer than `BufferedReader` reads ahead lies within the body: one system call for all of it saves GIL
         # contention between many threads.
@@ -144,7 +144,7 @@ class TlsStream(ByteStream):
         self.check = _do_nothing
 
     def is_quiet(self) -> bool:
-        """See `ByteStream.is_quiet`."""
+        """Implement `ByteStream.is_quiet`."""
         return not (self._tls.pending() or self._received.pending) and super().is_quiet()
 
     def send(self, data: bytes) -> None:
@@ -153,7 +153,7 @@ class TlsStream(ByteStream):
         self._flush()
 
     def readinto(self, buffer: Any) -> int:
-        """See `io.RawIOBase`. Read what has arrived, at least one byte; 0 when the other side has closed."""
+        """Implement `io.RawIOBase.readinto`: read what has arrived, at least one byte; 0 at the end."""
         view = memoryview(buffer)
         while True:
             self.check()
@@ -189,7 +189,7 @@ class TlsStream(ByteStream):
                 return done
             try:
                 # The stubs know the signature of SSLSocket's method alone.
-                count: int = tls.read(length - done, view[done:])  # type: ignore[assignment]
+                count: int = tls.read(length - done, view[done:])  # type: ignore[assignment]  # with a buffer it returns a count
             except ssl.SSLWantReadError:
                 try:
                     self._take_in(records[: self._sock.recv_into(records, 0, socket.MSG_DONTWAIT)])
@@ -295,7 +295,7 @@ class StreamConnection(http.client.HTTPConnection):
         self._stream: ByteStream | None = None
 
     def connect(self) -> None:
-        """See `http.client.HTTPConnection`."""
+        """Implement `http.client.HTTPConnection.connect`."""
         sock = self._connector.connect(self.host, self.port, seconds=self._connect_seconds)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
