@@ -18,6 +18,9 @@ TORCH := torch==$(TORCH_VERSION)+cpu
 endif
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
+# Where the environment forbids it, each of the hundreds of processes of the tests would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install lint format typecheck pytest test campaign torture demo bench clean
@@ -47,7 +50,7 @@ format: $(INSTALLED) ## Repair style and formatting where that can be done safel
 	$(VENV)/bin/ruff format
 
 typecheck: $(INSTALLED) ## Check the types of package, tests and examples
-	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --num-workers 2
 
 # Two processes share the tests; tests of real ranks stay in one of them. One in eight of the campaign's cases runs, and
 # a few examples of each property, the same each time, so that no test fails by chance.

@@ -100,6 +100,7 @@ def forget(checkpoint: str, step: int) -> None:
     Maintenance(open_store(checkpoint)).retire([step], deadline=Deadline(10), force=True)
 
 
+@pytest.mark.torture(smoke=False)
 def test_training_resumes_at_another_world_size(tmp_path: Path) -> None:
     """Two ranks train to the end; their last checkpoint is taken away; one rank goes on from the one before it.
 
@@ -168,6 +169,7 @@ def test_a_failed_background_save_stops_every_rank(tmp_path: Path) -> None:
     assert live_steps(checkpoint) == []
 
 
+@pytest.mark.torture(smoke=False)
 def test_a_wrong_url_is_told_before_training(tmp_path: Path) -> None:
     """A scheme that nobody knows: the job ends with the error, and no step is made."""
     run = train(tmp_path / "job", ranks=2, checkpoint="s4://bucket/run")

@@ -164,6 +164,7 @@ def test_every_file_is_formatted() -> None:
     terraform("fmt", "-check", "-recursive", folder=MODULE.parent)
 
 
+@pytest.mark.torture(smoke=False)
 @needs_provider
 def test_module_and_example_are_valid(initialized: Path, offline: Mapping[str, str]) -> None:
     """`terraform validate`, which checks every argument against the provider's own schema."""
@@ -222,7 +223,7 @@ def test_no_lifecycle_rule_expires_a_live_shard(root: Path, offline: Mapping[str
     assert not any(rule["transition"] for rule in rules.values())
 
 
-@pytest.mark.torture
+@pytest.mark.torture(smoke=False)
 @needs_provider
 @pytest.mark.parametrize(
     "wrong",

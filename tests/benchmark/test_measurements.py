@@ -58,7 +58,7 @@ def task(server: BenchServer, step: Step, client: str = OURS) -> Task:
     return Task(client, step, "s3://bench/checkpoint", "small", dict(server.storage_options))
 
 
-@pytest.mark.torture
+@pytest.mark.torture(smoke=False)
 @pytest.mark.parametrize(("client", "protocol"), NAMES)
 def test_client_loads_what_it_saved(client: str, protocol: str, request: pytest.FixtureRequest) -> None:
     """Bit for bit, which the process that loads looks at; the server saw at least these bytes, both ways."""
@@ -129,6 +129,7 @@ def test_a_second_save(http: BenchServer) -> None:
     assert row.sent_bytes >= 2 * SMALL_BYTES, "the server saw both"
 
 
+@pytest.mark.torture(smoke=False)
 @pytest.mark.skipif(not ceph_is_installed(), reason="Ceph 16 is not installed; tests/support/ceph.py says how")
 def test_ceph_in_the_place_of_the_server() -> None:
     """A new one for each group; what it does not count is not made up."""

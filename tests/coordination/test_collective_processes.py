@@ -197,7 +197,7 @@ def _die(victim: int) -> Told:
     return with_ranks(lambda ranks: attempt(ranks, part))
 
 
-@pytest.mark.torture
+@pytest.mark.torture(smoke=False)
 @pytest.mark.parametrize(("at", "victim"), [("upload", 1), ("upload", 0), ("before the commit", 0)])
 def test_a_rank_that_is_stopped_and_goes_on(at: str, victim: int, ranks_that_run: RankPool) -> None:
     """The others name it; the rank itself gives up, commits nothing, and takes part in the next operation."""

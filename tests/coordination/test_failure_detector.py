@@ -28,7 +28,7 @@ def test_absent_ranks_are_named_at_the_deadline() -> None:
             collective.gather(None, len)
 
     store = dist.HashStore()
-    groups = [RankGroup(rank, 4, dist.PrefixStore("party", store), beat_seconds=0.03) for rank in (0, 1, 3)]
+    groups = [RankGroup(rank, 4, dist.PrefixStore("group", store), beat_seconds=0.03) for rank in (0, 1, 3)]
     groups[1].heartbeat.set_activity("training")  # type: ignore[union-attr]
     try:
         ended: dict[int, Ended[None]] = {}
@@ -190,7 +190,7 @@ def test_a_silent_coordinator_is_lost() -> None:
                 try:
                     upload(collective)
                 finally:
-                    wait_until(lambda: them.store.check(["party/1/failed"]))
+                    wait_until(lambda: them.store.check(["group/1/failed"]))
                     over.wait(30)
 
     with rank_threads(3) as them:

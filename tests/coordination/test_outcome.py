@@ -59,7 +59,7 @@ def test_no_rank_is_needed_in_the_commit_phase() -> None:
             def commit(values: list[None]) -> str:
                 collective.begin_commit()
                 met.wait(30)
-                wait_until(lambda: them.store.check(["party/1/failed"]))
+                wait_until(lambda: them.store.check(["group/1/failed"]))
                 wait_until(lambda: ranks.heartbeat.silent_ranks(0.5))  # type: ignore[union-attr]
                 time.sleep(0.2)
                 assert collective.cancelled is None
@@ -99,7 +99,7 @@ def test_a_failure_before_the_commit_phase_counts() -> None:
                 raise FencedError("Stop.")
             with held(ranks):
                 assert failed.wait(30)
-                wait_until(lambda: them.store.check(["party/1/failed"]))
+                wait_until(lambda: them.store.check(["group/1/failed"]))
                 assert collective.cancelled is None
                 collective.begin_commit()
 
@@ -242,7 +242,7 @@ def test_an_operation_repeated_at_once(failing: int) -> None:
 
         def late(number: int, ranks: RankGroup) -> None:
             """Contribute when the coordinator is in the next operation, or this one was cancelled."""
-            client = Client(dist.PrefixStore("party", them.store))
+            client = Client(dist.PrefixStore("group", them.store))
             with join(ranks) as collective:
                 if ranks.rank != 0:
                     wait_until(
@@ -267,7 +267,7 @@ def test_a_rank_that_missed_several() -> None:
         def part(ranks: RankGroup) -> tuple[int, int]:
             if ranks.rank == 1:
                 wait_until(lambda: them.ranks[0]._collective is not None)
-                wait_until(lambda: b"of step 9" in Client(dist.PrefixStore("party", them.store)).get("beat/0"))
+                wait_until(lambda: b"of step 9" in Client(dist.PrefixStore("group", them.store)).get("beat/0"))
             arrived.set()
             return together(ranks, "the save of step 9")
 

@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 import dcp_remote
 from dcp_remote.storage import LocalStore
 
@@ -46,6 +48,7 @@ _PROGRAM = """
 """
 
 
+@pytest.mark.torture(smoke=False)
 def test_the_last_save_of_ranks_that_end(tmp_path: Path) -> None:
     """Of one, before its shard is put; the other, which closes, sees it beat until the save is committed."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -360,7 +360,7 @@ def kill_in_save(rank_pool: RankPool, path: Path, point: KillPoint) -> None:
     assert signals == dict.fromkeys(RANKS, signal.SIGKILL)
 
 
-@pytest.mark.torture
+@pytest.mark.torture(smoke=False)
 @pytest.mark.parametrize("point", ["before-shard", "after-shard", "before-commit", "after-commit"])
 def test_a_job_that_is_killed(point: KillPoint, rank_pool: RankPool, tmp_path: Path) -> None:
     """SIGKILL of all ranks: no checkpoint before the commit, a whole one after; other processes go on."""

@@ -66,7 +66,7 @@ def runs(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return made
 
 
-@pytest.mark.torture
+@pytest.mark.torture(smoke=False)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_any_strategy_resumes_what_any_other_saved(
     strategy: str, rank_pool: RankPool, runs: Mapping[str, tuple[str, Leaves, Leaves]]
@@ -375,6 +375,7 @@ def test_a_use_that_ranks_missed(
     assert_saved(tmp_path, 4, 4, world_size=3)
 
 
+@pytest.mark.torture(smoke=False)
 def test_a_use_that_one_rank_missed_beside_another_manager(rank_pool: RankPool, tmp_path: Path) -> None:
     """The other manager goes on, and what its ranks have met in says nothing of those that come after the miss."""
     for rank, endings in enumerate(rank_pool.run(evaluate_beside, tmp_path, 1, ranks=PAIR)):

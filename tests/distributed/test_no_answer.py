@@ -35,6 +35,7 @@ def host() -> Iterator[Host]:
     host.kill()
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("seconds", [{"silence_seconds": 1.0}, {"timeout_seconds": 2.0}], ids=str)
 @pytest.mark.parametrize("connected", [True, False])
 def test_a_restore_while_the_host_of_the_ranks_is_stopped(
@@ -51,7 +52,7 @@ def test_a_restore_while_the_host_of_the_ranks_is_stopped(
         if connected:
             them.run(lambda ranks: managers[ranks.rank].save(1, state_of(1), wait=True))
         client = Client(them.store)
-        wait_until(lambda: client.has([f"party/beat/{rank}" for rank in range(2)]))
+        wait_until(lambda: client.has([f"group/beat/{rank}" for rank in range(2)]))
         with host.stopped():
             ended = them.run(restore)
             assert all(isinstance(one.error, DcpRemoteError) for one in ended), ended
@@ -79,6 +80,7 @@ class SilentStore(WrappedStore):
         return send()
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("prefix", ["manifest.json", "catalog.json", "manifests/"])
 def test_a_restore_from_a_store_that_is_silent(prefix: str) -> None:
     """Restore: the call raises at its deadline, whichever request is silent, and works when tried again."""

@@ -167,6 +167,7 @@ def explore(terms: Terms) -> tuple[int, set[int | None]]:
 BOTH = frozenset({0, 1})
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize(
     ("terms", "endings"),
     [
@@ -389,7 +390,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up_for_ever(
             with held(them.ranks[1]):
                 assert [other.reached(step) for step in (1, 2)] == [False, False]
                 # What the coordinator then decides counts where it still can.
-                Client(dist.PrefixStore("party", them.store)).put_first("preempt/1/step", Moment(0, 4).encode())
+                Client(dist.PrefixStore("group", them.store)).put_first("preempt/1/step", Moment(0, 4).encode())
             wait_until(other._agreement.settled.is_set)
             assert [other.reached(step) for step in (3, 4, 5)] == [False, True, False]
         wait_until(one._agreement.settled.is_set)
@@ -744,6 +745,7 @@ print(child_of(that_blocks))
     assert (code, said.split()) == (0, ["4", "5", "3"])
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("close", ["preemption.close()", "in_a_thread(preemption.close)"])
 def test_once_closed_a_signal_ends_the_process(close: str) -> None:
     """As if nobody had ever listened; in whatever thread it was closed, and with others closed before."""

@@ -151,6 +151,7 @@ def load_flattened(url: str) -> Leaves:
     )
 
 
+@pytest.mark.torture(smoke=False)
 def test_a_flattened_optimizer_state_changes_strategy(rank_pool: RankPool, tmp_path: Path) -> None:
     """As torchtitan saves it, with `flatten_optimizer_state_dict`: from FSDP to FSDP with tensor parallelism."""
     expected = rank_pool.run(save_flattened, str(tmp_path), ranks=(0, 1, 2))[0]

@@ -63,7 +63,7 @@ def main(tls: str) -> None:
     sys.stdout.write(f"{saved} {loaded}\n")
 
 
-@pytest.mark.torture
+@pytest.mark.torture(smoke=False)
 @pytest.mark.parametrize("tls", ["http", "tls"])
 def test_nothing_is_copied(tls: str) -> None:
     """Save and load of 256 MiB stay within 24 MiB, with the checksum of each put."""

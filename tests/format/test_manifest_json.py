@@ -433,6 +433,7 @@ def test_save_ids() -> None:
 # ---- size
 
 
+@pytest.mark.torture(smoke=False)
 def test_size_per_chunk() -> None:
     """1,000 tensors x 200 ranks, with FSDP's rows and uneven last ones: 200,000 chunks, each in its rank's shard.
 

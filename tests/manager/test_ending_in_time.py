@@ -94,6 +94,7 @@ def test_sigterm(tmp_path: Path) -> None:
             assert error in told, (case, told)
 
 
+@pytest.mark.torture(smoke=False)
 def test_ctrl_c_twice(tmp_path: Path) -> None:
     """The first Ctrl-C logs what is waited for, and until when; the second ends the process half an hour earlier."""
     cases = [

@@ -817,6 +817,7 @@ def threads_that_save() -> list[threading.Thread]:
     return [one for one in threading.enumerate() if one.name == "dcp_remote-save" and one.is_alive()]
 
 
+@pytest.mark.torture(smoke=False)
 def test_a_commit_that_hangs() -> None:
     """A commit that hangs ends as CommitUnknownError at the deadline, and commits nothing when it goes on."""
     inner = MemoryStore()
@@ -966,6 +967,7 @@ def test_the_copy_of_a_state_goes_with_its_save() -> None:
         assert gone() is None
 
 
+@pytest.mark.torture(smoke=False)
 def test_a_child_that_is_forked_leaves_the_save_to_its_parent(tmp_path: Path) -> None:
     """A forked child has no thread of the save, and ends as if there were no manager; the parent's save ends."""
     code = f"""

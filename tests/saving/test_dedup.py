@@ -293,6 +293,7 @@ def train(states: Sequence[State], step: int) -> None:
         state["optim"]["step"] = step
 
 
+@pytest.mark.torture
 @BOTH
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_frozen(world_size: int, source: From) -> None:
@@ -479,6 +480,7 @@ def test_chunks_of_a_tensor_that_are_apart_in_the_plan(source: From) -> None:
     assert run.save([{"c": scalar, "b": second, "a": first}], source).put_pieces == {}
 
 
+@pytest.mark.torture
 @BOTH
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sizes", [(7, 150, 100), (150, 7, 100), (1, 1, 105_000), (105_000, 1, 1)])

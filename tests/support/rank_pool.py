@@ -1,6 +1,7 @@
 """Real ranks: processes with a gloo process group, started once and given one function after another.
 
-Starting a rank takes seconds, most of them to import torch; a call of a running pool takes milliseconds.
+The import of torch takes seconds. A server process imports it once; ranks are forked from that process, which has one
+thread and has used neither torch nor a network. A call of a running pool takes milliseconds.
 
     with RankPool(4) as pool:
         assert pool.run(dist.get_rank) == [0, 1, 2, 3]
@@ -10,21 +11,23 @@ Starting a rank takes seconds, most of them to import torch; a call of a running
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ensure_running
+from multiprocessing.reduction import DupFd
 from types import TracebackType
 from typing import Any, Self, TypeVar, TypeVarTuple
 
@@ -49,7 +52,11 @@ _STACKS_SECONDS = 1.0
 # Time that a rank has to exit by itself when the pool is closed.
 _STOP_SECONDS = 5.0
 
-_BOOTSTRAP = "import sys; from tests.support.rank_pool import _serve; _serve(*sys.argv[1:])"
+_SPAWNING = multiprocessing.get_context("forkserver")
+# What most ranks import. A module that starts a thread when it is imported must not be here.
+_SPAWNING.set_forkserver_preload(
+    ["tests.support.rank_pool", "dcp_remote.manager.manager", "dcp_remote.reader", "dcp_remote.writer"]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +97,8 @@ class RankPool:
     """Processes of this machine that become the ranks of one call after another.
 
     Every call has a process group of its own as the default group, so that no call is affected by an earlier one.
-    Processes are spawned, never forked; a rank has one thread for computing. Processes communicate over the loopback
-    interface alone, and end with this process, however this process dies.
+    Processes are never forked from this one; a rank has one thread for computing. Processes communicate over the
+    loopback interface alone, and end with this process, however this process dies.
 
     Not thread-safe. Use as a context manager, or `close` it.
 
@@ -266,24 +273,23 @@ class _Process:
 
     def __init__(self, port: int) -> None:
         ours, theirs = socket.socketpair()
+        with _environment():
+            ensure_running()  # the server keeps the environment of its start
         try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(port)],
-                stdin=subprocess.DEVNULL,
-                env=_environment(),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C goes to this process, which ends the ranks by closing the connection
-            )
+            # Standard error is passed on, because it may have changed since the server was started.
+            self._process = _SPAWNING.Process(target=_serve, args=(DupFd(theirs.fileno()), DupFd(2), port))
+            self._process.start()
         finally:
             theirs.close()
         self.connection = Connection(ours.detach())
 
     @property
     def pid(self) -> int:
-        return self._popen.pid
+        assert self._process.pid is not None, "the process was started"
+        return self._process.pid
 
     def alive(self) -> bool:
-        return self._popen.poll() is None
+        return self._process.is_alive()
 
     def send(self, call: _Call) -> None:
         with suppress(OSError):  # if the process died meanwhile, the connection reads as ended
@@ -293,7 +299,9 @@ class _Process:
         try:
             answer = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
-            status = self._popen.wait()
+            self._process.join()
+            status = self._process.exitcode
+            assert status is not None, "the process has ended"
             if status >= 0:
                 return RankFailure(f"the process left with status {status}")
             return RankFailure(f"the process was ended by {signal.Signals(-status).name}", signal=-status)
@@ -301,28 +309,28 @@ class _Process:
         return answer
 
     def print_stacks(self) -> None:
-        self._popen.send_signal(signal.SIGUSR1)
-        with suppress(subprocess.TimeoutExpired):
-            self._popen.wait(_STACKS_SECONDS)
+        os.kill(self.pid, signal.SIGUSR1)
+        self._process.join(_STACKS_SECONDS)
 
     def kill(self) -> None:
-        self._popen.kill()
-        self._popen.wait()
+        self._process.kill()
+        self._process.join()
 
     def leave(self) -> None:
         self.connection.close()
 
     def stop(self) -> None:
         self.connection.close()
-        try:
-            self._popen.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
+        self._process.join(_STOP_SECONDS)
+        if self._process.is_alive():
             self.kill()
 
 
-def _environment() -> dict[str, str]:
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Set the environment of ranks, which the server of forks takes over when it is started."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    environment = os.environ | {
+    changed = {
         # The server of torch's store looks up the host of each new connection, in its only thread: a slow nameserver
         # would stop all ranks for five seconds.
         "RES_OPTIONS": "timeout:1 attempts:1",
@@ -330,21 +338,32 @@ def _environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(sys.path),  # modules that this process can import
     }
     if loopback is not None:
-        environment["GLOO_SOCKET_IFNAME"] = loopback
-    return environment
+        changed["GLOO_SOCKET_IFNAME"] = loopback
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 # ---- in a rank's process
 
 
-def _serve(descriptor: str, port: str) -> None:
+def _serve(descriptor: Any, standard_error: Any, port: int) -> None:
     """Serve one call after another, until the pool's end of the connection is closed."""
+    os.setsid()  # Ctrl-C goes to the pool's process, which ends the ranks by closing the connection
+    os.dup2(standard_error.detach(), 2)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
-    connection = Connection(int(descriptor))
+    connection = Connection(descriptor.detach())
     calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
     threading.Thread(target=_receive_calls, args=(connection, calls), daemon=True).start()
-    store = dist.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     while True:
         connection.send_bytes(_answer(store, calls.get()))
 

@@ -64,7 +64,7 @@ class RankThreads:
         self.store = dist.HashStore() if store is None else store
         self.world_size = world_size
         self.ranks = [
-            RankGroup(rank, world_size, dist.PrefixStore("party", self.store), beat_seconds=beat_seconds)
+            RankGroup(rank, world_size, dist.PrefixStore("group", self.store), beat_seconds=beat_seconds)
             for rank in range(world_size)
         ]
 
@@ -86,7 +86,7 @@ class RankThreads:
 
     def left(self) -> list[str]:
         """Return the keys in the store, without those of the heartbeats."""
-        return sorted(key.removeprefix("party/") for key in self.store.list_keys() if not key.startswith("party/beat/"))
+        return sorted(key.removeprefix("group/") for key in self.store.list_keys() if not key.startswith("group/beat/"))
 
     def close(self) -> None:
         for group in reversed(self.ranks):  # the coordinator waits for the others

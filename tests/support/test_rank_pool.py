@@ -136,6 +136,7 @@ def test_a_rank_that_dies_is_named_and_replaced(rank_pool: RankPool) -> None:
     assert rank_pool.run(reduced, 0) == [6] * 4
 
 
+@pytest.mark.torture(smoke=False)
 def test_a_rank_that_hangs_is_killed_and_replaced(rank_pool: RankPool) -> None:
     """A hung rank is killed at the call's timeout; the other rank keeps its result and its process."""
     pids = rank_pool.run(os.getpid, ranks=(0, 1))
@@ -146,6 +147,7 @@ def test_a_rank_that_hangs_is_killed_and_replaced(rank_pool: RankPool) -> None:
     assert (after[0] == pids[0], after[1] == pids[1]) == (True, False)
 
 
+@pytest.mark.torture(smoke=False)
 def test_a_rank_that_hangs_shows_its_stacks(capfd: pytest.CaptureFixture[str]) -> None:
     """A hung rank prints its stacks; shown by a pool that starts while standard error is captured."""
     with RankPool(1) as pool:

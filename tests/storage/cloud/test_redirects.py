@@ -80,6 +80,7 @@ def test_no_request_goes_to_another_host(verb: str, status: int) -> None:
         assert other.requests == []
 
 
+@pytest.mark.torture(smoke=False)
 def test_no_request_goes_to_another_host_through_s3fs() -> None:
     """Redirect every verb in every way: the call fails with advice, and the other host receives no request."""
     for status in STATUSES:

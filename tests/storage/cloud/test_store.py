@@ -96,6 +96,7 @@ def test_objects_beside_a_prefix(s3_server: S3Server) -> None:
     assert [info.key for info in bucket.list()] == others
 
 
+@pytest.mark.torture(smoke=False)
 def test_many_objects_on_moto(s3_server: S3Server) -> None:
     """List and delete 1,100 objects, more than a page and a batch: whole, from the middle, and by part of a name."""
     s3_server.create_bucket("many-objects")
