@@ -34,15 +34,15 @@ from tests.support.rank_threads import RankThreads, held, join, rank_threads, wa
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What ranks do.
+    """Conditions of a simulated training.
 
     Attributes:
-        steps: After which they ask, of all ranks alike; at None they all restore, and count anew.
-        world_size: How many ranks.
-        asked: Who may get a signal.
-        give_up: Who may lose patience.
-        in_step: Whether each step is a collective of all.
-        stops: How often a rank is told to stop before it does; it outlives each notice but the last.
+        steps: Steps after which every rank asks; at None all ranks restore, and count anew.
+        world_size: Number of ranks.
+        asked: Ranks that may get a signal.
+        give_up: Ranks that may give up waiting.
+        in_step: True if each step is a collective operation of all ranks.
+        stops: Number of notices until a rank ends; a rank outlives each notice but the last.
     """
 
     steps: tuple[int | None, ...]
@@ -61,8 +61,8 @@ class World:
         self.store = dist.HashStore()
         self.client = Client(self.store)
         self.agreements = [Agreement(rank, terms.world_size) for rank in range(terms.world_size)]
-        self.done = [0] * terms.world_size  # how many steps
-        self.stops: list[list[int]] = [[] for _ in range(terms.world_size)]  # in which of their calls
+        self.done = [0] * terms.world_size  # number of steps
+        self.stops: list[list[int]] = [[] for _ in range(terms.world_size)]  # calls at which it stopped
         self.waits = [False] * terms.world_size
         self.asked = [0] * terms.world_size  # the number of the notice
         self.gave_up = [False] * terms.world_size
@@ -81,7 +81,7 @@ class World:
         return found
 
     def can_be_asked(self, rank: int) -> bool:
-        """A notice is outlived once this rank knows the step, at which it may not have been yet."""
+        """Return whether a notice may come: the one before is outlived once this rank knows the step decided on."""
         agreement = self.agreements[rank]
         next_notice = agreement.round + agreement.settled.is_set()
         return self.asked[rank] < next_notice <= self.terms.stops
@@ -92,7 +92,7 @@ class World:
     def can_train(self, rank: int) -> bool:
         if self.has_stopped(rank) or self.done[rank] == len(self.terms.steps):
             return False
-        # A collective in each step: nobody is past it before all have come to it, having asked about the step before.
+        # A collective in each step: no rank passes it before all have come to it, having asked about the step before.
         return not self.terms.in_step or all(
             self.done[other] >= self.done[rank] + self.has_stopped(other) for other in range(self.terms.world_size)
         )
@@ -121,7 +121,7 @@ class World:
             assert len(set(stops)) == 1, "ranks stop at different steps"
 
     def finish(self) -> None:
-        """Nothing more happens to anybody, and everybody goes on: all end, and all in the same way."""
+        """Let all ranks go on without further events; check that all end, and all at the same call."""
         for _ in range(4 * len(self.terms.steps) + 8):
             for rank in range(self.terms.world_size):
                 self.act(("beat", rank))
@@ -145,7 +145,7 @@ class World:
 
 
 def explore(terms: Terms) -> tuple[int, set[int | None]]:
-    """All states that can be reached: how many, and in which of their calls ranks stop."""
+    """Return the number of states that can be reached, and the calls at which ranks stop."""
     seen: set[str] = set()
     endings: set[int | None] = set()
     paths: deque[tuple[tuple[str, int], ...]] = deque([()])
@@ -190,7 +190,7 @@ BOTH = frozenset({0, 1})
     ],
 )
 def test_every_interleaving(terms: Terms, endings: set[int | None]) -> None:
-    """Steps, beats, signals, ranks that give up, in any order: one step for all, or none; and nobody waits for ever."""
+    """Play steps, beats, signals and ranks that give up in every order: one step for all or none, no endless wait."""
     states, found = explore(terms)
     assert states > 100
     assert found == endings
@@ -198,7 +198,7 @@ def test_every_interleaving(terms: Terms, endings: set[int | None]) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_interleavings(seed: int) -> None:
-    """More ranks, and longer."""
+    """Play random orders with more ranks and more steps."""
     rng = random.Random(seed)
     for _ in range(100):
         world_size = rng.randrange(2, 6)
@@ -221,7 +221,7 @@ def test_random_interleavings(seed: int) -> None:
 def train(
     them: RankThreads, preemptions: list[Preemption], *, steps: int, asked: dict[int, int], stride: int = 1
 ) -> list[int | None]:
-    """Each rank's step at which it stopped; each step waits for all ranks, as training does."""
+    """Return the step at which each rank stopped; each step waits for all ranks, as training does."""
     barrier = threading.Barrier(them.world_size)
 
     def part(ranks: RankGroup) -> int | None:
@@ -242,7 +242,7 @@ def train(
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("stride", [1, 3])
 def test_ranks_that_train_in_step(world_size: int, stride: int) -> None:
-    """Some are asked, at different steps; all stop at one step soon after, and a joint follows."""
+    """Ask some ranks at different steps: all stop at one step soon after, and a collective operation follows."""
     for seed in range(3):
         rng = random.Random(seed)
         asked = {rng.randrange(world_size): rng.randrange(1, 20), rng.randrange(world_size): rng.randrange(1, 20)}
@@ -264,7 +264,7 @@ def test_ranks_that_train_in_step(world_size: int, stride: int) -> None:
 
 
 def test_nobody_asks() -> None:
-    """No rank stops, and nothing is counted down."""
+    """Ask no rank: no rank stops, and there is no notice to count down."""
     with rank_threads(2, beat_seconds=0.01) as them:
         preemptions = [Preemption(ranks, 20.0) for ranks in them.ranks]
         assert train(them, preemptions, steps=50, asked={}) == [None, None]
@@ -272,7 +272,7 @@ def test_nobody_asks() -> None:
 
 
 def test_a_rank_that_has_not_begun_to_train() -> None:
-    """It has never asked, and holds nobody up: the others know at once at which step; it comes to that, too."""
+    """Let one rank start late: the others know at once at which step to stop, and the late rank stops there, too."""
     with rank_threads(2, beat_seconds=0.01) as them:
         early, late = (Preemption(ranks, 20.0) for ranks in them.ranks)
         assert not early.reached(1)
@@ -285,7 +285,7 @@ def test_a_rank_that_has_not_begun_to_train() -> None:
 
 @pytest.mark.parametrize("is_early", [False, True])
 def test_a_training_that_goes_back(is_early: bool) -> None:
-    """What was asked about before a restore counts no more; but what was agreed on before it ends the job after it."""
+    """Restore: steps asked about before count no more, but a decision made before still ends the job."""
     with rank_threads(2, beat_seconds=0.01) as them:
         preemptions = [Preemption(ranks, 20.0) for ranks in them.ranks]
 
@@ -305,7 +305,7 @@ def test_a_training_that_goes_back(is_early: bool) -> None:
 
 
 def test_ranks_that_outlive_their_notice_can_be_asked_again(caplog: pytest.LogCaptureFixture) -> None:
-    """They have stopped and gone on; another rank hears of the next notice, each has new time, and all stop again."""
+    """Let ranks stop and go on: another rank gets the next notice, each has new time, and all stop again."""
     clock = Clock()
     with rank_threads(3, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
         preemptions = [Preemption(ranks, 20.0, clock=clock) for ranks in them.ranks]
@@ -334,7 +334,7 @@ def test_ranks_that_outlive_their_notice_can_be_asked_again(caplog: pytest.LogCa
 
 
 def test_a_rank_goes_back_while_another_is_asked() -> None:
-    """One said where it was before the restore, the other after it: they stop at a step that neither has passed."""
+    """Publish the moment of one rank before its restore, of the other after: both stop where neither has passed."""
     with rank_threads(2, beat_seconds=0.01) as them:
         one, other = (Preemption(ranks, 20.0) for ranks in them.ranks)
         assert not one.reached(30)
@@ -350,7 +350,7 @@ def test_a_rank_goes_back_while_another_is_asked() -> None:
 
 
 def test_ranks_that_cannot_agree_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    """One is silent: the others wait for as long as the notice, then train on, and say so once each."""
+    """Keep one rank silent: the others wait for the length of the notice, then train on, and each warns once."""
     with rank_threads(3, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
         preemptions = [Preemption(ranks, 0.5) for ranks in them.ranks]
         with held(them.ranks[2]):
@@ -365,7 +365,7 @@ def test_ranks_that_cannot_agree_go_on(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_a_silent_coordinator_holds_nobody_up_for_ever() -> None:
-    """It cannot decide; who gives up writes that nothing is decided, and later it hears of that."""
+    """Keep the coordinator silent: a rank that gives up writes that no step is decided; the coordinator reads it."""
     with rank_threads(2, beat_seconds=0.01) as them:
         preemptions = [Preemption(ranks, 0.3) for ranks in them.ranks]
         with held(them.ranks[0]):
@@ -380,7 +380,7 @@ def test_a_silent_coordinator_holds_nobody_up_for_ever() -> None:
 def test_a_store_that_does_not_answer_holds_nobody_up_for_ever(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This rank's own pulse is stuck, after it has said where this rank is: training goes on, and may stop later on."""
+    """Block the rank's heartbeat after it has published its moment: training goes on, and may stop later."""
     monkeypatch.setattr("dcp_remote.manager.preemption._LAST_ANSWER_SECONDS", 0.1)
     with rank_threads(2, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
         one, other = (Preemption(ranks, 0.3) for ranks in them.ranks)
@@ -399,7 +399,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up_for_ever(
 
 
 class LostStore:
-    """Goes away when it is told to; notes which threads use it."""
+    """Store of a group that stops answering on demand, and records the threads that use it."""
 
     lost = False
 
@@ -417,7 +417,7 @@ class LostStore:
 
 
 def test_a_training_that_nobody_stops_asks_the_store_nothing() -> None:
-    """Each call is answered by what this rank knows: only the pulse has to do with the store."""
+    """Answer each call by what this rank knows: only the heartbeat's thread uses the store."""
     store = LostStore()
     ranks = RankGroup(0, 2, store, beat_seconds=0.01)  # type: ignore[arg-type]
     preemption = Preemption(ranks, 20.0)
@@ -429,7 +429,7 @@ def test_a_training_that_nobody_stops_asks_the_store_nothing() -> None:
 
 
 def test_a_store_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:
-    """Before anybody was asked: training goes on, and that SIGTERM has no effect is said once."""
+    """Lose the store before a signal: training goes on, and one warning says that SIGTERM has no effect."""
     store = LostStore()
     ranks = RankGroup(0, 2, store, beat_seconds=0.01)  # type: ignore[arg-type]
     preemption = Preemption(ranks, 20.0)
@@ -468,7 +468,7 @@ def alone() -> Iterator[tuple[Preemption, Clock]]:
 
 
 def test_a_signal(alone: tuple[Preemption, Clock]) -> None:
-    """It does not end the process; the next step is the one, and the notice counts from the first signal.
+    """Send a signal: the process goes on, the next step is the one, and the notice counts from the first signal.
 
     One after the notice, which nothing has noted as expired so far, is a notice of its own.
     """
@@ -498,7 +498,7 @@ def test_a_signal(alone: tuple[Preemption, Clock]) -> None:
     ],
 )
 def test_a_rank_that_is_alone(before: list[int], after: list[int]) -> None:
-    """It stops at the next call, whatever its step, and in all calls of that."""
+    """Stop a rank that is alone at the next call, whatever the step, and in all calls with that step."""
     preemption = Preemption(RankGroup(0, 1, None))
     assert not any(preemption.reached(step) for step in before)
     preemption.record_signal()
@@ -506,7 +506,7 @@ def test_a_rank_that_is_alone(before: list[int], after: list[int]) -> None:
 
 
 def test_without_a_notice_nothing_counts_down() -> None:
-    """It is not known how long there is."""
+    """Give no notice: the seconds left are not known."""
     preemption = Preemption(RankGroup(0, 1, None))
     preemption.record_signal()
     assert preemption.remaining_seconds() is None
@@ -515,7 +515,7 @@ def test_without_a_notice_nothing_counts_down() -> None:
 
 @pytest.fixture
 def heard() -> Iterator[list[int]]:
-    """A handler of the user's own stands already: what it hears."""
+    """Install a handler of the user's own first; return the signals that it gets."""
     found: list[int] = []
 
     def own(number: int, frame: FrameType | None) -> None:
@@ -535,7 +535,7 @@ def alone_too() -> Preemption:
 
 @pytest.mark.parametrize("closed_first", [0, 1])
 def test_two_that_listen(heard: list[int], closed_first: int) -> None:
-    """Each hears of it, and so does the handler from before; closed in any order, that is back after the last."""
+    """Call all listeners and the former handler; closed in any order, the former handler is back after the last."""
     two = [alone_too(), alone_too()]
     for one in two:
         one.install()
@@ -555,7 +555,7 @@ def test_two_that_listen(heard: list[int], closed_first: int) -> None:
 
 
 def test_the_former_handler_comes_last(heard: list[int]) -> None:
-    """It may raise: whoever listens has heard of it before, and hears of the next."""
+    """Let the former handler raise: the listeners were called before, and are called at the next signal."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         assert preemptions[-1].reached(1)
@@ -576,7 +576,7 @@ def test_the_former_handler_comes_last(heard: list[int]) -> None:
 
 
 def test_a_handler_that_was_put_in_its_place(heard: list[int]) -> None:
-    """It is left there; and where it calls ours, as the one before, nothing goes round in circles."""
+    """Install a handler on top: it stays, and may call ours as the former one without an endless recursion."""
     own = signal.getsignal(signal.SIGTERM)
     one, two = alone_too(), alone_too()
     one.install()
@@ -605,7 +605,7 @@ def test_a_handler_that_was_put_in_its_place(heard: list[int]) -> None:
 
 
 def test_what_was_ignored_is_heard_of(heard: list[int]) -> None:
-    """A launcher that ignores SIGTERM does not mean that nobody may know; afterwards it is ignored again."""
+    """Begin with SIGTERM ignored, as by a launcher: listeners are called, and afterwards it is ignored again."""
     own = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     preemption = alone_too()
     preemption.install()
@@ -621,7 +621,7 @@ def test_what_was_ignored_is_heard_of(heard: list[int]) -> None:
 
 
 def test_other_threads_cannot_listen(alone: tuple[Preemption, Clock], heard: list[int]) -> None:
-    """Python allows it in the main thread alone, which an error says. Where a thread closes, the former is called."""
+    """Install in another thread than the main one: an error says so. Closed in a thread, the former one is called."""
     preemption, _ = alone
     errors: list[BaseException] = []
 
@@ -674,7 +674,7 @@ def ending_of(child):
 
 
 def run_script(script: str) -> tuple[int, str]:
-    """How it ends, and what it says; whatever it leaves behind is killed."""
+    """Return exit status and output of a program; kill what it leaves behind."""
     with subprocess.Popen(
         [sys.executable, "-c", BEGINNING + script], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -687,7 +687,7 @@ def run_script(script: str) -> tuple[int, str]:
 
 
 def test_children_that_are_forked_can_be_ended() -> None:
-    """A pool of processes is left at once, however early its workers are told; this process still hears of SIGTERM."""
+    """End the workers of a pool of processes by SIGTERM, however early: it ends, and this process still listens."""
     code, said = run_script(
         """
 def told_early():
@@ -714,7 +714,7 @@ assert preemption.reached(2)
 
 
 def test_what_a_child_says_itself_counts() -> None:
-    """Its own handler stays, it may listen itself, and the mask of signals is its parent's."""
+    """Fork a child: its own handler stays, it may listen itself, and its mask of signals is the parent's."""
     code, said = run_script(
         """
 def child_of(part):
@@ -748,7 +748,7 @@ print(child_of(that_blocks))
 @pytest.mark.torture
 @pytest.mark.parametrize("close", ["preemption.close()", "in_a_thread(preemption.close)"])
 def test_once_closed_a_signal_ends_the_process(close: str) -> None:
-    """As if nobody had ever listened; in whatever thread it was closed, and with others closed before."""
+    """Close in any thread, after others or not: a signal ends the process as if there had been no listener."""
     code, said = run_script(
         f"""
 other = Preemption(RankGroup(0, 1, None))
@@ -765,7 +765,7 @@ print("alive", flush=True)
 
 
 def test_one_process_of_three_gets_a_signal(rank_pool: RankPool) -> None:
-    """They train with a collective in each step; rank 1 gets SIGTERM, twice; all stop at one step, alive, and save."""
+    """Train with a collective in each step; send rank 1 SIGTERM twice: all ranks stop at one step, alive, and save."""
     told = rank_pool.run(_train, ranks=range(3))
     assert len({step for step, _ in told}) == 1
     assert told[0][0] > 20
