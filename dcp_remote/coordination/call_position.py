@@ -33,14 +33,11 @@ class CallPosition:
     is_calling: bool = False
 
 
-def position_of(thread_id: int) -> CallPosition:
-    """Return the position of a thread of this process; costs microseconds, and stops no thread.
-
-    Args:
-        thread_id: Identifier of the thread, as by `threading.get_ident`.
-    """
+def position_of(thread: threading.Thread) -> CallPosition:
+    """Return the position of a thread of this process; costs microseconds, and stops no thread."""
     where, is_calling = "", False
-    frame: FrameType | None = sys._current_frames().get(thread_id)
+    # The identifier of a thread that has ended may be that of another thread by now.
+    frame: FrameType | None = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
     for _ in range(_FRAMES_MAX):
         if frame is None or (where and is_calling):
             break

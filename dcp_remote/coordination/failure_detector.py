@@ -158,4 +158,5 @@ class FailureDetector:
         if is_coordinator_late or not late:
             late.insert(0, 0)
         message = f"{format_ranks(late)} did not report by the deadline; {outcome.what} was given up."
-        outcome.end(outcome.timed_out(message, **outcome.rank_details(late)))
+        error = outcome.timed_out(message, **outcome.rank_details(late))
+        outcome.end(error, is_unattended=not outcome.has_met)

@@ -208,7 +208,7 @@ class Heartbeat:
         self._run_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         # Thread that makes the calls of this rank: the one that began the last operation.
-        self._caller_id = 0
+        self._caller = threading.current_thread()
 
     def start(self) -> Self:
         """Start the thread unless it was started, and return self; may be called again after a failure or Ctrl-C.
@@ -217,7 +217,7 @@ class Heartbeat:
             RuntimeError: No thread can be started.
         """
         if self._thread is None:
-            self._caller_id = threading.get_ident()
+            self._caller = threading.current_thread()
             thread = threading.Thread(target=self._run, name="dcp_remote-heartbeat", daemon=True)
             thread.start()
             self._thread = thread
@@ -265,7 +265,7 @@ class Heartbeat:
     def enter(self, operation: int, what: str, watched: Iterable[int]) -> None:
         """Publish at once that this rank is in an operation, and watch these ranks from now on."""
         self._monitor = LivenessMonitor(watched, self._watched_at)
-        self._caller_id = threading.get_ident()
+        self._caller = threading.current_thread()
         with self._status_lock:
             self._status = RankStatus(0, operation, one_line(what), is_inside=True, note=one_line(what))
         self._wake.set()
@@ -372,7 +372,7 @@ class Heartbeat:
         status = self._status
         self._empty_outbox(client)
         self._count += 1
-        position = CallPosition() if status.is_inside else position_of(self._caller_id)
+        position = CallPosition() if status.is_inside else position_of(self._caller)
         status = replace(status, count=self._count, where=one_line(position.where), is_calling=position.is_calling)
         client.put(_status_key(self._rank), status.encode())
         client.has([_status_key(self._rank)])  # a stopped host takes what is put, but does not answer

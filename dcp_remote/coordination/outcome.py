@@ -59,7 +59,7 @@ class Outcome:
         is_committing: True on a coordinator in the commit phase: only the deadline cancels.
         ended_before_commit: True if the coordinator's verdict says that it was not committing yet. Not set on the
             coordinator.
-        is_unattended: True if the operation was cancelled because some rank did not come to it.
+        is_unattended: True if the operation was cancelled because not all ranks came to it, or in time.
         has_left: True once this rank takes no part any more.
         has_met: True once all ranks have met in a round: the number is right.
         time_limit: Deadline that passes with time only.

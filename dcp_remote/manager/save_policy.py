@@ -115,9 +115,10 @@ class SaveSchedule:
         if self._is_by_time:
             self._measure(step)
             is_due = self._is_due_by_time(step) or is_due
+        is_due = is_due and step != self._saved_step
         if is_due:
             self._restart()
-        return is_due and step != self._saved_step
+        return is_due
 
     def note_saved(self, step: int) -> None:
         """Note that this step was saved, or restored: the time to the next save begins."""

@@ -18,7 +18,7 @@ from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from tests.support.rank_threads import Ended, RankThreads, managers_of, rank_threads, wait_until
 
-ARRIVAL_SECONDS = 0.4
+ARRIVAL_SECONDS = 0.6
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def test_a_state_that_is_slow_to_collect_is_waited_for(monkeypatch: pytest.Monke
 
     class Slow:
         def state_dict(self) -> dict[str, Any]:
-            waited.wait(3 * ARRIVAL_SECONDS)
+            waited.wait(2 * ARRIVAL_SECONDS)
             return {}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
