@@ -558,11 +558,12 @@ class CheckpointManager:
     def _copied(
         self, collective: Collective, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *, stage: bool
     ) -> dict[str, Any]:
+        made: Any = state
         # A module is callable, too.
-        if callable(state) and not isinstance(state, Mapping) and not hasattr(state, "state_dict"):
+        if callable(made) and not isinstance(made, Mapping) and not hasattr(made, "state_dict"):
             collective.set_activity("collecting the state")
-            state = state()
-        copied = build_saved_state(state, self._ranks.rank)
+            made = made()
+        copied = build_saved_state(made, self._ranks.rank)
         require_distinct(copied)
         if not stage:
             # In the caller's thread, because streams are per thread: the saving thread would wait for another stream.

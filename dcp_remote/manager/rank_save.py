@@ -196,12 +196,12 @@ class _CoordinatorPlanning:
         coordinator = _require_coordinator(self._coordinator)
         for ticket, put in itertools.chain.from_iterable(request.unclear for request in requests):
             coordinator.failed(ticket, put)
-        ticket = coordinator.begin([request.labels for request in requests], collective, borrow=borrow)
-        if isinstance(ticket, Labelled):
-            return ticket
+        begun = coordinator.begin([request.labels for request in requests], collective, borrow=borrow)
+        if isinstance(begun, Labelled):
+            return begun
         is_known = self.known is not None and all(request.key == self.known.save_id for request in requests)
         is_known = self.compare_replicas([request.digests for request in requests]) and is_known
-        return _Begun(ticket, is_known, in_tables=all(request.is_regular for request in requests))
+        return _Begun(begun, is_known, in_tables=all(request.is_regular for request in requests))
 
     def compare_replicas(self, digests: list[Digests]) -> bool:
         """Return whether ranks that write parts of a replica hold equal values; log the replicas that differ."""

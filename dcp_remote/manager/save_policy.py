@@ -53,11 +53,7 @@ class SavePolicy:
         steps, seconds = self.every_steps, self.every_seconds
         if steps is not None and (type(steps) is not int or steps < 1):
             raise InvalidArgumentError("every_steps must be an integer above zero.", every_steps=steps)
-        if seconds is not None and (
-            isinstance(seconds, bool)
-            or not isinstance(seconds, int | float)
-            or not 0 < seconds <= threading.TIMEOUT_MAX
-        ):
+        if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds <= threading.TIMEOUT_MAX):
             raise InvalidArgumentError("every_seconds must be a number above zero, and finite.", every_seconds=seconds)
         if isinstance(self.at, str | bytes) or not isinstance(self.at, Iterable):
             raise InvalidArgumentError("at must be a list of steps, such as at=[100, 1000].", at=self.at)

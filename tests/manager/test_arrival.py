@@ -121,7 +121,7 @@ def test_a_state_that_is_slow_to_collect_is_waited_for(monkeypatch: pytest.Monke
         managers = Managers(them, monkeypatch)
 
         def save(group: RankGroup) -> None:
-            state = state_of(1) | ({"slow": Slow()} if group.rank == slow else {"slow": {}})
+            state = state_of(1) | {"slow": Slow() if group.rank == slow else {}}
             managers.managers[group.rank].save(step, state, wait=True)
 
         for step, slow in ((1, 0), (2, 1)):  # noqa: B007  # read by the ranks
@@ -207,5 +207,5 @@ def test_a_function_that_returns_the_state() -> None:
         module = nn.Linear(1, 1)
         module.forward = make  # type: ignore[assignment]
         with suppress(Exception):  # it may be refused, or saved, but is never called
-            manager.save(2, module, wait=True)  # type: ignore[arg-type]
+            manager.save(2, module, wait=True)
         assert calls == [1]

@@ -88,7 +88,7 @@ def test_a_save_that_fails_is_due_again() -> None:
     """The same step, asked about once more."""
     with CheckpointManager(MemoryStore(), save_policy=SavePolicy(every_steps=2)) as checkpoints:
         with pytest.raises(InvalidArgumentError):
-            checkpoints.save(2, {"a": 1, 2: 1}, name="7", wait=True)
+            checkpoints.save(2, state_of(2), name="7", wait=True)
         assert checkpoints.should_save(2)
         checkpoints.save(2, state_of(2))
         assert not checkpoints.should_save(2)
