@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dcp_remote.loading.load import load
     from dcp_remote.manager.manager import CheckpointManager
     from dcp_remote.manager.random_states import RandomStates
+    from dcp_remote.manager.save_policy import SavePolicy
     from dcp_remote.reader import RemoteReader
     from dcp_remote.run.retention import Best, Retention
     from dcp_remote.run.run import CheckpointInfo, latest
@@ -36,6 +37,7 @@ __all__ = [
     "RemoteReader",
     "RemoteWriter",
     "Retention",
+    "SavePolicy",
     "errors",
     "latest",
     "load",
@@ -51,6 +53,7 @@ _LAZY = {
     "RemoteReader": "reader",
     "RemoteWriter": "writer",
     "Retention": "run.retention",
+    "SavePolicy": "manager.save_policy",
     "latest": "run.run",
     "load": "loading.load",
 }

@@ -1,13 +1,15 @@
 """Collective operations of the ranks of a process group, over its key-value store and never by torch's collectives.
 
 `group` numbers the operations of its ranks, `collective` is one operation, `outcome` its end, `messages` its keys;
-`heartbeat` shows that a rank lives, `failure_detector` finds ranks that do not; `key_value` is the client of the store,
+`heartbeat` shows that a rank lives, `call_position` where the rank is, `failure_detector` finds ranks that do not live
+or do not come; `key_value` is the client of the store,
 `member` what an operation uses of its group, `use_counter` the way in which groups of one name find each other.
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "call_position",
     "collective",
     "failure_detector",
     "group",

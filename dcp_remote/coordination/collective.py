@@ -2,8 +2,9 @@
 
 All messages go over the key-value store of the process group, never through a torch collective, which nothing could
 interrupt. An operation ends on every living rank: with its answers; with the error of the rank that failed, a heartbeat
-or two later; with the names of ranks that fell silent; or at its deadline, with the names of ranks that did not report.
-A rank in the middle of a long upload is reached through the `Deadline` of the operation, which passes at once.
+or two later; with the names of ranks that did not come or fell silent; or at its deadline, with the names of ranks that
+did not report. A rank in the middle of a long upload is reached through the `Deadline` of the operation, which passes
+at once.
 
 The coordinator is rank 0 of the group.
 """
@@ -59,6 +60,7 @@ class Collective:
         keys: Keys of the operation, by the number that this rank has counted.
         seconds: Seconds until the deadline, from now on.
         silence_seconds: Seconds of silence that end the operation: of another rank, the store, or this process.
+        arrival_seconds: Seconds after which a rank that has not begun the operation ends it.
         left_seconds: Returns the seconds left for work before this process is killed.
         failed: Class of the error that is raised for a cause that is no `DcpRemoteError`.
         timed_out: Class of the error that is raised at the deadline.
@@ -79,6 +81,7 @@ class Collective:
         *,
         seconds: float,
         silence_seconds: float,
+        arrival_seconds: float,
         left_seconds: Callable[[], float],
         failed: type[DcpRemoteError],
         timed_out: type[DcpRemoteError],
@@ -100,7 +103,9 @@ class Collective:
             on_renumber=partial(on_renumber, self),
             clock=clock,
         )
-        self._failure_detector = FailureDetector(member, self._outcome, silence_seconds=silence_seconds)
+        self._failure_detector = FailureDetector(
+            member, self._outcome, silence_seconds=silence_seconds, arrival_seconds=arrival_seconds
+        )
         self.what = keys.what
         self.failed = failed
         self.deadline = self._outcome.deadline
@@ -125,7 +130,10 @@ class Collective:
         cancelled, keys = outcome.leave(), outcome.keys
         if self._member.is_coordinator:
             unread = self._failure_detector.unread_keys(keys) if error is not None else []
-            self._member.note_left_keys(keys.number, [keys.failed, keys.verdict, *self._answer_keys, *unread])
+            verdicts = [keys.verdict] if outcome.has_met else []
+            self._member.note_left_keys(keys.number, [keys.failed, *verdicts, *self._answer_keys, *unread])
+            if not outcome.has_met:
+                self._member.note_verdict(keys.number, keys.verdict)
             if error is not None and self._heartbeat is not None:
                 # An operation that fails before its first round deletes nothing by itself.
                 self._heartbeat.enqueue(lambda client: self._member.delete_left_keys(client, keys.number - 1))
@@ -165,6 +173,11 @@ class Collective:
         ended. Always False on the coordinator.
         """
         return self._outcome.coordinator_lost
+
+    @property
+    def is_unattended(self) -> bool:
+        """True if the operation was cancelled because some rank did not come to it; the same on all ranks that did."""
+        return self._outcome.is_unattended
 
     @property
     def is_committing(self) -> bool:
@@ -420,7 +433,7 @@ class Collective:
         # Also makes sure that the answers have arrived before this rank's next heartbeat says that it has gone on.
         client.has([next(iter(data))])
         client.delete(old_keys)
-        self._member.delete_left_keys(client, self._outcome.keys.number)
+        self._member.delete_left_keys(client, self._outcome.keys.number, have_all_come=True)
 
     def _delete_left_keys_and_read_verdicts(self, client: Client) -> None:
         # Deletes before it reads, because a verdict ends the operation at once; again under the number that it finds.

@@ -1,4 +1,4 @@
-"""Detector of ranks that keep a collective operation from going on: silent, in another operation, or late.
+"""Detector of ranks that keep a collective operation from going on: absent, silent, in another operation, or late.
 
 Every rank watches the coordinator, and the coordinator watches all others, in the thread of the heartbeat.
 """
@@ -12,6 +12,9 @@ from dcp_remote.coordination.member import GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys
 from dcp_remote.coordination.outcome import Outcome, format_ranks
 
+# Ranks whose positions an error shows.
+_POSITIONS = 16
+
 
 class FailureDetector:
     """Ends an operation by an error that names the ranks which keep it from going on.
@@ -20,17 +23,21 @@ class FailureDetector:
         member: This rank as a member of the group.
         outcome: Outcome of the operation.
         silence_seconds: Seconds of silence after which a rank that was heard before ends the operation.
+        arrival_seconds: Seconds after which a rank that has not begun the operation ends it.
 
     Attributes:
         is_waiting: True on a coordinator that waits for contributions.
     """
 
-    def __init__(self, member: GroupMember, outcome: Outcome, *, silence_seconds: float) -> None:
+    def __init__(
+        self, member: GroupMember, outcome: Outcome, *, silence_seconds: float, arrival_seconds: float
+    ) -> None:
         """Expect all contributions to the first round."""
         self._member = member
         self._heartbeat = member.heartbeat
         self._outcome = outcome
         self._silence_seconds = silence_seconds
+        self._arrival_seconds = arrival_seconds
         # On the coordinator: the round, and the ranks whose contributions to it are not read yet.
         self._missing: tuple[int, Sequence[int]] = (1, range(1, member.world_size))
         self.is_waiting = False
@@ -57,9 +64,11 @@ class FailureDetector:
             if not outcome.read_verdict(client) and status is not None:
                 outcome.follow(status)
             self._end_if_silent()
+            self._end_if_absent(client, [0])
         elif not outcome.is_committing and not outcome.read_verdict(client):
             self._end_if_silent()
             self._end_if_elsewhere()
+            self._end_if_absent(client, self._missing[1])
             if outcome.time_limit.expired():
                 self._end_as_late(client)
 
@@ -71,6 +80,51 @@ class FailureDetector:
             subject = f"{format_ranks(list(silent))} {'has' if len(silent) == 1 else 'have'}"
             message = f"{subject} been silent for {max(silent.values()):.0f} s; {outcome.what} was given up."
             outcome.end(outcome.failed(message, **outcome.rank_details(list(silent))), coordinator_lost=True)
+
+    def _end_if_absent(self, client: Client, ranks: Sequence[int]) -> None:
+        """End the operation if a rank does not come to it: no rank under `if rank == 0` ever will.
+
+        A rank that is in another call of this package is waited for, until the deadline.
+
+        Args:
+            client: Client of the heartbeat.
+            ranks: Ranks without which the operation cannot begin.
+        """
+        outcome, missing = self._outcome, self._missing
+        seconds = outcome.time_limit.elapsed_seconds()
+        if outcome.has_met or outcome.error is not None or seconds < self._arrival_seconds:
+            return
+        absent = [rank for rank in ranks if not self._is_coming(rank)]
+        if self._member.is_coordinator:
+            # In a large group the heartbeats of a few hundred ranks are found at a time, a contribution at once.
+            present = client.present(outcome.keys.contributions(1, absent))
+            absent = [rank for rank in absent if outcome.keys.contribution(1, rank) not in present]
+        if not absent or self._missing is not missing:
+            return  # contributions were read meanwhile; the next heartbeat looks again
+        subject = f"{format_ranks(absent)} {'has' if len(absent) == 1 else 'have'}"
+        message = (
+            f"{subject} not called {outcome.what} within {seconds:.0f} s of rank {self._member.rank}; it was given up. "
+            "Call it on every rank, not under `if rank == 0`; if ranks may be that far apart, pass a larger "
+            "arrival_seconds."
+        )
+        error = outcome.timed_out(message, **outcome.rank_details(absent), now=self._positions(absent))
+        outcome.end(error, is_unattended=True)
+
+    def _is_coming(self, rank: int) -> bool:
+        """Return whether a rank has begun the operation, or is in a call of this package and may begin it next."""
+        status = None if self._heartbeat is None else self._heartbeat.last(rank)
+        if status is None or status.is_closed:
+            return False
+        # A rank that is ahead, or has left the operation already, is found by `_end_if_elsewhere` or the verdicts.
+        return status.is_inside or status.is_calling or status.operation >= self._outcome.keys.number
+
+    def _positions(self, ranks: Sequence[int]) -> str | None:
+        """Return where ranks are in their users' code, for an error; None if no rank says so."""
+        statuses = {
+            rank: None if self._heartbeat is None else self._heartbeat.last(rank) for rank in ranks[:_POSITIONS]
+        }
+        shown = [f"{rank}: {status.where}" for rank, status in statuses.items() if status is not None and status.where]
+        return "; ".join(shown) or None
 
     def _end_if_elsewhere(self) -> None:
         """End the operation if the coordinator waits for the contribution of a rank that will never give it."""
@@ -104,4 +158,5 @@ class FailureDetector:
         if is_coordinator_late or not late:
             late.insert(0, 0)
         message = f"{format_ranks(late)} did not report by the deadline; {outcome.what} was given up."
-        outcome.end(outcome.timed_out(message, **outcome.rank_details(late)))
+        error = outcome.timed_out(message, **outcome.rank_details(late))
+        outcome.end(error, is_unattended=not outcome.has_met)

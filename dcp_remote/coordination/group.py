@@ -103,6 +103,16 @@ class RankGroup:
         return cls(rank, world_size, uses, beat_seconds=beat_seconds, store_host=_host_of(store))
 
     @property
+    def beat_seconds(self) -> float:
+        """Seconds between two heartbeats of a rank."""
+        return self._beat_seconds
+
+    @property
+    def has_met(self) -> bool:
+        """True once all ranks have met in an operation of this group."""
+        return self._has_met
+
+    @property
     def heartbeat(self) -> Heartbeat | None:
         """Heartbeat of this rank; None if it is the only one, or before the first operation."""
         return self._member.heartbeat
@@ -141,6 +151,7 @@ class RankGroup:
         *,
         seconds: float,
         silence_seconds: float = 60.0,
+        arrival_seconds: float = math.inf,
         left_seconds: Callable[[], float] = lambda: math.inf,
         failed: type[DcpRemoteError],
         timed_out: type[DcpRemoteError],
@@ -152,6 +163,8 @@ class RankGroup:
             seconds: Seconds until its deadline, from now on.
             silence_seconds: Seconds of silence after which a rank that was heard before fails the operation, and so
                 does a store that does not answer.
+            arrival_seconds: Seconds from now after which a rank that has not begun the operation fails it, unless its
+                heartbeat shows that it is in another call of this package.
             left_seconds: Returns the seconds left for work before this process is killed.
             failed: Class of the error that is raised for a cause that is no `DcpRemoteError`.
             timed_out: Class of the error that is raised at the deadline.
@@ -171,6 +184,7 @@ class RankGroup:
             CollectiveKeys(self._number + 1, one_line(what)),
             seconds=seconds,
             silence_seconds=silence_seconds,
+            arrival_seconds=arrival_seconds,
             left_seconds=left_seconds,
             failed=failed,
             timed_out=timed_out,
@@ -291,7 +305,7 @@ class RankGroup:
                 inside.append(rank)
         if any(monitor.silent_seconds(rank, now) < self.heartbeat.delay_seconds_max for rank in inside):
             return False
-        self._member.delete_left_keys(client, self._number + 1)
+        self._member.delete_left_keys(client, self._number + 1, have_all_come=True)
         return True
 
 

@@ -21,6 +21,7 @@ from typing import Self
 
 import torch.distributed as dist
 
+from dcp_remote.coordination.call_position import CallPosition, position_of
 from dcp_remote.coordination.key_value import Client
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ class RankStatus:
         is_inside: True until the rank leaves that operation.
         is_closed: True if this is the rank's last heartbeat.
         note: Activity of the rank, for error messages.
+        where: Position of the rank's thread in the code of its user; "" while the rank is in an operation.
+        is_calling: True if that thread is in a call of this package, outside an operation.
     """
 
     count: int
@@ -97,16 +100,20 @@ class RankStatus:
     is_inside: bool = False
     is_closed: bool = False
     note: str = ""
+    where: str = ""
+    is_calling: bool = False
 
     def encode(self) -> bytes:
         """Return the value that is put into the store."""
-        return json.dumps([self.count, self.operation, self.what, self.is_inside, self.is_closed, self.note]).encode()
+        values = [self.count, self.operation, self.what, self.is_inside, self.is_closed, self.note, self.where]
+        return json.dumps([*values, self.is_calling]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> RankStatus:
         """Return the status that `encode` encoded."""
-        count, operation, what, is_inside, is_closed, note = json.loads(data)
-        return cls(int(count), int(operation), str(what), bool(is_inside), bool(is_closed), str(note))
+        count, operation, what, is_inside, is_closed, note, where, is_calling = json.loads(data)
+        states = bool(is_inside), bool(is_closed)
+        return cls(int(count), int(operation), str(what), *states, str(note), str(where), bool(is_calling))
 
 
 class LivenessMonitor:
@@ -200,6 +207,8 @@ class Heartbeat:
         self._gone: Exception | None = None
         self._run_lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        # Thread that makes the calls of this rank: the one that began the last operation.
+        self._caller = threading.current_thread()
 
     def start(self) -> Self:
         """Start the thread unless it was started, and return self; may be called again after a failure or Ctrl-C.
@@ -208,6 +217,7 @@ class Heartbeat:
             RuntimeError: No thread can be started.
         """
         if self._thread is None:
+            self._caller = threading.current_thread()
             thread = threading.Thread(target=self._run, name="dcp_remote-heartbeat", daemon=True)
             thread.start()
             self._thread = thread
@@ -255,6 +265,7 @@ class Heartbeat:
     def enter(self, operation: int, what: str, watched: Iterable[int]) -> None:
         """Publish at once that this rank is in an operation, and watch these ranks from now on."""
         self._monitor = LivenessMonitor(watched, self._watched_at)
+        self._caller = threading.current_thread()
         with self._status_lock:
             self._status = RankStatus(0, operation, one_line(what), is_inside=True, note=one_line(what))
         self._wake.set()
@@ -361,7 +372,9 @@ class Heartbeat:
         status = self._status
         self._empty_outbox(client)
         self._count += 1
-        client.put(_status_key(self._rank), replace(status, count=self._count).encode())
+        position = CallPosition() if status.is_inside else position_of(self._caller)
+        status = replace(status, count=self._count, where=one_line(position.where), is_calling=position.is_calling)
+        client.put(_status_key(self._rank), status.encode())
         client.has([_status_key(self._rank)])  # a stopped host takes what is put, but does not answer
         monitor = self._monitor
         self._watched_at = self._watch_clock()

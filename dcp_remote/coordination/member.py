@@ -8,6 +8,10 @@ from collections.abc import Iterable
 from dcp_remote.coordination.heartbeat import Heartbeat
 from dcp_remote.coordination.key_value import Client, HelperClient
 
+# Operations that not all ranks came to, of which the coordinator's verdicts are kept: by these a rank that missed some
+# finds out how many.
+VERDICTS_KEPT = 64
+
 
 class GroupMember:
     """This rank as a member of its group: its heartbeat, an idle client of the store, and the keys to delete later.
@@ -33,6 +37,7 @@ class GroupMember:
         self._is_closed = False
         self._idle_client: HelperClient | None = None
         self._leftovers: dict[int, list[str]] = {}
+        self._verdicts: dict[int, str] = {}
 
     def take_client(self) -> HelperClient:
         """Return a client for the thread of an operation: the idle one, or another."""
@@ -56,11 +61,25 @@ class GroupMember:
             if self.world_size > 1:
                 self._leftovers.setdefault(operation, []).extend(keys)
 
-    def delete_left_keys(self, client: Client, before: int) -> None:
-        """Delete the keys that operations before number `before` left in the store."""
+    def note_verdict(self, operation: int, key: str) -> None:
+        """Note the verdict on an operation that not all ranks came to, for ranks that come later; coordinator only."""
         with self._lock:
-            old = [self._leftovers.pop(operation) for operation in list(self._leftovers) if operation < before]
-        client.delete(key for keys in old for key in keys)
+            if self.world_size > 1:
+                self._verdicts[operation] = key
+
+    def delete_left_keys(self, client: Client, before: int, *, have_all_come: bool = False) -> None:
+        """Delete the keys that operations before number `before` left in the store.
+
+        Args:
+            client: Client of the store.
+            before: Number of the first operation whose keys are kept.
+            have_all_come: All ranks are in operation `before`, or none will come to an earlier one: no verdict is kept.
+        """
+        verdicts_before = before if have_all_come else before - VERDICTS_KEPT
+        with self._lock:
+            old = [key for number in _numbers_below(self._leftovers, before) for key in self._leftovers.pop(number)]
+            old += [self._verdicts.pop(number) for number in _numbers_below(self._verdicts, verdicts_before)]
+        client.delete(old)
 
     def close(self) -> None:
         """Close the idle client, and keep none from now on."""
@@ -69,3 +88,7 @@ class GroupMember:
             client, self._idle_client = self._idle_client, None
         if client is not None:
             client.close()
+
+
+def _numbers_below(by_number: Iterable[int], limit: int) -> list[int]:
+    return [number for number in by_number if number < limit]

@@ -10,7 +10,8 @@ Below the prefix of the group, for operation k, whose name has the digest w, and
     k/verdict         the verdict of the coordinator, if the operation did not end with its answers
 
 When operation k + 2 is under way nothing of operation k is left, whether it failed or not, but for what a rank that
-was stopped posts when it goes on.
+was stopped posts when it goes on; and for the verdicts on the last 64 operations to which not all ranks came, which are
+deleted once all ranks have met in a later one.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Verdict:
         data: The error, pickled separately, since only one rank may know its class.
         coordinator_lost: True if no other rank can know what the coordinator did last.
         is_committing: True if the coordinator was committing already.
+        is_unattended: True if some rank did not come to the operation.
     """
 
     what: str
@@ -83,6 +85,7 @@ class Verdict:
     data: bytes
     coordinator_lost: bool
     is_committing: bool
+    is_unattended: bool = False
 
     def error(self, failed: type[DcpRemoteError]) -> DcpRemoteError:
         """Return the error; if it cannot be unpickled, an error of class `failed` with the same text."""

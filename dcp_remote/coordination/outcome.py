@@ -20,7 +20,7 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.picklable_errors import survives_pickling
 from dcp_remote.coordination.heartbeat import RankStatus
 from dcp_remote.coordination.key_value import Client
-from dcp_remote.coordination.member import GroupMember
+from dcp_remote.coordination.member import VERDICTS_KEPT, GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys, Verdict
 from dcp_remote.errors import DcpRemoteError
 
@@ -59,6 +59,7 @@ class Outcome:
         is_committing: True on a coordinator in the commit phase: only the deadline cancels.
         ended_before_commit: True if the coordinator's verdict says that it was not committing yet. Not set on the
             coordinator.
+        is_unattended: True if the operation was cancelled because not all ranks came to it, or in time.
         has_left: True once this rank takes no part any more.
         has_met: True once all ranks have met in a round: the number is right.
         time_limit: Deadline that passes with time only.
@@ -96,6 +97,7 @@ class Outcome:
         self.coordinator_lost = False
         self.is_committing = False
         self.ended_before_commit = False
+        self.is_unattended = False
         self.has_left = False
         self.has_met = False
         self._looked_at = clock()
@@ -168,12 +170,17 @@ class Outcome:
         return status.is_closed or status.operation > number or is_out
 
     def follow(self, status: RankStatus) -> bool:
-        """Take the coordinator's number if it is in this operation under a later one; return whether that changed."""
+        """Go on to a later number by the coordinator's status; return whether that changed this rank's.
+
+        To the coordinator's number if the coordinator is in this operation. If this rank has missed more operations
+        than there are verdicts, to the first of these; the verdicts then lead on.
+        """
         keys = self.keys
-        if self.has_met or status.operation <= keys.number or status.what != self.what or not status.is_inside:
+        if self.has_met:
             return False
-        self._renumber(keys, status.operation)
-        return True
+        is_same = status.what == self.what and status.is_inside
+        number = status.operation if is_same else status.operation - VERDICTS_KEPT + 1
+        return number > keys.number and self._renumber(keys, number)
 
     def read_verdict(self, client: Client) -> bool:
         """Read the verdict under this number, if there is one: cancel, or go on to the next number.
@@ -190,14 +197,18 @@ class Outcome:
         assert isinstance(verdict, Verdict), "nothing else is put there"
         if self.has_met or verdict.what in {self.what, ""}:
             if is_coordinator:
-                self.end(verdict.error(self.failed))
+                self.end(verdict.error(self.failed), is_unattended=verdict.is_unattended)
             else:
+                self.is_unattended = verdict.is_unattended
                 self.ended_before_commit = not verdict.coordinator_lost and not verdict.is_committing
                 self.cancel(verdict.error(self.failed), coordinator_lost=verdict.coordinator_lost)
         elif self._renumber(keys, keys.number + 1) and is_coordinator:
+            # For ranks that come later still, so that they go on to the next number, too.
+            client.put_first(keys.verdict, data)
+            self._member.note_verdict(keys.number, keys.verdict)
             others = range(1, self._member.world_size)
             own, theirs = (some.contributions(1, others) for some in (keys, keys.with_name(verdict.what)))
-            self._member.note_left_keys(keys.number, [keys.failed, keys.verdict, *own, *theirs])
+            self._member.note_left_keys(keys.number, [keys.failed, *own, *theirs])
         return True
 
     def _renumber(self, keys: CollectiveKeys, number: int) -> bool:
@@ -247,6 +258,7 @@ class Outcome:
         coordinator_lost: bool = False,
         even_in_commit: bool = False,
         any_operation: bool = False,
+        is_unattended: bool = False,
     ) -> None:
         """Cancel the operation here, and tell the others.
 
@@ -255,8 +267,10 @@ class Outcome:
             coordinator_lost: This rank cannot know what the coordinator does; ignored on the coordinator.
             even_in_commit: Cancel also in the coordinator's commit phase.
             any_operation: End every operation under this number, also one of another name.
+            is_unattended: Some rank did not come to the operation.
         """
         is_coordinator = self._member.is_coordinator
+        self.is_unattended = self.is_unattended or is_unattended  # before the thread that waits can see the error
         if self.cancel(error, coordinator_lost=coordinator_lost and not is_coordinator, even_in_commit=even_in_commit):
             if is_coordinator:
                 self.post_verdict(error, coordinator_lost=self.is_committing, any_operation=any_operation)
@@ -292,7 +306,8 @@ class Outcome:
         if self._heartbeat is not None:
             key = self.keys.verdict if self._member.is_coordinator else self.keys.failed
             what = "" if any_operation else self.what
-            verdict = Verdict(what, str(error), pickle.dumps(error), coordinator_lost, self.is_committing)
+            states = coordinator_lost, self.is_committing, self.is_unattended
+            verdict = Verdict(what, str(error), pickle.dumps(error), *states)
             data = pickle.dumps(verdict)
             self._heartbeat.enqueue(lambda client: client.put_first(key, data))
 

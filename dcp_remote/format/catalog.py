@@ -227,6 +227,45 @@ def pin_entry(catalog: Catalog, step: int, *, pin: bool) -> Catalog | None:
     return None if entry.pinned == pin else _changed(catalog, replace(entry, pinned=pin))
 
 
+def label_entry(
+    catalog: Catalog,
+    save_id: str,
+    *,
+    token: int,
+    names: tuple[str, ...] = (),
+    metrics: tuple[tuple[str, float], ...] = (),
+) -> Catalog | None:
+    """Give a checkpoint more names, which other checkpoints lose, and more metrics. Return None if nothing changes.
+
+    A metric that the checkpoint has already gets the new value.
+
+    Args:
+        catalog: Current catalog.
+        save_id: Id of the save that wrote the checkpoint.
+        token: Fencing token of the job that gives them.
+        names: Names to add.
+        metrics: Names and values of metrics to add.
+
+    Raises:
+        FencedError: A newer job owns the run.
+        CommitConflictError: The checkpoint is not live any more.
+    """
+    if catalog.token != token:
+        raise FencedError("A newer job owns this run; stop this one.", token=token, newest=catalog.token)
+    entry = next((live for live in catalog.entries if live.save_id == save_id), None)
+    if entry is None:
+        raise CommitConflictError(
+            "The checkpoint of this step was removed or replaced meanwhile; nothing was saved. Save again.",
+            save_id=save_id,
+        )
+    added = tuple(name for name in names if name not in entry.names)
+    labelled = replace(entry, names=entry.names + added, metrics=tuple((dict(entry.metrics) | dict(metrics)).items()))
+    if labelled == entry:
+        return None
+    rest = (_without_names(live, added) for live in catalog.entries if live.save_id != save_id)
+    return _with(catalog, [*rest, labelled])
+
+
 def raise_floor(catalog: Catalog, floor: int) -> Catalog | None:
     """Raise the floor to `floor`. Return None if it is that high already.
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_remote.common.deadline import Deadline
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.catalog import BeginAgainError, Catalog, Entry
@@ -41,6 +40,17 @@ class Committed:
     manifest: str
     total_bytes: int
     left_out: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """Answer to the ranks: this step was saved before, and the checkpoint has the names and metrics of this save.
+
+    Attributes:
+        entry: Entry of the checkpoint.
+    """
+
+    entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +89,19 @@ class Coordinator:
         """Go on from the checkpoint of a step, in a new session: a stuck thread may still use the old one."""
         self._job = self._job.after(step)
 
-    def begin(self, notes: Sequence[CheckpointLabels], deadline: Deadline, *, borrow: bool = True) -> SaveTicket:
-        """Begin a save of all ranks.
+    def begin(
+        self, notes: Sequence[CheckpointLabels], collective: Collective, *, borrow: bool = True
+    ) -> SaveTicket | Labelled:
+        """Begin a save of all ranks; or label the checkpoint that this job has at the step, if the labels say so.
 
         Args:
-            notes: Labels of all ranks by rank; names and metrics of the coordinator's are stored.
-            deadline: Deadline of the save.
+            notes: Labels of all ranks by rank; those of the coordinator count.
+            collective: Collective operation of the save.
             borrow: True if shards of an earlier checkpoint may be reused.
 
         Raises:
             InvalidArgumentError: Ranks save different steps.
-            DcpRemoteError: See `JobSession.begin`.
+            DcpRemoteError: See `JobSession.begin` and `JobSession.label`.
         """
         steps = {note.step: rank for rank, note in reversed(list(enumerate(notes)))}
         if len(steps) > 1:
@@ -97,7 +109,14 @@ class Coordinator:
                 "Ranks save different steps; nothing was saved. Call save with one step on all ranks.",
                 steps=", ".join(f"{step} (rank {rank})" for step, rank in sorted(steps.items())[:16]),
             )
-        return self._job.begin(notes[0], borrow=self._dedup and borrow, deadline=deadline)
+        job, note, deadline = self._job, notes[0], collective.deadline
+        if not note.exist_ok:
+            return job.begin(note, borrow=self._dedup and borrow, deadline=deadline)
+        begun = job.begin_or_find(note, borrow=self._dedup and borrow, deadline=deadline)
+        if isinstance(begun, SaveTicket):
+            return begun
+        collective.begin_commit()
+        return Labelled(job.label(begun, note, deadline=deadline))
 
     def commit(
         self,

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, Self, SupportsFloat
 
@@ -33,6 +33,7 @@ from dcp_remote.manager.preemption import Preemption
 from dcp_remote.manager.rank_restore import load_rank
 from dcp_remote.manager.rank_save import RankSaver, Task
 from dcp_remote.manager.reports import LoadReport, SaveReport
+from dcp_remote.manager.save_policy import SavePolicy, SaveSchedule
 from dcp_remote.manager.telemetry import Telemetry
 from dcp_remote.run.catalog_store import swap
 from dcp_remote.run.job import CheckpointLabels, JobSession, require_step
@@ -54,6 +55,11 @@ TIMEOUT_SECONDS = 1800.0
 # A rank without a heartbeat for so long counts as dead; a rank that is busy sends one every second.
 SILENCE_SECONDS = 60.0
 
+# Time in which all ranks come to a save or restore: training keeps them within a step of each other.
+ARRIVAL_SECONDS = 30.0
+# The first restore waits longer, by this factor: ranks that load weights and compile may be minutes apart.
+_FIRST_RESTORE_FACTOR = 10
+
 # Deadline of a pin, which a caller waits for.
 _PIN_SECONDS = 300.0
 
@@ -72,12 +78,14 @@ class CheckpointManager:
                     checkpoints.save(step, state)
 
     `save` copies the state and returns; a thread uploads the shards and commits the checkpoint. One save is under way
-    at a time: the next `save` waits for it, and raises its error. Every rank calls `save`, `restore` and
+    at a time: the next `save` waits for it, and raises its error. Every rank calls `save`, `restore`, `should_save` and
     `reached_preemption`, in the same order; any rank may call the other methods.
 
     A save ends by its deadline on every rank that lives: with a commit, or with an error that names the rank, the
-    shard and the cause. A rank that falls silent after its first call ends the save a minute later. If the job is
-    killed at any moment, the run has the checkpoints that it had, and perhaps the new one, each whole.
+    shard and the cause. A rank that does not call `save` within `arrival_seconds` of the others, as under
+    `if rank == 0`, ends it with an error that says where that rank is; if the rank comes later, its call raises the
+    same error at once. A rank that falls silent after its first call ends the save a minute later. If the job is killed
+    at any moment, the run has the checkpoints that it had, and perhaps the new one, each whole.
 
     The first save exchanges plans; a later save does so again if a name, a shape or a dtype has changed on any rank.
     A tensor that several ranks hold, as under DDP or HSDP, is written by one of them; the largest tensors by all of
@@ -98,6 +106,9 @@ class CheckpointManager:
         resumed_from: Step whose state was loaded by other means than `restore`.
         start_over: True to leave the run's checkpoints behind: the first commit marks them as abandoned.
         silence_seconds: Seconds without a heartbeat after which a rank counts as dead.
+        arrival_seconds: Seconds for which a save or restore waits for ranks that have not called it and are in no other
+            call of this package; ten times as long in the first restore, before which ranks load and compile.
+        save_policy: Rules by which `should_save` answers.
         notice_seconds: Seconds from SIGTERM until this job is killed, see `reached_preemption`; None if that is not
             known, and saves keep their usual deadline.
         allow_pickle: True to store and load objects that only code can load.
@@ -120,6 +131,8 @@ class CheckpointManager:
         resumed_from: int | None = None,
         start_over: bool = False,
         silence_seconds: float = SILENCE_SECONDS,
+        arrival_seconds: float = ARRIVAL_SECONDS,
+        save_policy: SavePolicy | None = None,
         notice_seconds: float | None = None,
         allow_pickle: bool = False,
         memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
@@ -130,7 +143,13 @@ class CheckpointManager:
                 "retention must be a Retention, such as Retention(keep_last=3).", type=type(retention).__qualname__
             )
         require_timeout(timeout_seconds)
+        if save_policy is not None and not isinstance(save_policy, SavePolicy):
+            raise InvalidArgumentError(
+                "save_policy must be a SavePolicy, such as SavePolicy(every_steps=1000).",
+                type=type(save_policy).__qualname__,
+            )
         require_timeout(silence_seconds, name="silence_seconds")
+        require_timeout(arrival_seconds, name="arrival_seconds")
         require_timeout(timeout_seconds if notice_seconds is None else notice_seconds, name="notice_seconds")
         require_budget(memory_budget_bytes)
         if resumed_from is not None:
@@ -143,6 +162,7 @@ class CheckpointManager:
         require_shared(location, default_world_size())
         self._store = CountingStore(location.store)
         self._timeout_seconds, self._silence_seconds = timeout_seconds, silence_seconds
+        self._arrival_seconds = arrival_seconds
         self._allow_pickle, self._memory_budget_bytes = allow_pickle, memory_budget_bytes
         self._is_alone = not _has_group()
         if self._is_alone and os.environ.get("WORLD_SIZE", "1") not in {"", "1"}:
@@ -155,6 +175,8 @@ class CheckpointManager:
             process_group, f"dcp_remote/{digest(self._store.url.encode()).hex()}"
         )
         self._preemption = Preemption(self._ranks, notice_seconds=notice_seconds)
+        self._schedule = SaveSchedule(save_policy, self._ranks) if save_policy is not None else None
+        self._should_stop = False
         job = JobSession(self._store)
         if resumed_from is not None or start_over:
             job.resume_from(-1 if resumed_from is None else resumed_from)
@@ -206,17 +228,23 @@ class CheckpointManager:
         """Report of the last `restore`; None before that."""
         return self._last_load
 
+    @property
+    def should_stop(self) -> bool:
+        """True once `should_save` or `reached_preemption` came to the step at which the ranks stop after SIGTERM."""
+        return self._should_stop
+
     # ---- called by every rank
 
     def save(
         self,
         step: int,
-        state: Mapping[str, Any],
+        state: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         *,
         name: str | Iterable[str] | None = None,
         metrics: Mapping[str, SupportsFloat] | None = None,
         user: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        exist_ok: bool = False,
         planner: SavePlanner | None = None,
         wait: bool = False,
     ) -> None:
@@ -230,13 +258,19 @@ class CheckpointManager:
 
         Args:
             step: Number of finished training steps.
-            state: State to save: nested dicts of tensors and objects, `Stateful`s, and `PerRank` values.
+            state: State to save: nested dicts of tensors and objects, `Stateful`s, and `PerRank` values. Or a function
+                that returns it, called here on every rank: if it raises on one rank, that rank raises the error
+                unchanged, the others hear of it at once, and nothing is uploaded.
             name: Name or names by which the checkpoint can be asked for; a name moves to the newest checkpoint that is
                 given it.
             metrics: Numbers by name, for `Retention(keep_best=…)`. A number that is not finite is left out, with a
                 warning. Those of the coordinator are stored.
             user: Notes for the manifest: JSON, at most 1 MiB. Those of the coordinator are stored.
             overwrite: True to replace the live checkpoint of this step, if there is one, with its names and its pin.
+            exist_ok: True to keep the live checkpoint of this step if this job wrote it, or has saved nothing since it
+                went on from it: names and metrics are added to it in the catalog, and nothing is uploaded. Costs two
+                GETs and a PUT; one GET if there is nothing to add. After a crash all of them are added or none. The
+                coordinator's argument counts.
             planner: Planner of torch; None is `DefaultSavePlanner()`. A planner with methods of its own plans each save
                 anew, and its replicas are written by one rank. torch's plan cache (`enable_plan_caching`) is not used.
             wait: True to return only when the checkpoint is committed. The state is then not copied.
@@ -251,13 +285,14 @@ class CheckpointManager:
             FencedError: A newer job owns the run. Stop this job.
             CommitConflictError: Another save of this step was committed meanwhile.
             CommitUnknownError: The store did not say by the deadline whether the commit was carried out.
-            SaveTimeoutError: Ranks did not report by the deadline; names them, and what each was doing last.
+            SaveTimeoutError: Ranks did not call `save` within `arrival_seconds`, or did not report by the deadline;
+                names them, and what each was doing last.
             SaveFailedError: Names the rank, the shard, the attempts and the cause.
         """
         called_seconds = time.monotonic()
         self._require_open()
         self._preemption.forget_expired_notice()
-        labels = CheckpointLabels.of(step, name=name, metrics=metrics, overwrite=overwrite)
+        labels = CheckpointLabels.of(step, name=name, metrics=metrics, overwrite=overwrite, exist_ok=exist_ok)
         noted = checked_user(user or {})
         operation = self._telemetry.save(self._store, step=step, rank=self._ranks.rank)
         background_save: BackgroundSave | None = None
@@ -288,6 +323,8 @@ class CheckpointManager:
             self._background_saves.start(background_save, task)
             if wait:
                 self.wait()
+            if self._schedule is not None:
+                self._schedule.note_saved(step)
         except BaseException as error:
             # Ctrl-C may come anywhere, and a thread may fail to start: the other ranks must be told in each case.
             if background_save is not None:
@@ -296,13 +333,18 @@ class CheckpointManager:
             raise
 
     def restore(
-        self, state: MutableMapping[str, Any], step: int | str | None = None, *, planner: LoadPlanner | None = None
+        self,
+        state: MutableMapping[str, Any],
+        step: int | str | None = None,
+        *,
+        planner: LoadPlanner | None = None,
+        go_on: bool = True,
     ) -> int | None:
         """Load a checkpoint into a state, in place; called by every rank, at any world size.
 
-        The next save goes on from there: it marks newer checkpoints as abandoned, and this method warns of that. To
-        look at an older checkpoint in the middle of training, use `dcp_remote.load` or `RemoteReader`, which change
-        nothing; a `restore` of the newest checkpoint before the next save undoes going back.
+        The next save goes on from there: it marks newer checkpoints as abandoned, and this method warns of that; a
+        `restore` of the newest checkpoint before the next save undoes going back. To look at a checkpoint in the middle
+        of training, pass `go_on=False` and another state than the one that is trained.
 
         Tensors are read into the tensors of the state, `Stateful`s and `PerRank` values are given theirs, other objects
         are replaced. A rank of which the checkpoint has no `PerRank` values keeps its own. If this method raises, the
@@ -316,6 +358,7 @@ class CheckpointManager:
             state: State as for `save`; its keys and shapes say what is loaded.
             step: Step or name of the checkpoint; None is the newest.
             planner: Planner of torch; None is `DefaultLoadPlanner()`.
+            go_on: False to change nothing of the run: the next save goes on from where the job was.
 
         Returns:
             The step; None if `step` is None and the run has no checkpoint, and then the state is unchanged.
@@ -326,13 +369,18 @@ class CheckpointManager:
             CorruptCheckpointError: Bytes differ from those that were written: restore an older step.
             UnsafeObjectError: An object needs code to load.
             StorageError: The store failed for five minutes.
-            DcpRemoteError: Another rank failed or fell silent, and is named; or `timeout_seconds` have passed.
+            DcpRemoteError: Another rank failed, fell silent or did not come, and is named; or `timeout_seconds` have
+                passed.
         """
         self._require_open()
         self._preemption.forget_expired_notice()
         self.wait()
         collective = self._prepare(
-            "the restore", seconds=self._timeout_seconds, failed=DcpRemoteError, timed_out=DcpRemoteError
+            "the restore" if go_on else "the restore with go_on=False",
+            seconds=self._timeout_seconds,
+            arrival_seconds=self._arrival_seconds * (1 if self._ranks.has_met else _FIRST_RESTORE_FACTOR),
+            failed=DcpRemoteError,
+            timed_out=DcpRemoteError,
         )
         asked = step if isinstance(step, int) else None
         operation = self._telemetry.load(self._store, step=asked, rank=self._ranks.rank)
@@ -340,6 +388,8 @@ class CheckpointManager:
             self._ranks.begin(collective)
             # Before the restore, whose outcome may differ between ranks: all ranks must count from the same call.
             self._preemption.count_restore()
+            if self._schedule is not None:
+                self._schedule.count_restore()
             with collective:
                 self._last_load = load_rank(
                     self._ranks,
@@ -351,17 +401,53 @@ class CheckpointManager:
                     operation=operation,
                     allow_pickle=self._allow_pickle,
                     memory_budget_bytes=self._memory_budget_bytes,
+                    go_on=go_on,
                 )
         except BaseException as error:
             self._ranks.abandon(collective, error)
+            if collective.is_unattended:  # ranks that did not come have not counted it
+                self._preemption.forget_restore()
+                if self._schedule is not None:
+                    self._schedule.forget_restore()
             operation.fail(error)
             raise
         operation.end(self._last_load)
         if self._last_load is None:
             return None
-        if self._coordinator is not None:
+        if self._coordinator is not None and go_on:
             self._coordinator.resume_from(self._last_load.step)
+        if self._schedule is not None and go_on:
+            self._schedule.note_saved(self._last_load.step)
         return self._last_load.step
+
+    def should_save(self, step: int) -> bool:
+        """Return whether to save at this step: by `save_policy`, or because the job is about to be killed.
+
+        Called by every rank after every step, with the same steps; the answer is the same on all ranks. False for the
+        step that was saved or restored last, so that a step is saved once however often it is asked about.
+
+            while step < last and not checkpoints.should_stop:
+                ...
+                if checkpoints.should_save(step):
+                    checkpoints.save(step, state)
+
+        SIGTERM is handled as by `reached_preemption`, which need not be called; `should_stop` is true from its step on.
+
+        Costs a lock and no message. With `every_seconds` the ranks agree in the background on a step some heartbeats
+        ahead; a rank waits only if it comes to that step within three heartbeats.
+
+        Raises:
+            InvalidArgumentError: The manager has no `save_policy`, the step is wrong, or the first call is not made in
+                the main thread.
+        """
+        self._require_open()
+        if self._schedule is None:
+            raise InvalidArgumentError(
+                "This CheckpointManager has no rules by which to save. Pass save_policy=SavePolicy(every_steps=1000).",
+                url=self._store.url,
+            )
+        is_stopping = self.reached_preemption(step)
+        return self._schedule.should_save(step, is_last=is_stopping)
 
     def reached_preemption(self, step: int) -> bool:
         """Return whether to save and stop at this step, because the job is about to be killed.
@@ -383,7 +469,8 @@ class CheckpointManager:
         self._require_open()
         require_step(step)
         self._preemption.install()
-        return self._preemption.reached(step)
+        self._should_stop = self._preemption.reached(step)
+        return self._should_stop
 
     # ---- called by any rank; `latest`, `steps` and `user` read the store anew
 
@@ -464,10 +551,19 @@ class CheckpointManager:
             seconds = 0.0 if gives_up else self._preemption.remaining_seconds()
             limit_exit_wait(math.inf if seconds is None else 0.0)
             self._preemption.close()
+            if self._schedule is not None:
+                self._schedule.close()
             self._ranks.close(math.inf if seconds is None else seconds / 2, is_missed=is_missed)
 
-    def _copied(self, collective: Collective, state: Mapping[str, Any], *, stage: bool) -> dict[str, Any]:
-        copied = build_saved_state(state, self._ranks.rank)
+    def _copied(
+        self, collective: Collective, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *, stage: bool
+    ) -> dict[str, Any]:
+        made: Any = state
+        # A module is callable, too.
+        if callable(made) and not isinstance(made, Mapping) and not hasattr(made, "state_dict"):
+            collective.set_activity("collecting the state")
+            made = made()
+        copied = build_saved_state(made, self._ranks.rank)
         require_distinct(copied)
         if not stage:
             # In the caller's thread, because streams are per thread: the saving thread would wait for another stream.
@@ -481,6 +577,7 @@ class CheckpointManager:
         what: str,
         *,
         seconds: float,
+        arrival_seconds: float | None = None,
         failed: type[DcpRemoteError] = SaveFailedError,
         timed_out: type[DcpRemoteError] = SaveTimeoutError,
     ) -> Collective:
@@ -494,6 +591,7 @@ class CheckpointManager:
             what,
             seconds=seconds,
             silence_seconds=self._silence_seconds,
+            arrival_seconds=self._arrival_seconds if arrival_seconds is None else arrival_seconds,
             left_seconds=self._preemption.working_seconds,
             failed=failed,
             timed_out=timed_out,

@@ -3,9 +3,10 @@
 An ordinary step costs a lock. A collective in each step would cost more, and one that only those ranks enter that have
 received the signal would never end. So the ranks agree in the background, over the key-value store:
 
-    preempt/<round>/asked       some rank is asked to stop
+    preempt/<round>/asked       some rank is asked to stop; and the moment before which no rank needs to wait, if any
     preempt/<round>/at/<rank>   the last moment for which `reached` was called on this rank
     preempt/<round>/step        decision of the coordinator: a step after the latest of these; or `none`. Written once
+                                (the keys of a round are deleted when a later round is decided)
 
 As soon as a rank's heartbeat sees the first key, the rank publishes the second, and from then on `reached` waits there
 for the third. So no rank is past the step that is decided. And no rank waits for ever: what a rank publishes does not
@@ -16,6 +17,9 @@ is yet to come. All ranks come to the same moments, in the same order.
 
 A process that outlives its notice may be asked again: the ranks then agree in another round. A rank enters a round only
 after the step of the round before, at which others may still stop; no rank that waits in the new round holds it up.
+
+`save_policy` agrees in the same way on the steps of saves that are due by time; its ranks are asked long enough before,
+so that no rank comes to the step before the decision.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dcp_remote.coordination.group import RankGroup
+from dcp_remote.coordination.heartbeat import Heartbeat
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.manager.sigterm import SIGTERM
@@ -72,12 +77,17 @@ class Moment:
         return cls(int(restores), int(step))
 
 
+# Moment before all others.
+_BEGINNING = Moment(0, -1)
+
+
 class Agreement:
     """Agreement of one rank with the others: no clock, no signal, and no call waits.
 
     Args:
         rank: Rank of this process.
         world_size: Number of ranks that have to agree.
+        name: Prefix of its keys.
 
     Attributes:
         round: Number of the round, from 1 on.
@@ -85,15 +95,16 @@ class Agreement:
         settled: Set once the decision of this round is known.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, *, name: str = "preempt") -> None:
         """Begin the first round, in which no rank is asked yet."""
+        self._name = name
         self._rank = rank
         self._world_size = world_size
         self._lock = threading.Lock()
         # Last step since the last restore, -1 before the first; and the last moment before that restore.
         self._restores = 0
         self._last_step = -1
-        self._last_before = Moment(0, -1)
+        self._last_before = _BEGINNING
         # Moment at which this rank stops, of the last round that came to one.
         self._reached: Moment | None = None
         self.round = 1
@@ -102,6 +113,8 @@ class Agreement:
         self._is_published = False
         self._is_waiting_over = False
         self._decided: Moment | None = None
+        # First moment at which the ranks may stop in this round: before it, no rank waits for the decision.
+        self._earliest = _BEGINNING
         # Moments of the other ranks, as far as the coordinator knows them.
         self._moments: dict[int, Moment] = {}
         self.heard = threading.Event()
@@ -118,6 +131,17 @@ class Agreement:
         with self._lock:
             return self.settled.is_set() and self._decided is None
 
+    @property
+    def can_begin(self) -> bool:
+        """True if no rank is asked in this round so far, or this rank is done with the round."""
+        return not self.heard.is_set() or (self.settled.is_set() and self._is_over())
+
+    @property
+    def last(self) -> Moment:
+        """Last moment for which `ask` was called."""
+        with self._lock:
+            return self._last()
+
     def ask(self, step: int) -> bool | None:
         """Return whether this is the step decided on, or the first one after it. Called in the thread of training.
 
@@ -126,7 +150,7 @@ class Agreement:
         with self._lock:
             passed, now = self._last(), Moment(self._restores, step)
             own = None if self._is_waiting_over or self.settled.is_set() else self._own
-            if own is not None and now > own:
+            if own is not None and now > own and now >= self._earliest:
                 return None
             self._last_step = max(self._last_step, step)
             if self._decided is not None and passed < self._decided <= now:
@@ -150,12 +174,18 @@ class Agreement:
             self._restores += 1
             self._last_step = -1
 
+    def forget_restore(self) -> None:
+        """Take back the last `count_restore`: the restore failed because not all ranks came to it."""
+        with self._lock:
+            self._restores -= 1
+            self._last_step = self._last_before.step if self._last_before.restores == self._restores else -1
+
     def stop_waiting(self) -> None:
         """Go on, whatever the others do: the store does not answer. A decision that comes in time still counts."""
         with self._lock:
             self._is_waiting_over = True
 
-    def exchange(self, client: Client, *, notice: int) -> None:
+    def exchange(self, client: Client, *, notice: int, earliest: Moment | None = None) -> None:
         """Publish and read what is new; called in the heartbeat's thread, again and again.
 
         Costs one operation as long as no rank is asked.
@@ -163,6 +193,8 @@ class Agreement:
         Args:
             client: Client of the heartbeat.
             notice: Round in which this rank was last asked to stop; 0 if it never was.
+            earliest: First moment at which the ranks may stop in that round; None for the next one. Only one rank may
+                give a moment.
         """
         if self.settled.is_set():
             if not self._is_over() or not (notice > self.round or client.has([self._key("asked", self.round + 1)])):
@@ -170,11 +202,13 @@ class Agreement:
             self.begin_round()
         if not self._is_published:
             if notice >= self.round:
-                client.put(self._key("asked"), b"")
+                client.put(self._key("asked"), b"" if earliest is None else earliest.encode())
             elif not client.has([self._key("asked")]):
                 return
+            asked = client.get(self._key("asked"))
             self.heard.set()
             with self._lock:
+                self._earliest = Moment.decode(asked) if asked else _BEGINNING
                 if self._own is None:
                     self._own = self._last()
                 own = self._own
@@ -195,6 +229,7 @@ class Agreement:
         """Begin the next round, after a round that is settled."""
         with self._lock:
             self._own = self._decided = None
+            self._earliest = _BEGINNING
             self._is_published = self._is_waiting_over = False
             self._moments.clear()
             self.heard.clear()
@@ -207,7 +242,7 @@ class Agreement:
             return self._decided is None or self._last() >= self._decided
 
     def _key(self, name: str, number: int | None = None) -> str:
-        return f"preempt/{number or self.round}/{name}"
+        return f"{self._name}/{number or self.round}/{name}"
 
     def _settle(self, value: bytes) -> None:
         with self._lock:
@@ -225,7 +260,11 @@ class Agreement:
             self._moments[keys[key]] = Moment.decode(value)
         if len(self._moments) == self._world_size:
             latest = max(self._moments.values())
-            client.put_first(self._key("step"), Moment(latest.restores, latest.step + 1).encode())
+            decided = max(self._earliest, Moment(latest.restores, latest.step + 1))
+            client.put_first(self._key("step"), decided.encode())
+            if self.round > 1:  # which all ranks have left
+                old = ["asked", "step", *(f"at/{rank}" for rank in range(self._world_size))]
+                client.delete(self._key(name, self.round - 1) for name in old)
 
 
 class Preemption:
@@ -283,6 +322,10 @@ class Preemption:
         made before still counts: then the next step is the one.
         """
         self._agreement.count_restore()
+
+    def forget_restore(self) -> None:
+        """Take back the last `count_restore`: the restore failed because not all ranks came to it."""
+        self._agreement.forget_restore()
 
     def reached(self, step: int) -> bool:
         """Return whether this is the step at which to save and stop; called by every rank after every step.
@@ -353,16 +396,15 @@ class Preemption:
 
     def _wait(self) -> None:
         """Wait until the round is settled. A rank that gives up says so first, so that no other counts on it."""
-        agreement, heartbeat = self._agreement, self._ranks.heartbeat
+        heartbeat = self._ranks.heartbeat
         assert heartbeat is not None, "one rank waits for no other"
-        number, end = agreement.round, self._clock() + self._patience_seconds()
-        while not agreement.settled.wait(0.05) and self._clock() < end and heartbeat.gone is None:
-            pass
-        if not agreement.settled.is_set() and heartbeat.gone is None:
-            heartbeat.enqueue(lambda client: agreement.give_up(client, number))
-            agreement.settled.wait(min(_LAST_ANSWER_SECONDS, self.working_seconds()))
-        if not agreement.settled.is_set():
-            agreement.stop_waiting()
+        if not wait_for_decision(
+            self._agreement,
+            heartbeat,
+            seconds=self._patience_seconds(),
+            left_seconds=self.working_seconds,
+            clock=self._clock,
+        ):
             self._warn_once()
 
     def _patience_seconds(self) -> float:
@@ -376,3 +418,31 @@ class Preemption:
             logger.warning(
                 "The ranks did not agree in time on a step at which to stop after SIGTERM: training goes on."
             )
+
+
+def wait_for_decision(
+    agreement: Agreement,
+    heartbeat: Heartbeat,
+    *,
+    seconds: float,
+    left_seconds: Callable[[], float] = lambda: math.inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Wait until the round is settled; return whether it is. A rank that gives up says so before it goes on.
+
+    Args:
+        agreement: Agreement of this rank.
+        heartbeat: Heartbeat whose thread exchanges for the agreement.
+        seconds: Seconds after which this rank gives up.
+        left_seconds: Returns the seconds left for work before this process is killed.
+        clock: Monotonic clock, in seconds.
+    """
+    number, end = agreement.round, clock() + seconds
+    while not agreement.settled.wait(0.05) and clock() < end and heartbeat.gone is None:
+        pass
+    if not agreement.settled.is_set() and heartbeat.gone is None:
+        heartbeat.enqueue(lambda client: agreement.give_up(client, number))
+        agreement.settled.wait(min(_LAST_ANSWER_SECONDS, left_seconds()))
+    if not agreement.settled.is_set():
+        agreement.stop_waiting()
+    return agreement.settled.is_set()

@@ -65,6 +65,7 @@ def load_rank(
     operation: Operation,
     allow_pickle: bool,
     memory_budget_bytes: int,
+    go_on: bool = True,
 ) -> LoadReport | None:
     """Restore a checkpoint; called by every rank, in the block of the operation.
 
@@ -78,6 +79,7 @@ def load_rank(
         operation: Operation of telemetry.
         allow_pickle: True to load objects that only code can load.
         memory_budget_bytes: Bound of the buffers beyond the state, in bytes.
+        go_on: True if the next save goes on from this checkpoint; a warning names those that it will abandon.
 
     Returns:
         Report; None if `step` is None and the run has no checkpoint.
@@ -89,7 +91,8 @@ def load_rank(
     with operation.phase("planning"):
         collective.set_activity("asking which checkpoint to restore")
         chosen = collective.gather(
-            step, lambda steps: collective.run_in_thread(partial(_choose, store, steps, collective.deadline))
+            step,
+            lambda steps: collective.run_in_thread(partial(_choose, store, steps, collective.deadline, go_on=go_on)),
         )
         if chosen is None:
             if ranks.is_coordinator:
@@ -234,7 +237,9 @@ def _retry_seconds(deadline: Deadline) -> float:
     return min(RANGE_RETRY_SECONDS, deadline.remaining_seconds())
 
 
-def _choose(store: ObjectStore, steps: Sequence[int | str | None], deadline: Deadline) -> _Chosen | None:
+def _choose(
+    store: ObjectStore, steps: Sequence[int | str | None], deadline: Deadline, *, go_on: bool
+) -> _Chosen | None:
     """Choose the checkpoint that all ranks ask for; called on the coordinator only."""
     if any(step != steps[0] for step in steps):
         raise InvalidArgumentError(
@@ -255,7 +260,8 @@ def _choose(store: ObjectStore, steps: Sequence[int | str | None], deadline: Dea
             step=steps[0],
         )
     entry = find_entry(catalog, steps[0], url=store.url)
-    warn_of_going_back(catalog, entry, url=store.url)
+    if go_on:
+        warn_of_going_back(catalog, entry, url=store.url)
     data = fetch_entry(store, entry, retry_seconds=_retry_seconds(deadline))
     return _Chosen(entry, data if len(data) * len(steps) <= _MANIFESTS_BYTES_MAX else None)
 

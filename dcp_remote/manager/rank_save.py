@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.gil import short_switch_interval
 from dcp_remote.common.text import format_count, human_bytes
 from dcp_remote.coordination.collective import Collective
@@ -23,7 +22,7 @@ from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError
 from dcp_remote.format.keys import origin
 from dcp_remote.format.shard import ShardNames
-from dcp_remote.manager.coordinator import Again, Committed, Coordinator
+from dcp_remote.manager.coordinator import Again, Committed, Coordinator, Labelled
 from dcp_remote.manager.progress import Progress, can_redraw
 from dcp_remote.manager.reports import RankFigures, SaveReport, Seconds, SlowShard, combine
 from dcp_remote.manager.telemetry import Operation
@@ -155,7 +154,7 @@ class _Request(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """Answer of the coordinator to the requests.
+    """Answer of the coordinator to the requests, if a save begins.
 
     Attributes:
         ticket: Ticket of the save.
@@ -192,15 +191,17 @@ class _CoordinatorPlanning:
         """Contents of the checkpoint; None on other ranks."""
         return self.known.planned if self.known is not None else None
 
-    def begin(self, requests: list[_Request], *, deadline: Deadline, borrow: bool) -> _Begun:
+    def begin(self, requests: list[_Request], *, collective: Collective, borrow: bool) -> _Begun | Labelled:
         """Begin the save, and decide how the ranks plan; see `Coordinator.begin`."""
         coordinator = _require_coordinator(self._coordinator)
         for ticket, put in itertools.chain.from_iterable(request.unclear for request in requests):
             coordinator.failed(ticket, put)
-        ticket = coordinator.begin([request.labels for request in requests], deadline, borrow=borrow)
+        begun = coordinator.begin([request.labels for request in requests], collective, borrow=borrow)
+        if isinstance(begun, Labelled):
+            return begun
         is_known = self.known is not None and all(request.key == self.known.save_id for request in requests)
         is_known = self.compare_replicas([request.digests for request in requests]) and is_known
-        return _Begun(ticket, is_known, in_tables=all(request.is_regular for request in requests))
+        return _Begun(begun, is_known, in_tables=all(request.is_regular for request in requests))
 
     def compare_replicas(self, digests: list[Digests]) -> bool:
         """Return whether ranks that write parts of a replica hold equal values; log the replicas that differ."""
@@ -327,6 +328,8 @@ class RankSaver:
     def _attempt(self, collective: Collective, task: Task, attempt: int, before: Counts) -> SaveReport | Again:
         with task.operation.phase("planning"):
             agreed = self._plan(collective, task, borrow=attempt < _ATTEMPTS_MAX)
+        if isinstance(agreed, Labelled):
+            return self._report_repeated(task, agreed, before)
         ticket = agreed.ticket
         with self._make_progress(task, agreed.plan.plan) as progress:
             uploading_seconds = time.monotonic()
@@ -362,7 +365,17 @@ class RankSaver:
             # The coordinator may have their keys, and may have committed them.
             self._unclear.append((ticket, put))
 
-    def _plan(self, collective: Collective, task: Task, *, borrow: bool) -> _Agreed:
+    def _report_repeated(self, task: Task, labelled: Labelled, before: Counts) -> SaveReport:
+        """Report a save of a step that this job had saved before, with the figures of this rank."""
+        staged_seconds = task.called_seconds + task.waiting_seconds + task.staging_seconds
+        seconds = Seconds(task.waiting_seconds, task.staging_seconds, planning=time.monotonic() - staged_seconds)
+        requests = self._store.counts.since(before).requests
+        figures = RankFigures(self._ranks.rank, requests=requests, seconds=seconds)
+        entry = labelled.entry
+        report = combine([figures], step=entry.step, save_id=entry.save_id, total_bytes=entry.size_bytes)
+        return replace(report, world_size=self._ranks.world_size, background=task.background, is_repeated=True)
+
+    def _plan(self, collective: Collective, task: Task, *, borrow: bool) -> _Agreed | Labelled:
         """Agree on what is saved, and who writes what of it: as in the last save, if only values have changed."""
         planner, proposal = without_torchs_cache(task.planner), None
         if plans_as_torch(planner):  # a user's planner may want to know the save
@@ -372,9 +385,11 @@ class RankSaver:
         request = self._make_request(collective, task, planner, proposal)
         collective.set_activity("asking whether this step may be saved")
         begun = collective.gather(
-            request, lambda requests: planning.begin(requests, deadline=collective.deadline, borrow=borrow)
+            request, lambda requests: planning.begin(requests, collective=collective, borrow=borrow)
         )
         del self._unclear[: len(request.unclear)]  # the thread of an earlier save may have added more
+        if isinstance(begun, Labelled):
+            return begun
         ticket = begun.ticket
         if begun.is_known:
             return _Agreed(ticket, planner, plans.plan.finish(planner), planning.planned)

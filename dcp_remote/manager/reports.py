@@ -104,6 +104,7 @@ class SaveReport:
         slowest_shard: Shard with the longest upload; None if nothing was uploaded.
         attempts: Attempts of the save; more than 1 if it had to begin again.
         background: True if training went on once the state was copied.
+        is_repeated: True if the job had saved this step before, so that nothing was uploaded (`exist_ok=True`).
     """
 
     step: int
@@ -119,12 +120,14 @@ class SaveReport:
     slowest_shard: SlowShard | None
     attempts: int = 1
     background: bool = True
+    is_repeated: bool = False
 
     def __str__(self) -> str:
         """Return `saved step 1000: 12.3 GiB by 8 ranks in 14.2 s (0.3 s of it blocked), 11.9 GiB not sent again`."""
         blocked = f" ({self.seconds.blocked:.1f} s of it blocked)" if self.background else ""
+        verb = "had saved" if self.is_repeated else "saved"
         parts = [
-            f"saved step {self.step}: {human_bytes(self.total_bytes)} by {format_count(self.world_size, 'rank')}",
+            f"{verb} step {self.step}: {human_bytes(self.total_bytes)} by {format_count(self.world_size, 'rank')}",
             f" in {self.seconds.total:.1f} s{blocked}",
         ]
         if self.deduplicated_bytes:

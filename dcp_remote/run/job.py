@@ -23,7 +23,7 @@ from dcp_remote.errors import (
     InvalidArgumentError,
     SaveTimeoutError,
 )
-from dcp_remote.format.catalog import Attempt, Catalog, Entry, add_entry, raise_revision, take_fence
+from dcp_remote.format.catalog import Attempt, Catalog, Entry, add_entry, label_entry, raise_revision, take_fence
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.format.manifest import RunInfo
 from dcp_remote.run.catalog_store import Change, require_catalog, swap
@@ -50,12 +50,14 @@ class CheckpointLabels:
         names: Names by which it can be loaded; each belongs to one checkpoint at a time, the last that was given it.
         metrics: Names and values of metrics; the values are finite.
         overwrite: Replace the live checkpoint of this step, if there is one.
+        exist_ok: Keep the live checkpoint of this step if it is this job's, and add names and metrics to it.
     """
 
     step: int
     names: tuple[str, ...] = ()
     metrics: tuple[tuple[str, float], ...] = ()
     overwrite: bool = False
+    exist_ok: bool = False
 
     @classmethod
     def of(
@@ -65,6 +67,7 @@ class CheckpointLabels:
         name: str | Iterable[str] | None = None,
         metrics: Mapping[str, SupportsFloat] | None = None,
         overwrite: bool = False,
+        exist_ok: bool = False,
     ) -> CheckpointLabels:
         """Check the arguments of a save, before anything is copied or sent.
 
@@ -72,6 +75,8 @@ class CheckpointLabels:
             InvalidArgumentError: An argument is refused; the error names it.
         """
         require_step(step)
+        if overwrite and exist_ok:
+            raise InvalidArgumentError("overwrite and exist_ok exclude each other: pass one of them.", step=step)
         if name is not None and not isinstance(name, Iterable):
             raise InvalidArgumentError("name must be a text, or several texts.", name=name)
         if metrics is not None and not isinstance(metrics, Mapping):
@@ -93,7 +98,7 @@ class CheckpointLabels:
                 # NaN has no order, so that it cannot be the best; and a diverging training must not fail here.
                 logger.warning("a metric that is not finite is left out: step=%d metric=%s value=%s", step, key, number)
         finite = tuple((key, number) for key, number in numbers.items() if math.isfinite(number))
-        return cls(step, names, finite, overwrite)
+        return cls(step, names, finite, overwrite, exist_ok)
 
 
 def require_step(step: object) -> None:
@@ -234,13 +239,59 @@ class JobSession:
             SaveTimeoutError: The deadline passed meanwhile.
             StorageError: The store refused, or did not answer.
         """
-        if self._fence_error is not None:
-            raise FencedError(self._fence_error.what, **self._fence_error.details)
+        return self._begin_in(self._own_catalog(deadline), note, borrow=borrow)
+
+    def begin_or_find(self, note: CheckpointLabels, *, borrow: bool, deadline: Deadline) -> SaveTicket | Entry:
+        """Begin a save as `begin` does; or return the checkpoint of this step, if this job wrote or resumed from it.
+
+        Costs what `begin` costs.
+
+        Raises:
+            DcpRemoteError: As `begin`.
+        """
+        catalog = self._own_catalog(deadline)
+        there = catalog.entry_at(note.step)
+        if there is not None and not there.abandoned and self._is_own(there):
+            return there
+        return self._begin_in(catalog, note, borrow=borrow)
+
+    def label(self, entry: Entry, note: CheckpointLabels, *, deadline: Deadline) -> Entry:
+        """Add the names and metrics of a repeated save to the checkpoint of its step, and return its entry.
+
+        Costs a GET and a PUT; only the GET if the checkpoint has them, and nothing if there are none to add. After a
+        crash at any moment the catalog has all of them or none.
+
+        Raises:
+            FencedError: A newer job owns the run.
+            CommitConflictError: The checkpoint was removed or replaced meanwhile.
+            CommitUnknownError: It is not known whether they were added; the same save again finds out.
+            StorageError: The store refused; nothing was added.
+        """
+        if not note.names and not note.metrics:
+            return entry
+        assert self._token is not None, "the fence is taken first"
+        token = self._token
         try:
-            catalog = self._catalog(deadline)
+            catalog = self._swap(
+                lambda now: label_entry(now, entry.save_id, token=token, names=note.names, metrics=note.metrics),
+                deadline,
+            )
         except FencedError as error:
             self._fence_error = error
             raise
+        return next(live for live in catalog.entries if live.save_id == entry.save_id)
+
+    def _own_catalog(self, deadline: Deadline) -> Catalog:
+        """Return the catalog, in which this job has the fence."""
+        if self._fence_error is not None:
+            raise FencedError(self._fence_error.what, **self._fence_error.details)
+        try:
+            return self._catalog(deadline)
+        except FencedError as error:
+            self._fence_error = error
+            raise
+
+    def _begin_in(self, catalog: Catalog, note: CheckpointLabels, *, borrow: bool) -> SaveTicket:
         there = catalog.entry_at(note.step)
         self._require_progress(note, catalog)
         if there is not None and not note.overwrite:
@@ -371,6 +422,10 @@ class JobSession:
                 "starts over" if self._resumed_from == -1 else f"goes on from step {self._resumed_from}",
                 _describe_abandoned(left),
             )
+
+    def _is_own(self, there: Entry) -> bool:
+        """Return whether this job wrote a checkpoint, or has saved nothing since it resumed from the checkpoint."""
+        return there.token == self._token or there.step == self._resumed_from
 
     def _require_replaceable(self, there: Entry, note: CheckpointLabels) -> None:
         if not (there.abandoned or self._abandons(there)):

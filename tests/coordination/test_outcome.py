@@ -339,13 +339,13 @@ def test_a_verdict_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyP
 
 
 def test_a_rank_that_is_far_behind_is_told_so() -> None:
-    """Begin an operation that is over for the others, and of which no key is left."""
+    """Begin an operation that failed for the others, three operations ago: the same error, at once."""
     with rank_threads(2) as them:
         for step in range(4):
             them.run(lambda ranks, step=step: together(ranks, f"the save of step {step}", seconds=0.1), ranks=[0])  # type: ignore[misc]
         (late,) = them.run(lambda ranks: together(ranks, "the save of step 0"), ranks=[1])
-        assert type(late.error) is SaveFailedError
-        assert "This rank is behind: the save of step 0 is over for the others" in str(late.error)
+        assert type(late.error) is SaveTimeoutError
+        assert "Rank 1 did not report by the deadline; the save of step 0" in str(late.error)
 
 
 def test_ranks_that_disagree_on_the_rounds() -> None:

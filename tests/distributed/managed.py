@@ -639,6 +639,18 @@ def wait_for_all(where: str) -> None:
     wait_until(lambda: store.check([f"{where} {rank}" for rank in range(dist.get_world_size())]))
 
 
+def guard_a_save(path: Path) -> Ended | None:
+    """A save under `if rank == 0` between two saves of all ranks; how it ended."""
+    ending = None
+    with managing(path, arrival_seconds=1.0) as manager:
+        manager.save(1, state_of(1), wait=True)
+        if dist.get_rank() == 0:
+            ending = ended(lambda: manager.save(2, state_of(2), wait=True))
+        wait_for_all(f"after the save of one rank to {path}")
+        manager.save(3, state_of(3), wait=True)
+    return ending
+
+
 def miss_a_use(path: Path, raising: Sequence[int], using: Sequence[int], how: str) -> list[Ended | None]:
     """One manager: some ranks raise before they save, some save, the others do neither. Then three saves.
 

@@ -27,6 +27,7 @@ from tests.distributed.managed import (
     evaluate_beside,
     fail_to_restore,
     fail_to_save,
+    guard_a_save,
     leave_by_an_error,
     leave_without_a_verdict,
     look_and_save,
@@ -327,6 +328,20 @@ def leave_before_one_saves(path: Path, victim: int) -> Ended | None:
 
 def leave_after_one_saved(path: Path, victim: int) -> Ended | None:
     return leave_by_an_error(path, [victim], before=False)
+
+
+def test_a_save_under_a_condition_on_the_rank(rank_pool: RankPool, tmp_path: Path) -> None:
+    """It fails on rank 0, with the lines in which the other ranks are, and is not counted: the next save works."""
+    ending, *others = rank_pool.run(guard_a_save, tmp_path, ranks=THREE)
+    assert others == [None, None]
+    assert ending is not None
+    assert ending.kind == "SaveTimeoutError"
+    assert "Ranks 1, 2 have not called the save of step 2 within 1 s of rank 0" in ending.text
+    assert "now='1: wait_until (rank_threads.py:" in ending.text
+    for step in (1, 3):
+        assert_saved(tmp_path, step, step, world_size=3)
+    with pytest.raises(CheckpointNotFoundError):
+        load(tmp_path, step=2)
 
 
 IN_ITS_BLOCK, CLOSED, BEFORE, NO_THREADS = "in its block", "and close it", "before it is made", "without threads"

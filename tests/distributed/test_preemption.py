@@ -43,6 +43,7 @@ class Terms:
         give_up: Ranks that may give up waiting.
         in_step: True if each step is a collective operation of all ranks.
         stops: Number of notices until a rank ends; a rank outlives each notice but the last.
+        earliest: First moment at which the ranks may stop, and wait; None if rank 0 gives none.
     """
 
     steps: tuple[int | None, ...]
@@ -51,6 +52,7 @@ class Terms:
     give_up: frozenset[int] = frozenset()
     in_step: bool = True
     stops: int = 1
+    earliest: Moment | None = None
 
 
 class World:
@@ -103,7 +105,7 @@ class World:
         if what == "signal":
             self.asked[rank] = agreement.round + agreement.settled.is_set()
         elif what == "beat":
-            agreement.exchange(self.client, notice=self.asked[rank])
+            agreement.exchange(self.client, notice=self.asked[rank], earliest=self.terms.earliest)
         elif what == "give up":
             self.gave_up[rank] = True
             agreement.give_up(self.client, agreement.round)
@@ -113,6 +115,8 @@ class World:
                 agreement.count_restore()
             answer = False if step is None else agreement.ask(step)
             self.waits[rank] = answer is None
+            if answer is None and step is not None and self.terms.earliest is not None:
+                assert Moment(agreement._restores, step) >= self.terms.earliest, "a rank waits too early"
             if answer:
                 self.stops[rank].append(self.done[rank])
             if answer is not None:
@@ -164,7 +168,7 @@ def explore(terms: Terms) -> tuple[int, set[int | None]]:
     return len(seen), endings
 
 
-BOTH = frozenset({0, 1})
+BOTH, FIRST = frozenset({0, 1}), frozenset({0})
 
 
 @pytest.mark.torture
@@ -187,6 +191,16 @@ BOTH = frozenset({0, 1})
         ),
         pytest.param(Terms((0, 1, None, 0), 2, frozenset({1}), stops=2), {None, 1, 3}, id="outlived and back"),
         pytest.param(Terms((0, 1), 2, frozenset({1}), frozenset({0}), stops=2), {None, 1}, id="outlived and impatient"),
+        pytest.param(Terms((0, 1, 2, 3), 2, FIRST, earliest=Moment(0, 2)), {None, 2, 3}, id="not before a step"),
+        pytest.param(
+            Terms((0, 1, 2), 2, FIRST, in_step=False, earliest=Moment(0, 1)), {None, 1, 2}, id="by itself, not before"
+        ),
+        pytest.param(
+            Terms((8, 9, None, 4, 5), 2, FIRST, earliest=Moment(0, 9)), {None, 1, 3, 4}, id="not before, and back"
+        ),
+        pytest.param(
+            Terms((0, 1, 2), 2, FIRST, BOTH, earliest=Moment(0, 1)), {None, 1, 2}, id="not before, and impatient"
+        ),
     ],
 )
 def test_every_interleaving(terms: Terms, endings: set[int | None]) -> None:

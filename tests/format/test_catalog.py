@@ -25,6 +25,7 @@ from dcp_remote.format.catalog import (
     Catalog,
     Entry,
     add_entry,
+    label_entry,
     pin_entry,
     raise_floor,
     raise_revision,
@@ -334,6 +335,24 @@ def test_pinning() -> None:
         pin_entry(THREE, 9, pin=True)
 
 
+def test_labels_of_a_repeated_save() -> None:
+    """Names move to the checkpoint, metrics get new values; the same again changes nothing; others are refused."""
+    run = catalog(
+        entry(1, names=("best", "first")), entry(2, names=("last",), metrics=(("a", 1.0), ("b", 2.0))), token=4
+    )
+    assert label_entry(run, identity(2), token=4) is None
+    assert label_entry(run, identity(2), token=4, names=("last",), metrics=(("b", 2.0),)) is None
+    after = label_entry(run, identity(2), token=4, names=("best", "last"), metrics=(("b", 3.0), ("c", 4.0)))
+    metrics = (("a", 1.0), ("b", 3.0), ("c", 4.0))
+    entries = (entry(1, names=("first",)), entry(2, names=("last", "best"), metrics=metrics))
+    assert after == replace(run, revision=run.revision + 1, entries=entries)
+    assert label_entry(after, identity(2), token=4, names=("best", "last"), metrics=metrics) is None
+    with pytest.raises(FencedError):
+        label_entry(run, identity(2), token=3, names=("last",))
+    with pytest.raises(CommitConflictError, match="removed or replaced"):
+        label_entry(run, identity(9), token=4, names=("last",))
+
+
 def test_the_floor() -> None:
     """The floor rises at most to the next revision, and never falls."""
     assert raise_floor(THREE, 11) == replace(THREE, revision=11, floor=11)
@@ -387,6 +406,13 @@ def changes(draw: st.DrawFn, number: int) -> Change:
             size_bytes=1,
         ),
         partial(pin_entry, step=step, pin=old),
+        lambda run: label_entry(
+            run,
+            next((one.save_id for one in run.entries if one.step == step), ""),
+            token=run.token - old,
+            names=names,
+            metrics=(("loss", float(number)),),
+        ),
         partial(raise_floor, floor=floor),
     ]
     return draw(st.sampled_from(chosen))

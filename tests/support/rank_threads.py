@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -117,10 +118,22 @@ def managers_of(
     return managers
 
 
-def join(ranks: RankGroup, what: str = WHAT, *, seconds: float = 20.0, silence_seconds: float = 20.0) -> Collective:
+def join(
+    ranks: RankGroup,
+    what: str = WHAT,
+    *,
+    seconds: float = 20.0,
+    silence_seconds: float = 20.0,
+    arrival_seconds: float = math.inf,
+) -> Collective:
     """Prepare a collective operation, and begin it."""
     collective = ranks.prepare(
-        what, seconds=seconds, silence_seconds=silence_seconds, failed=SaveFailedError, timed_out=SaveTimeoutError
+        what,
+        seconds=seconds,
+        silence_seconds=silence_seconds,
+        arrival_seconds=arrival_seconds,
+        failed=SaveFailedError,
+        timed_out=SaveTimeoutError,
     )
     ranks.begin(collective)
     return collective

@@ -1,0 +1,240 @@
+"""Restores that leave the run as it is, and saves of one step that are repeated; on one process."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_remote import CheckpointManager, load
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitConflictError,
+    FencedError,
+    InvalidArgumentError,
+)
+from dcp_remote.format.catalog import Catalog, Entry, retire_entries
+from dcp_remote.run.catalog_store import read_catalog, swap
+from dcp_remote.run.gc import find_orphans
+from dcp_remote.storage import MemoryStore, ObjectStore
+from dcp_remote.testing import FaultyStore, RecordingStore, nth
+from tests.support.rank_threads import managers_of, rank_threads
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((10,), float(value)), "step": value}
+
+
+def catalog_of(store: ObjectStore) -> Catalog:
+    seen = read_catalog(store)
+    assert seen is not None
+    return seen.catalog
+
+
+def entry_of(store: ObjectStore, step: int) -> Entry:
+    entry = catalog_of(store).entry_at(step)
+    assert entry is not None
+    return entry
+
+
+# ---- restores that leave the run as it is
+
+
+def test_a_restore_that_does_not_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Look at the best checkpoint and train on: no checkpoint is abandoned, and nothing warns of that."""
+    store = MemoryStore()
+    with CheckpointManager(store) as manager, caplog.at_level(logging.WARNING, "dcp_remote"):
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step), name="best" if step == 1 else None)
+        best = state_of(0)
+        assert manager.restore(best, "best", go_on=False) == 1
+        assert best["step"] == 1
+        assert manager.last_load is not None
+        assert manager.last_load.step == 1
+        manager.save(4, state_of(4), wait=True)
+        assert manager.steps() == [1, 2, 3, 4]
+        assert [entry.abandoned for entry in catalog_of(store).entries] == [False] * 4
+        assert len({entry.token for entry in catalog_of(store).entries}) == 1
+        assert "abandons" not in caplog.text
+        manager.restore(state_of(0), 1)
+        assert "abandons 2, 3, 4" in caplog.text
+
+
+def test_a_restore_that_does_not_go_on_begins_no_job() -> None:
+    """A job that has only looked at a checkpoint may not save over the run; one that went back still goes back."""
+    store = MemoryStore()
+    with CheckpointManager(store) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+    with CheckpointManager(store) as manager:
+        assert manager.restore(state_of(0), go_on=False) == 2
+        with pytest.raises(CheckpointExistsError, match="restored from none"):
+            manager.save(3, state_of(3), wait=True)
+        assert manager.restore(state_of(0), 1) == 1
+        assert manager.restore(state_of(0), 2, go_on=False) == 2
+        manager.save(3, state_of(3), wait=True)
+        assert manager.steps() == [1, 3]
+
+
+def test_ranks_that_differ_in_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some would change the run and others would not: both are told, and nothing is restored."""
+    with rank_threads(2) as them:
+        managers = managers_of(them, MemoryStore(), monkeypatch)
+        them.run(lambda group: managers[group.rank].save(1, state_of(1), wait=True))
+        ended = them.run(lambda group: managers[group.rank].restore(state_of(0), go_on=group.rank == 0))
+        assert all("did something else instead of the restore" in str(one.error) for one in ended)
+        ended = them.run(lambda group: managers[group.rank].restore(state_of(0), go_on=False))
+        assert [one.value for one in ended] == [1, 1]
+        for manager in reversed(managers):
+            manager.close()
+
+
+# ---- the same step again
+
+
+def test_a_step_saved_again() -> None:
+    """Names and metrics are added, names move, nothing is uploaded: two GETs and a PUT; one GET without names."""
+    store = RecordingStore(MemoryStore())
+    with CheckpointManager(store) as manager:
+        manager.save(1, state_of(1), name=["first", "best"], metrics={"loss": 3.0})
+        manager.save(2, state_of(2), metrics={"loss": 2.0}, wait=True)
+        save_id = entry_of(store, 2).save_id
+        store.clear()
+        manager.save(2, state_of(20), name=["best", "last"], metrics={"loss": 1.5, "score": 4}, exist_ok=True)
+        report = manager.wait()
+        assert [(verb, key) for verb, key in store.calls if verb != "get"] == [("put", "catalog.json")]
+        assert store.count("get") == 2
+        assert report is not None
+        assert (report.step, report.save_id, report.is_repeated, report.written_bytes) == (2, save_id, True, 0)
+        assert "had saved step 2" in str(report)
+        entry = entry_of(store, 2)
+        assert (entry.save_id, entry.names) == (save_id, ("best", "last"))
+        assert dict(entry.metrics) == {"loss": 1.5, "score": 4.0}
+        assert entry_of(store, 1).names == ("first",)
+        store.clear()
+        manager.save(2, state_of(20), name="best", exist_ok=True, wait=True)
+        assert store.calls == [("get", "catalog.json")] * 2
+        store.clear()
+        manager.save(2, state_of(20), exist_ok=True, wait=True)
+        assert store.calls == [("get", "catalog.json")]
+        # An older step that is live is no step back.
+        manager.save(1, state_of(10), name="old", exist_ok=True, wait=True)
+        manager.save(3, state_of(3), exist_ok=True, wait=True)
+        assert manager.steps() == [1, 2, 3]
+    assert load(store, step="old")["step"] == 1
+    assert load(store, step="best")["step"] == 2
+    assert find_orphans(store, grace_seconds=0).old == ()
+
+
+def test_a_step_of_another_job_is_not_saved_again() -> None:
+    """But for the one that the job went on from, as after a restart at the end of training."""
+    store = MemoryStore()
+    with CheckpointManager(store) as manager:
+        manager.save(1, state_of(1))
+        manager.save(2, state_of(2))
+    with CheckpointManager(store) as manager:
+        with pytest.raises(CheckpointExistsError, match="restored from none"):
+            manager.save(2, state_of(2), exist_ok=True, wait=True)
+        assert manager.restore(state_of(0)) == 2
+        manager.save(2, state_of(2), name="final", exist_ok=True, wait=True)
+        assert entry_of(store, 2).names == ("final",)
+        with pytest.raises((CheckpointExistsError, InvalidArgumentError)):
+            manager.save(1, state_of(1), exist_ok=True, wait=True)
+        manager.save(3, state_of(3), wait=True)
+        assert manager.steps() == [1, 2, 3]
+
+
+def test_an_abandoned_step_is_saved_anew() -> None:
+    """A job that went back replaces what it abandoned, although a checkpoint of that step is live."""
+    store = MemoryStore()
+    with CheckpointManager(store) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+        manager.restore(state_of(0), 1)
+        manager.save(2, state_of(22), exist_ok=True, wait=True)
+        assert manager.last_save is not None
+        assert not manager.last_save.is_repeated
+    assert load(store, step=2)["step"] == 22
+
+
+def test_a_fenced_job_adds_no_names() -> None:
+    """A newer job owns the run: nothing is added, and the job stays fenced."""
+    store = MemoryStore()
+    with CheckpointManager(store) as manager:
+        manager.save(1, state_of(1), wait=True)
+        with CheckpointManager(store, resumed_from=1) as newer:
+            newer.save(2, state_of(2), wait=True)
+        for _ in range(2):
+            with pytest.raises(FencedError):
+                manager.save(1, state_of(1), name="best", exist_ok=True, wait=True)
+    assert entry_of(store, 1).names == ()
+
+
+def test_wrong_ways_to_save_again() -> None:
+    """Replacing and keeping exclude each other."""
+    with CheckpointManager(MemoryStore()) as manager, pytest.raises(InvalidArgumentError, match="exclude each other"):
+        manager.save(1, state_of(1), overwrite=True, exist_ok=True)
+
+
+@pytest.mark.parametrize("lost", ["request", "response"])
+def test_names_are_added_whole_or_not_at_all(lost: Any) -> None:
+    """Each request is lost in turn: repeated, so that all names and metrics are there at the end, and no more."""
+    for number in range(1, 9):
+        faulty = FaultyStore(MemoryStore(), [])
+        with CheckpointManager(faulty) as manager:
+            manager.save(1, state_of(1), wait=True)
+        inner = faulty._store
+        faulty = FaultyStore(inner, [nth(number, lost)])
+        with CheckpointManager(faulty, resumed_from=1) as manager:
+            manager.save(1, state_of(1), name="best", metrics={"loss": 1.0}, exist_ok=True, wait=True)
+        entry = entry_of(inner, 1)
+        assert (entry.names, dict(entry.metrics)) == (("best",), {"loss": 1.0})
+        assert len(catalog_of(inner).entries) == 1
+        if not faulty.hits:
+            break
+    else:
+        pytest.fail("more requests than faults")
+
+
+def test_a_repeated_save_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks get the answer; the coordinator's names and its `exist_ok` count."""
+    store = RecordingStore(MemoryStore())
+    with rank_threads(3) as them:
+        managers = managers_of(them, store, monkeypatch)
+        them.run(lambda group: managers[group.rank].save(1, state_of(1), wait=True))
+        store.clear()
+        ended = them.run(
+            lambda group: managers[group.rank].save(
+                1, state_of(1), name=f"of rank {group.rank}", exist_ok=group.rank == 0, wait=True
+            )
+        )
+        assert [one.error for one in ended] == [None] * 3
+        assert store.count("put") == 1
+        assert [one.last_save is not None and one.last_save.is_repeated for one in managers] == [True] * 3
+        assert entry_of(store, 1).names == ("of rank 0",)
+        for manager in reversed(managers):
+            manager.close()
+
+
+def test_errors_of_labels() -> None:
+    """The checkpoint goes while names are added: a conflict, and no name for another one."""
+    store = MemoryStore()
+    with CheckpointManager(store) as manager:
+        manager.save(1, state_of(1), wait=True)
+        coordinator = manager._coordinator
+        assert coordinator is not None
+        label = coordinator._job.label
+
+        def remove_first(*arguments: Any, **terms: Any) -> Entry:
+            swap(store, lambda now: retire_entries(now, [entry.save_id for entry in now.entries]), deadline=Deadline(9))
+            return label(*arguments, **terms)
+
+        coordinator._job.label = remove_first  # type: ignore[method-assign]
+        with pytest.raises(CommitConflictError, match="removed or replaced"):
+            manager.save(1, state_of(1), name="best", exist_ok=True, wait=True)
+    with pytest.raises(CheckpointNotFoundError):
+        load(store, step="best")
