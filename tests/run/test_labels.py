@@ -142,11 +142,12 @@ def test_names_are_taken() -> None:
 def test_what_is_not_there() -> None:
     """Name and pin steps and names that are not live, and a run that has not begun."""
     store = a_run(*STEPS)
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: give(store, 9, "best"),
         lambda: give(store, "nobody", "best"),
         lambda: set_pin(store, 9, pin=True, deadline=deadline()),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(CheckpointNotFoundError, match="steps='1, 2, 3'"):
             call()
     with pytest.raises(CheckpointNotFoundError, match="no run here"):
@@ -156,16 +157,16 @@ def test_what_is_not_there() -> None:
 # ---- failures, and other processes
 
 
-def _move(store: ObjectStore) -> object:
-    return give(store, 3, "best", move=True)
+def _move(store: ObjectStore) -> None:
+    give(store, 3, "best", move=True)
 
 
-def _take(store: ObjectStore) -> object:
-    return take_names(store, "best", deadline=deadline())
+def _take(store: ObjectStore) -> None:
+    take_names(store, "best", deadline=deadline())
 
 
-def _pin(store: ObjectStore) -> object:
-    return set_pin(store, "best", pin=True, deadline=deadline())
+def _pin(store: ObjectStore) -> None:
+    set_pin(store, "best", pin=True, deadline=deadline())
 
 
 @pytest.mark.parametrize("lost", get_args(Lost)[:2])
