@@ -19,28 +19,39 @@ from dcp_remote import errors
 
 if TYPE_CHECKING:
     from dcp_remote.loading.load import load
+    from dcp_remote.loading.run_handle import Run, open_run
     from dcp_remote.manager.manager import CheckpointManager
     from dcp_remote.manager.random_states import RandomStates
+    from dcp_remote.manager.reports import LoadReport, SaveReport
     from dcp_remote.manager.save_policy import SavePolicy
     from dcp_remote.reader import RemoteReader
     from dcp_remote.run.retention import Best, Retention
     from dcp_remote.run.run import CheckpointInfo, latest
     from dcp_remote.serialization.state_dict import PerRank
+    from dcp_remote.storage.url import is_remote
     from dcp_remote.writer import RemoteWriter
+
+    __version__: str
 
 __all__ = [
     "Best",
     "CheckpointInfo",
     "CheckpointManager",
+    "LoadReport",
     "PerRank",
     "RandomStates",
     "RemoteReader",
     "RemoteWriter",
     "Retention",
+    "Run",
     "SavePolicy",
+    "SaveReport",
+    "__version__",
     "errors",
+    "is_remote",
     "latest",
     "load",
+    "open_run",
 ]
 
 # Imported when first used, so that the command line starts without torch.
@@ -48,20 +59,33 @@ _LAZY = {
     "Best": "run.retention",
     "CheckpointInfo": "run.run",
     "CheckpointManager": "manager.manager",
+    "LoadReport": "manager.reports",
     "PerRank": "serialization.state_dict",
     "RandomStates": "manager.random_states",
     "RemoteReader": "reader",
     "RemoteWriter": "writer",
     "Retention": "run.retention",
     "SavePolicy": "manager.save_policy",
+    "Run": "loading.run_handle",
+    "SaveReport": "manager.reports",
+    "is_remote": "storage.url",
     "latest": "run.run",
     "load": "loading.load",
+    "open_run": "loading.run_handle",
 }
 
 
 def __getattr__(name: str) -> object:
     if name in _LAZY:
         return getattr(import_module(f"dcp_remote.{_LAZY[name]}"), name)
+    if name == "__version__":
+        # The installation's metadata, whose one source is pyproject.toml; importing the reader of these takes a while.
+        from importlib import metadata
+
+        try:
+            return metadata.version("dcp-remote")
+        except metadata.PackageNotFoundError:  # a tree on sys.path that was never installed
+            return "unknown"
     raise AttributeError(f"module 'dcp_remote' has no attribute {name!r}")
 
 

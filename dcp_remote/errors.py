@@ -2,6 +2,7 @@
 
     DcpRemoteError
     ├── CheckpointNotFoundError   (also FileNotFoundError)  start fresh, or choose another checkpoint
+    │   └── CheckpointGoneError   deleted or replaced while it was being read; read another, which the details name
     ├── CheckpointExistsError     (also FileExistsError)    choose another name, or overwrite=True
     ├── CommitConflictError       another save was committed first, and was not overwritten
     │   └── FencedError           a newer job owns this run; stop this job
@@ -86,6 +87,14 @@ def _plain(value: object) -> Detail:
 
 class CheckpointNotFoundError(DcpRemoteError, FileNotFoundError):
     """No committed checkpoint exists here: start fresh, or choose another checkpoint."""
+
+
+class CheckpointGoneError(CheckpointNotFoundError):
+    """The checkpoint was deleted, replaced or thinned while it was being read: read the one that the details name.
+
+    Details of a checkpoint of a run: `next`, the oldest live step above this one, and `newest`, the newest live step;
+    None if there is none. A thinned checkpoint is still there, without its optimizer, and can be read again.
+    """
 
 
 class CheckpointExistsError(DcpRemoteError, FileExistsError):

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+import dcp_remote
+
 ROOT = Path(__file__).parent.parent
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not on PATH")
@@ -109,6 +111,18 @@ def test_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
 def test_installed_version_is_the_project_s() -> None:
     """What `pip show` and a manifest say, against pyproject.toml: an editable install goes stale when one forgets."""
     assert importlib.metadata.version("dcp-remote") == project()["version"]
+
+
+def test_version_is_the_installation_s() -> None:
+    """What a program reads, and every public name, which is imported on first use."""
+    assert dcp_remote.__version__ == project()["version"]
+    assert dir(dcp_remote) == sorted(dcp_remote.__all__)
+    assert all(getattr(dcp_remote, name) is not None for name in dcp_remote.__all__)
+    assert {name.__name__ for name in (dcp_remote.SaveReport, dcp_remote.LoadReport, dcp_remote.CheckpointInfo)} == {
+        "SaveReport",
+        "LoadReport",
+        "CheckpointInfo",
+    }
 
 
 def test_import_loads_no_torch() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from dcp_remote.cli import bench, gc, ls, pin, recover, rm, show
+from dcp_remote.cli.selection import parse_step
 from dcp_remote.common.text import escape_unprintable
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 from dcp_remote.run.gc import GRACE_SECONDS
@@ -93,7 +94,9 @@ def _add_show(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         description="Print the content of a checkpoint, or of the newest checkpoint of a run, from its manifest alone.",
     )
     parser.set_defaults(run=_show)
-    parser.add_argument("--step", metavar="N|NAME", help="checkpoint of a run, by step or name (default: the newest)")
+    parser.add_argument(
+        "--step", type=parse_step, metavar="N|NAME", help="checkpoint of a run, by step or name (default: the newest)"
+    )
     parser.add_argument(
         "--key",
         action="append",
@@ -139,7 +142,12 @@ def _add_rm(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(run=_rm)
     parser.add_argument(
-        "--step", type=int, action="append", required=True, metavar="N", help="step to delete; repeatable"
+        "--step",
+        type=parse_step,
+        action="append",
+        required=True,
+        metavar="N|NAME",
+        help="checkpoint to delete, by step or name; repeatable",
     )
     parser.add_argument("--yes", action="store_true", help="delete; without this nothing is changed")
     parser.add_argument("--force", action="store_true", help="delete also a pinned checkpoint, or the newest")
@@ -154,7 +162,7 @@ def _add_pin(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         description="Exempt a checkpoint of a run from retention and from replacement by saves without overwrite=True.",
     )
     parser.set_defaults(run=_pin)
-    parser.add_argument("step", type=int, metavar="STEP", help="step of the checkpoint")
+    parser.add_argument("step", type=parse_step, metavar="STEP|NAME", help="step or name of the checkpoint")
     parser.add_argument("--undo", action="store_true", help="unpin: retention may delete the checkpoint again")
 
 

@@ -8,35 +8,31 @@ from typing import TextIO
 from dcp_remote.cli.ls import read_run_catalog
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import escape_unprintable
-from dcp_remote.format.catalog import Catalog, pin_entry
-from dcp_remote.run.catalog_store import swap
+from dcp_remote.run.labels import set_pin
 from dcp_remote.storage import open_store
 
 # Short, because a user waits; long enough to retry the swap while a job saves into the run.
 _TIMEOUT_SECONDS = 60.0
 
 
-def run(url: str, *, storage_options: Mapping[str, object], step: int, pin: bool, out: TextIO) -> None:
+def run(url: str, *, storage_options: Mapping[str, object], step: int | str, pin: bool, out: TextIO) -> None:
     """Pin a checkpoint, or unpin one; costs one GET and a swap of the catalog.
 
     Args:
         url: URL of the run.
         storage_options: Options as for `RemoteWriter`.
-        step: Step of the checkpoint.
+        step: Step or name of the checkpoint.
         pin: True pins the checkpoint, False unpins it.
         out: Output stream.
 
     Raises:
-        CheckpointNotFoundError: There is no run at the URL, or no checkpoint of this step.
+        CheckpointNotFoundError: There is no run at the URL, or no checkpoint of this step or name.
         InvalidArgumentError: The URL is that of a checkpoint by itself, or the store has no compare-and-swap.
         CommitUnknownError: The store did not say whether the swap took place.
     """
     store = open_store(url, storage_options)
     read_run_catalog(store)  # for its error messages, which explain a wrong URL
 
-    def change(catalog: Catalog) -> Catalog | None:
-        return pin_entry(catalog, step, pin=pin)
-
-    swap(store, change, deadline=Deadline(_TIMEOUT_SECONDS))
+    step = set_pin(store, step, pin=pin, deadline=Deadline(_TIMEOUT_SECONDS))
     state = "pinned; retention keeps it" if pin else "not pinned; retention may delete it"
     out.write(escape_unprintable(f"{store.url}: step {step} is {state}") + "\n")

@@ -40,9 +40,9 @@ def run(url: str, *, storage_options: Mapping[str, object], write: bool, out: Te
         step = "" if left.step is None else f" (step {left.step})"
         out.write(escape_unprintable(f"left out: {left.key}{step}: {left.reason}") + "\n")
     out.write(
-        "The manifests do not tell which checkpoints were pinned, which names have moved since, and which checkpoints "
-        "were abandoned by a rollback (except those marked above). Checkpoints that were retired but not yet deleted "
-        "are included again.\n"
+        "The manifests do not tell which checkpoints were pinned, which names were given or moved since, and which "
+        "checkpoints were abandoned by a rollback (except those marked above). Checkpoints that were retired but not "
+        "yet deleted are included again.\n"
     )
     if write:
         out.write("The catalog was written.\n")

@@ -19,7 +19,7 @@ _FAILURES_SHOWN = 5
 
 
 def run(
-    url: str, *, storage_options: Mapping[str, object], steps: Sequence[int], yes: bool, force: bool, out: TextIO
+    url: str, *, storage_options: Mapping[str, object], steps: Sequence[int | str], yes: bool, force: bool, out: TextIO
 ) -> None:
     """Print which checkpoints would be deleted, which costs one GET; or delete them.
 
@@ -29,13 +29,13 @@ def run(
     Args:
         url: URL of the run.
         storage_options: Options as for `RemoteWriter`.
-        steps: Steps of live checkpoints.
+        steps: Steps or names of live checkpoints.
         yes: Delete; False changes nothing.
         force: Delete also checkpoints that are pinned, or the newest.
         out: Output stream.
 
     Raises:
-        CheckpointNotFoundError: There is no run at the URL, or no checkpoint of one of the steps.
+        CheckpointNotFoundError: There is no run at the URL, or no checkpoint of one of the steps or names.
         InvalidArgumentError: A checkpoint is pinned or the newest, and `force` is False; or the URL is that of a
             checkpoint by itself.
         CommitUnknownError: The store did not say whether the checkpoints were removed from the catalog.
@@ -43,7 +43,8 @@ def run(
     """
     store = open_store(url, storage_options)
     catalog = read_run_catalog(store)
-    entries = [find_entry(catalog, step, url=store.url) for step in sorted(set(steps))]
+    chosen = {entry.step: entry for entry in (find_entry(catalog, step, url=store.url) for step in steps)}
+    entries = [chosen[step] for step in sorted(chosen)]
     if not force:
         require_expendable(catalog, entries)
     out.write(

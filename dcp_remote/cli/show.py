@@ -30,7 +30,7 @@ def run(
     url: str,
     *,
     storage_options: Mapping[str, object],
-    step: str | None,
+    step: int | str | None,
     patterns: Sequence[str],
     as_json: bool,
     out: TextIO,
@@ -51,9 +51,7 @@ def run(
         InvalidArgumentError: A pattern matches no entry.
     """
     store = open_store(url, storage_options)
-    # Digits are always taken for a step: a save refuses names that consist of digits alone.
-    chosen = int(step) if step is not None and step.isdecimal() else step
-    manifest = read_manifest(store, step=chosen, retry_seconds=_RETRY_SECONDS)
+    manifest = read_manifest(store, step=step, retry_seconds=_RETRY_SECONDS)
     names = list(manifest.names())
     if patterns:
         names = choose_names(names, patterns, paths=manifest.flatten)

@@ -7,10 +7,16 @@ and applies the same function.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from dcp_remote.errors import CheckpointNotFoundError, CommitConflictError, FencedError, InvalidArgumentError
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitConflictError,
+    FencedError,
+    InvalidArgumentError,
+)
 
 CATALOG_KEY = "catalog.json"
 
@@ -264,6 +270,47 @@ def label_entry(
         return None
     rest = (_without_names(live, added) for live in catalog.entries if live.save_id != save_id)
     return _with(catalog, [*rest, labelled])
+
+
+def name_entry(catalog: Catalog, step: int, names: Iterable[str], *, move: bool) -> Catalog | None:
+    """Give names to the checkpoint of a step, in one revision. Return None if it has all of them.
+
+    Args:
+        catalog: Current catalog.
+        step: Step of a live checkpoint.
+        names: Names, each valid; names that the checkpoint has already stay.
+        move: True to take the names from the checkpoints that have them.
+
+    Raises:
+        CheckpointNotFoundError: No checkpoint of this step is live.
+        CheckpointExistsError: Other checkpoints have some of the names, and `move` is false; lists them.
+    """
+    entry = catalog.entry_at(step)
+    if entry is None:
+        raise CheckpointNotFoundError("No checkpoint of this step is live.", step=step)
+    given = tuple(dict.fromkeys(names))
+    others = [live for live in catalog.entries if live.step != step and not set(live.names).isdisjoint(given)]
+    if others and not move:
+        raise CheckpointExistsError(
+            "Other checkpoints have these names. Pass move=True to move the names, or choose others.",
+            step=step,
+            names=", ".join(f"{name} (step {live.step})" for live in others for name in live.names if name in given),
+        )
+    if set(given).issubset(entry.names):
+        return None
+    named = replace(entry, names=(*entry.names, *(name for name in given if name not in entry.names)))
+    rest = (_without_names(live, given) for live in catalog.entries if live.step != step)
+    return _with(catalog, [*rest, named])
+
+
+def unname_entries(catalog: Catalog, names: Iterable[str], *, save_ids: Collection[str]) -> Catalog | None:
+    """Take names from the checkpoints of these saves, in one revision. Return None if none of them has one."""
+    taken = tuple(names)
+    if not any(entry.save_id in save_ids and not set(entry.names).isdisjoint(taken) for entry in catalog.entries):
+        return None
+    return _with(
+        catalog, (_without_names(entry, taken) if entry.save_id in save_ids else entry for entry in catalog.entries)
+    )
 
 
 def raise_floor(catalog: Catalog, floor: int) -> Catalog | None:

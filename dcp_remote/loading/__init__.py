@@ -1,6 +1,6 @@
 """Reads of checkpoints: which ranges are fetched, how they are verified, and where their bytes go.
 
-- load: `dcp_remote.load`, without a template.
+- load: `dcp_remote.load`, without a template; run_handle: `dcp_remote.open_run`, the run as one process sees it.
 - engine: fetches by downloads what read_plan asks for, verifies it, and hands it to targets.
 - read_items: makes targets of the items of torch's load plan.
 - shared_read_plan, peer_exchange, peers, peer_sockets: ranks of a group read once what several of them want.
@@ -21,6 +21,7 @@ __all__ = [
     "peers",
     "read_items",
     "read_plan",
+    "run_handle",
     "shared_read_plan",
     "targets",
 ]

@@ -21,7 +21,7 @@ from dcp_remote.common.digests import (
     table_entries,
 )
 from dcp_remote.common.geometry import ByteRange
-from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError, ObjectNotFoundError
+from dcp_remote.errors import CorruptCheckpointError, ObjectNotFoundError
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.loading.downloads import Fetch, Fetched, download
 from dcp_remote.loading.read_plan import RangePlan, ReadPlan, Segment, Want, plan_reads
@@ -90,7 +90,7 @@ def read_targets(
             verified with the last of them.
 
     Raises:
-        CheckpointNotFoundError: The checkpoint was removed or replaced while it was being read.
+        CheckpointGoneError: The checkpoint was deleted, replaced or thinned while it was being read.
         CorruptCheckpointError: Bytes are not those that were written, or a shard is missing; names shard and entry.
         StorageError: The store failed one request for longer than `retry_seconds`, or the deadline has passed.
     """
@@ -111,13 +111,9 @@ def read_targets(
             progress.take_range(fetched)
             arrived(fetched.fetch.key, fetched.fetch.start, fetched.data, fetched.fetch.into is not None)
     except ObjectNotFoundError as error:
-        reason = explain_missing_shard(store, manifest, retry_seconds=retry_seconds)
-        if reason is not None:
-            raise CheckpointNotFoundError(
-                f"The checkpoint was {reason} while it was being read. Load again.",
-                url=store.url,
-                save_id=manifest.save_id,
-            ) from error
+        gone = explain_missing_shard(store, manifest, retry_seconds=retry_seconds)
+        if gone is not None:
+            raise gone from error
         raise CorruptCheckpointError(
             "A shard of the checkpoint is missing. Use another checkpoint. In a run, use one that does not reuse this "
             "shard, and save once with dedup=False, which uploads unchanged values again.",

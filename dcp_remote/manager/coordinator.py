@@ -14,7 +14,7 @@ from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.catalog import BeginAgainError, Catalog, Entry
 from dcp_remote.run.background_maintenance import BackgroundMaintenance
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
-from dcp_remote.run.retention import Retention
+from dcp_remote.run.retention import ChooseToDelete, Retention
 from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
 from dcp_remote.saving.rank_report import RankReport
 from dcp_remote.storage.counting import CountingStore
@@ -70,14 +70,16 @@ class Coordinator:
     Args:
         store: Store, opened at the run.
         job: Job's session with the run.
-        retention: Rules by which old checkpoints are deleted; None keeps all.
+        retention: Rules by which old checkpoints are deleted, or a function of the user; None keeps all.
         dedup: True if shards of earlier checkpoints are reused.
 
     Attributes:
         background_maintenance: Thread that deletes what a commit or a failed save leaves.
     """
 
-    def __init__(self, store: CountingStore, job: JobSession, *, retention: Retention | None, dedup: bool) -> None:
+    def __init__(
+        self, store: CountingStore, job: JobSession, *, retention: Retention | ChooseToDelete | None, dedup: bool
+    ) -> None:
         """Store the arguments; no request is sent."""
         self._store = store
         self._job = job

@@ -18,15 +18,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import digest
 from dcp_remote.common.threads import limit_exit_wait
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup, default_world_size
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
-from dcp_remote.format.catalog import pin_entry
 from dcp_remote.format.manifest_json import checked_user
+from dcp_remote.loading.run_handle import Run
 from dcp_remote.manager.background_save import AtExit, BackgroundSave, BackgroundSaves
 from dcp_remote.manager.coordinator import Coordinator
 from dcp_remote.manager.preemption import Preemption
@@ -35,11 +34,9 @@ from dcp_remote.manager.rank_save import RankSaver, Task
 from dcp_remote.manager.reports import LoadReport, SaveReport
 from dcp_remote.manager.save_policy import SavePolicy, SaveSchedule
 from dcp_remote.manager.telemetry import Telemetry
-from dcp_remote.run.catalog_store import swap
 from dcp_remote.run.job import CheckpointLabels, JobSession, require_step
-from dcp_remote.run.lookup import read_manifest
-from dcp_remote.run.retention import Retention
-from dcp_remote.run.run import CheckpointInfo, catalog_of, latest
+from dcp_remote.run.retention import ChooseToDelete, Retention, require_retention
+from dcp_remote.run.run import CheckpointInfo
 from dcp_remote.saving.device_copy import wait_for_devices
 from dcp_remote.saving.staging import Stager, tensors_of
 from dcp_remote.serialization.state_dict import build_saved_state, require_distinct
@@ -59,9 +56,6 @@ SILENCE_SECONDS = 60.0
 ARRIVAL_SECONDS = 30.0
 # The first restore waits longer, by this factor: ranks that load weights and compile may be minutes apart.
 _FIRST_RESTORE_FACTOR = 10
-
-# Deadline of a pin, which a caller waits for.
-_PIN_SECONDS = 300.0
 
 
 class CheckpointManager:
@@ -98,7 +92,10 @@ class CheckpointManager:
     Args:
         url: URL of the run: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///…`, a path, `memory://name` (one process
             only), or an `ObjectStore` of your own.
-        retention: Rules by which old checkpoints are deleted; None keeps all checkpoints.
+        retention: Rules by which old checkpoints are deleted; or a function that gets the list of `CheckpointInfo`s
+            that are not abandoned, by ascending step, and returns the steps to delete (never the newest or a pinned
+            one, whatever it returns). Rank 0 calls it after each commit, perhaps several times, in a thread; what it
+            raises is logged, counted in `retention_failures`, and deletes nothing. None keeps all checkpoints.
         process_group: Group of the ranks that save; None is the default group. Only its members and its store are used.
         storage_options: Endpoint, region, credentials and so on, by the names that boto3 and fsspec use.
         timeout_seconds: Deadline of one save or restore, in seconds from the call.
@@ -123,7 +120,7 @@ class CheckpointManager:
         self,
         url: str | os.PathLike[str] | ObjectStore,
         *,
-        retention: Retention | None = None,
+        retention: Retention | ChooseToDelete | None = None,
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, object] | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -138,10 +135,7 @@ class CheckpointManager:
         memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
     ) -> None:
         """Check and store the settings; no request is sent, and no other rank is asked."""
-        if retention is not None and not isinstance(retention, Retention):
-            raise InvalidArgumentError(
-                "retention must be a Retention, such as Retention(keep_last=3).", type=type(retention).__qualname__
-            )
+        require_retention(retention)
         require_timeout(timeout_seconds)
         if save_policy is not None and not isinstance(save_policy, SavePolicy):
             raise InvalidArgumentError(
@@ -161,6 +155,7 @@ class CheckpointManager:
         location = Location.of(url, storage_options)
         require_shared(location, default_world_size())
         self._store = CountingStore(location.store)
+        self._run = Run(self._store.uncounted)
         self._timeout_seconds, self._silence_seconds = timeout_seconds, silence_seconds
         self._arrival_seconds = arrival_seconds
         self._allow_pickle, self._memory_budget_bytes = allow_pickle, memory_budget_bytes
@@ -338,6 +333,7 @@ class CheckpointManager:
         step: int | str | None = None,
         *,
         planner: LoadPlanner | None = None,
+        must_exist: bool = False,
         go_on: bool = True,
     ) -> int | None:
         """Load a checkpoint into a state, in place; called by every rank, at any world size.
@@ -358,13 +354,16 @@ class CheckpointManager:
             state: State as for `save`; its keys and shapes say what is loaded.
             step: Step or name of the checkpoint; None is the newest.
             planner: Planner of torch; None is `DefaultLoadPlanner()`.
+            must_exist: True to raise where there is no checkpoint, instead of starting from nothing.
             go_on: False to change nothing of the run: the next save goes on from where the job was.
 
         Returns:
-            The step; None if `step` is None and the run has no checkpoint, and then the state is unchanged.
+            The step; None if `step` is None and the run has no checkpoint, and then the state is unchanged, and a
+            warning says what else lies at the URL (one LIST of a page).
 
         Raises:
-            CheckpointNotFoundError: The run has no checkpoint of this step or name.
+            CheckpointNotFoundError: The run has no checkpoint of this step or name; or none, with `must_exist`.
+            CheckpointGoneError: The checkpoint was deleted while it was being read; the error names newer ones.
             CheckpointExistsError: A checkpoint by itself, and no run, lies at this URL.
             CorruptCheckpointError: Bytes differ from those that were written: restore an older step.
             UnsafeObjectError: An object needs code to load.
@@ -401,6 +400,7 @@ class CheckpointManager:
                     operation=operation,
                     allow_pickle=self._allow_pickle,
                     memory_budget_bytes=self._memory_budget_bytes,
+                    must_exist=must_exist,
                     go_on=go_on,
                 )
         except BaseException as error:
@@ -472,42 +472,60 @@ class CheckpointManager:
         self._should_stop = self._preemption.reached(step)
         return self._should_stop
 
-    # ---- called by any rank; `latest`, `steps` and `user` read the store anew
+    # ---- called by any rank or process; each reads the store anew, and is documented at `Run`, as are errors and costs
 
     def latest(self) -> CheckpointInfo | None:
-        """Return the newest checkpoint of the run; None if none is committed. One GET; see `dcp_remote.latest`."""
-        return latest(self._store)
+        """Return the newest checkpoint of the run; None if none is committed. One GET; see `Run.latest`."""
+        return self._run.latest()
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """Return all live checkpoints by ascending step, abandoned ones included. One GET; see `Run.checkpoints`."""
+        return self._run.checkpoints()
 
     def steps(self) -> list[int]:
         """Return the steps of all live checkpoints that are not abandoned, ascending. One GET."""
-        catalog = catalog_of(self._store)
-        return [entry.step for entry in catalog.entries if not entry.abandoned] if catalog is not None else []
+        return [info.step for info in self._run.checkpoints() if not info.abandoned]
+
+    def best(self, metric: str, *, mode: str = "min") -> CheckpointInfo | None:
+        """Return the checkpoint with the best value of a metric; None if there is none. One GET; see `Run.best`."""
+        return self._run.best(metric, mode=mode)
+
+    def exists(self, step: int | str) -> bool:
+        """Return whether a checkpoint of this step or name is live. One GET; see `Run.exists`."""
+        return self._run.exists(step)
 
     def user(self, step: int | str | None = None) -> dict[str, Any]:
-        """Return the `user` metadata given when a checkpoint was saved. At most three GETs.
+        """Return the `user` metadata given when a checkpoint was saved. At most three GETs; see `Run.user`.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
         """
-        return dict(read_manifest(self._store, step=step).user)
+        return self._run.user(step)
 
-    def pin(self, step: int) -> None:
-        """Exempt a checkpoint from retention, and from being replaced by a job that went back before it.
+    def pin(self, step: int | str) -> None:
+        """Exempt a checkpoint from retention, and from being replaced by a job that went back; see `Run.pin`."""
+        self._run.pin(step)
 
-        Costs a GET and a PUT. One rank may call this, or all.
+    def unpin(self, step: int | str) -> None:
+        """Remove the pin of a checkpoint; see `Run.unpin`."""
+        self._run.unpin(step)
 
-        Raises:
-            CheckpointNotFoundError: No checkpoint of this step is live.
-        """
-        self._set_pin(step, pin=True)
+    def name(self, step: int | str, name: str | Iterable[str], *, move: bool = False) -> None:
+        """Give one or several names to a checkpoint that is live; see `Run.name`. One rank calls this, or all."""
+        self._run.name(step, name, move=move)
 
-    def unpin(self, step: int) -> None:
-        """Remove the pin of a checkpoint.
+    def unname(self, name: str | Iterable[str]) -> None:
+        """Take one or several names from the checkpoints that have them; see `Run.unname`. One rank calls this."""
+        self._run.unname(name)
 
-        Raises:
-            CheckpointNotFoundError: No checkpoint of this step is live.
-        """
-        self._set_pin(step, pin=False)
+    def delete(self, step: int | str, *, force: bool = False) -> None:
+        """Delete a checkpoint, unless it is pinned or the newest (`force`); see `Run.delete`. One rank calls this."""
+        self._run.delete(step, force=force)
+
+    @property
+    def retention_failures(self) -> int:
+        """Number of times that `retention` failed, each of which was logged and fails no save; 0 but on rank 0."""
+        return self._coordinator.background_maintenance.retention_failures if self._coordinator is not None else 0
 
     def wait(self) -> SaveReport | None:
         """Wait until no save is under way; return the report of the last save that was committed.
@@ -529,10 +547,6 @@ class CheckpointManager:
         self._close(is_interrupted=False)
 
     # ---- internals
-
-    def _set_pin(self, step: int, *, pin: bool) -> None:
-        require_step(step)
-        swap(self._store, lambda now: pin_entry(now, step, pin=pin), deadline=Deadline(_PIN_SECONDS))
 
     def _close(self, *, is_interrupted: bool, is_missed: bool = False) -> None:
         if self._closed:

@@ -20,7 +20,7 @@ from dcp_remote.common.overrides import inherits_methods
 from dcp_remote.common.units import MiB
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
-from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
+from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.catalog import Entry
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.loading.chunk_list import local_plan
@@ -33,7 +33,14 @@ from dcp_remote.loading.read_plan import wanted_blocks
 from dcp_remote.manager.reports import LoadReport, LoadSeconds
 from dcp_remote.manager.telemetry import Operation
 from dcp_remote.run.job import warn_of_going_back
-from dcp_remote.run.lookup import decode_entry, fetch_entry, find_entry, require_no_checkpoint_by_itself
+from dcp_remote.run.lookup import (
+    decode_entry,
+    fetch_entry,
+    find_entry,
+    find_newest,
+    no_run,
+    require_no_checkpoint_by_itself,
+)
 from dcp_remote.run.run import catalog_of
 from dcp_remote.serialization.state_dict import (
     PER_RANK_KEY,
@@ -65,6 +72,7 @@ def load_rank(
     operation: Operation,
     allow_pickle: bool,
     memory_budget_bytes: int,
+    must_exist: bool = False,
     go_on: bool = True,
 ) -> LoadReport | None:
     """Restore a checkpoint; called by every rank, in the block of the operation.
@@ -79,6 +87,7 @@ def load_rank(
         operation: Operation of telemetry.
         allow_pickle: True to load objects that only code can load.
         memory_budget_bytes: Bound of the buffers beyond the state, in bytes.
+        must_exist: True to raise if the run has no checkpoint; the coordinator's counts.
         go_on: True if the next save goes on from this checkpoint; a warning names those that it will abandon.
 
     Returns:
@@ -90,14 +99,9 @@ def load_rank(
     began_seconds, before = time.monotonic(), store.counts
     with operation.phase("planning"):
         collective.set_activity("asking which checkpoint to restore")
-        chosen = collective.gather(
-            step,
-            lambda steps: collective.run_in_thread(partial(_choose, store, steps, collective.deadline, go_on=go_on)),
-        )
+        choose = partial(_choose, store, deadline=collective.deadline, must_exist=must_exist, go_on=go_on)
+        chosen = collective.gather(step, lambda steps: collective.run_in_thread(partial(choose, steps)))
         if chosen is None:
-            if ranks.is_coordinator:
-                # A mistyped URL looks the same, so that a job would begin anew unnoticed.
-                logger.warning("%s: there is no checkpoint here yet; the job starts from nothing", store.url)
             return None
         entry = chosen.entry
         collective.set_activity(f"planning the restore of step {entry.step}")
@@ -238,7 +242,7 @@ def _retry_seconds(deadline: Deadline) -> float:
 
 
 def _choose(
-    store: ObjectStore, steps: Sequence[int | str | None], deadline: Deadline, *, go_on: bool
+    store: ObjectStore, steps: Sequence[int | str | None], *, deadline: Deadline, must_exist: bool, go_on: bool
 ) -> _Chosen | None:
     """Choose the checkpoint that all ranks ask for; called on the coordinator only."""
     if any(step != steps[0] for step in steps):
@@ -251,14 +255,11 @@ def _choose(
     # Refused before training begins, because the first save would be refused hours later.
     require_no_checkpoint_by_itself(RetryingStore(store, Deadline(_retry_seconds(deadline))))
     catalog = catalog_of(store, retry_seconds=_retry_seconds(deadline))
-    if steps[0] is None and (catalog is None or catalog.latest() is None):
+    if steps[0] is None and find_newest(catalog, store, must_exist=must_exist) is None:
         return None
     if catalog is None:
-        raise CheckpointNotFoundError(
-            "There is no run here yet (no catalog.json), and so no step of one. Check the URL.",
-            url=store.url,
-            step=steps[0],
-        )
+        assert steps[0] is not None, "find_newest returned"
+        raise no_run(store, steps[0])
     entry = find_entry(catalog, steps[0], url=store.url)
     if go_on:
         warn_of_going_back(catalog, entry, url=store.url)

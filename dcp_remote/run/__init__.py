@@ -1,7 +1,8 @@
 """Runs and single checkpoints in a store: commit, find, retire, remove orphans, recover. Imports no torch.
 
 conditional_put settles every conditional PUT by reading; commit (of a checkpoint by itself) and catalog_store (of a
-run) are built on it. lookup finds a checkpoint and reads its manifest; run has what users call. job saves into a run.
+run) are built on it. lookup finds a checkpoint and reads its manifest, foreign_checkpoints says what else lies at a
+URL; run has what users call, waiting waits for a newer checkpoint. job saves into a run, labels names and pins.
 retention decides which checkpoints to retire and thinning makes the smaller manifests; maintenance and
 background_maintenance carry that out, with live_shards and leftovers to tell which objects may be deleted. gc
 removes orphans. recovery rebuilds a lost catalog.
@@ -14,8 +15,10 @@ __all__ = [
     "catalog_store",
     "commit",
     "conditional_put",
+    "foreign_checkpoints",
     "gc",
     "job",
+    "labels",
     "leftovers",
     "live_shards",
     "lookup",
@@ -24,4 +27,5 @@ __all__ = [
     "retention",
     "run",
     "thinning",
+    "waiting",
 ]

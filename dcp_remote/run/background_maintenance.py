@@ -14,7 +14,7 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import CommitUnknownError, DcpRemoteError
 from dcp_remote.format.catalog import Catalog, Entry
 from dcp_remote.run.maintenance import Maintenance
-from dcp_remote.run.retention import Retention
+from dcp_remote.run.retention import ChooseToDelete, Retention
 from dcp_remote.storage.base import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -34,12 +34,16 @@ class BackgroundMaintenance:
 
     Args:
         store: Store opened at the run.
-        retention: Checkpoints to keep; None keeps all.
+        retention: Checkpoints to keep, or a function that returns the steps to delete; None keeps all.
+
+    Attributes:
+        retention_failures: Number of rounds in which retention failed, each of which was logged.
     """
 
-    def __init__(self, store: ObjectStore, retention: Retention | None = None) -> None:
+    def __init__(self, store: ObjectStore, retention: Retention | ChooseToDelete | None = None) -> None:
         """Store the settings; no request, and no thread yet."""
         self._store, self._retention = store, retention
+        self.retention_failures = 0
         self._changed = threading.Condition()
         self._begin_anew()
 
@@ -191,16 +195,17 @@ class BackgroundMaintenance:
         if work.settles:
             self._try(lambda: maintenance.settle(deadline=work.deadline, catalog=work.catalog))
         if work.catalog is not None and self._retention is not None:
-            self._try(partial(self._apply, maintenance, self._retention, work))
+            is_applied = self._try(partial(self._apply, maintenance, self._retention, work))
+            self.retention_failures += not is_applied
         self._try(lambda: maintenance.delete(deadline=work.deadline, stop=stop.is_set))
 
-    def _apply(self, maintenance: Maintenance, retention: Retention, work: _Work) -> None:
+    def _apply(self, maintenance: Maintenance, retention: Retention | ChooseToDelete, work: _Work) -> None:
         applied = maintenance.apply(retention, deadline=work.deadline, catalog=work.catalog)
         if applied.retired or applied.thinned:
             logger.info("%s: retired %s, thinned %s", self._store.url, applied.retired, applied.thinned)
 
-    def _try(self, act: Callable[[], object]) -> None:
-        """Run an act and log its failure: the run is whole without the act, and the next round repeats it."""
+    def _try(self, act: Callable[[], object]) -> bool:
+        """Run an act, log its failure, and return whether it succeeded; the next round repeats what failed."""
         url = self._store.url
         try:
             act()
@@ -210,6 +215,9 @@ class BackgroundMaintenance:
             logger.warning("%s: old checkpoints were not retired, and will be later: %s", url, error)
         except Exception:
             logger.exception("%s: old checkpoints were not retired", url)
+        else:
+            return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)

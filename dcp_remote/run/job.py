@@ -77,21 +77,11 @@ class CheckpointLabels:
         require_step(step)
         if overwrite and exist_ok:
             raise InvalidArgumentError("overwrite and exist_ok exclude each other: pass one of them.", step=step)
-        if name is not None and not isinstance(name, Iterable):
-            raise InvalidArgumentError("name must be a text, or several texts.", name=name)
+        names = check_names(name if name is not None else (), step=step)
         if metrics is not None and not isinstance(metrics, Mapping):
             raise InvalidArgumentError("metrics must be a mapping of names to numbers.", type=type(metrics).__name__)
-        names = (name,) if isinstance(name, str) else tuple(name or ())
-        for word in (*names, *(metrics or ())):
-            if not isinstance(word, str) or not _WORD.fullmatch(word):
-                raise InvalidArgumentError(
-                    "A name must be a text of 1 to 200 characters, none of them a control character.",
-                    name=ascii(word)[:300],
-                )
-        if any(word.isdecimal() for word in names):
-            raise InvalidArgumentError("A name of digits alone would be taken for a step.", names=", ".join(names))
-        if len(set(names)) != len(names):
-            raise InvalidArgumentError("A name is given twice.", names=", ".join(names))
+        for word in metrics or ():
+            _require_word(word)
         numbers = {key: _number(key, value) for key, value in (metrics or {}).items()}
         for key, number in numbers.items():
             if not math.isfinite(number):
@@ -99,6 +89,57 @@ class CheckpointLabels:
                 logger.warning("a metric that is not finite is left out: step=%d metric=%s value=%s", step, key, number)
         finite = tuple((key, number) for key, number in numbers.items() if math.isfinite(number))
         return cls(step, names, finite, overwrite, exist_ok)
+
+
+def check_names(names: object, *, step: int | None = None) -> tuple[str, ...]:
+    """Check one name or several of a checkpoint, and return them in order.
+
+    A name is any text of 1 to 200 characters without control characters, such as "checkpoint-500" or
+    "epoch=3-step=500.ckpt". A name of digits alone would be taken for a step, on the command line; so it may only be
+    that of its own step.
+
+    Args:
+        names: Name, or names.
+        step: Step of the checkpoint; None if it is not known yet, and names of digits alone are not refused.
+
+    Raises:
+        InvalidArgumentError: A name is refused; the error names it.
+    """
+    if not isinstance(names, Iterable):
+        raise InvalidArgumentError("name must be a text, or several texts.", name=names)
+    checked = (names,) if isinstance(names, str) else tuple(names)
+    for word in checked:
+        _require_word(word)
+        if step is not None and word.isdecimal() and int(word) != step:
+            raise InvalidArgumentError(
+                "A name of digits alone would be taken for another step. Add letters, as in 'checkpoint-500'.",
+                name=word,
+                step=step,
+            )
+    if len(set(checked)) != len(checked):
+        raise InvalidArgumentError("A name is given twice.", names=", ".join(checked))
+    return checked
+
+
+def _require_word(word: object) -> None:
+    if not isinstance(word, str) or not _WORD.fullmatch(word):
+        raise InvalidArgumentError(
+            "A name must be a text of 1 to 200 characters, none of them a control character.", name=ascii(word)[:300]
+        )
+
+
+def require_step_or_name(step: object) -> None:
+    """Refuse what is neither a step nor a name.
+
+    Raises:
+        InvalidArgumentError: It is no text, and no integer that can be a step.
+    """
+    if not isinstance(step, str):
+        if type(step) is not int:
+            raise InvalidArgumentError(
+                "A step must be an integer, or a checkpoint's name.", step=step, type=type(step).__name__
+            )
+        require_step(step)
 
 
 def require_step(step: object) -> None:

@@ -5,12 +5,15 @@ A URL is that of a checkpoint by itself, which has a manifest, or that of a run,
 
 from __future__ import annotations
 
+import difflib
+import logging
 from dataclasses import dataclass
 from functools import partial
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CheckpointExistsError,
+    CheckpointGoneError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -25,12 +28,19 @@ from dcp_remote.format.keys import MANIFESTS_PREFIX, revision_of
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.run import commit
 from dcp_remote.run.catalog_store import read_catalog
+from dcp_remote.run.foreign_checkpoints import describe_foreign
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.rereads import RereadingStore, get_decoded
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
 
-# An error lists so many steps of a run, the newest.
+logger = logging.getLogger(__name__)
+
+# An error lists so many steps of a run, the newest, and so many names that are like the one asked for.
 _STEPS_NAMED_MAX = 10
+_NEAR_MAX = 3
+
+# Comparing takes 35 µs a name; a run may have a name for each of many thousand checkpoints.
+_NAMES_COMPARED_MAX = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +108,11 @@ def read_manifest(
     seen = read_catalog(reading)
     if seen is not None:
         return read_entry(store, find_entry(seen.catalog, step, url=store.url), retry_seconds=retry_seconds)
-    nothing = not_found(reading)
     if step is not None:
-        raise CheckpointNotFoundError(
-            "There is no run here (no catalog.json), and so no step of one. To read a checkpoint by itself, leave out "
-            "the step.",
-            url=store.url,
-            step=step,
-        )
+        raise no_run(reading, step)
     if stored is None:
-        raise nothing
+        raise not_found(reading)
+    require_not_lost(reading)
     raise CheckpointNotFoundError(
         "There is no committed checkpoint here: manifest.json is a tombstone, which gc put when it removed orphans. "
         "The next save replaces it.",
@@ -130,23 +135,41 @@ def find_entry(catalog: Catalog, step: int | str | None, *, url: str) -> Entry:
         entry = catalog.latest()
     else:
         entry = catalog.find_by_name(step) if isinstance(step, str) else catalog.entry_at(step)
-    if entry is not None:
-        return entry
+    if entry is None:
+        raise no_such_entry(catalog, step, url=url)
+    return entry
+
+
+def no_such_entry(
+    catalog: Catalog, step: int | str | None, *, url: str, what: str | None = None
+) -> CheckpointNotFoundError:
+    """Make the error for a checkpoint that a catalog does not have; it lists steps, names and near names. Pure.
+
+    Args:
+        catalog: Catalog of the run.
+        step: Step or name that was asked for; None for the newest.
+        url: URL of the run.
+        what: Message; None for the one that says that there is no such checkpoint.
+    """
     steps = [other.step for other in catalog.entries if not other.abandoned][-_STEPS_NAMED_MAX:]
-    what = "The run has no live checkpoint of this step."
-    if step is None:
-        what = "No checkpoint is live in this run yet."
-    elif isinstance(step, str):
-        what = "The run has no live checkpoint of this name."
-        if step.isdecimal():
-            what += " Pass a step as an integer, not as text."
-    raise CheckpointNotFoundError(
+    if what is None:
+        what = "The run has no live checkpoint of this step."
+        if step is None:
+            what = "No checkpoint is live in this run yet."
+        elif isinstance(step, str):
+            what = "The run has no live checkpoint of this name."
+            if step.isdecimal():
+                what += " Pass a step as an integer, not as text."
+    names = [name for other in catalog.entries for name in other.names]
+    near = difflib.get_close_matches(step, names[-_NAMES_COMPARED_MAX:], n=_NEAR_MAX) if isinstance(step, str) else []
+    return CheckpointNotFoundError(
         what,
         url=url,
         step=step,
         checkpoints=len(catalog.entries),
         steps=", ".join(map(str, steps)) or None,
-        names=", ".join(name for other in catalog.entries for name in other.names) or None,
+        near=", ".join(near) or None,
+        names=", ".join(names) or None,
     )
 
 
@@ -154,7 +177,7 @@ def read_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE
     """Read and check the manifest of a checkpoint of a run; one GET, and one more if the answer is damaged.
 
     Raises:
-        CheckpointNotFoundError: The checkpoint was retired, or thinned, since the catalog was read.
+        CheckpointGoneError: The checkpoint was deleted, replaced or thinned since the catalog was read.
         CorruptCheckpointError: The manifest is damaged, of another save, or gone although the catalog names it.
         UnsupportedFormatError: A newer version wrote the manifest.
     """
@@ -166,7 +189,7 @@ def fetch_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANG
     """Read the manifest of a checkpoint of a run as it is stored, and check its digest; one GET, or two if damaged.
 
     Raises:
-        CheckpointNotFoundError: The checkpoint was retired, or thinned, since the catalog was read.
+        CheckpointGoneError: The checkpoint was deleted, replaced or thinned since the catalog was read.
         CorruptCheckpointError: The manifest is damaged, or gone although the catalog names it.
     """
     asking = RetryingStore(store, Deadline(retry_seconds))
@@ -177,11 +200,8 @@ def fetch_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANG
     except ObjectNotFoundError as error:
         seen = read_catalog(asking)
         if seen is None or entry.manifest not in {live.manifest for live in seen.catalog.entries}:
-            raise CheckpointNotFoundError(
-                "The checkpoint was retired or replaced while it was being read; choose a checkpoint again.",
-                url=store.url,
-                step=entry.step,
-            ) from error
+            catalog = seen.catalog if seen is not None else None
+            raise _gone(catalog, save_id=entry.save_id, step=entry.step, url=store.url) from error
         raise CorruptCheckpointError(
             "The manifest of a checkpoint of the run is missing. Use another checkpoint.",
             url=store.url,
@@ -239,18 +259,48 @@ def _with_key(
     return type(error)(error.what, **{"url": store.url, "manifest": key, **error.details})
 
 
-def explain_missing_shard(store: ObjectStore, manifest: Manifest, *, retry_seconds: float) -> str | None:
-    """Say what became of a checkpoint that lacks a shard; None if it is unchanged, and so is damaged. One GET."""
+def explain_missing_shard(
+    store: ObjectStore, manifest: Manifest, *, retry_seconds: float
+) -> CheckpointGoneError | None:
+    """Make the error for a checkpoint that lacks a shard; None if it is unchanged, and so is damaged. One GET."""
     reading = RetryingStore(store, Deadline(retry_seconds))
     if manifest.run is None:
         head = commit.read_slot(reading).head
-        return None if head is not None and head.save_id == manifest.save_id else "removed or replaced"
+        if head is not None and head.save_id == manifest.save_id:
+            return None
+        return CheckpointGoneError(
+            "The checkpoint was removed or replaced while it was being read. Load again.",
+            url=store.url,
+            save_id=manifest.save_id,
+        )
     seen = read_catalog(reading)
     entries = seen.catalog.entries if seen is not None else ()
-    entry = next((entry for entry in entries if entry.save_id == manifest.save_id), None)
-    if entry is None:
-        return "retired"
-    return "thinned" if entry.thinned != manifest.run.thinned else None
+    if any((entry.save_id, entry.thinned) == (manifest.save_id, manifest.run.thinned) for entry in entries):
+        return None
+    catalog = seen.catalog if seen is not None else None
+    return _gone(catalog, save_id=manifest.save_id, step=manifest.run.step, url=store.url)
+
+
+def _gone(catalog: Catalog | None, *, save_id: str, step: int, url: str) -> CheckpointGoneError:
+    """Make the error for a checkpoint of a run that is not live any more, or not as it was read. Pure."""
+    live = catalog.entries if catalog is not None else ()
+    above = [entry.step for entry in live if entry.step > step and not entry.abandoned]
+    newest = catalog.latest() if catalog is not None else None
+    there = next((entry for entry in live if entry.step == step), None)
+    if there is not None and there.save_id == save_id:
+        what = "The checkpoint was thinned (its optimizer was deleted) while it was being read. Load again"
+    elif there is not None:
+        what = "The checkpoint was replaced by another save of its step while it was being read. Load again"
+    else:
+        what = "The checkpoint was retired (deleted) while it was being read. Load another one"
+    return CheckpointGoneError(
+        what + (f", or step {above[0]}." if above else "; no newer checkpoint is live."),
+        url=url,
+        step=step,
+        save_id=save_id,
+        next=above[0] if above else None,
+        newest=newest.step if newest is not None else None,
+    )
 
 
 def require_reachable(store: ObjectStore) -> None:
@@ -299,7 +349,9 @@ def require_no_checkpoint_by_itself(store: ObjectStore) -> None:
 
 
 def not_found(store: ObjectStore) -> CheckpointNotFoundError:
-    """Make the error for a URL with neither a checkpoint nor a run; costs a LIST, and perhaps one request more.
+    """Make the error for a URL with neither a checkpoint nor a run; it names what else lies there.
+
+    Costs two LISTs of a page each, and perhaps one request more.
 
     Raises:
         CheckpointNotFoundError: There is no such bucket.
@@ -308,11 +360,52 @@ def not_found(store: ObjectStore) -> CheckpointNotFoundError:
     require_reachable(store)
     require_not_lost(store)
     return CheckpointNotFoundError(
-        "There is no committed checkpoint here (no manifest.json), and no run (no catalog.json). Check the URL: the "
-        "folder above checkpoints is none, nor is a checkpoint by torch's own writer, nor the shards of an interrupted "
-        "save.",
+        "There is no committed checkpoint here (no manifest.json), and no run (no catalog.json). "
+        f"{describe_foreign(store) or 'Check the URL.'}",
         url=store.url,
     )
+
+
+def no_run(store: ObjectStore, step: int | str) -> CheckpointNotFoundError:
+    """Make the error for a step of a run where there is no run; it names what lies there. Costs as `not_found`.
+
+    Raises:
+        CheckpointNotFoundError: There is no such bucket.
+        CorruptCheckpointError: There was a run, which has lost its catalog.
+    """
+    require_reachable(store)
+    require_not_lost(store)
+    return CheckpointNotFoundError(
+        "There is no run here (no catalog.json), and so no step of one. To read a checkpoint by itself, leave out the "
+        f"step. {describe_foreign(store) or 'Check the URL.'}",
+        url=store.url,
+        step=step,
+    )
+
+
+def find_newest(catalog: Catalog | None, store: ObjectStore, *, must_exist: bool) -> Entry | None:
+    """Return the newest checkpoint of a run, or None with a warning that says what else lies at the URL.
+
+    Where the run has no checkpoint, costs a LIST of a page; with `must_exist` also what `not_found` costs.
+
+    Args:
+        catalog: Catalog of the run; None if there is none.
+        store: Store opened at the run.
+        must_exist: True to raise if there is no checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint, and `must_exist` is true.
+    """
+    if catalog is not None and (newest := catalog.latest()) is not None:
+        return newest
+    if must_exist:
+        raise not_found(store) if catalog is None else no_such_entry(catalog, None, url=store.url)
+    # A mistyped URL looks the same, so that a job would begin anew unnoticed.
+    found = describe_foreign(store) if catalog is None else None
+    logger.warning(
+        "%s: there is no checkpoint here yet; the job starts from nothing%s", store.url, f". {found}" if found else ""
+    )
+    return None
 
 
 def has_manifests(store: ObjectStore) -> bool:

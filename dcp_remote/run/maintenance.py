@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dcp_remote.common.deadline import Deadline, jitter
 from dcp_remote.errors import (
@@ -25,8 +26,8 @@ from dcp_remote.format.catalog import BeginAgainError, Catalog, Entry, retire_en
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.run.catalog_store import require_catalog, swap
 from dcp_remote.run.leftovers import Leftovers
-from dcp_remote.run.lookup import read_entry
-from dcp_remote.run.retention import Candidate, Decision, Retention, decide
+from dcp_remote.run.lookup import find_entry, read_entry
+from dcp_remote.run.retention import Candidate, ChooseToDelete, Decision, Retention, decide, decide_by
 from dcp_remote.run.thinning import drop_keys
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.deletion_queue import KEYS_PER_DELETE, PAUSE_SECONDS, Deleted
@@ -122,7 +123,7 @@ class Maintenance:
 
     def apply(
         self,
-        retention: Retention,
+        retention: Retention | ChooseToDelete,
         *,
         deadline: Deadline,
         catalog: Catalog | None = None,
@@ -138,8 +139,9 @@ class Maintenance:
         or the new one, and objects that no live checkpoint names are orphans.
 
         Args:
-            retention: Checkpoints to keep, and top-level keys of the state dict that thinning drops. A checkpoint
-                without one of these keys counts as thinned.
+            retention: Checkpoints to keep, and top-level keys of the state dict that thinning drops (a checkpoint
+                without one of these keys counts as thinned); or a function that returns the steps to delete, which
+                is called with each catalog that a swap finds.
             deadline: Deadline of all requests.
             catalog: Catalog that the caller knows to be there, which saves the first GET.
 
@@ -148,7 +150,10 @@ class Maintenance:
             CommitUnknownError: It is not known whether the catalog was swapped; `settle` finds out.
             StorageError: The store refused, or did not answer by the deadline.
             CorruptCheckpointError: The catalog is damaged.
+            Exception: Whatever a function of the user raises; nothing was changed.
         """
+        if not isinstance(retention, Retention):
+            return self._carry_out(partial(decide_by, retention), keys=(), deadline=deadline, catalog=catalog)
         keys = retention.optimizer_keys
 
         def choose(now: Catalog) -> Decision:
@@ -156,20 +161,20 @@ class Maintenance:
 
         return self._carry_out(choose, keys=keys, deadline=deadline, catalog=catalog)
 
-    def retire(self, steps: Sequence[int], *, deadline: Deadline, force: bool = False) -> Applied:
-        """Retire checkpoints by their steps; nothing is deleted yet.
+    def retire(self, steps: Sequence[int | str], *, deadline: Deadline, force: bool = False) -> Applied:
+        """Retire checkpoints by their steps or names; nothing is deleted yet.
 
         Works on a damaged checkpoint, too, and beside one. Shards that an unreadable manifest may name are left to gc.
 
         Costs as `apply`. After a crash at any moment the catalog is the old or the new one.
 
         Args:
-            steps: Steps of live checkpoints, abandoned ones included.
+            steps: Steps or names of live checkpoints, abandoned ones included.
             deadline: Deadline of all requests.
             force: Retire pinned checkpoints, too, and the newest.
 
         Raises:
-            CheckpointNotFoundError: No checkpoint of one of the steps is live; nothing was changed.
+            CheckpointNotFoundError: No checkpoint of one of the steps or names is live; nothing was changed.
             InvalidArgumentError: One of the checkpoints is pinned, or the newest; nothing was changed.
             CommitUnknownError: It is not known whether the catalog was swapped.
             StorageError: The store refused, or did not answer by the deadline.
@@ -179,7 +184,7 @@ class Maintenance:
         def choose(now: Catalog) -> Decision:
             # The checkpoints of the first catalog are meant, and not those that are saved at their steps meanwhile.
             if not save_ids:
-                save_ids.update(_live(now, step).save_id for step in steps)
+                save_ids.update(find_entry(now, step, url=self._store.url).save_id for step in steps)
             entries = [entry for entry in now.entries if entry.save_id in save_ids]
             if not force:
                 require_expendable(now, entries)
@@ -358,13 +363,6 @@ def _changed(run: Catalog, decision: Decision, ready: Mapping[str, _Thin]) -> Ca
     return None if after is run else replace(after, revision=run.revision + 1)
 
 
-def _live(now: Catalog, step: int) -> Entry:
-    entry = now.entry_at(step)
-    if entry is None:
-        raise CheckpointNotFoundError("No checkpoint of this step is live.", step=step)
-    return entry
-
-
 def require_expendable(now: Catalog, entries: Iterable[Entry]) -> None:
     """Refuse to retire a pinned checkpoint, or the newest.
 
@@ -375,11 +373,11 @@ def require_expendable(now: Catalog, entries: Iterable[Entry]) -> None:
     for entry in entries:
         if entry.pinned:
             raise InvalidArgumentError(
-                "The checkpoint is pinned. Unpin it first (`dcp-remote pin --undo`), or retire it by `rm --force`.",
+                "The checkpoint is pinned. Unpin it first (`dcp-remote pin --undo`), or pass force=True (`--force`).",
                 step=entry.step,
             )
         if entry == newest:
             raise InvalidArgumentError(
-                "This is the newest checkpoint, from which a job would go on. To retire it anyway: `rm --force`.",
+                "This is the newest checkpoint, from which a job would go on. To delete it: force=True (`--force`).",
                 step=entry.step,
             )

@@ -1,8 +1,8 @@
 """Rebuild the lost or damaged catalog of a run from its manifests.
 
-State that no manifest holds is lost: pins; the moves of names, each of which is back where it was given; and the marks
-of abandoned checkpoints, except those that follow because a later job saved an earlier step. A checkpoint that was
-retired or never committed, and whose objects are all there, becomes live.
+State that no manifest holds is lost: pins; names given or moved after the save, so that each name is back where it was
+given first; and the marks of abandoned checkpoints, except those that follow because a later job saved an earlier step.
+A checkpoint that was retired or never committed, and whose objects are all there, becomes live.
 
 No job may use the run meanwhile, since a job deletes the objects of checkpoints that it has retired. A save that began
 before does not commit, since it is below the new floor.

@@ -1,12 +1,22 @@
-"""Retention: a pure function from the live checkpoints of a run to those that are retired or thinned."""
+"""Retention: a pure function from the live checkpoints of a run to those that are retired or thinned.
+
+A user's own function in place of a `Retention` gets the checkpoints and returns the steps to delete.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.catalog import Catalog
+from dcp_remote.run.run import CheckpointInfo
+
+# Function of a user: it gets the live checkpoints that are not abandoned, by ascending step, and returns the steps to
+# delete. The newest and the pinned stay whatever it returns; named ones go, since the function sees the names.
+ChooseToDelete: TypeAlias = Callable[[Sequence[CheckpointInfo]], Iterable[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +145,52 @@ def decide(retention: Retention, candidates: Sequence[Candidate]) -> Decision:
     return Decision(
         retire=tuple(live.step for live in counted if live.step not in kept),
         thin=tuple(live.step for live in counted if live.step in kept and live.step not in whole and not live.thinned),
+    )
+
+
+def decide_by(choose: ChooseToDelete, catalog: Catalog) -> Decision:
+    """Apply a user's function to the live checkpoints of a run. Steps that are not live are ignored.
+
+    Raises:
+        InvalidArgumentError: The function does not return steps.
+        Exception: Whatever the function raises.
+    """
+    counted = [entry for entry in catalog.entries if not entry.abandoned]
+    chosen: object = choose([CheckpointInfo.of(entry) for entry in counted]) if counted else ()
+    if isinstance(chosen, str) or not isinstance(chosen, Iterable):
+        raise InvalidArgumentError(
+            "The function passed as retention must return the steps to delete, as integers; [] to delete none.",
+            returned=chosen,
+            type=type(chosen).__name__,
+        )
+    steps = set()
+    for step in chosen:
+        if type(step) is not int:
+            raise InvalidArgumentError(
+                "The function passed as retention must return the steps to delete, as integers.",
+                step=step,
+                type=type(step).__name__,
+            )
+        steps.add(step)
+    # `counted` ascends, so that the last is the newest.
+    return Decision(retire=tuple(e.step for e in counted[:-1] if e.step in steps and not e.pinned), thin=())
+
+
+def require_retention(retention: object) -> None:
+    """Refuse what is neither a `Retention`, nor a function, nor None.
+
+    Raises:
+        InvalidArgumentError: It is of another type, or a class.
+    """
+    if retention is None or isinstance(retention, Retention):
+        return
+    if callable(retention) and not isinstance(retention, type):
+        return
+    raise InvalidArgumentError(
+        "retention must be a Retention, such as Retention(keep_last=3), or a function from the list of checkpoints to "
+        "the steps to delete.",
+        value=retention,
+        type=type(retention).__qualname__,
     )
 
 

@@ -1,9 +1,9 @@
-"""Runs as users see them: `latest` and `CheckpointInfo`; and the catalog of a run, or the reason why there is none."""
+"""Runs as users see them: `CheckpointInfo`, `latest`, `best_of`; and the catalog of a run, or why there is none."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dcp_remote.common.deadline import Deadline
@@ -12,7 +12,8 @@ from dcp_remote.format.catalog import Catalog, Entry
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.catalog_store import read_catalog
 from dcp_remote.run.lookup import exists, not_found, require_not_lost, require_reachable
-from dcp_remote.storage import ObjectStore, open_store
+from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.location import Location, require_timeout
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
 
 
@@ -59,29 +60,51 @@ class CheckpointInfo:
 
 
 def latest(
-    run_url: str | os.PathLike[str] | ObjectStore, *, storage_options: Mapping[str, object] | None = None
+    run_url: str | os.PathLike[str] | ObjectStore,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    timeout_seconds: float = RANGE_RETRY_SECONDS,
 ) -> CheckpointInfo | None:
     """Return the newest checkpoint of a run; None if none is committed, or if there is no run yet. One GET.
 
     Abandoned checkpoints do not count: a later job went on from an older one. Any process may call this.
 
+    Args:
+        run_url: URL, path or store of the run, as for `RemoteReader`.
+        storage_options: Options of the store, as for `RemoteWriter`.
+        timeout_seconds: Time for which one request is retried while the store fails, in seconds.
+
     Raises:
         CheckpointNotFoundError: There is no such bucket.
         CorruptCheckpointError: The catalog is damaged or lost; `dcp-remote recover` rebuilds it.
-        StorageError: The store refused, or did not answer for five minutes.
-        InvalidArgumentError: The URL or an option is wrong.
+        StorageError: The store refused, or did not answer in time.
+        InvalidArgumentError: The URL, an option or the timeout is wrong.
     """
-    if isinstance(run_url, ObjectStore):
-        if storage_options:
-            raise InvalidArgumentError(
-                "storage_options need a URL; this is a store, which has its own.", url=run_url.url
-            )
-        store: ObjectStore = run_url
-    else:
-        store = open_store(run_url, storage_options)
-    catalog = catalog_of(store)
+    require_timeout(timeout_seconds)
+    catalog = catalog_of(Location.of(run_url, storage_options).store, retry_seconds=timeout_seconds)
     entry = catalog.latest() if catalog is not None else None
     return CheckpointInfo.of(entry) if entry is not None else None
+
+
+def best_of(checkpoints: Iterable[CheckpointInfo], metric: str, *, mode: str = "min") -> CheckpointInfo | None:
+    """Return the checkpoint with the best value of a metric; of equals the newest. Pure.
+
+    Args:
+        checkpoints: Checkpoints; abandoned ones, and those without the metric, do not count.
+        metric: Name of the metric.
+        mode: "min" if smaller values are better, as of a loss; "max" if larger ones are.
+
+    Returns:
+        The checkpoint; None if no checkpoint that counts has the metric.
+
+    Raises:
+        InvalidArgumentError: `mode` is neither "min" nor "max".
+    """
+    if mode not in ("min", "max"):
+        raise InvalidArgumentError('mode must be "min" or "max".', mode=mode)
+    known = [info for info in checkpoints if not info.abandoned and metric in info.metrics]
+    sign = 1 if mode == "max" else -1
+    return max(known, key=lambda info: (sign * info.metrics[metric], info.step), default=None)
 
 
 def catalog_of(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Catalog | None:
@@ -114,10 +137,19 @@ def require_run(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECOND
     seen = read_catalog(asking)
     if seen is not None:
         return seen.catalog
-    if exists(asking, MANIFEST_KEY):
+    require_run_url(asking)
+    raise not_found(asking)
+
+
+def require_run_url(store: ObjectStore) -> None:
+    """Refuse the URL of a checkpoint by itself; called where there is no catalog. One HEAD.
+
+    Raises:
+        InvalidArgumentError: This is a checkpoint by itself.
+    """
+    if exists(store, MANIFEST_KEY):
         raise InvalidArgumentError(
-            "This is a checkpoint by itself, not a run: `dcp-remote show` says what it holds. To remove it, delete all "
-            "objects below its URL, manifest.json first.",
+            "This is a checkpoint by itself, not a run: load or RemoteReader reads it, `dcp-remote show` says what it "
+            "holds. To remove it, delete all objects below its URL, manifest.json first.",
             url=store.url,
         )
-    raise not_found(asking)

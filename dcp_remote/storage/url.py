@@ -40,6 +40,11 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTA
 # `s3:/bucket`, `s3:bucket`, `s3//bucket`: misspelled URLs, which are hardly ever meant as paths.
 _NEAR_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)(?P<mark>:/|:|//)(?!/)(?P<rest>.*)", re.DOTALL)
 
+# `/cwd/s3:/bucket/x`, `runs/s3://bucket/x`: a URL that was made a path, as `os.path.abspath` and `os.path.join` do.
+# `./s3:/x` and file URLs name such folders.
+_URL_IN_PATH = re.compile(r"(?!\./[^/]+:).*?/(?P<url>(?P<scheme>[A-Za-z][A-Za-z0-9]*):/+(?P<rest>[^/].*))", re.DOTALL)
+_WEB = ("http", "https")
+
 # `simplecache::s3://bucket/prefix`: a chain of fsspec, which would otherwise become a local path.
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::(?=.*://)", re.DOTALL)
 
@@ -119,6 +124,25 @@ def check_list_prefix(prefix: str) -> None:
         check_key(name)
 
 
+def is_remote(url: object) -> bool:
+    """Return whether this is the URL of object storage, and so no path of a local file. Never raises; no request.
+
+    True for `s3://`, `gs://`, `az://` and `memory://`, for the schemes by which other tools name them (`s3a://`,
+    `gcs://`, `abfs://`, …), and for such a URL that was made a path (`s3:/bucket/x`, `/cwd/s3:/bucket/x`): every call
+    that takes a URL refuses the latter two kinds, and says what to write. False for paths, `file://`, and URLs of other
+    kinds.
+
+    Args:
+        url: Text or path; any other value is not remote.
+    """
+    text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
+    if not isinstance(text, str):
+        return False
+    match = _URL.fullmatch(text.strip()) or _NEAR_URL.fullmatch(text) or _URL_IN_PATH.fullmatch(text)
+    scheme = match["scheme"].lower() if match is not None else "file"
+    return scheme in (*SCHEMES, *_ALIASES) and _ALIASES.get(scheme, scheme) != "file"
+
+
 def parse_url(url: str | os.PathLike[str]) -> ParsedUrl:
     """Parse the URL or path of a checkpoint or run.
 
@@ -142,6 +166,8 @@ def parse_url(url: str | os.PathLike[str]) -> ParsedUrl:
         _refuse("The URL has spaces before it.", text.strip())
     if match := _NEAR_URL.fullmatch(text):
         _refuse_near_miss(text, scheme=match["scheme"].lower(), mark=match["mark"], rest=match["rest"])
+    if match := _URL_IN_PATH.fullmatch(text):
+        _refuse_url_in_path(match["url"], scheme=match["scheme"].lower(), rest=match["rest"])
     return _parse_path(text)
 
 
@@ -222,6 +248,20 @@ def _refuse_near_miss(text: str, *, scheme: str, mark: str, rest: str) -> None:
     if mark == ":/":
         _refuse(f"{hint} pathlib.Path turns `//` into `/`: pass the URL as a str.", text)
     _refuse(f"{hint} If it is a path, write ./ before it.", text)
+
+
+def _refuse_url_in_path(url: str, *, scheme: str, rest: str) -> None:
+    if scheme in _WEB:
+        _refuse_scheme(f"{scheme}://{rest}", scheme=scheme, rest=rest)
+    if scheme not in (*SCHEMES, *_ALIASES):
+        return
+    meant = _ALIASES.get(scheme, scheme)
+    _refuse(
+        f"The path holds a URL, as os.path.abspath and os.path.join make of one: write "
+        f"{_shown(f'{meant}:///{rest}' if meant == 'file' else f'{meant}://{rest}')}, and pass it as a str unchanged "
+        "(dcp_remote.is_remote tells URLs from paths). If the folder is meant, write it as a file:/// URL.",
+        url,
+    )
 
 
 def _bucket_word(scheme: str) -> str:

@@ -51,13 +51,29 @@ def test_a_step_that_is_not_live(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["pin", str(run), "7"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "dcp-remote: No checkpoint of this step is live. step=7\n"
+    assert "The run has no live checkpoint of this step." in captured.err
+    assert "step=7 checkpoints=2 steps='1, 2'" in captured.err
+    assert captured.err.count("\n") == 1
     assert catalog(run) == before
 
 
-@pytest.mark.parametrize("arguments", [["1", "--und"], ["one"], []])
+def test_pins_by_name(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pin the checkpoint of a name; a name that none has is one line of error with those that are like it."""
+    save(LocalStore(run), 3, names=("best", "checkpoint-3"))
+    assert main(["pin", str(run), "checkpoint-3"]) == 0
+    assert "step 3 is pinned" in capsys.readouterr().out
+    assert [entry.pinned for entry in catalog(run).entries] == [False, False, True]
+    assert main(["pin", str(run), "--undo", "best"]) == 0
+    assert not any(entry.pinned for entry in catalog(run).entries)
+    assert main(["pin", str(run), "checkpoint-4"]) == 1
+    captured = capsys.readouterr()
+    assert "no live checkpoint of this name" in captured.err
+    assert "near='checkpoint-3'" in captured.err
+
+
+@pytest.mark.parametrize("arguments", [["1", "--und"], []])
 def test_wrong_command_lines(run: Path, arguments: list[str]) -> None:
-    """Pass an abbreviated option, a step that is not a number, no step: refused."""
+    """Pass an abbreviated option, no step: refused."""
     with pytest.raises(SystemExit) as caught:
         main(["pin", str(run), *arguments])
     assert caught.value.code == 2

@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Path:
     """Save three steps that share a shard, and pin the second."""
     store = LocalStore(tmp_path / "run")
     for before, step in ((None, 1), (1, 2), (2, 3)):
-        save(store, step, base=before)
+        save(store, step, base=before, names=("last",))
     swap(store, partial(pin_entry, step=2, pin=True), deadline=Deadline(30))
     return tmp_path / "run"
 
@@ -70,6 +70,8 @@ def test_deletes_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--step", "3"], 2, "newest"),
         (["--step", "1", "--step", "2"], 2, "pinned"),
         (["--step", "7"], 1, "no live checkpoint of this step"),
+        (["--step", "x"], 1, "no live checkpoint of this name"),
+        (["--step", "1", "--step", "last"], 2, "newest"),
     ],
 )
 @pytest.mark.parametrize("yes", [False, True])
@@ -86,6 +88,15 @@ def test_refusal_is_one_line_and_a_code(
     assert files(run) == before
 
 
+def test_deletes_by_name(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Name a checkpoint twice, by its step and by its name: deleted once."""
+    save(LocalStore(run), 4, base=3, names=("first try",))
+    save(LocalStore(run), 5, base=4)
+    assert main(["rm", str(run), "--step", "first try", "--step", "4", "--yes"]) == 0
+    assert "deleted step 4 (" in capsys.readouterr().out
+    assert live(run) == [1, 2, 3, 5]
+
+
 def test_force(run: Path) -> None:
     """Delete the pinned and the newest checkpoint, then the last: only the catalog is left."""
     assert main(["rm", str(run), "--step", "2", "--step", "3", "--yes", "--force"]) == 0
@@ -95,9 +106,9 @@ def test_force(run: Path) -> None:
     assert list(files(run)) == [CATALOG_KEY]
 
 
-@pytest.mark.parametrize("arguments", [["--step", "1", "--ye"], ["--ste", "1", "--yes"], ["--yes"], ["--step", "x"]])
+@pytest.mark.parametrize("arguments", [["--step", "1", "--ye"], ["--ste", "1", "--yes"], ["--yes"], ["--step"]])
 def test_wrong_command_lines(run: Path, arguments: list[str]) -> None:
-    """Pass abbreviated options, no step, or a step that is not a number: refused, and nothing is changed."""
+    """Pass abbreviated options, or no step: refused, and nothing is changed."""
     before = files(run)
     with pytest.raises(SystemExit) as caught:
         main(["rm", str(run), *arguments])

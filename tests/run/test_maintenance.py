@@ -25,6 +25,7 @@ from dcp_remote.errors import (
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry
 from dcp_remote.run.catalog_store import swap
 from dcp_remote.run.gc import remove_orphans
+from dcp_remote.run.labels import give_names
 from dcp_remote.run.live_shards import LiveShards
 from dcp_remote.run.maintenance import Applied, Maintenance
 from dcp_remote.run.retention import Candidate, Retention, decide
@@ -371,15 +372,16 @@ def candidates(catalog: Catalog) -> list[Candidate]:
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("title", ["pin", "commit", "borrow", "overwrite"])
+@pytest.mark.parametrize("title", ["pin", "name", "commit", "borrow", "overwrite"])
 def test_it_is_decided_on_what_is_swapped(title: str, *, after: bool) -> None:
     """Let another job act at each request: the decision fits the catalog that is swapped.
 
-    No pinned checkpoint goes; one that reuses shards of a retired one is whole, or its commit is refused.
+    No pinned or named checkpoint goes; one that reuses shards of a retired one is whole, or its commit is refused.
     """
     retention = Retention(keep_last=2, keep_optimizer_last=1)
     acts: dict[str, Callable[[MemoryStore], object]] = {
         "pin": lambda store: pin(store, 2),
+        "name": lambda store: give_names(store, 2, "best", move=False, deadline=deadline()),
         "commit": lambda store: save(store, 5),
         "borrow": lambda store: save(store, 5, base=1, borrows=(FROZEN, TRAINED, OPTIMIZER)),
         "overwrite": lambda store: save(store, 3, letter="b", base=2, borrows=(OPTIMIZER,), overwrite=True),
@@ -399,7 +401,7 @@ def test_it_is_decided_on_what_is_swapped(title: str, *, after: bool) -> None:
         maintenance = Maintenance(busy)
         applied = maintenance.apply(retention, deadline=deadline())
         assert decide(retention, candidates(applied.catalog)).retire == ()
-        if title == "pin" and not missed and busy.acted:
+        if title in ("pin", "name") and not missed and busy.acted:
             assert 2 in steps(store)
         maintenance.delete(deadline=deadline(), pause_seconds=0)
         assert_sound(store)
@@ -407,7 +409,8 @@ def test_it_is_decided_on_what_is_swapped(title: str, *, after: bool) -> None:
         if not busy.acted:
             break
     assert number > 8
-    expected = {"pin": {(1,), (1, 2)}, "commit": {(1, 2), (1, 2, 3)}, "borrow": {(1, 2), (1, 2, 3)}}
+    kept: set[tuple[int, ...]] = {(1,), (1, 2)}
+    expected = {"pin": kept, "name": kept, "commit": {(1, 2), (1, 2, 3)}, "borrow": {(1, 2), (1, 2, 3)}}
     assert outcomes == expected.get(title, {(1, 2)})
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix, parse_url
+from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix, is_remote, parse_url
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_valid_urls(url: str | Path, expected: ParsedUrl, canonical: str) -> Non
 def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parse relative paths, also those that look a little like URLs: made absolute at once."""
     monkeypatch.chdir(tmp_path)
-    for path in ("run", "./run", "run:7/x", "a//b", "~x", "s3/bucket", "./s3:/bucket"):
+    for path in ("run", "./run", "run:7/x", "a//b", "~x", "s3/bucket", "./s3:/bucket", "a/run:/x", "a/s3:", "a/s3:b"):
         assert parse_url(path).path == str(tmp_path / PurePosixPath(path))
     assert parse_url("../x").path == str(tmp_path.parent / "x")
 
@@ -64,6 +64,15 @@ def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (Path("hdfs://bucket/x"), "Unknown scheme 'hdfs'"),
         ("s3:bucket/x", "misspelled: write s3://bucket/x. If it is a path, write ./ before it."),
         ("S3//bucket/x", "misspelled: write s3://bucket/x."),
+        ("/cwd/s3:/bucket/x", "write s3://bucket/x, and pass it as a str unchanged"),
+        (Path("/cwd/s3:/bucket/x"), "write s3://bucket/x, and pass it as a str unchanged"),
+        ("runs/s3://bucket/x", "write s3://bucket/x, and pass it as a str unchanged"),
+        ("./runs/s3:/bucket", "write s3://bucket, and pass it as a str unchanged"),
+        ("../S3:/bucket", "write s3://bucket, and pass it as a str unchanged"),
+        ("/cwd/gcs:/bucket/x", "write gs://bucket/x,"),
+        ("/cwd/memory:/name/x", "write memory://name/x,"),
+        ("/cwd/file:/a/b", "write file:///a/b,"),
+        ("/cwd/https:/host/x", "storage_options['endpoint_url']"),
         ("file:/a/b", "misspelled: write file:///a/b."),
         (" s3://bucket/x", "spaces before it"),
         ("s3://bucket/x ", "ends in a space"),
@@ -107,6 +116,50 @@ def test_invalid_urls(url: str | Path, advice: str) -> None:
     assert advice in str(caught.value)
 
 
+def test_a_folder_that_looks_like_a_url_can_be_named() -> None:
+    """Write it as a file URL: that of a path that holds `s3:` is its folder."""
+    assert parse_url("file:///cwd/s3:/bucket/x").path == "/cwd/s3:/bucket/x"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("s3://bucket/x", "S3://bucket", "gs://bucket", "az://container/x", "memory://name", Path("s3://bucket/x")),
+        *("s3a://bucket/x", "gcs://bucket", "abfs://container@account.dfs.core.windows.net/x"),
+        *("s3:/bucket/x", "/cwd/s3:/bucket/x", "runs/s3://bucket/x", " s3://bucket/x"),
+        *("s3://", "s3://user:secret@bucket/x"),
+    ],
+)
+def test_remote_urls(url: str | Path) -> None:
+    """Ask for URLs of object storage, also for those that `parse_url` refuses: all are remote."""
+    assert is_remote(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(
+            "",
+            "run",
+            "/a/b",
+            "./s3:/bucket",
+            "s3/bucket",
+            "run:7/x",
+            "~/x",
+            Path("/a"),
+            "file:///a",
+            "file:/a",
+            "/x/file:/a",
+        ),
+        *("local:///a", "hf://org/name", "https://host/x", "a/run:/x"),
+        *(b"s3://bucket/x", None, 3, ["s3://bucket"]),
+    ],
+)
+def test_other_values_are_not_remote(url: object) -> None:
+    """Ask for paths, URLs of other kinds, and values of other types: none is remote, and nothing is raised."""
+    assert not is_remote(url)
+
+
 def test_bytes_are_refused() -> None:
     """Pass a path of bytes."""
     with pytest.raises(InvalidArgumentError, match="must be a str"):
@@ -126,6 +179,8 @@ def test_bytes_are_refused() -> None:
         "https://me:HUNTER2@host/x?sig=HUNTER2",
         "gcs://me:HUNTER2@bucket/x",
         "s3:/me:HUNTER2@bucket/x",
+        "/cwd/s3:/me:HUNTER2@bucket/x",
+        "/cwd/https:/me:HUNTER2@host/x",
         "s3//me:HUNTER2@bucket/x",
         "gcs:me:HUNTER2@bucket/x",
         " s3://me:HUNTER2@bucket/x",

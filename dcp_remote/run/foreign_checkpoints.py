@@ -1,0 +1,209 @@
+"""Other checkpoints than ours at a URL where no checkpoint was found: recognized by their keys, for messages.
+
+A URL that is one folder off, or that of another tool's checkpoint, looks like a run that has not begun; a job would
+train from nothing. So the first page of a listing is looked at, once, and the message says what lies there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.text import escape_unprintable
+from dcp_remote.errors import DcpRemoteError
+from dcp_remote.format.catalog import CATALOG_KEY
+from dcp_remote.format.keys import SHARDS_PREFIX, is_written_key, revision_of
+from dcp_remote.format.manifest import MANIFEST_KEY
+from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.retrying import RetryingStore
+
+logger = logging.getLogger(__name__)
+
+# One page of a listing of S3: a look costs one request, however many objects lie below the URL.
+_KEYS_MAX = 1_000
+
+# Short, since the message is only completed by the look, and a job waits for it.
+_RETRY_SECONDS = 10.0
+
+# A message shows so many keys or folders, each cut to so many characters.
+_SHOWN_MAX = 3
+_CHARACTERS_MAX = 100
+
+_STEP_FOLDER = re.compile(
+    r"(?:global_?step|step|checkpoint|ckpt|epoch|iter(?:ation)?)[-_=]?0*(\d{1,15})", re.IGNORECASE
+)
+
+# Function from the keys of the first page to those of one kind.
+_Pick: TypeAlias = Callable[[Sequence[str]], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Kind of checkpoint, as a message names it.
+
+    Attributes:
+        what: Sentence about what lies at the URL, without its end; the keys found follow in brackets.
+        advice: Sentence about what to do.
+        pick: Function from the keys to those of this kind.
+    """
+
+    what: str
+    advice: str
+    pick: _Pick
+
+
+def describe_foreign(store: ObjectStore, *, retry_seconds: float = _RETRY_SECONDS) -> str | None:
+    """Say what else than a checkpoint lies at a URL, and what to do; None if nothing was recognized or found.
+
+    Costs a LIST of one page. Without permission to list, after a failure, and on a store that cannot list a page
+    (file systems of fsspec that are only read) the result says nothing of objects. Never raises.
+
+    Args:
+        store: Store opened at a URL without catalog and without manifest.
+        retry_seconds: Seconds for which the request is retried.
+    """
+    sentences = [_describe_name(store.url)]
+    # Such a store lists everything below the URL, in any number of requests.
+    if not store.capabilities.write_refusal:
+        try:
+            listing = RetryingStore(store, Deadline(retry_seconds)).list()
+            sentences.insert(0, describe_keys([info.key for info in itertools.islice(listing, _KEYS_MAX)], store.url))
+        except DcpRemoteError as error:
+            logger.debug("%s: no look at what lies there: %s", store.url, error)
+    return " ".join(sentence for sentence in sentences if sentence) or None
+
+
+def describe_keys(keys: Sequence[str], url: str) -> str | None:
+    """Say which kind of checkpoint has these keys, and what to do; None if there are none. Pure.
+
+    None also for a checkpoint by itself, which the caller has found.
+    """
+    if MANIFEST_KEY in keys:
+        return None
+    for kind in _KINDS:
+        if found := kind.pick(keys):
+            return f"{kind.what} ({_show(found)}): {kind.advice.format(below=_below(url, found[0]))}"
+    return f"Other objects lie there ({_show(keys)}): check the URL." if keys else None
+
+
+def _describe_name(url: str) -> str | None:
+    """Say that a URL looks like that of a part of a run; None if it does not. Pure."""
+    above, _, name = url.rpartition("/")
+    if not above or above.endswith(("/", ":")):
+        return None
+    step = _STEP_FOLDER.fullmatch(name)
+    if name not in (CATALOG_KEY, MANIFEST_KEY, "manifests", "shards") and step is None:
+        return None
+    shown = escape_unprintable(above)
+    if step is None:
+        return f"The URL ends in {name}, a part of a checkpoint or run: pass {shown}."
+    return f"Checkpoints of a run have no folders: if the run is at {shown}, pass that URL and step={int(step[1])}."
+
+
+def _matching(pattern: str) -> _Pick:
+    """Return a function that picks the keys whose last part matches; shards of ours are never picked."""
+    expression = re.compile(pattern)
+
+    def pick(keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if expression.fullmatch(key.rpartition("/")[2]) and not _is_ours(key)]
+
+    return pick
+
+
+def _is_ours(key: str) -> bool:
+    return f"/{SHARDS_PREFIX}" in f"/{key}"
+
+
+def _folders_with(name: str, *, beside: str) -> _Pick:
+    """Return a function that picks the keys of a name one or more levels down, with others below the same folder."""
+
+    def pick(keys: Sequence[str]) -> list[str]:
+        folders = [key.removesuffix(name) for key in keys if key.endswith(f"/{name}")]
+        known = set(itertools.chain.from_iterable(map(_prefixes, keys)))
+        return [f"{folder}{name}" for folder in folders if f"{folder}{beside}" in known]
+
+    return pick
+
+
+def _prefixes(key: str) -> Iterable[str]:
+    """Return the folders above a key, each with its last slash."""
+    return (key[: match.end()] for match in re.finditer("/", key))
+
+
+def _pick_runs(keys: Sequence[str]) -> list[str]:
+    # No shards are asked for: a run of large checkpoints has them on later pages.
+    return [key for key in keys if key.endswith(f"/{CATALOG_KEY}")]
+
+
+def _pick_orphans(keys: Sequence[str]) -> list[str]:
+    return [key for key in keys if is_written_key(key) or revision_of(key) is not None]
+
+
+def _pick_step_folders(keys: Sequence[str]) -> list[str]:
+    return list(
+        dict.fromkeys(key[: key.index("/") + 1] for key in keys if _STEP_FOLDER.fullmatch(key.partition("/")[0]))
+    )
+
+
+# The first kind that has a key counts: DeepSpeed and Hugging Face write files of torch.save and safetensors, too.
+_KINDS = (
+    _Kind("A run of dcp_remote lies below this URL", "pass {below}.", _pick_runs),
+    _Kind(
+        "A checkpoint of dcp_remote by itself lies below this URL",
+        "pass {below} to load or RemoteReader.",
+        _folders_with(MANIFEST_KEY, beside=SHARDS_PREFIX),
+    ),
+    _Kind(
+        "A checkpoint of torch's own writer lies there",
+        "load it with torch.distributed.checkpoint.FileSystemReader (FsspecReader for a URL), then save it once.",
+        _matching(r"\.metadata|__\d+_\d+\.distcp"),
+    ),
+    _Kind(
+        "A checkpoint of DeepSpeed lies there",
+        "load it with the engine's load_checkpoint, then save it once.",
+        _matching(r"(?:bf16_|fp16_)?zero_pp_rank_\d+_.*\.pt|mp_rank_\d+_model_states\.pt|layer_\d+-model.*\.pt"),
+    ),
+    _Kind(
+        "Weights in the layout of Hugging Face lie there",
+        "load them with from_pretrained, then save them once.",
+        _matching(
+            r"(?:model|adapter_model|pytorch_model|diffusion_pytorch_model)(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
+            r"|(?:model|pytorch_model)\.(?:safetensors|bin)\.index\.json"
+        ),
+    ),
+    _Kind(
+        "Files of safetensors lie there",
+        "load them with the safetensors package, then save them once.",
+        _matching(r".*\.safetensors"),
+    ),
+    _Kind(
+        "Files of torch.save lie there",
+        "load them with torch.load, then save them once.",
+        _matching(r".*\.(?:pt|pth|ckpt)"),
+    ),
+    _Kind(
+        "Manifests and shards of a save that was interrupted lie there, and no checkpoint",
+        "`dcp-remote gc` removes them.",
+        _pick_orphans,
+    ),
+    _Kind(
+        "Folders of checkpoints lie there",
+        "they are not ours; if one of them is meant, pass its URL.",
+        _pick_step_folders,
+    ),
+)
+
+
+def _below(url: str, key: str) -> str:
+    """Return the URL of the folder of a key."""
+    return escape_unprintable(f"{url.rstrip('/')}/{key.rpartition('/')[0]}")
+
+
+def _show(keys: Sequence[str]) -> str:
+    shown = [escape_unprintable(key[:_CHARACTERS_MAX]) for key in keys[:_SHOWN_MAX]]
+    return ", ".join([*shown, *(["…"] if len(keys) > _SHOWN_MAX else [])])

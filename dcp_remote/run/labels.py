@@ -1,0 +1,115 @@
+"""Names and pins of live checkpoints, changed after the save by one swap of the catalog.
+
+The checkpoint that a step or name means is chosen in the first catalog that is read. A swap whose answer was lost is
+tried again for that checkpoint alone, so that a name that moves meanwhile changes nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.catalog import Catalog, Entry, name_entry, pin_entry, unname_entries
+from dcp_remote.run.catalog_store import swap
+from dcp_remote.run.job import check_names, require_step_or_name
+from dcp_remote.run.lookup import find_entry, no_such_entry
+from dcp_remote.storage.base import ObjectStore
+
+
+def set_pin(store: ObjectStore, step: int | str, *, pin: bool, deadline: Deadline) -> int:
+    """Pin or unpin a checkpoint, and return its step; a GET and a PUT, or one GET if it is so already.
+
+    Args:
+        store: Store opened at the run.
+        step: Step or name of a live checkpoint.
+        pin: True to pin, False to unpin.
+        deadline: Deadline of all requests.
+
+    Raises:
+        CheckpointNotFoundError: There is no run, or no such checkpoint.
+        InvalidArgumentError: `step` is neither a step nor a name, or the store cannot compare and swap.
+        CommitUnknownError: It is not known whether the catalog was swapped.
+        StorageError: The store refused, or did not answer by the deadline.
+    """
+    chosen = _Chosen(step, store.url)
+    swap(store, lambda now: pin_entry(now, chosen.find(now).step, pin=pin), deadline=deadline)
+    return chosen.step
+
+
+def give_names(
+    store: ObjectStore, step: int | str, names: str | Iterable[str], *, move: bool, deadline: Deadline
+) -> int:
+    """Give names to a live checkpoint, all or none, and return its step. Costs and errors as of `set_pin`.
+
+    Args:
+        store: Store opened at the run.
+        step: Step or name of a live checkpoint.
+        names: Name or names; those that the checkpoint has already stay.
+        move: True to take names from the checkpoints that have them.
+        deadline: Deadline of all requests.
+
+    Raises:
+        CheckpointExistsError: Other checkpoints have some of the names, and `move` is false.
+        InvalidArgumentError: As `set_pin`; or a name is refused, see `check_names`.
+    """
+    chosen, given = _Chosen(step, store.url), check_names(names)
+    if not given:
+        raise InvalidArgumentError("No name is given.", step=step)
+
+    def change(now: Catalog) -> Catalog | None:
+        entry = chosen.find(now)
+        check_names(given, step=entry.step)
+        return name_entry(now, entry.step, given, move=move)
+
+    swap(store, change, deadline=deadline)
+    return chosen.step
+
+
+def take_names(store: ObjectStore, names: str | Iterable[str], *, deadline: Deadline) -> None:
+    """Take names from the checkpoints that have them, which stay. Costs and errors as of `set_pin`.
+
+    Args:
+        store: Store opened at the run.
+        names: Name or names.
+        deadline: Deadline of all requests.
+
+    Raises:
+        CheckpointNotFoundError: There is no run, or no checkpoint has one of the names; nothing was changed.
+    """
+    given = check_names(names)
+    save_ids: set[str] = set()
+
+    def change(now: Catalog) -> Catalog | None:
+        # Another process may give the name to another checkpoint before a second attempt, which must leave it there.
+        if not save_ids:
+            save_ids.update(find_entry(now, name, url=store.url).save_id for name in given)
+        return unname_entries(now, given, save_ids=save_ids)
+
+    swap(store, change, deadline=deadline)
+
+
+class _Chosen:
+    """Checkpoint that a step or name means in the first catalog."""
+
+    def __init__(self, step: int | str, url: str) -> None:
+        require_step_or_name(step)
+        self._asked, self._url = step, url
+        self._first: Entry | None = None
+
+    @property
+    def step(self) -> int:
+        """Step of the checkpoint, once it was found."""
+        assert self._first is not None, "a swap calls its change at least once"
+        return self._first.step
+
+    def find(self, now: Catalog) -> Entry:
+        if self._first is None:
+            self._first = find_entry(now, self._asked, url=self._url)
+            return self._first
+        entry = now.entry_at(self._first.step)
+        if entry is None or entry.save_id != self._first.save_id:
+            raise no_such_entry(
+                now, self._asked, url=self._url, what="The checkpoint was deleted or replaced meanwhile."
+            )
+        return entry

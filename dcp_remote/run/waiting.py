@@ -1,0 +1,121 @@
+"""Wait for a newer checkpoint of a run, by reading its catalog again and again."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.errors import TransientStorageError
+from dcp_remote.format.catalog import Catalog
+from dcp_remote.run.catalog_store import read_catalog
+from dcp_remote.run.foreign_checkpoints import describe_foreign
+from dcp_remote.run.job import require_step
+from dcp_remote.run.lookup import require_not_lost, require_reachable
+from dcp_remote.run.run import CheckpointInfo, require_run_url
+from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.location import require_timeout
+from dcp_remote.storage.request_context import limit_requests
+
+logger = logging.getLogger(__name__)
+
+# Long enough that a hundred evaluators cost a bucket little, and short beside the time between two checkpoints.
+POLL_SECONDS = 30.0
+
+# A request that takes longer is given up, and sent again at the next poll.
+_REQUEST_SECONDS = 60.0
+
+# During an outage a line says so as often as this.
+_WARNING_INTERVAL_SECONDS = 30.0
+
+
+def wait_for_newer(
+    store: ObjectStore,
+    step: int | None,
+    *,
+    timeout_seconds: float,
+    poll_seconds: float = POLL_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> CheckpointInfo | None:
+    """Wait until the newest checkpoint of a run is above a step; see `Run.wait_for_newer`.
+
+    Args:
+        store: Store opened at the run.
+        step: Step; None waits for any checkpoint.
+        timeout_seconds: Longest wait, in seconds.
+        poll_seconds: Pause between two looks, in seconds.
+        clock: Monotonic clock, in seconds; an argument for tests.
+        sleep: Waits so many seconds; an argument for tests.
+    """
+    if step is not None:
+        require_step(step)
+    require_timeout(timeout_seconds)
+    require_timeout(poll_seconds, name="poll_seconds")
+    deadline = Deadline(timeout_seconds, clock)
+    outage = _Outage(store.url, deadline)
+    has_looked_around = False
+    while True:
+        # Taken before the look, so that the last one begins at the deadline, not a pause before it.
+        is_last = deadline.expired()
+        try:
+            catalog = _look(store)
+            if catalog is None and not has_looked_around:
+                _look_around(store)
+                has_looked_around = True
+            outage.end()
+        except TransientStorageError as error:
+            outage.note(error)
+        else:
+            newest = catalog.latest() if catalog is not None else None
+            if newest is not None and (step is None or newest.step > step):
+                return CheckpointInfo.of(newest)
+        if is_last:
+            return None
+        sleep(min(poll_seconds, deadline.remaining_seconds()))
+
+
+def _look(store: ObjectStore) -> Catalog | None:
+    with limit_requests(Deadline(_REQUEST_SECONDS).remaining_seconds):
+        seen = read_catalog(store)
+    return seen.catalog if seen is not None else None
+
+
+def _look_around(store: ObjectStore) -> None:
+    """Refuse a URL at which no run will begin, and say what else lies there; called where there is no catalog."""
+    with limit_requests(Deadline(_REQUEST_SECONDS).remaining_seconds):
+        require_reachable(store)
+        require_run_url(store)
+        require_not_lost(store)
+    found = describe_foreign(store)
+    logger.warning("%s: there is no run here yet; waiting for one%s", store.url, f". {found}" if found else "")
+
+
+class _Outage:
+    """Log lines about a store that does not answer."""
+
+    def __init__(self, url: str, deadline: Deadline) -> None:
+        self._url, self._deadline = url, deadline
+        self._since_seconds: float | None = None
+        self._told_seconds = -math.inf
+
+    def note(self, error: TransientStorageError) -> None:
+        now = self._deadline.elapsed_seconds()
+        if self._since_seconds is None:
+            self._since_seconds = now
+        if now - self._told_seconds >= _WARNING_INTERVAL_SECONDS:
+            self._told_seconds = now
+            logger.warning(
+                "%s: the store has not answered for %.0f s; waiting on for a newer checkpoint, for at most %.0f s: %s",
+                self._url,
+                now - self._since_seconds,
+                self._deadline.remaining_seconds(),
+                error,
+            )
+
+    def end(self) -> None:
+        if self._since_seconds is not None:
+            logger.warning("%s: the store answers again", self._url)
+        self._since_seconds, self._told_seconds = None, -math.inf

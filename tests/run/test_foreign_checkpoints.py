@@ -1,0 +1,164 @@
+"""Other checkpoints at a URL without one of ours: what messages call them, and what looking costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from dcp_remote.errors import CheckpointNotFoundError, PermissionDeniedError
+from dcp_remote.run.foreign_checkpoints import describe_foreign, describe_keys
+from dcp_remote.run.lookup import read_manifest
+from dcp_remote.storage import LocalStore, MemoryStore, ObjectStore, open_fsspec_store
+from dcp_remote.storage.base import ObjectInfo
+from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from tests.support.runs import save
+
+URL = "s3://bucket/run"
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (
+            [".metadata", "__0_0.distcp", "__1_0.distcp"],
+            "A checkpoint of torch's own writer lies there (.metadata, __0_0",
+        ),
+        (["epoch-1/.metadata"], "torch's own writer lies there (epoch-1/.metadata): load it with torch.distributed"),
+        (["__0_0.distcp"], "FileSystemReader (FsspecReader for a URL), then save it once."),
+        (
+            [
+                "global_step5/mp_rank_00_model_states.pt",
+                "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+                "latest",
+            ],
+            "A checkpoint of DeepSpeed lies there (global_step5/mp_rank_00_model_states.pt, global_step5/zero",
+        ),
+        (["global_step5/bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"], "DeepSpeed"),
+        (
+            ["config.json", "model.safetensors", "tokenizer.json"],
+            "layout of Hugging Face lie there (model.safetensors): load",
+        ),
+        (["model-00001-of-00002.safetensors", "model.safetensors.index.json"], "from_pretrained"),
+        (
+            ["checkpoint-500/adapter_model.safetensors"],
+            "Hugging Face lie there (checkpoint-500/adapter_model.safetensors)",
+        ),
+        (["weights.safetensors"], "Files of safetensors lie there (weights.safetensors)"),
+        (["epoch=3-step=500.ckpt"], "Files of torch.save lie there (epoch=3-step=500.ckpt): load them with torch.load"),
+        (["step-100/state.bin", "step-200/state.bin"], "Folders of checkpoints lie there (step-100/, step-200/)"),
+        (["checkpoint-5/x"], "Folders of checkpoints"),
+        (
+            ["a/catalog.json", "a/manifests/x"],
+            "A run of dcp_remote lies below this URL (a/catalog.json): pass s3://bucket/run/a.",
+        ),
+        (
+            ["b/manifest.json", "b/shards/00/rank-00000-0123456789abcdef-0000.safetensors"],
+            "by itself lies below this URL (b/manifest.json): pass s3://bucket/run/b to load",
+        ),
+        (["web/manifest.json"], "Other objects lie there (web/manifest.json): check the URL."),
+        (["shards/00/rank-00000-0123456789abcdef-0000.safetensors"], "of a save that was interrupted lie there"),
+        (["a", "b", "c", "d"], "Other objects lie there (a, b, c, …)"),
+        (["a\x1b[2J\nfake.pt"], r"(a\x1b[2J\nfake.pt)"),
+    ],
+)
+def test_kinds(keys: list[str], says: str) -> None:
+    """Recognize each kind by its keys, wherever they lie below the URL."""
+    assert says in (describe_keys(sorted(keys), URL) or "")
+
+
+def test_nothing_to_say() -> None:
+    """Say nothing of no keys, nor of a checkpoint by itself, which its caller found."""
+    assert describe_keys([], URL) is None
+    assert describe_keys(["manifest.json", "shards/00/rank-00000-0123456789abcdef-0000.safetensors"], URL) is None
+
+
+def test_ours_one_level_down() -> None:
+    """Look one level above a real run: it is named, and its shards are not taken for those of another tool."""
+    store = MemoryStore("above-a-run")
+    for step in (1, 2):
+        save(store.child("a/b"), step)
+    assert describe_foreign(store) == (
+        "A run of dcp_remote lies below this URL (a/b/catalog.json): pass memory://above-a-run/a/b."
+    )
+
+
+@pytest.mark.parametrize(
+    ("prefix", "says"),
+    [
+        ("run/step-001000", "if the run is at memory://parts/run, pass that URL and step=1000."),
+        ("run/checkpoint-5", "step=5."),
+        ("run/global_step7", "step=7."),
+        ("run/manifests", "The URL ends in manifests, a part of a checkpoint or run: pass memory://parts/run."),
+        ("run/catalog.json", "pass memory://parts/run."),
+    ],
+)
+def test_urls_of_parts_of_a_run(prefix: str, says: str) -> None:
+    """Look at the URL of a part of a run, where nothing lies: the URL above is named, without a request to it."""
+    store = RecordingStore(MemoryStore("parts").child(prefix))
+    assert says in (describe_foreign(store) or "")
+    assert store.calls == [("list", "")]
+    assert describe_foreign(MemoryStore("parts").child("run")) is None
+
+
+class _Endless(MemoryStore):
+    """Store that lists objects without end, and counts them."""
+
+    listed = 0
+
+    def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
+        while True:
+            self.listed += 1
+            yield ObjectInfo(f"{self.listed:09d}", 1, self.put("x", [b""]), 0.0)
+
+
+def test_a_look_is_one_page() -> None:
+    """Look at a bucket without end: a thousand keys are enough."""
+    store = _Endless()
+    assert "Other objects lie there (000000001," in (describe_foreign(store) or "")
+    assert store.listed == 1_000
+
+
+def test_what_may_not_be_listed_is_not_mentioned() -> None:
+    """Deny the listing, or fail it for good: nothing is said, and nothing raised."""
+    denied = matching(
+        lambda verb, key, number: verb == "list",
+        "request",
+        persistent=True,
+        error=lambda: PermissionDeniedError("An injected 403."),
+    )
+    assert describe_foreign(FaultyStore(MemoryStore(), [denied])) is None
+    failing = matching(lambda verb, key, number: verb == "list", "request", persistent=True)
+    assert describe_foreign(FaultyStore(MemoryStore(), [failing]), retry_seconds=0.01) is None
+
+
+def test_a_store_that_lists_everything_is_not_listed(tmp_path: Path) -> None:
+    """Open a file system of fsspec that is only read, whose `find` has no bound: no look."""
+
+    class Listing(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]  # fsspec has no types
+        def find(self, *_arguments: object, **_options: object) -> None:
+            raise AssertionError("it was listed")
+
+    assert describe_foreign(open_fsspec_store(Listing(), "/foreign")) is None
+
+
+@pytest.mark.parametrize("step", [None, 5])
+def test_readers_name_what_lies_there(tmp_path: Path, step: int | None) -> None:
+    """Read a folder of torch's own writer: not found, and the error says whose it is; for a run's step, too."""
+    (tmp_path / ".metadata").write_bytes(b"x")
+    store: ObjectStore = RecordingStore(LocalStore(tmp_path))
+    with pytest.raises(CheckpointNotFoundError, match="A checkpoint of torch's own writer lies there"):
+        read_manifest(store, step=step)
+    with pytest.raises(CheckpointNotFoundError, match="Check the URL"):
+        read_manifest(LocalStore(tmp_path / "none"), step=step)
+
+
+def test_a_checkpoint_by_itself_has_no_steps() -> None:
+    """Ask for a step of a checkpoint by itself: the advice is to leave the step out, and no other kind is named."""
+    store = MemoryStore()
+    store.put("manifest.json", [b"x"])
+    store.put("shards/00/rank-00000-0123456789abcdef-0000.safetensors", [b"x"])
+    with pytest.raises(CheckpointNotFoundError, match=r"leave out the step. Check the URL"):
+        read_manifest(store, step=1)

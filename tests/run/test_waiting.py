@@ -1,0 +1,192 @@
+"""Waiting for a newer checkpoint: what counts as newer, what a wait costs, outages, and the end of the wait."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from dcp_remote.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+)
+from dcp_remote.format.catalog import CATALOG_KEY
+from dcp_remote.run.run import CheckpointInfo
+from dcp_remote.run.waiting import wait_for_newer
+from dcp_remote.storage import MemoryStore, ObjectStore
+from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from tests.support.runs import a_run, fence, save
+
+
+@dataclass
+class Clock:
+    """Clock that advances by each sleep; calls functions when their time comes."""
+
+    events: dict[float, Callable[[], object]] = field(default_factory=dict)
+    now_seconds: float = 0.0
+    pauses: list[float] = field(default_factory=list)
+
+    def __call__(self) -> float:
+        return self.now_seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now_seconds += seconds
+        for due in [due for due in self.events if due <= self.now_seconds]:
+            self.events.pop(due)()
+
+
+def wait(
+    store: ObjectStore, step: int | None, clock: Clock, *, timeout_seconds: float = 3600.0, poll_seconds: float = 30.0
+) -> CheckpointInfo | None:
+    return wait_for_newer(
+        store, step, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds, clock=clock, sleep=clock.sleep
+    )
+
+
+def test_what_is_there_is_returned_at_once() -> None:
+    """Wait for a step above one that is behind: one GET and no pause; None waits for any."""
+    store, clock = RecordingStore(a_run(1, 2)), Clock()
+    for step in (None, 0, 1):
+        info = wait(store, step, clock)
+        assert info is not None
+        assert info.step == 2
+    assert store.calls == [("get", CATALOG_KEY)] * 3
+    assert clock.pauses == []
+
+
+def test_a_checkpoint_that_comes() -> None:
+    """Commit a checkpoint after a while: returned at the next look; each look is one GET."""
+    inner = a_run(1, 2)
+    store, clock = RecordingStore(inner), Clock({95.0: lambda: save(inner, 3)})
+    info = wait(store, 2, clock)
+    assert info is not None
+    assert info.step == 3
+    assert clock.now_seconds == 120.0
+    assert store.calls == [("get", CATALOG_KEY)] * 5
+
+
+def test_none_in_time() -> None:
+    """Wait in vain: None at the timeout, after a last look, at which a checkpoint still counts."""
+    store, clock = RecordingStore(a_run(1)), Clock()
+    assert wait(store, 1, clock, timeout_seconds=70.0) is None
+    assert clock.pauses == [30.0, 30.0, 10.0]
+    assert store.count() == 4
+    inner = a_run(1)
+    clock = Clock({70.0: lambda: save(inner, 2)})
+    assert wait(inner, 1, clock, timeout_seconds=70.0) is not None
+
+
+def test_a_run_that_begins_later(caplog: pytest.LogCaptureFixture) -> None:
+    """Wait for a run that has not begun: said once, with what else lies there, and its first checkpoint returned."""
+    inner = MemoryStore()
+    inner.put("model.safetensors", [b"x"])
+    store = RecordingStore(inner)
+    clock = Clock({40.0: lambda: fence(inner), 70.0: lambda: save(inner, 5)})
+    info = wait(store, None, clock)
+    assert info is not None
+    assert info.step == 5
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "no run here yet" in line
+    assert "Hugging Face" in line
+    looks = [("head", "manifest.json"), ("list", "manifests/"), ("list", "")]
+    assert store.calls == [("get", CATALOG_KEY), *looks, *[("get", CATALOG_KEY)] * 3]
+
+
+def test_urls_at_which_no_run_will_begin() -> None:
+    """Wait at a checkpoint by itself, and at a run that has lost its catalog: an error at once."""
+    store = MemoryStore()
+    store.put("manifest.json", [b"x"])
+    with pytest.raises(InvalidArgumentError, match="checkpoint by itself"):
+        wait(store, None, Clock())
+    lost = a_run(1)
+    lost.delete([CATALOG_KEY])
+    with pytest.raises(CorruptCheckpointError, match="recover"):
+        wait(lost, None, Clock())
+
+
+def test_abandoned_checkpoints_are_not_newer() -> None:
+    """Go back to step 1 and save step 2: of a waiter at step 1 that is newer, the abandoned step 3 is not."""
+    store = a_run(1, 3)
+    fence(store)
+    save(store, 2, abandons=1)
+    info = wait(store, 1, Clock())
+    assert info is not None
+    assert info.step == 2
+    assert wait(store, 2, Clock(), timeout_seconds=60.0) is None
+
+
+def test_an_outage_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Fail every request for ten minutes: one request a poll, a line each half minute, one at the end."""
+    inner, clock = a_run(1, 2), Clock()
+    down = matching(lambda verb, key, number: 30.0 <= clock.now_seconds < 630.0, "request", persistent=True)
+    faulty = FaultyStore(inner, [down])
+    store = RecordingStore(faulty)
+    clock.events[300.0] = lambda: save(inner, 3)
+    with caplog.at_level(logging.WARNING):
+        info = wait(store, 2, clock, poll_seconds=10.0)
+    assert info is not None
+    assert info.step == 3
+    assert clock.now_seconds == 630.0
+    assert store.count() == 64
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 21
+    assert "has not answered for 0 s; waiting on for a newer checkpoint, for at most 3570 s" in lines[0]
+    assert "has not answered for 30 s" in lines[1]
+    assert "An injected fault" in lines[1]
+    assert lines[-1].endswith("the store answers again")
+
+
+def test_an_outage_ends_by_the_timeout() -> None:
+    """Fail every request from the first one on: None at the timeout."""
+    clock = Clock()
+    down = matching(lambda verb, key, number: True, "request", persistent=True)
+    assert wait(FaultyStore(a_run(1), [down]), None, clock, timeout_seconds=100.0) is None
+    assert clock.now_seconds == 100.0
+
+
+def test_a_refusal_is_raised() -> None:
+    """Deny the catalog: an error at once, which no wait mends."""
+    denied = matching(
+        lambda verb, key, number: True, "request", error=lambda: PermissionDeniedError("An injected 403.")
+    )
+    with pytest.raises(PermissionDeniedError):
+        wait(FaultyStore(a_run(1), [denied]), None, Clock())
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    """Interrupt a pause: the wait is over."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        wait(a_run(1), 1, Clock({60.0: interrupted}))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"step": -1}, {"step": 1.5}, {"step": "best"}, {"timeout_seconds": 0}, {"poll_seconds": 0}, {"poll_seconds": "1"}],
+)
+def test_wrong_arguments(wrong: dict[str, object]) -> None:
+    """Pass a wrong step, timeout or pause: refused before a request is sent."""
+    store = RecordingStore(a_run(1))
+    arguments: dict[str, object] = {"step": 1, "timeout_seconds": 1.0, **wrong}
+    with pytest.raises(InvalidArgumentError):
+        wait_for_newer(store, arguments.pop("step"), **arguments)  # type: ignore[arg-type]  # the mistakes that are tested
+    assert store.calls == []
+
+
+def test_a_bucket_that_does_not_exist() -> None:
+    """Wait in a bucket that does not exist: an error at once, since no run will begin there."""
+
+    class NoBucket(MemoryStore):
+        def explain_missing(self) -> str | None:
+            return "There is no such bucket."
+
+    with pytest.raises(CheckpointNotFoundError, match="no such bucket"):
+        wait(NoBucket(), None, Clock())
