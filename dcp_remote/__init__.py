@@ -1,7 +1,8 @@
 """Checkpoints of PyTorch training in object storage: every rank writes its own shards, and one manifest commits them.
 
-from dcp_remote import CheckpointManager, RemoteReader, RemoteWriter
+from dcp_remote import CheckpointManager, RemoteReader, RemoteWriter, training_state
 
+state = training_state(model=model, optimizer=optimizer)
 with CheckpointManager("s3://bucket/my-run") as checkpoints:               # checkpoints of a training run
     step = checkpoints.restore(state) or 0
     checkpoints.save(step + 1, state)
@@ -21,9 +22,15 @@ if TYPE_CHECKING:
     from dcp_remote.loading.load import load
     from dcp_remote.manager.manager import CheckpointManager
     from dcp_remote.manager.random_states import RandomStates
+    from dcp_remote.manager.training_state import training_state
     from dcp_remote.reader import RemoteReader
     from dcp_remote.run.retention import Best, Retention
     from dcp_remote.run.run import CheckpointInfo, latest
+    from dcp_remote.serialization.files import Files
+    from dcp_remote.serialization.module_state import ModelState, OptimizerState
+    from dcp_remote.serialization.opaque import Opaque
+    from dcp_remote.serialization.plain_values import as_plain
+    from dcp_remote.serialization.refused_values import RefusedValue, refused_values
     from dcp_remote.serialization.state_dict import PerRank
     from dcp_remote.writer import RemoteWriter
 
@@ -31,14 +38,22 @@ __all__ = [
     "Best",
     "CheckpointInfo",
     "CheckpointManager",
+    "Files",
+    "ModelState",
+    "Opaque",
+    "OptimizerState",
     "PerRank",
     "RandomStates",
+    "RefusedValue",
     "RemoteReader",
     "RemoteWriter",
     "Retention",
+    "as_plain",
     "errors",
     "latest",
     "load",
+    "refused_values",
+    "training_state",
 ]
 
 # Imported when first used, so that the command line starts without torch.
@@ -46,13 +61,21 @@ _LAZY = {
     "Best": "run.retention",
     "CheckpointInfo": "run.run",
     "CheckpointManager": "manager.manager",
+    "Files": "serialization.files",
+    "ModelState": "serialization.module_state",
+    "Opaque": "serialization.opaque",
+    "OptimizerState": "serialization.module_state",
     "PerRank": "serialization.state_dict",
     "RandomStates": "manager.random_states",
+    "RefusedValue": "serialization.refused_values",
     "RemoteReader": "reader",
     "RemoteWriter": "writer",
     "Retention": "run.retention",
+    "as_plain": "serialization.plain_values",
     "latest": "run.run",
     "load": "loading.load",
+    "refused_values": "serialization.refused_values",
+    "training_state": "manager.training_state",
 }
 
 
