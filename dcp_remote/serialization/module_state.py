@@ -60,11 +60,13 @@ class ModelState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shards, which share memory with the model."""
-        return get_model_state_dict(self.model) if _is_renamed(self.model) else self.model.state_dict()
+        # torch's function refuses a model without values, such as a loss function, unless it is not strict.
+        options = StateDictOptions(strict=False)
+        return get_model_state_dict(self.model, options=options) if _is_renamed(self.model) else self.model.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set parameters and buffers; every name must be there, and no other."""
-        if _is_renamed(self.model):
+        if state_dict and _is_renamed(self.model):
             set_model_state_dict(self.model, dict(state_dict))
         else:
             self.model.load_state_dict(state_dict)

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
@@ -347,6 +348,15 @@ class TextKeys:
 def empty_places(state: Mapping[Any, object]) -> list[tuple[str | int, ...]]:
     """Return the paths of empty mappings, as torch's planner writes paths; the planner has no entry for them."""
     return [path for path, mapping in _iterate_mappings(state) if path and not mapping]
+
+
+def has_nested_shards(value: object) -> bool:
+    """Return whether a state has a ShardedTensor of ShardedTensors, as of the older FSDP over tensor parallelism."""
+    if isinstance(value, ShardedTensor):
+        return any(isinstance(shard.tensor, ShardedTensor) for shard in value.local_shards())
+    if isinstance(value, Mapping | list):
+        return any(map(has_nested_shards, value.values() if isinstance(value, Mapping) else value))
+    return False
 
 
 def _iterate_mappings(state: Mapping[Any, object]) -> Iterator[tuple[tuple[str | int, ...], Mapping[Any, Any]]]:
