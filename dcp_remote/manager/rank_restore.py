@@ -119,7 +119,9 @@ def load_rank(
             _warn_of_empty_places(template, saved)
         # torch's flattening drops a ShardedTensor of which this rank has nothing, and then takes the checkpoint for one
         # of an older torch.
-        planner = planner or DefaultLoadPlanner(flatten_sharded_tensors=has_nested_shards(template))
+        planner = (
+            planner if planner is not None else DefaultLoadPlanner(flatten_sharded_tensors=has_nested_shards(template))
+        )
         exchange: PeerExchange | None = None
         if ranks.world_size > 1:
             exchange = PeerExchange(

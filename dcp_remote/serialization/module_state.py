@@ -93,15 +93,17 @@ class OptimizerState:
 
     def __init__(self, model: nn.Module | Mapping[str, nn.Module], optimizer: Optimizer | Iterable[Optimizer]) -> None:
         """Keep model and optimizer."""
-        self._model = _join(model) if isinstance(model, Mapping) else model
-        self._optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-        others = [value for value in self._optimizers if not isinstance(value, Optimizer)]
-        if others or not isinstance(self._model, nn.Module):
+        is_several = isinstance(optimizer, Iterable) and not isinstance(optimizer, Optimizer)
+        given: tuple[Any, ...] = tuple(optimizer) if is_several else (optimizer,)  # callers without types give anything
+        joined: Any = _join(model) if isinstance(model, Mapping) else model
+        if not isinstance(joined, nn.Module) or not all(isinstance(value, Optimizer) for value in given):
             raise InvalidArgumentError(
                 "OptimizerState takes a torch.nn.Module and a torch.optim.Optimizer, in this order.",
                 model=type(model).__name__,
-                optimizer=type(others[0] if others else optimizer).__name__,
+                optimizer=", ".join(type(value).__name__ for value in given),
             )
+        self._model: nn.Module = joined
+        self._optimizers: tuple[Optimizer, ...] = given
         self._require_names()
 
     def __repr__(self) -> str:
@@ -175,22 +177,25 @@ class OptimizerState:
                 )
             return
         names, states, groups = self._require_names(), values["state"], values["param_groups"]
-        known, first = set(names.values()), 0
+        group_of = {name: group for group in groups for name in group["params"]}
+        position = 0
         for optimizer in self._optimizers:
-            packed_groups, packed_states = [], {}
+            packed_groups: list[dict[str, Any]] = []
+            # States of the optimizer itself, under keys that are no parameters.
+            others = [key for key in optimizer.state if not isinstance(key, torch.Tensor) and key in states]
+            packed_states: dict[Any, Any] = {key: states[key] for key in others}
             number = 0
-            for position, group in enumerate(optimizer.param_groups):
+            for group in optimizer.param_groups:
                 own = [names[id(parameter)] for parameter in group["params"]]
-                saved = _find_group(groups, own, first + position)
+                # By position if no name is known, as after a rename.
+                by_position = groups[position] if position < len(groups) else {}
+                saved = next((group_of[name] for name in own if name in group_of), by_position)
                 numbers = list(range(number, number + len(own)))
                 packed_groups.append({**group, **saved, "params": numbers})
                 packed_states.update((n, states[name]) for n, name in zip(numbers, own, strict=True) if name in states)
                 number += len(own)
-            # States of the optimizer itself, under keys that are no parameters.
-            others = {key for key in optimizer.state if not isinstance(key, torch.Tensor)}
-            packed_states.update((key, states[key]) for key in others - known if key in states)
+                position += 1
             optimizer.load_state_dict({"state": packed_states, "param_groups": packed_groups})
-            first += len(optimizer.param_groups)
 
     def _values(self, names: Mapping[int, str]) -> dict[str, Any]:
         if _is_fsdp1(self._model):
@@ -356,14 +361,6 @@ def _join(models: Mapping[str, nn.Module]) -> nn.Module:
                 "An optimizer of several models needs another name for this one.", name=name, cause=error
             ) from error
     return joined
-
-
-def _find_group(groups: Sequence[Mapping[str, Any]], own: Sequence[str], position: int) -> Mapping[str, Any]:
-    """Return the loaded group that has parameters of a group; if none has, as after a rename, that at its position."""
-    for group in groups:
-        if not set(own).isdisjoint(group["params"]):
-            return group
-    return groups[position] if position < len(groups) else {}
 
 
 def _flat_names(values: Mapping[str, Any]) -> set[str]:

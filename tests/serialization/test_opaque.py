@@ -131,7 +131,7 @@ def test_by_torchs_own_functions(tmp_path: Path) -> None:
     """Save and load at the top level of a state for plain `dcp.save`."""
     url = tmp_path.as_uri()
     dcp.save({"cfg": Opaque({"a": [1]}), "w": torch.ones(1)}, storage_writer=RemoteWriter(url), no_dist=True)
-    state = {"cfg": Opaque(None), "w": torch.zeros(1)}
+    state: dict[str, Any] = {"cfg": Opaque(None), "w": torch.zeros(1)}
     dcp.load(state, storage_reader=RemoteReader(url), no_dist=True)
     assert state["cfg"].value == {"a": [1]} == load(url)["cfg"]
     assert repr(state["cfg"]) == "Opaque({'a': [1]})"
