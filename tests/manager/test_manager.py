@@ -295,10 +295,12 @@ def test_notes_are_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [torch.nn.Linear(2, 2), torch.ones(2), None, [torch.ones(2)]], ids=lambda s: type(s).__name__
+    "state",
+    [torch.optim.SGD([nn.Parameter(torch.ones(2))]), torch.ones(2), None, [torch.ones(2)]],
+    ids=lambda s: type(s).__name__,
 )
 def test_a_state_that_is_no_dict(state: Any) -> None:
-    """A state that is no dict, such as a module, is refused by save and restore; the manager stays usable."""
+    """A state that is no dict, such as an optimizer, is refused by save and restore; the manager stays usable."""
     with CheckpointManager(MemoryStore()) as checkpoints:
         with pytest.raises(InvalidArgumentError, match=f"state must be a dict.* type='{type(state).__name__}'"):
             checkpoints.save(1, state)
