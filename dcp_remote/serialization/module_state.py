@@ -93,8 +93,9 @@ class OptimizerState:
 
     def __init__(self, model: nn.Module | Mapping[str, nn.Module], optimizer: Optimizer | Iterable[Optimizer]) -> None:
         """Keep model and optimizer."""
-        is_several = isinstance(optimizer, Iterable) and not isinstance(optimizer, Optimizer)
-        given: tuple[Any, ...] = tuple(optimizer) if is_several else (optimizer,)  # callers without types give anything
+        several: Any = optimizer  # callers without types may give anything
+        is_one = isinstance(several, Optimizer) or not isinstance(several, Iterable)
+        given: tuple[Any, ...] = (several,) if is_one else tuple(several)
         joined: Any = _join(model) if isinstance(model, Mapping) else model
         if not isinstance(joined, nn.Module) or not all(isinstance(value, Optimizer) for value in given):
             raise InvalidArgumentError(
@@ -147,9 +148,12 @@ class OptimizerState:
         """Return values to load into: the states of those parameters that the checkpoint has states of.
 
         Args:
-            saved: Names in the checkpoint below this state: `state.<fqn>.<key>`. If one of them has no place here, the
-                states of all parameters are returned, so that the load fails and names the difference.
+            saved: Names in the checkpoint below this state that are to be loaded: `state.<fqn>.<key>`, and others. If
+                one of the states has no place here, the states of all parameters are returned, so that the load fails
+                and names the difference. Without any name no state is made, so that the optimizer stays as it is.
         """
+        if not saved:
+            return self.saved_values()
         values = self.state_dict()
         if _is_fsdp1(self._model):
             return values
@@ -182,7 +186,8 @@ class OptimizerState:
         for optimizer in self._optimizers:
             packed_groups: list[dict[str, Any]] = []
             # States of the optimizer itself, under keys that are no parameters.
-            others = [key for key in optimizer.state if not isinstance(key, torch.Tensor) and key in states]
+            keys: Iterable[Any] = optimizer.state
+            others = [key for key in keys if not isinstance(key, torch.Tensor) and key in states]
             packed_states: dict[Any, Any] = {key: states[key] for key in others}
             number = 0
             for group in optimizer.param_groups:

@@ -41,10 +41,10 @@ def parts(wrapper: str, seed: int, *, steps: int) -> tuple[nn.Module, torch.opti
     torch.manual_seed(seed)
     model = WRAPPERS[wrapper](Transformer())
     named = list(model.named_parameters())
-    groups = [[p for name, p in named if name.endswith("bias")], [p for name, p in named if not name.endswith("bias")]]
-    optimizer = AdamW(
-        [{"params": groups[0], "weight_decay": 0.0}, {"params": groups[1]}], lr=0.01 / seed, foreach=False
-    )
+    biases = [parameter for name, parameter in named if name.endswith("bias")]
+    others = [parameter for name, parameter in named if not name.endswith("bias")]
+    groups: list[dict[str, Any]] = [{"params": biases, "weight_decay": 0.0}, {"params": others}]
+    optimizer = AdamW(groups, lr=0.01 / seed, foreach=False)
     for _ in range(steps):
         model(torch.zeros(1, 5, dtype=torch.int64)).square().mean().backward()
         optimizer.step()

@@ -61,7 +61,8 @@ def adamw(model: Any) -> Optimizer:
     """Return AdamW with two groups, one without decay, and the frozen parameters in the first."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    return AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=0.1)
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return AdamW(groups, lr=0.1)
 
 
 def sgd(model: Any) -> Optimizer:
@@ -272,6 +273,16 @@ def test_an_optimizer_that_cannot_make_its_state() -> None:
         OptimizerState(model, optimizer).state_dict()
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_no_state_is_made_where_none_is_loaded() -> None:
+    """Make a template for a checkpoint without the optimizer, with a fresh optimizer and a trained one: both stay."""
+    for steps in (0, 2):
+        model, optimizer = made(seed=1, steps=steps)
+        before = copy.deepcopy(optimizer.state_dict())
+        state = OptimizerState(model, optimizer)
+        state.load_saved(state.template([]))
+        assert equal(optimizer.state_dict(), before)
 
 
 def test_load_state_dict_refuses_a_part() -> None:
