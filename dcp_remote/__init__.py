@@ -1,7 +1,8 @@
 """Checkpoints of PyTorch training in object storage: every rank writes its own shards, and one manifest commits them.
 
-from dcp_remote import CheckpointManager, RemoteReader, RemoteWriter
+from dcp_remote import CheckpointManager, RemoteReader, RemoteWriter, training_state
 
+state = training_state(model=model, optimizer=optimizer)
 with CheckpointManager("s3://bucket/my-run") as checkpoints:               # checkpoints of a training run
     step = checkpoints.restore(state) or 0
     checkpoints.save(step + 1, state)
@@ -24,9 +25,15 @@ if TYPE_CHECKING:
     from dcp_remote.manager.random_states import RandomStates
     from dcp_remote.manager.reports import LoadReport, SaveReport
     from dcp_remote.manager.save_policy import SavePolicy
+    from dcp_remote.manager.training_state import training_state
     from dcp_remote.reader import RemoteReader
     from dcp_remote.run.retention import Best, Retention
     from dcp_remote.run.run import CheckpointInfo, latest
+    from dcp_remote.serialization.files import Files
+    from dcp_remote.serialization.module_state import ModelState, OptimizerState
+    from dcp_remote.serialization.opaque import Opaque
+    from dcp_remote.serialization.plain_values import as_plain
+    from dcp_remote.serialization.refused_values import RefusedValue, refused_values
     from dcp_remote.serialization.state_dict import PerRank
     from dcp_remote.storage.url import is_remote
     from dcp_remote.writer import RemoteWriter
@@ -37,9 +44,14 @@ __all__ = [
     "Best",
     "CheckpointInfo",
     "CheckpointManager",
+    "Files",
     "LoadReport",
+    "ModelState",
+    "Opaque",
+    "OptimizerState",
     "PerRank",
     "RandomStates",
+    "RefusedValue",
     "RemoteReader",
     "RemoteWriter",
     "Retention",
@@ -47,11 +59,14 @@ __all__ = [
     "SavePolicy",
     "SaveReport",
     "__version__",
+    "as_plain",
     "errors",
     "is_remote",
     "latest",
     "load",
     "open_run",
+    "refused_values",
+    "training_state",
 ]
 
 # Imported when first used, so that the command line starts without torch.
@@ -60,8 +75,13 @@ _LAZY = {
     "CheckpointInfo": "run.run",
     "CheckpointManager": "manager.manager",
     "LoadReport": "manager.reports",
+    "Files": "serialization.files",
+    "ModelState": "serialization.module_state",
+    "Opaque": "serialization.opaque",
+    "OptimizerState": "serialization.module_state",
     "PerRank": "serialization.state_dict",
     "RandomStates": "manager.random_states",
+    "RefusedValue": "serialization.refused_values",
     "RemoteReader": "reader",
     "RemoteWriter": "writer",
     "Retention": "run.retention",
@@ -69,9 +89,12 @@ _LAZY = {
     "Run": "loading.run_handle",
     "SaveReport": "manager.reports",
     "is_remote": "storage.url",
+    "as_plain": "serialization.plain_values",
     "latest": "run.run",
     "load": "loading.load",
     "open_run": "loading.run_handle",
+    "refused_values": "serialization.refused_values",
+    "training_state": "manager.training_state",
 }
 
 

@@ -26,18 +26,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
-from dcp_remote import CheckpointManager, PerRank, RandomStates, Retention
+from dcp_remote import CheckpointManager, Retention, training_state
 from dcp_remote.errors import DcpRemoteError
 from watch import Events
 
@@ -144,42 +138,7 @@ def warmup_then_cosine(total_steps: int) -> Any:
     return factor
 
 
-# ---- what is saved, and the training
-
-
-class ModelState:
-    """State of a model, with the same names under any wrapper (FSDP, DDP, torch.compile); a `Stateful`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        """Keep the model."""
-        self._model = model
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shards, which share memory with the model."""
-        return get_model_state_dict(self._model)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the parameters and buffers."""
-        set_model_state_dict(self._model, state)
-
-
-class OptimizerState:
-    """State of an optimizer, under the names of the parameters, so that any number of ranks loads it; a `Stateful`.
-
-    A bare optimizer numbers its parameters, and has nothing to load into before its first step.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Keep model and optimizer."""
-        self._model, self._optimizer = model, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shards, which share memory with the optimizer."""
-        return get_optimizer_state_dict(self._model, self._optimizer)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the optimizer's values."""
-        set_optimizer_state_dict(self._model, self._optimizer, state)
+# ---- the training
 
 
 def train(options: argparse.Namespace, device: torch.device) -> None:
@@ -198,14 +157,9 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     schedule = LambdaLR(optimizer, warmup_then_cosine(options.steps))
     stream = TextStream(standard_library(), options.seed)
 
-    # All that a training step changes. Values that differ between ranks are wrapped, else one rank's is saved for all.
-    state = {
-        "model": ModelState(model),
-        "optim": OptimizerState(model, optimizer),
-        "schedule": schedule,
-        "data": stream,
-        "random": PerRank(RandomStates()),
-    }
+    # All that a training step changes, with the random states of each rank. The position in the text is the same on all
+    # ranks; a data loader with a position of its own on each rank is passed as `loader`.
+    state = training_state(model=model, optimizer=optimizer, scheduler=schedule, extra={"data": stream})
     events = Events(options.events, rank=rank, digest=options.digest)
     events.write("started", world_size=world_size, pid=os.getpid())
     with CheckpointManager(

@@ -15,6 +15,7 @@ from dcp_remote.format.dtypes import ITEM_BYTES
 from dcp_remote.format.manifest import JSON, RAW, Manifest, TensorKind
 from dcp_remote.loading.engine import Target
 from dcp_remote.loading.read_plan import Want, want_box
+from dcp_remote.serialization.files import unwrap_marked
 from dcp_remote.serialization.objects import EncodedObject, Encoding, decode_object
 from dcp_remote.serialization.tensors import (
     byte_view,
@@ -190,7 +191,8 @@ def make_object_targets(
         UnsafeObjectError: The manifest holds the object, which needs code to load, and `allow_pickle` is False.
     """
     if name in manifest.inline:
-        deliver(decode_object(name, EncodedObject(JSON, manifest.inline[name]), allow_pickle=allow_pickle))
+        value = decode_object(name, EncodedObject(JSON, manifest.inline[name]), allow_pickle=allow_pickle)
+        deliver(unwrap_marked(value))
         return []
     stored = manifest.stored_index.get(name)
     if stored is None:
@@ -198,7 +200,8 @@ def make_object_targets(
     encoding = cast("Encoding", stored.encoding)  # `manifest_validation` lets no other pass
 
     def done(data: memoryview) -> None:
-        deliver(decode_object(name, EncodedObject(encoding, b"", (data,)), allow_pickle=allow_pickle))
+        value = decode_object(name, EncodedObject(encoding, b"", (data,)), allow_pickle=allow_pickle)
+        deliver(unwrap_marked(value))
 
     want = Want(stored.piece_first, stored.piece_first + stored.pieces, None)
     return [BytesTarget(name, want, length=want_bytes(manifest, want), done=done)]

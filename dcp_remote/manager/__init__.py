@@ -2,7 +2,7 @@
 
 manager is the class; rank_save and rank_restore are one rank's part of its calls, coordinator the coordinator's;
 background_save runs a save beside training; preemption stops all ranks at one step, sigterm handles the signal;
-random_states is a part of a state; reports, progress and telemetry tell how it went.
+training_state makes a state, random_states is a part of it; reports, progress and telemetry tell how it went.
 """
 
 from __future__ import annotations
@@ -19,4 +19,5 @@ __all__ = [
     "reports",
     "sigterm",
     "telemetry",
+    "training_state",
 ]

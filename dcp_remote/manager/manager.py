@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self, SupportsFloat
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
@@ -39,7 +40,7 @@ from dcp_remote.run.retention import ChooseToDelete, Retention, require_retentio
 from dcp_remote.run.run import CheckpointInfo
 from dcp_remote.saving.device_copy import wait_for_devices
 from dcp_remote.saving.staging import Stager, tensors_of
-from dcp_remote.serialization.state_dict import build_saved_state, require_distinct
+from dcp_remote.serialization.state_dict import as_state, build_saved_state, require_distinct
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.location import Location, require_budget, require_shared, require_timeout
@@ -233,7 +234,7 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        state: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        state: Mapping[str, Any] | nn.Module | Callable[[], Mapping[str, Any] | nn.Module],
         *,
         name: str | Iterable[str] | None = None,
         metrics: Mapping[str, SupportsFloat] | None = None,
@@ -253,9 +254,10 @@ class CheckpointManager:
 
         Args:
             step: Number of finished training steps.
-            state: State to save: nested dicts of tensors and objects, `Stateful`s, and `PerRank` values. Or a function
-                that returns it, called here on every rank: if it raises on one rank, that rank raises the error
-                unchanged, the others hear of it at once, and nothing is uploaded.
+            state: State to save, as of `training_state`: nested dicts and lists of tensors, objects, modules,
+                optimizers and other `Stateful`s, and `PerRank` values. A bare module is saved as `{"model": module}`.
+                Or a function that returns the state, called here on every rank: if it raises on one rank, that rank
+                raises the error unchanged, the others hear of it at once, and nothing is uploaded.
             name: Name or names by which the checkpoint can be asked for; a name moves to the newest checkpoint that is
                 given it.
             metrics: Numbers by name, for `Retention(keep_best=…)`. A number that is not finite is left out, with a
@@ -329,7 +331,7 @@ class CheckpointManager:
 
     def restore(
         self,
-        state: MutableMapping[str, Any],
+        state: MutableMapping[str, Any] | nn.Module,
         step: int | str | None = None,
         *,
         planner: LoadPlanner | None = None,
@@ -342,9 +344,9 @@ class CheckpointManager:
         `restore` of the newest checkpoint before the next save undoes going back. To look at a checkpoint in the middle
         of training, pass `go_on=False` and another state than the one that is trained.
 
-        Tensors are read into the tensors of the state, `Stateful`s and `PerRank` values are given theirs, other objects
-        are replaced. A rank of which the checkpoint has no `PerRank` values keeps its own. If this method raises, the
-        state may hold parts of the checkpoint and must not be used.
+        Tensors are read into the tensors of the state; modules, optimizers, other `Stateful`s and `PerRank` values are
+        given theirs; other objects are replaced. A rank of which the checkpoint has no `PerRank` values keeps its own.
+        If this method raises, the state may hold parts of the checkpoint and must not be used.
 
         Costs the store: a HEAD, a GET of the catalog and a GET of the manifest, by the coordinator; a GET per range of
         at most 8 MiB, by one of up to 64 ranks that want it, which gives it to the others over sockets between ranks. A
@@ -394,7 +396,7 @@ class CheckpointManager:
                     self._ranks,
                     collective,
                     self._store,
-                    state,
+                    as_state(state),
                     step=step,
                     planner=planner,
                     operation=operation,
@@ -570,14 +572,18 @@ class CheckpointManager:
             self._ranks.close(math.inf if seconds is None else seconds / 2, is_missed=is_missed)
 
     def _copied(
-        self, collective: Collective, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *, stage: bool
+        self,
+        collective: Collective,
+        state: Mapping[str, Any] | nn.Module | Callable[[], Mapping[str, Any] | nn.Module],
+        *,
+        stage: bool,
     ) -> dict[str, Any]:
         made: Any = state
         # A module is callable, too.
         if callable(made) and not isinstance(made, Mapping) and not hasattr(made, "state_dict"):
             collective.set_activity("collecting the state")
             made = made()
-        copied = build_saved_state(made, self._ranks.rank)
+        copied = build_saved_state(as_state(made), self._ranks.rank)
         require_distinct(copied)
         if not stage:
             # In the caller's thread, because streams are per thread: the saving thread would wait for another stream.

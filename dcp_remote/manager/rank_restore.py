@@ -48,6 +48,7 @@ from dcp_remote.serialization.state_dict import (
     TextKeys,
     apply_loaded,
     empty_places,
+    has_nested_shards,
     make_template,
 )
 from dcp_remote.storage import ObjectStore
@@ -123,7 +124,11 @@ def load_rank(
         if ranks.is_coordinator:
             _warn_of_other_world_size(state, manifest, saved, ranks.world_size)
             _warn_of_empty_places(template, saved)
-        planner = planner if planner is not None else DefaultLoadPlanner()
+        # torch's flattening drops a ShardedTensor of which this rank has nothing, and then takes the checkpoint for one
+        # of an older torch.
+        planner = (
+            planner if planner is not None else DefaultLoadPlanner(flatten_sharded_tensors=has_nested_shards(template))
+        )
         exchange: PeerExchange | None = None
         if ranks.world_size > 1:
             exchange = PeerExchange(

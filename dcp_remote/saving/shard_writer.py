@@ -28,6 +28,7 @@ from dcp_remote.saving.shard_content import count_copied_bytes, prepare_shard
 from dcp_remote.saving.uploads import Uploads
 from dcp_remote.saving.write_items import Comparison, DrawnEntries, WriteItems, wait_for_sources
 from dcp_remote.serialization.objects import EncodedObject, encode_object, encode_stream
+from dcp_remote.serialization.refused_values import name_all_refused
 from dcp_remote.serialization.tensors import dtype_name
 
 # Objects up to this size are stored in the manifest, where they cost no request and a person can read them. Their total
@@ -117,7 +118,11 @@ def _encode_objects(
         if write_item.type != WriteItemType.BYTE_IO:
             continue
         name = write_item.index.fqn
-        encoded = _encode_object(write_item, planner, allow_pickle=allow_pickle)
+        try:
+            encoded = _encode_object(write_item, planner, allow_pickle=allow_pickle)
+        except UnsafeObjectError as error:
+            values = planner.state_dict if _resolves_to_state(planner) and not allow_pickle else {}
+            raise name_all_refused(error, values) from error.__cause__
         small = len(encoded.data) <= INLINE_BYTES_MAX and total_bytes + len(encoded.data) <= INLINE_TOTAL_BYTES_MAX
         if encoded.encoding == JSON and small:
             inline[name] = encoded.data

@@ -32,8 +32,8 @@ _TAG_BY_NAME: dict[str, Tag] = {tag.name: tag for tag in (*_TAG_BY_TYPE.values()
 _REFUSALS_NAMED_MAX = 5
 
 _NEEDS_PICKLE = (
-    "An object cannot be stored without pickle, which runs code when it is loaded. Pass allow_pickle=True where it is "
-    "saved and where it is loaded, or store the object in another form."
+    "An object cannot be stored without pickle, which runs code when it is loaded. Store its fields "
+    "(dcp_remote.as_plain), or pass allow_pickle=True where it is saved and where it is loaded."
 )
 
 
@@ -99,6 +99,20 @@ def encode_object(key: str, value: object, *, allow_pickle: bool = False) -> Enc
             return EncodedObject("pickle", stream)
         raise _unsafe_object_error(key, _NEEDS_PICKLE, refusals, error) from error
     return EncodedObject("torch", stream)
+
+
+def find_refusals(value: object) -> list[Refusal]:
+    """Return the parts of an object for which `encode_object` refuses it without `allow_pickle`."""
+    encoded, refusals = _encode_json(value)
+    if encoded is not None:
+        return []
+    try:
+        load_restricted(save(value), is_own=True)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001  # the `__reduce__` of a user's class may raise anything
+        return refusals
+    return []
 
 
 def encode_stream(key: str, stream: bytes, *, allow_pickle: bool = False, tagged: bool = True) -> EncodedObject:

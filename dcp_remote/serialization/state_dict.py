@@ -1,23 +1,39 @@
-"""State dicts: values that differ between ranks (`PerRank`), and keys that are not strings.
+"""State dicts: modules, optimizers and `Stateful`s, values that differ between ranks (`PerRank`), keys of other types.
 
-torch plans one state dict for all ranks and flattens it by `str(key)`, so both kinds are converted before torch plans
+torch plans one state dict for all ranks and flattens it by `str(key)`, so all these are converted before torch plans
 and converted back after a load.
 """
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from functools import cached_property
 from itertools import zip_longest
-from typing import Any, Generic, TypeVar
+from types import NoneType
+from typing import Any, Generic, TypeAlias, TypeVar
 
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
 
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.serialization.files import Files, unwrap_marked
+from dcp_remote.serialization.module_state import ModelState, OptimizerState, find_models, names_parameters_itself
+from dcp_remote.serialization.opaque import UNREAD, Opaque
 
 T = TypeVar("T")
+_State = TypeVar("_State", bound=Mapping[str, Any])
+_Path: TypeAlias = tuple[str | int, ...]
 
 # Top-level key below which values of single ranks are saved.
 PER_RANK_KEY = "per_rank"
+
+# Types that are no `Stateful`s, which takes microseconds to find out of others.
+_LEAVES = frozenset({NoneType, bool, int, float, complex, str, bytes})
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list})
 
 
 class PerRank(Generic[T]):
@@ -41,15 +57,84 @@ class PerRank(Generic[T]):
         return f"PerRank({self.value!r})"
 
 
+def as_state(state: _State | nn.Module) -> _State | dict[str, Any]:
+    """Return `{"model": module}` for a bare module, and any other state itself."""
+    return {"model": state} if isinstance(state, nn.Module) else state
+
+
 def build_saved_state(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Return the state dict that this rank saves: `state_dict()` of each `Stateful`, per-rank values below one key.
 
+    Bare modules and optimizers count as `ModelState` and `OptimizerState`. `Stateful`s may be at any depth.
+
     Raises:
-        InvalidArgumentError: The state is not a mapping, a key is not a string, or a key is "per_rank".
+        InvalidArgumentError: The state is not a mapping, a key is not a string or is "per_rank", a `PerRank` is not at
+            the top level, or an optimizer has parameters of no module of the state.
     """
+    _require_state(state)
+    reader = _StateReader(state)
+    # Sorted, as in torch: `state_dict()` may be a collective operation, and the order of keys may differ between ranks.
+    values = {key: reader.read(state[key], (key,)) for key in sorted(state)}
+    # In a tuple, which torch's planner does not flatten: a later job's template may hold a value of another structure.
+    own = {key: (value,) for key, value in values.items() if isinstance(state[key], PerRank)}
+    shared = {key: value for key, value in values.items() if key not in own}
+    return shared | {PER_RANK_KEY: {str(rank): own}} if own else shared
+
+
+def make_template(state: Mapping[str, Any], rank: int, saved: Collection[tuple[str | int, ...]]) -> dict[str, Any]:
+    """Return the template for a restore: `build_saved_state`, without per-rank values that the checkpoint lacks.
+
+    No state is asked of values that are read whole: a data loader would start its workers for it. Optimizers make the
+    states that the checkpoint has.
+
+    Args:
+        state: State to restore; values that are left out of the template stay as they are.
+        rank: This rank.
+        saved: Paths of all saved values.
+
+    Raises:
+        InvalidArgumentError: See `build_saved_state`; or an optimizer cannot make its state before its first step.
+    """
+    _require_state(state)
+    reader = _StateReader(state, saved=saved)
+    own = [key for key in state if isinstance(state[key], PerRank)]
+    template = {key: reader.read(state[key], (key,)) for key in sorted(state) if key not in own}
+    restorable = {key: UNREAD for key in sorted(own) if (PER_RANK_KEY, str(rank), key) in saved}
+    return template | {PER_RANK_KEY: {str(rank): restorable}} if restorable else template
+
+
+def unwrap_per_rank(path: tuple[str | int, ...], value: Any) -> Any:
+    """Return a loaded value as the user saved it: a per-rank value without the tuple that `build_saved_state` adds."""
+    is_own = len(path) == 3 and path[0] == PER_RANK_KEY and isinstance(value, tuple) and len(value) == 1  # noqa: PLR2004  # per_rank, rank, key
+    return unwrap_marked(value[0]) if is_own else value
+
+
+def apply_loaded(state: MutableMapping[str, Any], loaded: Mapping[str, Any], rank: int) -> None:
+    """Put the values of a loaded template into the user's state, by `load_state_dict` where a value is `Stateful`."""
+    own = loaded.get(PER_RANK_KEY, {}).get(str(rank), {})
+    reader = _StateReader(state)
+    for key in sorted(state):
+        element = state[key]
+        if not isinstance(element, PerRank):
+            state[key] = reader.apply(element, loaded[key], (key,))
+        elif own.get(key, UNREAD) is not UNREAD:
+            (value,) = own[key]
+            if is_stateful(element.value):
+                element.value.load_state_dict(value)
+            else:
+                element.value = value
+
+
+def is_stateful(value: object) -> bool:
+    """Return whether a value is a `Stateful`: an object, and no class, with `state_dict` and `load_state_dict`."""
+    return isinstance(value, Stateful) and not isinstance(value, type)
+
+
+def _require_state(state: object) -> None:
     if not isinstance(state, Mapping):
         raise InvalidArgumentError(
-            "The state must be a dict of tensors, objects and Stateful objects: {'model': model, …}.",
+            "The state must be a dict of tensors, objects, modules, optimizers and Stateful objects, or a module: "
+            "{'model': model, 'optim': optimizer, …}, or training_state(model=model, optimizer=optimizer, …).",
             type=type(state).__name__,
         )
     if not all(isinstance(key, str) for key in state):
@@ -61,56 +146,126 @@ def build_saved_state(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
             "The top-level key 'per_rank' is reserved for values of single ranks: wrap such values in PerRank(...) and "
             "put them under other top-level keys."
         )
-    # Sorted, as in torch: `state_dict()` may be a collective operation, and the order of keys may differ between ranks.
-    values = {key: _to_value(state[key]) for key in sorted(state)}
-    # In a tuple, which torch's planner does not flatten: a later job's template may hold a value of another structure.
-    own = {key: (value,) for key, value in values.items() if isinstance(state[key], PerRank)}
-    shared = {key: value for key, value in values.items() if key not in own}
-    return shared | {PER_RANK_KEY: {str(rank): own}} if own else shared
 
 
-def make_template(state: Mapping[str, Any], rank: int, saved: Collection[tuple[str | int, ...]]) -> dict[str, Any]:
-    """Return the template for a restore: `build_saved_state`, without per-rank values that the checkpoint lacks.
+class _StateReader:
+    """Reader of the values of one state, at any depth of its dicts and lists.
 
     Args:
-        state: State to restore; values that are left out of the template stay as they are.
-        rank: This rank.
-        saved: Paths of all saved values.
+        state: State.
+        saved: Paths of a checkpoint's values, to make a template; None to save.
     """
-    template = build_saved_state(state, rank)
-    own = template.pop(PER_RANK_KEY, {str(rank): {}})[str(rank)]
-    restorable = {key: value for key, value in own.items() if (PER_RANK_KEY, str(rank), key) in saved}
-    return template | {PER_RANK_KEY: {str(rank): restorable}} if restorable else template
 
+    def __init__(self, state: Mapping[str, Any], *, saved: Collection[tuple[str | int, ...]] | None = None) -> None:
+        """Keep the state; nothing is read."""
+        self._state, self._saved = state, saved
 
-def unwrap_per_rank(path: tuple[str | int, ...], value: Any) -> Any:
-    """Return a loaded value as the user saved it: a per-rank value without the tuple that `build_saved_state` adds."""
-    is_own = len(path) == 3 and path[0] == PER_RANK_KEY and isinstance(value, tuple) and len(value) == 1  # noqa: PLR2004  # per_rank, rank, key
-    return value[0] if is_own else value
+    def read(self, value: Any, path: _Path) -> Any:
+        """Return what is saved of a value, or loaded into; a container without `Stateful`s is returned itself."""
+        if type(value) in _LEAVES or isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, PerRank):
+            if len(path) > 1:
+                raise InvalidArgumentError("A PerRank must be at the top level of the state.", where=_text(path))
+            return value.value.state_dict() if is_stateful(value.value) else value.value
+        stateful = self._stateful(value, path)
+        if stateful is not None:
+            return self._values_of(stateful, path)
+        if isinstance(value, dict):
+            read = {key: self.read(inner, (*path, str(key))) for key, inner in value.items()}
+            return read if any(read[key] is not inner for key, inner in value.items()) else value
+        if isinstance(value, list):
+            items = [self.read(inner, (*path, number)) for number, inner in enumerate(value)]
+            return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+        return value
 
-
-def apply_loaded(state: MutableMapping[str, Any], loaded: Mapping[str, Any], rank: int) -> None:
-    """Put the values of a loaded template into the user's state, by `load_state_dict` where a value is `Stateful`."""
-    own = loaded.get(PER_RANK_KEY, {}).get(str(rank), {})
-    for key in sorted(state):
-        element = state[key]
-        if isinstance(element, PerRank):
-            if key not in own:
-                continue
-            (value,) = own[key]
-            if isinstance(element.value, Stateful):
-                element.value.load_state_dict(value)
-            else:
-                element.value = value
-        elif isinstance(element, Stateful):
-            element.load_state_dict(loaded[key])
+    def apply(self, value: Any, loaded: Any, path: _Path) -> Any:
+        """Return what belongs in the place of a value after a load."""
+        if type(value) in _LEAVES or isinstance(value, torch.Tensor):
+            return loaded
+        stateful = self._stateful(value, path)
+        if isinstance(stateful, OptimizerState):
+            stateful.load_saved(loaded)
+        elif stateful is not None:
+            if loaded is not UNREAD:
+                stateful.load_state_dict(loaded)
+        elif not _holds_stateful(value):
+            return loaded
+        elif isinstance(value, dict) and isinstance(loaded, Mapping):
+            for key in value:
+                if key in loaded:
+                    value[key] = self.apply(value[key], loaded[key], (*path, str(key)))
+        elif isinstance(value, list) and isinstance(loaded, list):
+            value[:] = [
+                self.apply(value[number], inner, (*path, number)) if number < len(value) else inner
+                for number, inner in enumerate(loaded)
+            ]
         else:
-            state[key] = loaded[key]
+            return loaded
+        return value
+
+    def _stateful(self, value: Any, path: _Path) -> Any:
+        """Return the `Stateful` that a value is, or stands for; None for any other value."""
+        if type(value) in _CONTAINERS:
+            return None
+        if isinstance(value, nn.Module):
+            return ModelState(value)
+        if isinstance(value, Optimizer) and not names_parameters_itself(value):
+            return OptimizerState(find_models([value], self._models, where=_text(path)), value)
+        return value if is_stateful(value) else None
+
+    def _values_of(self, stateful: Any, path: _Path) -> Any:
+        if self._saved is None:
+            return stateful.saved_values() if isinstance(stateful, OptimizerState) else stateful.state_dict()
+        if isinstance(stateful, (Opaque, Files)):
+            return UNREAD
+        if isinstance(stateful, OptimizerState):
+            prefix = f"{_text(path)}."
+            names = [name.removeprefix(prefix) for name in self._saved_names if name.startswith(prefix)]
+            return stateful.template(names)
+        return stateful.state_dict()
+
+    @cached_property
+    def _models(self) -> dict[str, nn.Module]:
+        """Modules of the state by the last part of their path, or by the whole path if two have the same last part."""
+        found = dict(_iterate_models(self._state, ()))
+        last = Counter(str(path[-1]) for path in found)
+        return {
+            str(path[-1]) if last[str(path[-1])] == 1 else "_".join(map(str, path)): found[path]
+            for path in sorted(found, key=_text)
+        }
+
+    @cached_property
+    def _saved_names(self) -> list[str]:
+        return [_text(path) for path in self._saved or ()]
 
 
-def _to_value(element: object) -> object:
-    value = element.value if isinstance(element, PerRank) else element
-    return value.state_dict() if isinstance(value, Stateful) else value
+def _iterate_models(value: Any, path: _Path) -> Iterator[tuple[_Path, nn.Module]]:
+    """Yield the modules of a state with their paths."""
+    if isinstance(value, (nn.Module, ModelState)):
+        yield path, value if isinstance(value, nn.Module) else value.model
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _iterate_models(inner, (*path, str(key)))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _iterate_models(inner, (*path, number))
+
+
+def _holds_stateful(value: Any) -> bool:
+    """Return whether a dict or list holds a `Stateful` at any depth, and so was copied by `_StateReader.read`."""
+    if type(value) in _LEAVES or isinstance(value, torch.Tensor):
+        return False
+    if type(value) not in _CONTAINERS and is_stateful(value):
+        return True
+    if isinstance(value, dict | list):
+        return any(map(_holds_stateful, value.values() if isinstance(value, dict) else value))
+    return False
+
+
+def _text(path: _Path) -> str:
+    """Return the name that torch's planner gives to a path."""
+    return ".".join(map(str, path))
 
 
 def require_distinct(state: Mapping[Any, object]) -> None:
@@ -200,6 +355,15 @@ class TextKeys:
 def empty_places(state: Mapping[Any, object]) -> list[tuple[str | int, ...]]:
     """Return the paths of empty mappings, as torch's planner writes paths; the planner has no entry for them."""
     return [path for path, mapping in _iterate_mappings(state) if path and not mapping]
+
+
+def has_nested_shards(value: object) -> bool:
+    """Return whether a state has a ShardedTensor of ShardedTensors, as of the older FSDP over tensor parallelism."""
+    if isinstance(value, ShardedTensor):
+        return any(isinstance(shard.tensor, ShardedTensor) for shard in value.local_shards())
+    if isinstance(value, Mapping | list):
+        return any(map(has_nested_shards, value.values() if isinstance(value, Mapping) else value))
+    return False
 
 
 def _iterate_mappings(state: Mapping[Any, object]) -> Iterator[tuple[tuple[str | int, ...], Mapping[Any, Any]]]:

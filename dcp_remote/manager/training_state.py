@@ -1,0 +1,142 @@
+"""`training_state`: the state of a training in one call, under the names that all frameworks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.manager.random_states import RandomStates
+from dcp_remote.serialization.module_state import ModelState, OptimizerState, find_models, names_parameters_itself
+from dcp_remote.serialization.state_dict import PER_RANK_KEY, PerRank, is_stateful
+
+_Value = TypeVar("_Value")
+_OneOrNamed: TypeAlias = _Value | Mapping[str, _Value]
+
+
+def training_state(
+    *,
+    model: _OneOrNamed[nn.Module] | None = None,
+    optimizer: _OneOrNamed[Optimizer] | Sequence[Optimizer] | None = None,
+    scheduler: _OneOrNamed[Any] | Sequence[Any] | None = None,
+    loader: _OneOrNamed[Any] | None = None,
+    scaler: _OneOrNamed[Any] | None = None,
+    ema: _OneOrNamed[Any] | None = None,
+    random_states: bool | RandomStates = True,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the state of a training, as `CheckpointManager.save` and `restore` take it; made once, before training.
+
+        state = training_state(model=model, optimizer=optimizer, scheduler=scheduler, extra={"epoch": 0})
+        step = checkpoints.restore(state) or 0
+        ...
+        state["epoch"] = epoch
+        checkpoints.save(step, state)
+
+    Entries have the same names under FSDP, DDP, tensor parallelism, `torch.compile` and none of them, and at any number
+    of ranks: what one job saves, any other loads. The result is an ordinary dict, which may be changed. No copy is made
+    and nothing is asked of the objects here; `save` and `restore` do that.
+
+    Args:
+        model: Model or models by name: `model.<fqn>`, `model.<name>.<fqn>`.
+        optimizer: Optimizer, or optimizers by name, made after the model was wrapped: `optim.state.<fqn>.<key>`,
+            `optim.param_groups.…`, with the name after `optim.`. A sequence of optimizers is saved as one. Each finds
+            its model by its parameters; one with parameters of several models puts their names before the parameters'.
+        scheduler: Scheduler or schedulers: `scheduler.…`.
+        loader: Data loader with `state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader`, or several by
+            name. Each rank saves its own position: `per_rank.<rank>.loader`, or `loader.<name>`.
+        scaler: Gradient scaler, as `torch.amp.GradScaler`: `scaler.…`.
+        ema: Module of averaged weights, as `torch.optim.swa_utils.AveragedModel`, or an object with `state_dict` and
+            `load_state_dict`, or such by name: `ema.…`.
+        random_states: True for the random states of each rank under `random`; `RandomStates(name=generator)` for those
+            of generators of your own as well.
+        extra: Further entries, as they are: tensors, objects, `Stateful`s, `PerRank` values. A restore replaces those
+            that are no `Stateful`s in the returned dict.
+
+    Raises:
+        InvalidArgumentError: An argument is of the wrong type, an optimizer has parameters of no model, or a key of
+            `extra` is taken.
+    """
+    state: dict[str, Any] = {}
+    models = _named(model)
+    if model is not None:
+        state["model"] = _each(model, lambda value: ModelState(_require(value, nn.Module, "model")))
+    if optimizer is not None:
+        state["optim"] = _optimizer_states(optimizer, models)
+    if scheduler is not None:
+        state["scheduler"] = _each(scheduler, lambda value: _require_stateful(value, "scheduler"))
+    for name, value in _named(loader).items():
+        key = f"loader.{name}" if name else "loader"
+        state[key] = value if isinstance(value, PerRank) else PerRank(_require_stateful(value, "loader"))
+    if scaler is not None:
+        state["scaler"] = _each(scaler, lambda value: _require_stateful(value, "scaler"))
+    if ema is not None:
+        state["ema"] = _each(
+            ema, lambda value: ModelState(value) if isinstance(value, nn.Module) else _require_stateful(value, "ema")
+        )
+    if random_states:
+        state["random"] = PerRank(random_states if isinstance(random_states, RandomStates) else RandomStates())
+    taken = [key for key in extra or {} if key in state or key == PER_RANK_KEY]
+    if taken:
+        raise InvalidArgumentError("Keys of extra are taken. Choose others.", keys=", ".join(taken))
+    return state | dict(extra or {})
+
+
+def _named(values: Any) -> dict[str, Any]:
+    """Return values by name; one without a name under an empty one."""
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        return {"": values}
+    wrong = [name for name in values if not isinstance(name, str) or not name]
+    if wrong:
+        raise InvalidArgumentError("Names must be strings.", names=", ".join(map(repr, wrong[:5])))
+    return dict(values)
+
+
+def _each(values: Any, convert: Any) -> Any:
+    """Return a converted value, or the converted values of a mapping or sequence in a dict or list."""
+    if isinstance(values, Mapping):
+        return {name: convert(value) for name, value in _named(values).items()}
+    if isinstance(values, Sequence):
+        return [convert(value) for value in values]
+    return convert(values)
+
+
+def _optimizer_states(optimizer: Any, models: Mapping[str, nn.Module]) -> Any:
+    if isinstance(optimizer, Mapping):
+        return {name: _optimizer_state([value], models, name) for name, value in _named(optimizer).items()}
+    return _optimizer_state(list(optimizer) if isinstance(optimizer, Sequence) else [optimizer], models, "")
+
+
+def _optimizer_state(optimizers: Iterable[Any], models: Mapping[str, nn.Module], name: str) -> Any:
+    taken = [_require(value, Optimizer, "optimizer") for value in optimizers]
+    if len(taken) == 1 and names_parameters_itself(taken[0]):
+        return taken[0]
+    return OptimizerState(find_models(taken, models, where=f"optim.{name}".strip(".")), taken)
+
+
+def _require(value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise InvalidArgumentError(
+            f"{what} must be a {kind.__module__.partition('.')[0]} {kind.__name__}, or several by name.",
+            type=f"{type(value).__module__}.{type(value).__qualname__}",
+        )
+    return value
+
+
+def _require_stateful(value: Any, what: str) -> Any:
+    if not is_stateful(value):
+        raise InvalidArgumentError(
+            f"{what} has no state_dict and load_state_dict. "
+            + (
+                "A plain DataLoader has no position to save: use torchdata's StatefulDataLoader, or leave it out."
+                if what == "loader"
+                else "Give such an object, or put the value into extra."
+            ),
+            type=f"{type(value).__module__}.{type(value).__qualname__}",
+        )
+    return value

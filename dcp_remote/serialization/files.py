@@ -1,0 +1,231 @@
+"""Small files beside the tensors, as one entry of the state: a tokenizer, a configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from dcp_remote.common.text import human_bytes
+from dcp_remote.common.units import MiB
+from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError
+from dcp_remote.serialization.opaque import FILES_MARK, mark_of
+
+# The bytes are held in memory on every rank. The tokenizers of large vocabularies have 40 MiB.
+FILES_BYTES_MAX = 256 * MiB
+FILES_MAX = 1024
+
+# Bytes that most file systems allow in one part of a path, and in a whole one that a folder of the user precedes.
+_PART_BYTES_MAX = 255
+_NAME_BYTES_MAX = 1024
+
+_NAMED_MAX = 5
+
+
+class Files:
+    """Small files that are saved as one entry and given back as files, as a tokenizer's or a configuration's.
+
+        state["tokenizer"] = Files.read("tokenizer")
+        checkpoints.save(step, state)
+
+        state["tokenizer"] = Files()                 # a restore fills this; its names need not be known
+        checkpoints.restore(state)
+        state["tokenizer"].write("tokenizer")
+
+        load(url, keys="tokenizer")["tokenizer"].write("tokenizer")
+
+    Names are relative paths with `/`. At most 1,024 files of 256 MiB together; larger files belong into the bucket
+    themselves. Files that did not change since the newest checkpoint are not sent again. All ranks give equal files, as
+    of any value that is no tensor: those of one rank are stored for all. Modes, times and links are not kept.
+
+    Args:
+        contents: Bytes of the files by name.
+
+    Raises:
+        InvalidArgumentError: A name would leave the folder or is no path, a content is not bytes, or a limit is
+            exceeded. Lists up to five wrong names.
+    """
+
+    def __init__(self, contents: Mapping[str, bytes] | None = None) -> None:
+        """Check and keep the contents."""
+        self._contents = _checked(contents or {}, InvalidArgumentError)
+
+    @classmethod
+    def read(
+        cls,
+        source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        *,
+        patterns: str | Sequence[str] = "*",
+    ) -> Self:
+        """Read a folder with its subfolders, a file, or several files.
+
+        Args:
+            source: Folder, whose files get their names relative to the folder; or path or paths of files, which get
+                their last part as name. Links to files are followed, links to folders are not.
+            patterns: Glob or globs, as of `fnmatch`, of the names to read: `("*.json", "tokenizer*")`.
+
+        Raises:
+            InvalidArgumentError: There is no such file or folder, no file matches, two files have one name, or a limit
+                is exceeded; nothing was read then.
+        """
+        paths = _find_files(source)
+        globs = [patterns] if isinstance(patterns, str) else list(patterns)
+        paths = {name: path for name, path in paths.items() if any(fnmatch.fnmatchcase(name, glob) for glob in globs)}
+        if not paths:
+            raise InvalidArgumentError("No file was found.", source=source, patterns=", ".join(globs))
+        _require_size({name: path.stat().st_size for name, path in paths.items()}, InvalidArgumentError)
+        return cls({name: path.read_bytes() for name, path in paths.items()})
+
+    def write(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write all files below a folder, which is made if it does not exist; return their paths.
+
+        A file is replaced as a whole: after a crash it is the old one or the new one. Other files stay.
+
+        Raises:
+            InvalidArgumentError: There are no files: nothing was restored into this object.
+            OSError: The folder cannot be written.
+        """
+        if not self._contents:
+            raise InvalidArgumentError("There are no files to write: restore them first.", folder=folder)
+        written: list[Path] = []
+        for name, content in self._contents.items():
+            path = Path(folder, *name.split("/"))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Ranks of one host may write the same files at the same time.
+            temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+            try:
+                temporary.write_bytes(content)
+                temporary.replace(path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+                raise
+            written.append(path)
+        return written
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the files, sorted."""
+        return tuple(self._contents)
+
+    def __getitem__(self, name: str) -> bytes:
+        """Return the bytes of a file."""
+        return self._contents[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        return iter(self._contents)
+
+    def __len__(self) -> int:
+        """Return the number of files."""
+        return len(self._contents)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether names and bytes are equal."""
+        return isinstance(other, Files) and self._contents == other._contents
+
+    __hash__ = None  # type: ignore[assignment]  # a restore replaces the files
+
+    def __repr__(self) -> str:
+        size_bytes = sum(map(len, self._contents.values()))
+        return f"Files({len(self)} of {human_bytes(size_bytes)}: {', '.join(self.names[:_NAMED_MAX])})"
+
+    def state_dict(self) -> tuple[str, dict[str, bytes]]:
+        """Return the entry: torch takes this object for a `Stateful`."""
+        return FILES_MARK, dict(self._contents)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Replace the files by those of an entry.
+
+        Raises:
+            CorruptCheckpointError: A stored name would leave the folder, or the entry is none of files.
+        """
+        value = unwrap_marked(state_dict)
+        if not isinstance(value, Files):
+            raise CorruptCheckpointError(
+                "The checkpoint has another value where the state has Files.", type=type(value).__name__
+            )
+        self._contents = value._contents
+
+
+def unwrap_marked(value: object) -> object:
+    """Return the value of an `Opaque` entry, the `Files` of an entry of files, or any other value itself.
+
+    Raises:
+        CorruptCheckpointError: A stored name would leave the folder into which the files are written.
+    """
+    mark, inner = mark_of(value)
+    if mark != FILES_MARK:
+        return inner
+    if not isinstance(inner, dict):
+        raise CorruptCheckpointError("An entry of files is damaged.", type=type(inner).__name__)
+    files = Files()
+    files._contents = _checked(inner, CorruptCheckpointError)
+    return files
+
+
+def _find_files(source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> dict[str, Path]:
+    """Return the paths of files by name."""
+    given = [Path(source)] if isinstance(source, (str, os.PathLike)) else [Path(path) for path in source]
+    if len(given) == 1 and given[0].is_dir():
+        folder = given[0]
+        walked = [Path(root, name) for root, _, names in os.walk(folder) for name in names]
+        return {path.relative_to(folder).as_posix(): path for path in sorted(walked) if path.is_file()}
+    missing = [str(path) for path in given if not path.is_file()]
+    if missing:
+        raise InvalidArgumentError("There are no such files.", files=", ".join(missing[:_NAMED_MAX]))
+    paths = {path.name: path for path in given}
+    if len(paths) < len(given):
+        raise InvalidArgumentError(
+            "Two files have the same name. Give Files a dict of names and bytes.", files=", ".join(map(str, given))
+        )
+    return paths
+
+
+def _checked(contents: Mapping[Any, Any], kind: type[DcpRemoteError]) -> dict[str, bytes]:
+    """Return contents sorted by name, after checks of names and sizes; a checkpoint's are not trusted."""
+    wrong = [name for name in contents if not _is_name(name)]
+    folders = {parent for name in contents if _is_name(name) for parent in _parents(name)}
+    wrong += [name for name in contents if name in folders]  # a file and a folder at one path
+    if wrong:
+        raise kind(
+            "Names of files must be relative paths with '/', such as 'vocab/merges.txt', without '..'.",
+            names=", ".join(repr(name)[:100] for name in wrong[:_NAMED_MAX]),
+        )
+    others = [name for name, content in contents.items() if not isinstance(content, (bytes, bytearray, memoryview))]
+    if others:
+        raise kind("Contents of files must be bytes.", names=", ".join(others[:_NAMED_MAX]))
+    _require_size({name: memoryview(content).nbytes for name, content in contents.items()}, kind)
+    return {name: bytes(contents[name]) for name in sorted(contents)}
+
+
+def _is_name(name: object) -> bool:
+    if not isinstance(name, str) or not name.isprintable() or "\\" in name or ":" in name:
+        return False  # `:` and `\` are separators on Windows
+    parts = name.split("/")
+    try:
+        fits = len(name.encode()) <= _NAME_BYTES_MAX and all(len(part.encode()) <= _PART_BYTES_MAX for part in parts)
+    except UnicodeEncodeError:
+        return False
+    return fits and not any(part in ("", ".", "..") for part in parts)
+
+
+def _parents(name: str) -> Iterator[str]:
+    parts = name.split("/")
+    return ("/".join(parts[:count]) for count in range(1, len(parts)))
+
+
+def _require_size(sizes_bytes: Mapping[str, int], kind: type[DcpRemoteError]) -> None:
+    total_bytes = sum(sizes_bytes.values())
+    if len(sizes_bytes) > FILES_MAX or total_bytes > FILES_BYTES_MAX:
+        raise kind(
+            f"Files are for small files: at most {FILES_MAX} of together {human_bytes(FILES_BYTES_MAX)}. Choose some "
+            "by patterns, or upload large files to the bucket themselves.",
+            files=len(sizes_bytes),
+            size=human_bytes(total_bytes),
+            largest=max(sizes_bytes, key=lambda name: sizes_bytes[name]),
+        )

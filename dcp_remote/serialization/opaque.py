@@ -1,0 +1,59 @@
+"""Values that are stored as one entry and given back whole: `Opaque`, and the marks by which readers know such entries.
+
+torch's planner flattens dicts and lists, but no tuple: so the entry is a tuple of a mark and the value.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Generic, TypeVar
+
+T = TypeVar("T")
+
+OPAQUE_MARK: Final = "dcp_remote.Opaque"
+FILES_MARK: Final = "dcp_remote.Files"
+
+# Stands in a template for a value that is read whole, so that no value has to be made for the template.
+UNREAD: Final = ("dcp_remote.unread",)
+
+
+class Opaque(Generic[T]):
+    """Value that is saved as one entry, and given back whole, whatever the structure of the template's value.
+
+        state["hparams"] = Opaque({"lr": 1e-3, "layers": [64, 64]})
+        checkpoints.restore(state)
+        state["hparams"].value
+
+    Other dicts and lists are stored entry by entry, and a template must have the entries that were saved. An `Opaque`
+    is allowed at any depth of the state of a `CheckpointManager`, inside `PerRank`, and at the top level of a state for
+    `dcp.save`. Tensors inside are copied and read whole by every rank: leave large ones outside. As of any value that
+    is no tensor, the value of one rank is stored for all.
+
+    Args:
+        value: Value of the types that `refused_values` does not name.
+
+    Attributes:
+        value: Value; replaced by a restore. `dcp_remote.load` returns the value itself.
+    """
+
+    def __init__(self, value: T) -> None:
+        """Wrap a value."""
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Opaque({self.value!r})"
+
+    def state_dict(self) -> tuple[str, T]:
+        """Return the entry: torch takes this object for a `Stateful`."""
+        return OPAQUE_MARK, self.value
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Replace the value by that of an entry, or by a value that a reader has unwrapped."""
+        mark, value = mark_of(state_dict)
+        self.value = value if mark == OPAQUE_MARK else state_dict
+
+
+def mark_of(value: object) -> tuple[str | None, Any]:
+    """Return the mark of an entry and the value in it; None and the value itself for any other value."""
+    if type(value) is tuple and len(value) == 2 and value[0] in (OPAQUE_MARK, FILES_MARK):  # noqa: PLR2004  # mark, value
+        return value
+    return None, value

@@ -1,0 +1,168 @@
+"""States of trainings on real ranks: saved under one wrapper, restored under another at another world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import AdamW
+
+from dcp_remote import training_state
+from tests.distributed.managed import managing
+from tests.support.rank_pool import RankPool
+from tests.support.training import STRATEGIES, Leaves, Transformer, assert_same, full
+
+PAIR = (0, 1)
+
+
+def compiled(model: Transformer) -> nn.Module:
+    """DDP below torch.compile, whose names have two prefixes."""
+    return torch.compile(STRATEGIES["ddp-2"].parallelize(model), backend="eager")  # type: ignore[return-value]
+
+
+WRAPPERS: dict[str, Callable[[Transformer], nn.Module]] = {
+    "fsdp": STRATEGIES["fsdp-3"].parallelize,
+    "ddp": STRATEGIES["ddp-2"].parallelize,
+    "tp": STRATEGIES["tp-2"].parallelize,
+    "compiled": compiled,
+    "plain": STRATEGIES["plain"].parallelize,
+}
+
+
+def parts(wrapper: str, seed: int, *, steps: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    """A model, its optimizer with two groups, and the state; the states are bare on one wrapper."""
+    torch.manual_seed(seed)
+    model = WRAPPERS[wrapper](Transformer())
+    named = list(model.named_parameters())
+    biases = [parameter for name, parameter in named if name.endswith("bias")]
+    others = [parameter for name, parameter in named if not name.endswith("bias")]
+    groups: list[dict[str, Any]] = [{"params": biases, "weight_decay": 0.0}, {"params": others}]
+    optimizer = AdamW(groups, lr=0.01 / seed, foreach=False)
+    for _ in range(steps):
+        model(torch.zeros(1, 5, dtype=torch.int64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    bare = {"model": model, "optim": optimizer}
+    return model, optimizer, bare if wrapper == "ddp" else training_state(model=model, optimizer=optimizer)
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Leaves:
+    state = training_state(model=model, optimizer=optimizer, random_states=False)
+    return full({key: value.state_dict() for key, value in state.items()})
+
+
+def save(wrapper: str, url: str, steps: int) -> Leaves:
+    """Save in the background after some steps; return the whole state."""
+    model, optimizer, state = parts(wrapper, 1, steps=steps)
+    with managing(url) as checkpoints:
+        checkpoints.save(1, state)
+    assert bool(optimizer.state) == bool(steps)
+    return whole_state(model, optimizer) if steps else {}
+
+
+def restore(wrapper: str, url: str, steps: int) -> Leaves:
+    """Restore into a fresh optimizer; return the whole state."""
+    model, optimizer, state = parts(wrapper, 2, steps=0)
+    with managing(url) as checkpoints:
+        assert checkpoints.restore(state) == 1
+    assert bool(optimizer.state) == bool(steps)
+    return whole_state(model, optimizer) if steps else {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started(rank_pool: RankPool) -> None:
+    """Start all ranks at once, where one that imports torch alone would keep others waiting."""
+    rank_pool.run(dist.get_rank)
+
+
+def test_another_wrapper_and_world_size(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Save by FSDP2 on two ranks; restore a bare state under DDP, and by FSDP2 on three: names and bits stay."""
+    url = tmp_path.as_uri()
+    expected = rank_pool.run(save, "fsdp", url, 2, ranks=PAIR)[0]
+    for loader, ranks in (("ddp", PAIR), ("fsdp", (0, 1, 2))):
+        for found in rank_pool.run(restore, loader, url, 2, ranks=ranks):
+            assert_same(found, expected, loader)
+
+
+@pytest.mark.torture(smoke=False)
+@pytest.mark.parametrize("saver", WRAPPERS)
+def test_any_wrapper_and_world_size(saver: str, rank_pool: RankPool, tmp_path: Path) -> None:
+    """Save by each wrapper, restore by each, on one to three ranks."""
+    url = tmp_path.as_uri()
+    expected = rank_pool.run(save, saver, url, 2, ranks=range(1) if saver == "plain" else PAIR)[0]
+    for loader, ranks in {"fsdp": 3, "ddp": 2, "tp": 2, "compiled": 3, "plain": 1}.items():
+        for found in rank_pool.run(restore, loader, url, 2, ranks=range(ranks)):
+            assert_same(found, expected, f"{saver} {loader}")
+
+
+def test_before_the_first_step(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Save an FSDP2 training without a step: the optimizer is empty afterwards, and after a restore by three ranks."""
+    url = tmp_path.as_uri()
+    rank_pool.run(save, "fsdp", url, 0, ranks=PAIR)
+    rank_pool.run(restore, "fsdp", url, 0, ranks=(0, 1, 2))
+
+
+# ---- the older FSDP
+
+
+def fsdp1(seed: int, *, steps: int) -> dict[str, Any]:
+    """Layers so small that of three ranks some own nothing of a tensor."""
+    torch.manual_seed(seed)
+    cpu = torch.device("cpu")
+    inner = FullyShardedDataParallel(nn.Linear(2, 2), device_id=cpu, use_orig_params=True)
+    model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(2, 2)), device_id=cpu, use_orig_params=True)
+    optimizer = AdamW(model.parameters(), lr=0.01 / seed)
+    for _ in range(steps):
+        model(torch.ones(1, 2)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return training_state(model=model, optimizer=optimizer, random_states=False)
+
+
+def whole(value: Any) -> Any:
+    """A state with every ShardedTensor put together from what the ranks hold."""
+    if isinstance(value, dict):
+        return {key: whole(inner) for key, inner in value.items()}
+    if not isinstance(value, ShardedTensor):
+        return value
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, [(shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()])
+    result = torch.full(tuple(value.size()), torch.nan)
+    for offsets, part in (shard for shards in held for shard in shards):
+        result[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))] = part
+    return result
+
+
+def through_fsdp1(url: str, *, saves: bool) -> Leaves:
+    """Save after a step, or restore into a fresh training; return the whole state."""
+    state = fsdp1(1 if saves else 2, steps=1 if saves else 0)
+    with managing(url) as checkpoints:
+        if saves:
+            checkpoints.save(1, state, wait=True)
+        else:
+            checkpoints.restore(state)
+    return full(whole({key: value.state_dict() for key, value in state.items()}))
+
+
+def save_fsdp1(url: str) -> Leaves:
+    return through_fsdp1(url, saves=True)
+
+
+def restore_fsdp1(url: str) -> Leaves:
+    return through_fsdp1(url, saves=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_older_fsdp_where_a_rank_owns_nothing(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Save on two ranks, restore on three: the states are equal, groups included."""
+    url = tmp_path.as_uri()
+    expected = rank_pool.run(save_fsdp1, url, ranks=PAIR)[0]
+    for found in rank_pool.run(restore_fsdp1, url, ranks=(0, 1, 2)):
+        assert_same(found, expected)

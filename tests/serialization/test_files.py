@@ -1,0 +1,127 @@
+"""`Files`: small files as one entry of a state, from folders and back; names of a checkpoint are not trusted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_remote import CheckpointManager, Files, PerRank, RemoteReader, RemoteWriter, load
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
+from dcp_remote.serialization import files as module
+from dcp_remote.serialization.files import unwrap_marked
+from dcp_remote.serialization.opaque import FILES_MARK
+from dcp_remote.storage import MemoryStore
+
+CONTENTS = {"config.json": b"{}", "vocab/merges.txt": bytes(range(256)) * 100, "empty": b""}
+
+
+def a_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "tokenizer"
+    for name, content in CONTENTS.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_is_saved_and_given_back(tmp_path: Path) -> None:
+    """Save a folder, one entry; restore into an empty `Files` and write over other files; `load` gives the same."""
+    store = MemoryStore()
+    files = Files.read(a_folder(tmp_path))
+    assert (files.names, len(files), files["config.json"]) == (tuple(sorted(CONTENTS)), 3, b"{}")
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(2), "beside": {"tokenizer": files}, "own": PerRank(files)})
+        state: dict[str, Any] = {"w": torch.zeros(2), "beside": {"tokenizer": Files()}, "own": PerRank(Files())}
+        checkpoints.restore(state)
+    target = tmp_path / "new" / "folder"
+    target.mkdir(parents=True)
+    (target / "config.json").write_bytes(b"old")
+    (target / "other").write_bytes(b"stays")
+    written = state["beside"]["tokenizer"].write(target)
+    assert [path.relative_to(target).as_posix() for path in written] == sorted(CONTENTS)
+    assert content_of(target) == CONTENTS | {"other": b"stays"}
+    assert state["own"].value == files
+    loaded = load(store, keys="beside.tokenizer")["beside"]["tokenizer"]
+    assert loaded == files
+    assert load(store)["per_rank"]["0"]["own"] == files
+
+
+def test_by_torchs_own_functions(tmp_path: Path) -> None:
+    """Save and load at the top level of a state for plain `dcp.save`."""
+    url, files = tmp_path.as_uri(), Files(CONTENTS)
+    dcp.save({"tokenizer": files}, storage_writer=RemoteWriter(url), no_dist=True)
+    state = {"tokenizer": Files({"another": b"1"})}
+    dcp.load(state, storage_reader=RemoteReader(url), no_dist=True)
+    assert state["tokenizer"] == files == load(url)["tokenizer"]
+
+
+def test_what_is_read(tmp_path: Path) -> None:
+    """Read by patterns, single files, links to files; errors name what is missing, and nothing to read is an error."""
+    folder = a_folder(tmp_path)
+    assert Files.read(folder, patterns=("*.json", "vocab/*")).names == ("config.json", "vocab/merges.txt")
+    assert Files.read(folder / "config.json").names == ("config.json",)
+    assert Files.read([folder / "config.json", folder / "vocab" / "merges.txt"]).names == ("config.json", "merges.txt")
+    (folder / "link").symlink_to(folder / "config.json")
+    assert Files.read(str(folder), patterns="link")["link"] == b"{}"
+    for source, patterns, what in (
+        (folder, "*.bin", "No file was found"),
+        ([folder / "none", folder / "config.json"], "*", "no such files"),
+        ([folder / "config.json", folder / "vocab" / ".." / "config.json"], "*", "same name"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=what):
+            Files.read(source, patterns=patterns)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "/etc/passwd", "../up", "a/../../up", "a//b", "./a", "a/", "C:/x", "a\\b", "a\nb", "\ud800", "x" * 300, 5],
+)
+def test_names_that_leave_the_folder(name: Any) -> None:
+    """Refuse a name by the caller, and one of a checkpoint, which nobody has to trust."""
+    with pytest.raises(InvalidArgumentError, match="relative paths"):
+        Files({name: b""})
+    with pytest.raises(CorruptCheckpointError, match="relative paths"):
+        unwrap_marked((FILES_MARK, {name: b""}))
+
+
+def test_wrong_contents() -> None:
+    """Refuse a file at the path of a folder, text, entries that hold no files, and writing what was never restored."""
+    with pytest.raises(InvalidArgumentError, match=r"names=\"'a'\""):
+        Files({"a": b"", "a/b": b""})
+    with pytest.raises(InvalidArgumentError, match="must be bytes"):
+        Files({"a": "text"})  # type: ignore[dict-item]
+    with pytest.raises(CorruptCheckpointError, match="must be bytes"):
+        unwrap_marked((FILES_MARK, {"a": 5}))
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        unwrap_marked((FILES_MARK, [b""]))
+    with pytest.raises(CorruptCheckpointError, match="another value"):
+        Files().load_state_dict({"a": 1})
+    with pytest.raises(InvalidArgumentError, match="restore them first"):
+        Files().write("folder")
+
+
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exceed the bytes or the count: refused before a file is read, with the largest file's name."""
+    monkeypatch.setattr(module, "FILES_BYTES_MAX", 1000)
+    folder = a_folder(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"small files.*largest='vocab/merges.txt'"):
+        Files.read(folder)
+    monkeypatch.setattr(module, "FILES_MAX", 2)
+    with pytest.raises(InvalidArgumentError, match="at most 2"):
+        Files({"a": b"", "b": b"", "c": b""})
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    """Write over a folder: the error is the system's, and no temporary file stays."""
+    (tmp_path / "config.json" / "x").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"config\.json"):
+        Files({"config.json": b"new"}).write(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

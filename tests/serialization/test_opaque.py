@@ -1,0 +1,257 @@
+"""Values that are stored whole, values that need code, and values that are stored by their fields."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime as dt
+import enum
+import functools
+import logging
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from dcp_remote import (
+    CheckpointManager,
+    Opaque,
+    PerRank,
+    RemoteReader,
+    RemoteWriter,
+    as_plain,
+    load,
+    refused_values,
+)
+from dcp_remote.errors import DcpRemoteError, UnsafeObjectError
+from dcp_remote.storage import MemoryStore
+from tests.support.states import equal
+
+SHARED = torch.ones(3)
+
+
+@dataclasses.dataclass
+class Options:
+    """Options of a layer, with a field that was never set."""
+
+    width: int = 3
+    names: list[str] = dataclasses.field(default_factory=list)
+    late: Any = dataclasses.field(init=False)
+
+
+class Name(str):
+    """Text with a method that must not be called."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        raise AssertionError
+
+
+class Number(int):
+    """Number of a library."""
+
+
+class Lines(list[Any]):
+    """List of a library."""
+
+
+class Config:
+    """Object of a library with its own way to become a dict."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def to_dict(self) -> Any:
+        if isinstance(self.content, Exception):
+            raise self.content
+        return self.content
+
+
+class Color(enum.Enum):
+    """Enumeration that is stored as such."""
+
+    RED = 1
+
+
+# ---- Opaque
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"lr": 1e-3, "layers": [64, {"heads": 2}]},
+        [torch.arange(3.0), {"nested": torch.ones(2)}],
+        {"a": SHARED, "b": SHARED},  # shared memory is no JSON
+        {1: "keys that are", (2, 3): "no text"},
+        None,
+        (5,),
+        {"array": np.arange(100_000)},  # stored as raw bytes
+    ],
+    ids=repr,
+)
+def test_a_value_is_given_back_whole(value: Any) -> None:
+    """Save at the top, in a list in a dict, and per rank; restore where the template holds something else."""
+    store = MemoryStore()
+
+    def state(value: Any) -> dict[str, Any]:
+        return {
+            "top": Opaque(value),
+            "deep": {"list": [{"x": Opaque(value)}, 7], "w": torch.zeros(1)},
+            "own": PerRank(Opaque(value)),
+        }
+
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state(value))
+        found = state({"other": [1, 2, torch.zeros(7)]})
+        entries = found["deep"]["list"]
+        checkpoints.restore(found)
+    assert found["deep"]["list"] is entries
+    loaded = load(store)
+    for restored in (
+        found["top"].value,
+        entries[0]["x"].value,
+        found["own"].value.value,
+        loaded["top"],
+        loaded["deep"]["list"][0]["x"],
+        loaded["per_rank"]["0"]["own"],
+        load(store, keys="deep.list.0.x")["deep"]["list"][0]["x"],
+    ):
+        assert str(restored) == str(value)
+        assert type(restored) is type(value)
+
+
+def test_by_torchs_own_functions(tmp_path: Path) -> None:
+    """Save and load at the top level of a state for plain `dcp.save`."""
+    url = tmp_path.as_uri()
+    dcp.save({"cfg": Opaque({"a": [1]}), "w": torch.ones(1)}, storage_writer=RemoteWriter(url), no_dist=True)
+    state: dict[str, Any] = {"cfg": Opaque(None), "w": torch.zeros(1)}
+    dcp.load(state, storage_reader=RemoteReader(url), no_dist=True)
+    assert state["cfg"].value == {"a": [1]} == load(url)["cfg"]
+    assert repr(state["cfg"]) == "Opaque({'a': [1]})"
+
+
+def test_a_value_in_place_of_an_opaque_one() -> None:
+    """Restore into a template that names the entry without `Opaque`: the value itself."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, {"cfg": Opaque({"a": 1})}, wait=True)
+        state: dict[str, Any] = {"cfg": None}
+        checkpoints.restore(state)
+    assert state == {"cfg": {"a": 1}}
+
+
+# ---- what is refused
+
+
+def a_refused_state() -> dict[str, Any]:
+    return {
+        "model": nn.Linear(2, 2),
+        "partial": functools.partial(print, 1),
+        "good": {"date": dt.date(2026, 1, 1), "color": Color.RED, "array": np.ones(2)},
+        "hparams": {"inner": [1, (2, Options())], "pattern": re.compile("x")},
+        "whole": Opaque({"x": [Options()]}),
+        "own": PerRank({"log": logging.getLogger("x")}),
+    }
+
+
+REFUSED = {
+    "partial": "functools.partial",
+    "hparams.inner[1][1]": f"{__name__}.Options",
+    "hparams.pattern": "re.Pattern",
+    "whole['x'][0]": f"{__name__}.Options",
+    "own['log']": "logging.Logger",
+}
+
+
+def test_refused_values_are_known_beforehand() -> None:
+    """Ask for all refused values of a state: path, type and reason of each, and none of a state that can be saved."""
+    found = refused_values(a_refused_state())
+    assert {value.path: value.type_name for value in found} == REFUSED
+    assert all(value.reason == "has no encoding without pickle" for value in found)
+    assert str(found[0]).startswith(f"{found[0].path} (")
+    assert refused_values({"a": [SHARED, {"b": (SHARED, SHARED)}], "m": nn.Linear(1, 1)}) == []
+    assert refused_values(nn.Linear(1, 1)) == []
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_save_names_all_that_it_refuses(wait: bool) -> None:
+    """Save the state: one error names all values, and no shard was uploaded."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints, pytest.raises(DcpRemoteError) as caught:  # noqa: PT012  # either call
+        checkpoints.save(1, a_refused_state(), wait=wait)
+        checkpoints.wait()
+    text = str(caught.value)
+    assert all(path.rpartition("own")[2] in text and name in text for path, name in REFUSED.items()), text
+    assert "as_plain" in text
+    assert not list(store.list("shards/"))
+
+
+# ---- fields
+
+
+def test_objects_become_their_fields() -> None:
+    """Convert what needs code: dataclasses, mappings, subclasses, objects with to_dict; all else stays itself."""
+    array, date = np.ones(2), dt.date(2026, 1, 1)
+    counts = collections.defaultdict(lambda: 0, {"a": 1})
+    value = {
+        "options": Options(5, [Name("x")]),
+        "proxy": types.MappingProxyType({"a": Options(1)}),
+        "counts": counts,
+        "config": Config({"inner": Config({"n": Number(7)})}),
+        "lines": Lines([Number(1), (Name("t"), {2.5})]),
+        Name("key"): [array, date, Color.RED, SHARED, None],
+        "user": collections.UserList([1, Number(2)]),
+    }
+    assert refused_values({"value": Opaque(value)})
+    plain = as_plain(value)
+    expected = {
+        "options": {"width": 5, "names": ["x"]},
+        "proxy": {"a": {"width": 1, "names": []}},
+        "counts": {"a": 1},
+        "config": {"inner": {"n": 7}},
+        "lines": [1, ("t", {2.5})],
+        "key": [array, date, Color.RED, SHARED, None],
+        "user": [1, 2],
+    }
+    assert str(plain) == str(expected)
+    assert type(plain["options"]["names"][0]) is str
+    assert type(plain["config"]["inner"]["n"]) is int
+    assert type(plain["counts"]) is dict
+    assert plain["key"][0] is array
+    assert refused_values({"value": Opaque(plain)}) == []
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, {"value": Opaque(plain)}, wait=True)
+    assert equal(load(store)["value"]["options"], expected["options"])
+
+
+def test_values_without_fields_are_named() -> None:
+    """Convert functions, patterns, classes, cycles, failing to_dict, dataclasses in sets: one error names all."""
+    cycle: list[Any] = []
+    cycle.append(cycle)
+
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        n: int = 1
+
+    value = {
+        "call": [print],
+        "pattern": re.compile("x"),
+        "class": Options,
+        "config": Config(ValueError("no")),
+        "set": {Frozen()},
+        "cycle": cycle,
+    }
+    with pytest.raises(UnsafeObjectError) as caught:
+        as_plain(value)
+    text = str(caught.value)
+    for part in ("['call'][0] (builtins.print)", "['pattern']", "['class']", "to_dict() fails: ValueError", "a set"):
+        assert part in text
+    assert caught.value.details["refused"] == 6
