@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dcp_remote.reader import RemoteReader
     from dcp_remote.run.retention import Best, Retention
     from dcp_remote.run.run import CheckpointInfo, latest
+    from dcp_remote.serialization.local_boxes import LocalBoxes
     from dcp_remote.serialization.state_dict import PerRank
     from dcp_remote.writer import RemoteWriter
 
@@ -31,6 +32,7 @@ __all__ = [
     "Best",
     "CheckpointInfo",
     "CheckpointManager",
+    "LocalBoxes",
     "PerRank",
     "RandomStates",
     "RemoteReader",
@@ -46,6 +48,7 @@ _LAZY = {
     "Best": "run.retention",
     "CheckpointInfo": "run.run",
     "CheckpointManager": "manager.manager",
+    "LocalBoxes": "serialization.local_boxes",
     "PerRank": "serialization.state_dict",
     "RandomStates": "manager.random_states",
     "RemoteReader": "reader",
