@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dcp_remote.run.retention import Best, Retention
     from dcp_remote.run.run import CheckpointInfo, latest
     from dcp_remote.serialization.files import Files
+    from dcp_remote.serialization.local_boxes import LocalBoxes
     from dcp_remote.serialization.module_state import ModelState, OptimizerState
     from dcp_remote.serialization.opaque import Opaque
     from dcp_remote.serialization.plain_values import as_plain
@@ -46,6 +47,7 @@ __all__ = [
     "CheckpointManager",
     "Files",
     "LoadReport",
+    "LocalBoxes",
     "ModelState",
     "Opaque",
     "OptimizerState",
@@ -79,6 +81,7 @@ _LAZY = {
     "ModelState": "serialization.module_state",
     "Opaque": "serialization.opaque",
     "OptimizerState": "serialization.module_state",
+    "LocalBoxes": "serialization.local_boxes",
     "PerRank": "serialization.state_dict",
     "RandomStates": "manager.random_states",
     "RefusedValue": "serialization.refused_values",

@@ -35,6 +35,8 @@ from dcp_remote.run import commit
 from dcp_remote.run.commit import Slot
 from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.manifest_assembly import assemble_manifest, require_unicode, shard_bytes_max
+from dcp_remote.saving.plan_cache import plans_as_torch
+from dcp_remote.saving.plan_table import require_held
 from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.saving.uploads import Uploads
 from dcp_remote.storage import ObjectStore
@@ -76,6 +78,7 @@ class _ThreadState(ThreadLocation):
         super().__init__(last)
         self.next_save_id: str | None = None
         self.save: _Save | None = None
+        self.plans_as_torch = False
 
 
 class RemoteWriter(StorageWriter):
@@ -238,6 +241,7 @@ class RemoteWriter(StorageWriter):
                 class needs code to load, when that tensor is read.
         """
         save = self._current()
+        self._thread.plans_as_torch = plans_as_torch(planner)
         with Uploads[Any](
             save.store, rank=save.rank, deadline=save.deadline, memory_budget_bytes=self._memory_budget_bytes
         ) as uploads:
@@ -270,7 +274,8 @@ class RemoteWriter(StorageWriter):
         """Commit; coordinator only. `metadata` is not changed: torch may have cached it.
 
         Raises:
-            InvalidArgumentError: Ranks wrote to different URLs; nothing is committed.
+            InvalidArgumentError: Ranks wrote to different URLs, or no rank holds any part of a tensor; nothing is
+                committed.
             SaveFailedError: A chunk is missing from the reports, or a dtype is not the planned one; nothing is
                 committed.
             CommitConflictError: Another save was committed since this one began.
@@ -278,8 +283,11 @@ class RemoteWriter(StorageWriter):
         """
         save = self._current()
         assert save.slot is not None, "torch calls finish on the coordinator only, which has read the slot"
+        planned = to_columns(metadata)
+        if self._thread.plans_as_torch:  # a user's planner may leave entries out
+            require_held(planned.flatten, {*planned.names, *planned.objects})
         manifest, body = assemble_manifest(
-            to_columns(metadata),
+            planned,
             [result.storage_data for written in results for result in written],
             url=save.store.url,
             save_id=save.save_id,

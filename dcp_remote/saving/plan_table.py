@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from dcp_remote.common.arrays import I64, concat_ranges, group_offsets, sorted_unique
 from dcp_remote.common.geometry import Box
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.empty_dicts import empty_dicts
 from dcp_remote.format.manifest import TensorKind
 from dcp_remote.format.tiling import Comparisons, why_not_tiled
 from dcp_remote.saving.manifest_assembly import Planned
@@ -141,10 +142,11 @@ def arrange(
         to_lowest_rank: The holder with the lowest rank writes a replica, and nothing is cut.
 
     Raises:
-        InvalidArgumentError: The chunks of a tensor leave a gap, overlap, or reach outside of it; or ranks save
-            different things under one name. Names the tensor.
+        InvalidArgumentError: The chunks of a tensor leave a gap, overlap, or reach outside of it; no rank has a chunk
+            of it; or ranks save different things under one name. Names the tensor.
     """
     items = _Items.of(tables)
+    require_held(items.flatten, items.names)
     writes, boxes, shared = _choose_writers(
         items, len(tables), shard_bytes_max=shard_bytes_max, unlike=frozenset(unlike), to_lowest_rank=to_lowest_rank
     )
@@ -155,6 +157,27 @@ def arrange(
         parts = tuple(Part(number, boxes[start + number]) for number in own.tolist() if start + number in boxes)
         shares.append(Share(shrink_integers(own), shrink_integers(hints[start:stop][own]), parts, is_cut=bool(shared)))
     return Arrangement(shares, planned, shared)
+
+
+def require_held(flatten: Flatten | None, entries: Collection[str]) -> None:
+    """Refuse a state with a tensor of which no rank holds any part. For plans of torch's own planner, which has all.
+
+    Args:
+        flatten: Flatten mapping of all ranks; None if nothing was flattened, and then nothing is known.
+        entries: Names of all entries that are written.
+
+    Raises:
+        InvalidArgumentError: A name that was flattened has no entry, and is no empty dict.
+    """
+    unheld = (flatten or {}).keys() - entries
+    unheld -= empty_dicts(flatten, entries).keys() if unheld else frozenset()
+    if unheld:
+        raise InvalidArgumentError(
+            "No rank holds any part of a tensor, so that the checkpoint would lack it. Give the ranks' parts, or leave "
+            "it out of the state.",
+            tensor=", ".join(sorted(unheld)[:5]),
+            tensors=len(unheld),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, UnsafeObjectError
 from dcp_remote.format.json_tree import type_name
 from dcp_remote.saving.device_copy import wait_for_devices
+from dcp_remote.serialization.local_boxes import LocalBoxes
 from dcp_remote.serialization.tensors import choose_encoding, empty_tensor, is_plain
 from dcp_remote.serialization.torch_tags import lacks_memory
 
@@ -125,6 +126,9 @@ def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
         elif type(value) is ShardedTensor:
             for shard in value.local_shards():
                 yield from _tensors(shard.tensor, seen)
+        elif isinstance(value, LocalBoxes):
+            for _, tensor in value.boxes:
+                yield tensor
         else:
             yield value
     elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
@@ -224,6 +228,8 @@ class _StateCopier:
             return DTensor(local.detach(), tensor._spec, requires_grad=tensor.requires_grad)
         if type(tensor) is ShardedTensor:
             return self._copy_sharded(tensor, path)
+        if isinstance(tensor, LocalBoxes):
+            return tensor.replace_memory(lambda box: self.copy_value(box, path, inside=inside))
         if tensor.is_meta or isinstance(tensor, FakeTensor):
             if not inside:
                 choose_encoding(key, tensor, allow_pickle=True)  # raises an error that names the reason

@@ -1,10 +1,10 @@
 """Encoding of tensors and Python objects as bytes, and decoding without trusting any pickle.
 
-tensors handles the elements of tensors. objects encodes all other values, by tags of Python's, user-defined, numpy's
-and torch's types (*_tags). torch_streams and pickle_validator read `torch.save` streams without executing them.
-state_dict prepares state dicts for torch's planner and takes loaded ones apart, with module_state for models and
-optimizers, and opaque and files for values that are stored whole. refused_values and plain_values help with objects
-that need code.
+tensors handles the elements of tensors, and local_boxes tensors that a framework shards itself. objects encodes all
+other values, by tags of Python's, user-defined, numpy's and torch's types (*_tags). torch_streams and pickle_validator
+read `torch.save` streams without executing them. state_dict prepares state dicts for torch's planner and takes loaded
+ones apart, with module_state for models and optimizers, and opaque and files for values that are stored whole.
+refused_values and plain_values help with objects that need code.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 __all__ = [
     "class_tags",
     "files",
+    "local_boxes",
     "module_state",
     "numpy_tags",
     "objects",

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from dcp_remote import LocalBoxes
 from dcp_remote.common.arrays import group_offsets
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import KiB
@@ -189,6 +190,28 @@ def test_what_has_no_elements_is_not_what_begins_at_the_same_place() -> None:
     assert arrangement.planned.chunks.tolist() == [2]
 
 
+def test_boxes_of_flat_partitions() -> None:
+    """Plans of `LocalBoxes` are tables: a box is written once, by a rank that holds it; an empty tensor, by one."""
+    flat = torch.arange(60.0)
+    states: list[State] = [
+        {
+            "w": LocalBoxes.from_flat((3, 4, 5), start, flat[start:stop]),
+            "replicated": LocalBoxes((4,), [((0,), flat[:4])]),
+            "empty": LocalBoxes((0, 4), dtype=torch.float32),
+            "of one": LocalBoxes((3,), [((0,), flat[:3])] if not start else [], dtype=torch.float32),
+        }
+        for start, stop in ((0, 13), (13, 14), (14, 14), (14, 60))
+    ]
+    proposals = [proposal(state) for state in states]
+    assert all(proposed.is_regular for proposed in proposals)
+    plans, arrangement = arranged(proposals)
+    _, expected = torchs(proposals)
+    assert described(arrangement.planned) == described(expected)
+    require_consistent(states, plans, arrangement.planned)
+    chunks = dict(zip(arrangement.planned.names, arrangement.planned.chunks.tolist(), strict=True))
+    assert chunks == {"w": 2 + 1 + 3, "replicated": 1, "empty": 1, "of one": 1}
+
+
 # ---- large replicas
 
 
@@ -307,6 +330,15 @@ def test_plans_that_make_no_tensor_are_refused(case: str) -> None:
     assert caught.value.details.get("tensor", caught.value.details.get("name")) == "w"
     with pytest.raises((AssertionError, ValueError, IndexError)):
         torchs(proposals)
+
+
+def test_a_tensor_that_no_rank_holds_is_refused() -> None:
+    """All such tensors are named; empty dicts have no entries either, and are none."""
+    none = {"a": {"w": shards((4,)), "v": shards((2,))}, "b": torch.ones(2), "c": {}}
+    with pytest.raises(InvalidArgumentError, match="No rank holds any part") as caught:
+        arranged([proposal(none), proposal({"b": torch.ones(2)})])
+    assert caught.value.details == {"tensor": "a.v, a.w", "tensors": 2}
+    arranged([proposal(none), proposal({"a": {"w": torch.ones(4), "v": torch.ones(2)}})])
 
 
 def test_planners_that_differ_are_refused() -> None:

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import gc
 import io
+import itertools
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.weak import WeakIdRef
 
-from dcp_remote import CheckpointManager, PerRank, load
+from dcp_remote import CheckpointManager, LocalBoxes, PerRank, load
 from dcp_remote.errors import InvalidArgumentError, UnsafeObjectError
 from dcp_remote.saving.staging import Stager
 from dcp_remote.storage import MemoryStore
@@ -270,6 +271,46 @@ def test_buffers_are_used_again() -> None:
         buffers.add(staged["large"].data_ptr())
         assert torch.equal(stager.stage({"small": small})["small"], small)
     assert len(buffers) == 1
+
+
+def test_boxes_of_a_flat_buffer() -> None:
+    """The buffer is copied once, into memory that the next save uses again, beside a tensor that is tied to it."""
+    flat = torch.zeros(MiB)
+    ends = [0, 5, 1000, 1000, 70_007, MiB]
+    stager = Stager()
+    staged: dict[str, Any] = {}
+
+    def stage() -> None:
+        held = [LocalBoxes.from_flat((4, MiB // 8, 2), a, flat[a:b]) for a, b in itertools.pairwise(ends)]
+        staged.update(stager.stage({"optim": held, "tied": flat[3:]}))
+
+    allocated, buffers = [], set()
+    for number in range(3):
+        flat.copy_(torch.arange(MiB) + number)
+        staged.clear()
+        allocated.append(peak_bytes(stage))
+        flat.zero_()
+        views = [box for boxes in staged["optim"] for _, box in boxes.boxes]
+        assert {type(boxes) for boxes in staged["optim"]} == {LocalBoxes}
+        assert len({view.untyped_storage().data_ptr() for view in [*views, staged["tied"]]}) == 1
+        assert torch.equal(torch.cat([view.reshape(-1) for view in views]), torch.arange(float(MiB)) + number)
+        buffers.add(staged["tied"].data_ptr())
+    assert flat.nbytes <= allocated[0] < 1.01 * flat.nbytes
+    assert max(allocated[1:]) < 1024
+    assert len(buffers) == 1
+
+
+def test_boxes_without_memory_are_named() -> None:
+    """Memory that was freed after the boxes were made, as FSDP and ZeRO do."""
+    flat = torch.zeros(6)
+    held = LocalBoxes.from_flat((2, 3), 0, flat)
+    flat.untyped_storage().resize_(0)
+    for wait in (False, True):
+        with (
+            pytest.raises(InvalidArgumentError, match=r"no data to save.*tensor='optim\.w'"),
+            CheckpointManager(MemoryStore()) as checkpoints,
+        ):
+            checkpoints.save(1, {"optim": {"w": held}}, wait=wait)
 
 
 # ---- objects
