@@ -19,7 +19,9 @@ from dcp_remote import errors
 
 if TYPE_CHECKING:
     from dcp_remote.loading.load import load
+    from dcp_remote.loading.peer_sockets import RankSockets
     from dcp_remote.manager.manager import CheckpointManager
+    from dcp_remote.manager.progress import ProgressReport
     from dcp_remote.manager.random_states import RandomStates
     from dcp_remote.reader import RemoteReader
     from dcp_remote.run.retention import Best, Retention
@@ -32,7 +34,9 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointManager",
     "PerRank",
+    "ProgressReport",
     "RandomStates",
+    "RankSockets",
     "RemoteReader",
     "RemoteWriter",
     "Retention",
@@ -47,7 +51,9 @@ _LAZY = {
     "CheckpointInfo": "run.run",
     "CheckpointManager": "manager.manager",
     "PerRank": "serialization.state_dict",
+    "ProgressReport": "manager.progress",
     "RandomStates": "manager.random_states",
+    "RankSockets": "loading.peer_sockets",
     "RemoteReader": "reader",
     "RemoteWriter": "writer",
     "Retention": "run.retention",
