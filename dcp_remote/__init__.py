@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from dcp_remote import errors
 
 if TYPE_CHECKING:
+    from dcp_remote.coordination.torch_errors import plain_errors
     from dcp_remote.loading.load import load
     from dcp_remote.loading.peer_sockets import RankSockets
     from dcp_remote.manager.manager import CheckpointManager
@@ -43,6 +44,7 @@ __all__ = [
     "errors",
     "latest",
     "load",
+    "plain_errors",
 ]
 
 # Imported when first used, so that the command line starts without torch.
@@ -59,6 +61,7 @@ _LAZY = {
     "Retention": "run.retention",
     "latest": "run.run",
     "load": "loading.load",
+    "plain_errors": "coordination.torch_errors",
 }
 
 
