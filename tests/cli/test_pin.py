@@ -51,7 +51,7 @@ def test_a_step_that_is_not_live(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["pin", str(run), "7"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "dcp-remote: No checkpoint of this step is live. step=7\n"
+    assert captured.err == "dcp-remote: No checkpoint of this step is live. step=7 steps='1, 2'\n"
     assert catalog(run) == before
 
 
