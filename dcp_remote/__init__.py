@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING
 from dcp_remote import errors
 
 if TYPE_CHECKING:
+    from dcp_remote.coordination.torch_errors import plain_errors
     from dcp_remote.loading.load import load
+    from dcp_remote.loading.peer_sockets import RankSockets
     from dcp_remote.loading.run_handle import Run, open_run
     from dcp_remote.manager.manager import CheckpointManager
+    from dcp_remote.manager.progress import ProgressReport
     from dcp_remote.manager.random_states import RandomStates
     from dcp_remote.manager.reports import LoadReport, SaveReport
     from dcp_remote.manager.save_policy import SavePolicy
@@ -52,7 +55,9 @@ __all__ = [
     "Opaque",
     "OptimizerState",
     "PerRank",
+    "ProgressReport",
     "RandomStates",
+    "RankSockets",
     "RefusedValue",
     "RemoteReader",
     "RemoteWriter",
@@ -67,6 +72,7 @@ __all__ = [
     "latest",
     "load",
     "open_run",
+    "plain_errors",
     "refused_values",
     "training_state",
 ]
@@ -83,8 +89,10 @@ _LAZY = {
     "OptimizerState": "serialization.module_state",
     "LocalBoxes": "serialization.local_boxes",
     "PerRank": "serialization.state_dict",
+    "ProgressReport": "manager.progress",
     "RandomStates": "manager.random_states",
     "RefusedValue": "serialization.refused_values",
+    "RankSockets": "loading.peer_sockets",
     "RemoteReader": "reader",
     "RemoteWriter": "writer",
     "Retention": "run.retention",
@@ -98,6 +106,7 @@ _LAZY = {
     "open_run": "loading.run_handle",
     "refused_values": "serialization.refused_values",
     "training_state": "manager.training_state",
+    "plain_errors": "coordination.torch_errors",
 }
 
 

@@ -37,6 +37,7 @@ from dcp_remote.storage.location import (
     require_shared,
     require_timeout,
 )
+from dcp_remote.storage.outages import name_speaker
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class _ThreadLoad(ThreadLocation):
         super().__init__(last)
         self.load_id: str | None = None
         self.manifest: Manifest | None = None
+        self.is_coordinator = False
 
 
 class RemoteReader(StorageReader):
@@ -159,9 +161,11 @@ class RemoteReader(StorageReader):
 
     @replace_unpicklable_errors
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # torch's signature
-        """Raise the error that `read_metadata` kept; there is nothing to set up."""
+        """Raise the error that `read_metadata` kept; the coordinator alone logs from now on."""
         if isinstance(metadata, _UnreadMetadata):
             raise metadata.error
+        self._load.is_coordinator = is_coordinator
+        name_speaker(self._store.url, is_speaker=is_coordinator)
 
     @replace_unpicklable_errors
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -207,9 +211,9 @@ class RemoteReader(StorageReader):
                 memory_budget_bytes=self._memory_budget_bytes,
                 retry_seconds=self._timeout_seconds,
             )
-        logger.info(
-            "loaded %d items of %s in %.1f s", len(plan.items), self._store.url, time.monotonic() - began_seconds
-        )
+        if self._load.is_coordinator:
+            seconds = time.monotonic() - began_seconds
+            logger.info("loaded %d items of %s in %.1f s", len(plan.items), self._store.url, seconds)
         future: Future[None] = Future()
         future.set_result(None)
         return future

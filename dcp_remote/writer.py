@@ -50,6 +50,7 @@ from dcp_remote.storage.location import (
     require_shared,
     require_timeout,
 )
+from dcp_remote.storage.outages import name_speaker
 from dcp_remote.storage.retrying import RetryingStore
 
 logger = logging.getLogger(__name__)
@@ -200,6 +201,7 @@ class RemoteWriter(StorageWriter):
             )
         self._thread.raise_refusal()
         require_shared(self._thread.location, default_world_size())
+        name_speaker(self._store.url, is_speaker=is_coordinator)
         deadline = Deadline(self._timeout_seconds)
         slot = self._read_slot(deadline) if is_coordinator else None
         # A commit in doubt is settled by its save_id, so no two saves may have the same.

@@ -27,6 +27,7 @@ from dcp_remote.common.units import MiB
 from dcp_remote.errors import InvalidArgumentError, StorageError
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.cloud.circuit_breaker import DirectCounts
+from dcp_remote.storage.limits import take_limits
 from dcp_remote.storage.url import parse_url
 
 # Defaults: a few seconds of a usual connection in each direction, and less than a few cents at any provider.
@@ -144,7 +145,7 @@ def _open_quick_store(url: str, storage_options: Mapping[str, object], store: Ob
     from dcp_remote.storage.cloud.store import open_cloud_store
 
     timeouts = Timeouts(floor_seconds=_QUICK_SECONDS, silence_seconds=_QUICK_SECONDS)
-    return open_cloud_store(parsed, storage_options, timeouts=timeouts)
+    return open_cloud_store(parsed, take_limits(storage_options)[1], timeouts=timeouts)
 
 
 def _direct_counts(store: ObjectStore) -> DirectCounts:

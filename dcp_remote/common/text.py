@@ -31,3 +31,11 @@ def human_bytes(size_bytes: int) -> str:
 def format_count(number: int, noun: str) -> str:
     """Return a number with its noun: `1 tensor`, `2 tensors`."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def human_seconds(seconds: float) -> str:
+    """Return a duration with its unit: `8 s`, `2 min`, `1.5 h`."""
+    if seconds < 60:  # noqa: PLR2004  # a minute
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 60 else f"{minutes / 60:.1f} h"  # noqa: PLR2004  # an hour

@@ -20,6 +20,9 @@ from dcp_remote.errors import (
 
 CATALOG_KEY = "catalog.json"
 
+# Newest steps that a message lists.
+_STEPS_NAMED_MAX = 20
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -229,7 +232,8 @@ def pin_entry(catalog: Catalog, step: int, *, pin: bool) -> Catalog | None:
     """
     entry = catalog.entry_at(step)
     if entry is None:
-        raise CheckpointNotFoundError("No checkpoint of this step is live.", step=step)
+        steps = ", ".join(str(live.step) for live in catalog.entries[-_STEPS_NAMED_MAX:])
+        raise CheckpointNotFoundError("No checkpoint of this step is live.", step=step, steps=steps or None)
     return None if entry.pinned == pin else _changed(catalog, replace(entry, pinned=pin))
 
 

@@ -17,6 +17,8 @@ _NAME_CHARACTERS_MAX = 128
 # Comparing takes 35 µs a name, and grows with the square of the length; a manifest may have a million names.
 _COMPARED_NAMES_MAX = 5_000
 
+_WILDCARD = re.compile(r"[*?\[]")
+
 
 def top_level_key(path: Sequence[str | int] | None) -> str:
     """Return the top-level key of the state dict below which an entry is.
@@ -62,7 +64,8 @@ def choose_names(
 
 def _nothing_fits(pattern: str, names: Sequence[str], paths: Mapping[str, Sequence[str | int]]) -> InvalidArgumentError:
     compared = [name for name in names if len(name) <= _NAME_CHARACTERS_MAX][:_COMPARED_NAMES_MAX]
-    near = difflib.get_close_matches(pattern[:_NAME_CHARACTERS_MAX], compared, n=_NEAR_MAX)
+    similar = difflib.get_close_matches(pattern[:_NAME_CHARACTERS_MAX], compared, n=_NEAR_MAX)
+    near = list(dict.fromkeys([*_respell(pattern, compared), *similar]))[:_NEAR_MAX]
     # The name of an entry at the top itself is a key of the state dict.
     tops = sorted({top_level_key(paths.get(name)) or name for name in names})
     shown = [top[:_NAME_CHARACTERS_MAX] for top in tops[:_TOP_LEVEL_MAX]]
@@ -73,3 +76,21 @@ def _nothing_fits(pattern: str, names: Sequence[str], paths: Mapping[str, Sequen
         near=", ".join(near) or None,
         top_level=", ".join(shown + more),
     )
+
+
+def _respell(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return a pattern whose parts before the first wildcard are those of names, if the given ones are misspelled."""
+    if len(pattern) > _NAME_CHARACTERS_MAX:
+        return []
+    parts = pattern.split(".")
+    split_names = [name.split(".") for name in names]
+    for depth, part in enumerate(parts):
+        if _WILDCARD.search(part):
+            break
+        known = {name[depth] for name in split_names if name[:depth] == parts[:depth] and len(name) > depth}
+        close = [part] if part in known else difflib.get_close_matches(part, sorted(known), n=1)
+        if not close:
+            return []
+        parts[depth] = close[0]
+    respelled = ".".join(parts)
+    return [respelled] if fnmatch.filter(names, respelled) else []

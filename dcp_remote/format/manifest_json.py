@@ -241,12 +241,24 @@ def checked_user(user: object) -> dict[str, Any]:
     try:
         text = json.dumps(dict(user), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidArgumentError("The user metadata cannot be written as JSON.", cause=error) from error
+        raise InvalidArgumentError(
+            "The user metadata cannot be written as JSON: use texts, finite numbers, booleans, None, lists and dicts.",
+            keys=", ".join(sorted({str(key) for key, value in user.items() if not _is_json(value)})[:5]) or None,
+            cause=error,
+        ) from error
     copied: dict[str, Any] = json.loads(text, object_pairs_hook=_distinct)
     length = len(_encode(copied))
     if length > USER_BYTES_MAX:
         raise InvalidArgumentError("The user metadata is too large.", bytes=length, limit_bytes=USER_BYTES_MAX)
     return copied
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -94,18 +94,28 @@ class PeerExchange:
     Args:
         rank: Number of this rank.
         host: Address of this host that the other ranks can reach.
-        gives: True if what this rank has read stays unchanged until the end; if not, the rank takes no part.
+        gives: True if what this rank has read stays unchanged until the end; if not, the rank takes no part: it opens
+            no socket and reads everything from the store.
+        ports: First and last TCP port to listen at; None for any free port.
         memory_budget_bytes: Limit of the memory of ranges in flight and of copies kept for others, in bytes.
         is_over: Function that tells whether the load was cancelled.
     """
 
     def __init__(
-        self, rank: int, host: str, *, gives: bool, memory_budget_bytes: int, is_over: Callable[[], bool]
+        self,
+        rank: int,
+        host: str,
+        *,
+        gives: bool,
+        memory_budget_bytes: int,
+        is_over: Callable[[], bool],
+        ports: tuple[int, int] | None = None,
     ) -> None:
         """Store the settings; nothing is opened before `listen`."""
         self._gives = gives
         self._rank = rank
         self._host = host
+        self._ports = ports
         self._budget_bytes = memory_budget_bytes
         self._is_over = is_over
         self._server: PeerServer | None = None
@@ -144,7 +154,8 @@ class PeerExchange:
         """Start to listen, and return the announcement for the other ranks."""
         try:
             if self._gives:
-                self._server = PeerServer(self._host, kept_bytes_max=self._budget_bytes // _KEPT_SHARE)
+                kept_bytes = self._budget_bytes // _KEPT_SHARE
+                self._server = PeerServer(self._host, kept_bytes_max=kept_bytes, ports=self._ports)
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             logger.warning(
                 "This rank cannot serve other ranks, and reads everything from the store. host=%s cause=%s",

@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from typing import Self, cast
 
 from dcp_remote.loading.peer_sockets import (
-    BACKLOG,
     CONNECT_SECONDS,
     configure_socket,
     connect_to_unix_socket,
     count_free_descriptors,
+    listen_on_tcp,
     listen_on_unix_socket,
     receive,
 )
@@ -140,6 +140,7 @@ class PeerServer:
     Args:
         host: Address of this host to listen at.
         kept_bytes_max: Limit of the copies of units that do not stay in place, in bytes.
+        ports: First and last TCP port to listen at; None for any free port.
 
     Attributes:
         address: Address for the clients.
@@ -149,11 +150,10 @@ class PeerServer:
         RuntimeError: No thread can be started.
     """
 
-    def __init__(self, host: str, *, kept_bytes_max: int) -> None:
+    def __init__(self, host: str, *, kept_bytes_max: int, ports: tuple[int, int] | None = None) -> None:
         """Start to listen, and start the accepting thread."""
         if count_free_descriptors() < _DESCRIPTORS_MIN:
             raise OSError(errno.EMFILE, "too few files may be opened (ulimit -n) for connections to other ranks")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._kept_bytes_max = kept_bytes_max
         self._kept_bytes = 0
         self._changed = threading.Condition()
@@ -163,7 +163,7 @@ class PeerServer:
         self._threads: list[threading.Thread] = []
         self._accepting = threading.Thread(target=self._accept, name="dcp_remote-peer-accept", daemon=True)
         with contextlib.ExitStack() as opened:  # closed again if the next socket or the thread fails
-            tcp = opened.enter_context(socket.create_server((host, 0), family=family, backlog=BACKLOG))
+            tcp = opened.enter_context(listen_on_tcp(host, ports))
             unix = listen_on_unix_socket()
             self._listening = [tcp] if unix is None else [tcp, opened.enter_context(unix)]
             name = bytes(unix.getsockname()) if unix is not None else b""

@@ -26,10 +26,12 @@ from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup, default_world_size
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
 from dcp_remote.format.manifest_json import checked_user
+from dcp_remote.loading.peer_sockets import RankSockets, check_rank_sockets
 from dcp_remote.loading.run_handle import Run
 from dcp_remote.manager.background_save import AtExit, BackgroundSave, BackgroundSaves
 from dcp_remote.manager.coordinator import Coordinator
 from dcp_remote.manager.preemption import Preemption
+from dcp_remote.manager.progress import ProgressSetting, check_progress, start_progress
 from dcp_remote.manager.rank_restore import load_rank
 from dcp_remote.manager.rank_save import RankSaver, Task
 from dcp_remote.manager.reports import LoadReport, SaveReport
@@ -44,6 +46,7 @@ from dcp_remote.serialization.state_dict import as_state, build_saved_state, req
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.location import Location, require_budget, require_shared, require_timeout
+from dcp_remote.storage.outages import name_speaker
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +114,10 @@ class CheckpointManager:
             known, and saves keep their usual deadline.
         allow_pickle: True to store and load objects that only code can load.
         memory_budget_bytes: Bound in bytes, per rank, of the copies beyond the state and its staged copy.
+        progress: True to draw a line on the terminal or in the notebook of rank 0, or else to log one a minute; False
+            for neither; a function to call with a `ProgressReport` about once a second, on rank 0.
+        rank_sockets: False to open no sockets between ranks, so that a restore reads for each rank what it wants; or a
+            `RankSockets` with the interface and the ports that ranks may use.
 
     Raises:
         InvalidArgumentError: The URL or an option is wrong; or only one process sees the store, and there are several
@@ -134,6 +141,8 @@ class CheckpointManager:
         notice_seconds: float | None = None,
         allow_pickle: bool = False,
         memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
+        progress: ProgressSetting = True,
+        rank_sockets: bool | RankSockets = True,
     ) -> None:
         """Check and store the settings; no request is sent, and no other rank is asked."""
         require_retention(retention)
@@ -147,6 +156,8 @@ class CheckpointManager:
         require_timeout(arrival_seconds, name="arrival_seconds")
         require_timeout(timeout_seconds if notice_seconds is None else notice_seconds, name="notice_seconds")
         require_budget(memory_budget_bytes)
+        check_progress(progress)
+        self._progress, self._rank_sockets = progress, check_rank_sockets(rank_sockets)
         if resumed_from is not None:
             require_step(resumed_from)
             if start_over:
@@ -170,6 +181,7 @@ class CheckpointManager:
         self._ranks = RankGroup.from_process_group(
             process_group, f"dcp_remote/{digest(self._store.url.encode()).hex()}"
         )
+        name_speaker(self._store.url, is_speaker=self._ranks.is_coordinator)
         self._preemption = Preemption(self._ranks, notice_seconds=notice_seconds)
         self._schedule = SaveSchedule(save_policy, self._ranks) if save_policy is not None else None
         self._should_stop = False
@@ -181,7 +193,12 @@ class CheckpointManager:
         )
         self._coordinator = coordinator
         self._saver = RankSaver(
-            self._ranks, self._store, coordinator, memory_budget_bytes=memory_budget_bytes, allow_pickle=allow_pickle
+            self._ranks,
+            self._store,
+            coordinator,
+            memory_budget_bytes=memory_budget_bytes,
+            allow_pickle=allow_pickle,
+            progress=progress,
         )
         self._stager = Stager()
         self._telemetry = Telemetry()
@@ -391,7 +408,8 @@ class CheckpointManager:
             self._preemption.count_restore()
             if self._schedule is not None:
                 self._schedule.count_restore()
-            with collective:
+            is_coordinator = self._ranks.is_coordinator
+            with collective, start_progress(self._progress, "restore", is_coordinator=is_coordinator) as progress:
                 self._last_load = load_rank(
                     self._ranks,
                     collective,
@@ -404,6 +422,8 @@ class CheckpointManager:
                     memory_budget_bytes=self._memory_budget_bytes,
                     must_exist=must_exist,
                     go_on=go_on,
+                    progress=progress,
+                    sockets=self._rank_sockets,
                 )
         except BaseException as error:
             self._ranks.abandon(collective, error)

@@ -1,8 +1,8 @@
-"""Progress of a save: a line that is redrawn on a terminal, or a log record per minute without a terminal.
+"""Progress of a save or restore: a line on a terminal or in a notebook, a log record per minute, or a function's calls.
 
 Where tqdm is loaded (torch loads it if it is installed), tqdm draws the line, below the bars of the training loop.
-Otherwise the line needs only carriage returns and spaces. The cursor always returns to the first column, so that other
-output begins there, over the line and not behind it.
+Otherwise, and in a notebook, the line needs only carriage returns and spaces. The cursor always returns to the first
+column, so that other output begins there, over the line and not behind it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Self, TextIO
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TextIO, TypeAlias
 
-from dcp_remote.common.text import escape_unprintable, human_bytes
+from dcp_remote.common.text import escape_unprintable, human_bytes, human_seconds
+from dcp_remote.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
 
 _REDRAW_SECONDS = 0.1
+_CALL_SECONDS = 1.0
 _LOG_SECONDS = 60.0
 
 # Earlier, too few bytes have moved for a rate.
@@ -33,20 +36,81 @@ _BAR_COLUMNS = (30, 20, 10)
 # Limit of waiting for a thread that draws, because the user may have stopped the terminal with Ctrl-S.
 _LAST_LINE_SECONDS = 1.0
 
+# Module of the streams that replace `sys.stdout` and `sys.stderr` in a notebook's process.
+_NOTEBOOK_STREAMS = "ipykernel.iostream"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressReport:
+    """Progress of one save or restore on rank 0, as `CheckpointManager(progress=function)` passes it to the function.
+
+    Attributes:
+        what: "save" or "restore".
+        step: Step of the checkpoint.
+        done_bytes: Bytes that this rank has moved so far, of its own part; `total_bytes` in the last call of a save or
+            restore that succeeded.
+        total_bytes: Bytes of this rank's part.
+    """
+
+    what: Literal["save", "restore"]
+    step: int
+    done_bytes: int
+    total_bytes: int
+
+
+ProgressSetting: TypeAlias = bool | Callable[[ProgressReport], object]
+
+
+def check_progress(given: object) -> None:
+    """Check the `progress` argument of `CheckpointManager`.
+
+    Raises:
+        InvalidArgumentError: The argument is neither a boolean nor a function.
+    """
+    if not isinstance(given, bool) and not callable(given):
+        raise InvalidArgumentError(
+            "progress must be True, False, or a function that takes a ProgressReport.", type=type(given).__name__
+        )
+
+
+def start_progress(
+    setting: ProgressSetting, what: Literal["save", "restore"], *, is_coordinator: bool, out: TextIO | None = None
+) -> Progress:
+    """Return the progress of a save or restore; call `begin` when its step is known.
+
+    Args:
+        setting: False shows nothing, True draws a line or logs, a function is called instead.
+        what: Operation.
+        is_coordinator: False on the other ranks, which show nothing.
+        out: Stream to draw on; None for standard error.
+    """
+    out = sys.stderr if out is None else out
+    shown = setting is True and is_coordinator
+    name = {"save": "saving", "restore": "restoring"}[what]
+    progress = Progress(name, None, out, is_terminal=shown and can_redraw(out), is_silent=not shown)
+    if is_coordinator and not isinstance(setting, bool):
+        progress.call(setting, what)
+    return progress
+
 
 def can_redraw(out: TextIO | None) -> bool:
-    """Return whether a line can be redrawn: the stream is the process's own, and a terminal.
+    """Return whether a line can be redrawn: the stream is the process's own and a terminal, or a notebook's.
 
-    Replacements of `sys.stderr`, such as those of rich, notebooks and test runners, expect whole lines.
+    Other replacements of `sys.stderr`, such as those of rich and test runners, expect whole lines.
     """
     try:
-        return out is not None and any(out is own for own in (sys.__stderr__, sys.__stdout__)) and out.isatty()
+        is_own = any(out is own for own in (sys.__stderr__, sys.__stdout__))
+        return out is not None and ((is_own and out.isatty()) or _is_notebook(out))
     except ValueError:  # closed
         return False
 
 
+def _is_notebook(out: TextIO | None) -> bool:
+    return type(out).__module__ == _NOTEBOOK_STREAMS
+
+
 class Progress:
-    """Progress of one save on this rank. Call `close`, or use the object as a context manager.
+    """Progress of one save or restore on this rank. Call `close`, or use the object as a context manager.
 
     Any thread may call `add` and `tell`; the caller's thread draws the line, at most ten times a second. Neither
     raises: nothing more is written to a terminal that was closed or failed.
@@ -56,6 +120,7 @@ class Progress:
         total_bytes: Bytes to be moved; None if unknown.
         out: Stream to draw on, usually standard error.
         is_terminal: True if a line can be redrawn there (`can_redraw`); otherwise a line is logged per minute.
+        is_silent: True to draw and log nothing but the last line.
         clock: Monotonic clock, in seconds.
     """
 
@@ -66,14 +131,20 @@ class Progress:
         out: TextIO | None,
         *,
         is_terminal: bool,
+        is_silent: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin without a line; the first one is drawn by `add` or `tell`."""
         self._what = escape_unprintable(what)
         self._total_bytes = total_bytes
         self._out = out if is_terminal else None
-        self._tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        # In a notebook, the cursor movements of tqdm's bars on a terminal would be shown as text.
+        self._tqdm: Any = None if _is_notebook(out) else getattr(sys.modules.get("tqdm"), "tqdm", None)
         self._bar: Any = None
+        self._function: Callable[[ProgressReport], object] | None = None
+        self._operation: Literal["save", "restore"] = "save"
+        self._step = 0
+        self._is_silent = is_silent
         self._clock = clock
         self._began_seconds = clock()
         self._next_seconds = self._began_seconds + (_LOG_SECONDS if self._out is None else 0.0)
@@ -83,6 +154,31 @@ class Progress:
         self._closed = threading.Event()
         self._counting = threading.Lock()
         self._drawing = threading.Lock()
+
+    def call(self, function: Callable[[ProgressReport], object], what: Literal["save", "restore"]) -> None:
+        """Call a function from `begin` on, about once a second, in the thread that moved bytes; never two at a time.
+
+        An exception that the function raises is logged, and then the function is not called any more.
+        """
+        self._function, self._operation = function, what
+
+    def begin(self, step: int, total_bytes: int | None = None) -> None:
+        """Set the step, and the bytes to be moved; None if `expect` tells them. The time counts from now on."""
+        with self._counting:
+            self._what = f"{self._what} step {step}"
+            self._step, self._total_bytes = step, total_bytes
+            self._began_seconds = self._clock()
+            self._next_seconds = self._began_seconds
+            if self._out is None and self._function is None:
+                self._next_seconds += _LOG_SECONDS
+        if total_bytes is not None:
+            self._show()
+
+    def expect(self, size_bytes: int) -> None:
+        """Count bytes that are to be moved."""
+        with self._counting:
+            self._total_bytes = (self._total_bytes or 0) + size_bytes
+        self._show()
 
     def __enter__(self) -> Self:
         """Return this object."""
@@ -117,6 +213,8 @@ class Progress:
         # A thread that is stuck in a write keeps the terminal; the save must not wait for it.
         if self._drawing.acquire(timeout=_LAST_LINE_SECONDS):
             try:
+                if last_line is not None and self._function is not None:
+                    self._call(self._total_bytes or 0)
                 self._write(self._erase)
                 if last_line is not None and not _is_logged_to(self._out):
                     self._write(self._print, escape_unprintable(last_line))
@@ -128,23 +226,39 @@ class Progress:
     def _show(self) -> None:
         with self._counting:
             now = self._clock()
-            if self._closed.is_set() or now < self._next_seconds:
+            if self._closed.is_set() or now < self._next_seconds or (self._is_silent and self._function is None):
                 return
             out = self._out
-            self._next_seconds = now + (_LOG_SECONDS if out is None else _REDRAW_SECONDS)
+            interval_seconds = _REDRAW_SECONDS if out is not None else _LOG_SECONDS
+            self._next_seconds = now + (interval_seconds if self._function is None else _CALL_SECONDS)
             parts = self._parts(now - self._began_seconds)
-        if out is None:
+        if out is None and self._function is None:
             logger.info("%s: %s", self._what, ", ".join(parts))
         # Other threads do not wait for the one that draws, because they have bytes to move.
         elif self._drawing.acquire(blocking=False):
             try:
-                if not self._closed.is_set():
+                if self._closed.is_set():
+                    return
+                if self._function is not None:
+                    self._call(self._done_bytes)
+                elif out is not None:
                     columns = _columns(out)
                     self._write(
                         self._draw, _line(self._what, ", ".join(parts), self._share(), columns=columns), columns
                     )
             finally:
                 self._drawing.release()
+
+    def _call(self, done_bytes: int) -> None:
+        """Call the user's function; after an exception never again."""
+        total_bytes = self._total_bytes or 0
+        report = ProgressReport(self._operation, self._step, min(done_bytes, total_bytes), total_bytes)
+        try:
+            if self._function is not None:
+                self._function(report)
+        except Exception:
+            logger.exception("The progress function failed, and is not called any more in this %s.", self._operation)
+            self._function, self._is_silent = None, True
 
     def _share(self) -> float | None:
         if self._total_bytes is None:
@@ -162,7 +276,7 @@ class Progress:
             rate = done / elapsed_seconds
             parts.append(f"{human_bytes(round(rate))}/s")
             if self._total_bytes is not None and done < self._total_bytes:
-                parts.append(f"{_human_seconds((self._total_bytes - done) / rate)} left")
+                parts.append(f"{human_seconds((self._total_bytes - done) / rate)} left")
         return [*parts, self._others] if self._others else parts
 
     def _write(self, act: Callable[..., None], *args: Any) -> None:
@@ -214,14 +328,6 @@ def _columns(out: TextIO) -> int:
         return os.get_terminal_size(out.fileno()).columns or _COLUMNS
     except (AttributeError, OSError, ValueError):
         return _COLUMNS
-
-
-def _human_seconds(seconds: float) -> str:
-    """Return a duration with its unit: `8 s`, `2 min`, `1.5 h`."""
-    if seconds < 60:  # noqa: PLR2004  # a minute
-        return f"{seconds:.0f} s"
-    minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 60 else f"{minutes / 60:.1f} h"  # noqa: PLR2004  # an hour
 
 
 def _is_logged_to(out: TextIO | None) -> bool:

@@ -27,9 +27,11 @@ from dcp_remote.loading.chunk_list import local_plan
 from dcp_remote.loading.dcp_metadata import to_dcp_metadata
 from dcp_remote.loading.engine import Target, read_targets
 from dcp_remote.loading.peer_exchange import PeerExchange, cohorts_of
+from dcp_remote.loading.peer_sockets import RankSockets
 from dcp_remote.loading.peers import host_towards
 from dcp_remote.loading.read_items import make_target_layers
-from dcp_remote.loading.read_plan import wanted_blocks
+from dcp_remote.loading.read_plan import ReadPlan, plan_reads, wanted_blocks
+from dcp_remote.manager.progress import Progress
 from dcp_remote.manager.reports import LoadReport, LoadSeconds
 from dcp_remote.manager.telemetry import Operation
 from dcp_remote.run.job import warn_of_going_back
@@ -73,6 +75,8 @@ def load_rank(
     operation: Operation,
     allow_pickle: bool,
     memory_budget_bytes: int,
+    progress: Progress,
+    sockets: RankSockets | None,
     must_exist: bool = False,
     go_on: bool = True,
 ) -> LoadReport | None:
@@ -88,6 +92,8 @@ def load_rank(
         operation: Operation of telemetry.
         allow_pickle: True to load objects that only code can load.
         memory_budget_bytes: Bound of the buffers beyond the state, in bytes.
+        progress: Progress of the restore.
+        sockets: Network of the sockets between ranks; None for no sockets.
         must_exist: True to raise if the run has no checkpoint; the coordinator's counts.
         go_on: True if the next save goes on from this checkpoint; a warning names those that it will abandon.
 
@@ -133,9 +139,10 @@ def load_rank(
         if ranks.world_size > 1:
             exchange = PeerExchange(
                 ranks.rank,
-                host_towards(ranks.store_host),
+                (sockets.find_address() or host_towards(ranks.store_host)) if sockets is not None else "",
                 # A user's `commit_tensor` may change a tensor: peers must not get its bytes.
-                gives=inherits_methods(planner, DefaultLoadPlanner, ("commit_tensor",)),
+                gives=sockets is not None and inherits_methods(planner, DefaultLoadPlanner, ("commit_tensor",)),
+                ports=sockets.ports if sockets is not None else None,
                 memory_budget_bytes=memory_budget_bytes,
                 is_over=collective.deadline.expired,
             )
@@ -152,7 +159,16 @@ def load_rank(
         collective.set_activity(f"reading step {entry.step}")
         with exchange or nullcontext():
             layers = make_target_layers(manifest, plan, planner, allow_pickle=allow_pickle)
-            _read_layers(store, manifest, layers, collective, exchange, memory_budget_bytes=memory_budget_bytes)
+            progress.begin(entry.step)
+            _read_layers(
+                store,
+                manifest,
+                layers,
+                collective,
+                exchange,
+                progress=progress,
+                memory_budget_bytes=memory_budget_bytes,
+            )
             collective.set_activity(f"has read step {entry.step}, waiting for the others")
             # Until then another rank may want what this rank has read.
             collective.gather(None, _require_no_failure)
@@ -172,8 +188,7 @@ def load_rank(
         received_bytes=exchange.received_bytes if exchange is not None else 0,
         rereads=counts.reread,
     )
-    if ranks.is_coordinator:
-        logger.info("%s", report)
+    progress.close(str(report) if ranks.is_coordinator else None)
     return report
 
 
@@ -184,6 +199,7 @@ def _read_layers(
     collective: Collective,
     exchange: PeerExchange | None,
     *,
+    progress: Progress,
     memory_budget_bytes: int,
 ) -> None:
     """Read the layers one after another; the first, which holds nearly everything, together with the other ranks.
@@ -194,8 +210,19 @@ def _read_layers(
         layers: Targets of this rank, as `make_target_layers` returns them.
         collective: Collective operation of all ranks.
         exchange: This rank's part in the exchange; None if there is no other rank.
+        progress: Progress of the restore; told of each range.
         memory_budget_bytes: Limit of the buffers beyond the state, in bytes.
     """
+
+    def arrived(key: str, start: int, data: memoryview, stays: bool) -> None:  # noqa: FBT001  # `engine.Arrived`
+        progress.add(len(data))
+        if exchange is not None:
+            exchange.arrived(key, start, data, stays)
+
+    def expect(plan: ReadPlan) -> ReadPlan:
+        progress.expect(sum(request.length for request in plan.ranges))
+        return plan
+
     later = layers
     if exchange is not None:
         first, *later = layers
@@ -210,8 +237,8 @@ def _read_layers(
             memory_budget_bytes=exchange.budget_bytes,
             retry_seconds=RANGE_RETRY_SECONDS,
             deadline=collective.deadline,
-            plan=plan,
-            arrived=exchange.arrived,
+            plan=expect(plan),
+            arrived=arrived,
         )
     for targets in later:
         read_targets(
@@ -221,6 +248,8 @@ def _read_layers(
             memory_budget_bytes=memory_budget_bytes,
             retry_seconds=RANGE_RETRY_SECONDS,
             deadline=collective.deadline,
+            plan=expect(plan_reads(manifest, [target.want for target in targets])),
+            arrived=arrived,
         )
 
 

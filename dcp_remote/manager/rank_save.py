@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemote
 from dcp_remote.format.keys import origin
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.manager.coordinator import Again, Committed, Coordinator, Labelled
-from dcp_remote.manager.progress import Progress, can_redraw
+from dcp_remote.manager.progress import Progress, ProgressSetting, start_progress
 from dcp_remote.manager.reports import RankFigures, SaveReport, Seconds, SlowShard, combine
 from dcp_remote.manager.telemetry import Operation
 from dcp_remote.run.background_maintenance import BackgroundMaintenance
@@ -243,6 +242,7 @@ class RankSaver:
         coordinator: Coordinator's part; None on other ranks.
         memory_budget_bytes: Bound in bytes of the copies in memory beyond the state.
         allow_pickle: True to store objects that only code can load.
+        progress: Whether, or by which function, the coordinator shows progress.
 
     Attributes:
         background_maintenance: Thread that deletes what this rank's saves leave.
@@ -256,6 +256,7 @@ class RankSaver:
         *,
         memory_budget_bytes: int,
         allow_pickle: bool,
+        progress: ProgressSetting = True,
     ) -> None:
         """Store the arguments; no request is made."""
         self._ranks = ranks
@@ -267,6 +268,7 @@ class RankSaver:
         self._memory_budget_bytes = memory_budget_bytes
         self._shard_bytes_max = shard_bytes_max(memory_budget_bytes)
         self._allow_pickle = allow_pickle
+        self._progress = progress
         # Saves of which this rank does not know the outcome, and the shards put for each; the coordinator finds out.
         self._unclear: list[tuple[SaveTicket, tuple[str, ...]]] = []
         # Checkpoint that names what this rank wrote last (save_id and manifest key), and what that was.
@@ -331,7 +333,8 @@ class RankSaver:
         if isinstance(agreed, Labelled):
             return self._report_repeated(task, agreed, before)
         ticket = agreed.ticket
-        with self._make_progress(task, agreed.plan.plan) as progress:
+        with start_progress(self._progress, "save", is_coordinator=self._ranks.is_coordinator) as progress:
+            progress.begin(ticket.run.step, _plan_bytes(agreed.plan.plan))
             uploading_seconds = time.monotonic()
             with task.operation.phase("uploading"):
                 report = self._upload(collective, task, agreed, progress)
@@ -461,11 +464,6 @@ class RankSaver:
             total_bytes=answer.total_bytes,
             background=task.background,
         )
-
-    def _make_progress(self, task: Task, plan: SavePlan) -> Progress:
-        """Return the progress of this rank's upload; drawn on the coordinator's terminal alone."""
-        shown = self._ranks.is_coordinator and can_redraw(sys.stderr)
-        return Progress(f"saving step {task.labels.step}", _plan_bytes(plan), sys.stderr, is_terminal=shown)
 
     def _upload(self, collective: Collective, task: Task, agreed: _Agreed, progress: Progress) -> RankReport:
         run = agreed.ticket.run

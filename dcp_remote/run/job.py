@@ -151,7 +151,7 @@ def require_step(step: object) -> None:
     if type(step) is not int or not 0 <= step < STEP_MAX:
         raise InvalidArgumentError(
             "A step must be an integer from 0 to 2**53 - 1: the number of finished steps.",
-            step=step,
+            step=step if isinstance(step, int | float | str) else None,  # else perhaps a whole state
             type=type(step).__name__,
         )
 
@@ -160,7 +160,9 @@ def _number(name: str, value: SupportsFloat) -> float:
     try:
         return float(value)  # a numpy scalar, a tensor of one element
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise InvalidArgumentError("A metric must be a number.", metric=name, value=value) from error
+        raise InvalidArgumentError(
+            "A metric must be one number. Of a tensor of several elements, pass the mean.", metric=name, value=value
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, ObjectStore, Version
+from dcp_remote.storage.limits import LIMIT_OPTIONS, limit_store, take_limits
 from dcp_remote.storage.local import LocalStore
 from dcp_remote.storage.memory import MemoryStore
-from dcp_remote.storage.url import parse_url
+from dcp_remote.storage.url import ParsedUrl, parse_url
 
 if TYPE_CHECKING:
     from dcp_remote.storage.fsspec import open_fsspec_store
@@ -52,14 +53,17 @@ def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, object
 
     Args:
         url: URL or path, as `dcp_remote.storage.url.parse_url` takes it.
-        storage_options: Settings of this kind of store. For files: `allow_network_replace` (see `LocalStore`); for
-            memory: none.
+        storage_options: Settings of this kind of store, and limits (`StoreLimits`). For files: `allow_network_replace`
+            (see `LocalStore`); for memory: none.
 
     Raises:
         InvalidArgumentError: The URL or an option is invalid.
     """
-    parsed = parse_url(url)
-    options = dict(storage_options or {})
+    limits, options = take_limits(storage_options or {})
+    return limit_store(_open(parse_url(url), options), limits)
+
+
+def _open(parsed: ParsedUrl, options: Mapping[str, object]) -> ObjectStore:
     if parsed.scheme == "file":
         _check_options(options, known=("allow_network_replace",), scheme="file")
         allow_network_replace = options.get("allow_network_replace", False)
@@ -83,6 +87,6 @@ def _check_options(options: Mapping[str, object], *, known: tuple[str, ...], sch
     if unknown:
         # Only names are shown, since the value of a misplaced option may be a secret.
         raise InvalidArgumentError(
-            f"Unknown storage_options for {scheme} URLs; known: {', '.join(known) or 'none'}.",
+            f"Unknown name in storage_options for {scheme} URLs. Known: {', '.join(sorted([*known, *LIMIT_OPTIONS]))}.",
             unknown=", ".join(unknown),
         )

@@ -173,7 +173,9 @@ def require_budget(memory_budget_bytes: int) -> None:
     """
     if type(memory_budget_bytes) is not int or memory_budget_bytes <= 0:
         raise InvalidArgumentError(
-            "memory_budget_bytes must be an integer above zero.", memory_budget_bytes=memory_budget_bytes
+            "memory_budget_bytes must be an integer above zero, in bytes, such as 256 * 2**20.",
+            memory_budget_bytes=memory_budget_bytes,
+            type=type(memory_budget_bytes).__name__,
         )
 
 
@@ -184,4 +186,7 @@ def require_timeout(timeout_seconds: object, *, name: str = "timeout_seconds") -
         InvalidArgumentError: The timeout is not a number above zero, or longer than a thread can wait (292 years).
     """
     if not isinstance(timeout_seconds, int | float) or not 0 < timeout_seconds <= threading.TIMEOUT_MAX:
-        raise InvalidArgumentError(f"{name} must be a number above zero, and finite.", **{name: timeout_seconds})
+        raise InvalidArgumentError(
+            f"{name} must be a number above zero, in seconds, and finite.",
+            **{name: timeout_seconds, "type": type(timeout_seconds).__name__},
+        )

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline, RetryPolicy, jitter
-from dcp_remote.errors import StorageError, TransientStorageError
+from dcp_remote.errors import (
+    ConditionFailedError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    StorageError,
+    TransientStorageError,
+)
 from dcp_remote.storage.base import Condition, ObjectInfo, ObjectStore, Version
+from dcp_remote.storage.outages import Outage, outage_of
 from dcp_remote.storage.request_context import limit_requests
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 
@@ -20,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 # Default time for which one small read, or one range, is repeated.
 RANGE_RETRY_SECONDS = 300.0
+
+# Errors that only a store that answers can cause.
+_ANSWERS = (ObjectNotFoundError, ConditionFailedError, PermissionDeniedError)
 
 _Answer = TypeVar("_Answer")
 
@@ -33,20 +43,7 @@ class _Terms:
     sleep: Callable[[float], None]
     random: Callable[[], float]
     on_retry: Callable[[Verb, str, StorageError], None] | None
-
-
-# An operator must see why a job waits, but not one line per request.
-_WARNING_INTERVAL_SECONDS = 60.0
-_warned_seconds: dict[str, float] = {}  # time of the last warning by URL, for all stores of this process
-
-
-def _log_retry(url: str, request: Request, error: StorageError) -> None:
-    now = time.monotonic()
-    is_due = now - _warned_seconds.get(url, -math.inf) >= _WARNING_INTERVAL_SECONDS
-    if is_due:
-        _warned_seconds[url] = now
-    level = logging.WARNING if is_due else logging.DEBUG
-    logger.log(level, "The store failed; trying again. verb=%s key=%s cause=%s", request.verb, request.key, error)
+    outage: Outage
 
 
 class RetryingStore(WrappedStore):
@@ -56,8 +53,9 @@ class RetryingStore(WrappedStore):
     `list`, from the last key on that was yielded. A conditional `put` is sent once: after a lost answer only the caller
     can tell its own earlier attempt from another writer's (`dcp_remote.run.commit` does).
 
-    Retries are logged as a warning at most once a minute per URL, otherwise at DEBUG. When the deadline allows no
-    further attempt, the last `TransientStorageError` is raised anew, with the number of attempts and their seconds.
+    Each retry is logged at DEBUG; of an outage that lasts, a warning about every half minute (`outages`). When the
+    deadline allows no further attempt, the last `TransientStorageError` is raised anew, with the number of attempts and
+    their seconds.
 
     Args:
         store: Store to send requests to.
@@ -67,6 +65,7 @@ class RetryingStore(WrappedStore):
         sleep: Waits, in seconds.
         random: Returns random numbers in [0, 1).
         on_retry: Called before each pause with verb, key and error, from the thread that pauses. For reports.
+        outage: Outage that warns; None for the one that all stores of the URL share.
     """
 
     def __init__(
@@ -78,10 +77,12 @@ class RetryingStore(WrappedStore):
         sleep: Callable[[float], None] = time.sleep,
         random: Callable[[], float] = lambda: jitter(0, 1),
         on_retry: Callable[[Verb, str, StorageError], None] | None = None,
+        outage: Outage | None = None,
     ) -> None:
         """Store the settings; no request is sent."""
         super().__init__(store)
-        self._terms = _Terms(deadline, RetryPolicy() if policy is None else policy, sleep, random, on_retry)
+        policy = RetryPolicy() if policy is None else policy
+        self._terms = _Terms(deadline, policy, sleep, random, on_retry, outage or outage_of(store.url))
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """Implement `ObjectStore.put`. Repeated only if `condition` is "any"."""
@@ -92,65 +93,77 @@ class RetryingStore(WrappedStore):
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
         """Implement `ObjectStore.list`. After a failure it resumes after the last key; no object is yielded twice."""
-        attempts = _Attempts(self._terms, self._named("list", prefix), self.url)
-        while True:
-            try:
-                infos = iter(self._store.list(prefix, after=after))
-                while (info := self._next(infos)) is not None:
-                    after = info.key
-                    attempts.begin_again()
-                    yield info
-                return
-            except TransientStorageError as error:
-                attempts.pause_or_raise(error)
+        with _Attempts(self._terms, self._named("list", prefix)) as attempts:
+            while True:
+                try:
+                    infos = iter(self._store.list(prefix, after=after))
+                    while (info := self._next(infos)) is not None:
+                        after = info.key
+                        attempts.begin_again()
+                        yield info
+                    return
+                except TransientStorageError as error:
+                    attempts.pause_or_raise(error)
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         """Implement `ObjectStore.delete`. Keys that still fail at the deadline are returned with their errors."""
         failed: dict[str, StorageError] = {}
-        attempts = _Attempts(self._terms, self._named("delete", *keys), self.url)
-        while True:
-            try:
-                with limit_requests(self._terms.deadline.remaining_seconds):
-                    answer = self._store.delete(keys)
-            except TransientStorageError as error:
-                answer = dict.fromkeys(keys, error)
-            for_now = {key: error for key, error in answer.items() if isinstance(error, TransientStorageError)}
-            failed.update((key, error) for key, error in answer.items() if key not in for_now)
-            if not for_now:
-                return failed
-            try:
-                attempts.pause_or_raise(next(iter(for_now.values())))
-            except TransientStorageError:
-                return failed | {key: attempts.last_error(error, key=key) for key, error in for_now.items()}
-            keys = list(for_now)
+        with _Attempts(self._terms, self._named("delete", *keys)) as attempts:
+            while True:
+                try:
+                    with limit_requests(self._terms.deadline.remaining_seconds):
+                        answer = self._store.delete(keys)
+                except TransientStorageError as error:
+                    answer = dict.fromkeys(keys, error)
+                for_now = {key: error for key, error in answer.items() if isinstance(error, TransientStorageError)}
+                failed.update((key, error) for key, error in answer.items() if key not in for_now)
+                if not for_now:
+                    return failed
+                try:
+                    attempts.pause_or_raise(next(iter(for_now.values())))
+                except TransientStorageError:
+                    return failed | {key: attempts.last_error(error, key=key) for key, error in for_now.items()}
+                keys = list(for_now)
 
     def _next(self, infos: Iterator[ObjectInfo]) -> ObjectInfo | None:
         with limit_requests(self._terms.deadline.remaining_seconds):
             return next(infos, None)
 
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
-        attempts = _Attempts(self._terms, request, self.url)
-        while True:
-            try:
-                with limit_requests(self._terms.deadline.remaining_seconds):
-                    return send()
-            except TransientStorageError as error:
-                attempts.pause_or_raise(error)
+        with _Attempts(self._terms, request) as attempts:
+            while True:
+                try:
+                    with limit_requests(self._terms.deadline.remaining_seconds):
+                        return send()
+                except TransientStorageError as error:
+                    attempts.pause_or_raise(error)
 
 
 class _Attempts:
-    """Attempts of one request, and the pauses between them."""
+    """Attempts of one request, and the pauses between them; a context manager that tells the outage of the end."""
 
-    def __init__(self, terms: _Terms, request: Request, url: str) -> None:
+    def __init__(self, terms: _Terms, request: Request) -> None:
         self._terms = terms
-        self._url = url
         self._request = request
         self._failed = 0
         self._begin_seconds = terms.deadline.elapsed_seconds()
+        self._sent_seconds = terms.outage.clock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._failed:
+            self._terms.outage.note_end(id(self), is_answered=kind is None or issubclass(kind, _ANSWERS))
 
     def begin_again(self) -> None:
         """Restart the count of failures, after progress."""
-        self._failed = 0
+        if self._failed:
+            self._failed = 0
+            self._terms.outage.note_end(id(self), is_answered=True)
+        self._sent_seconds = self._terms.outage.clock()
 
     def pause_or_raise(self, error: TransientStorageError) -> None:
         """Count a failure and pause; or raise the last error, if the deadline allows no further attempt."""
@@ -159,14 +172,22 @@ class _Attempts:
         delay_seconds = terms.policy.delay_seconds(
             self._failed, remaining_seconds=terms.deadline.remaining_seconds(), random=terms.random()
         )
-        if delay_seconds is None:
+        if delay_seconds is not None:
+            self._note_failure(error)
+            if terms.on_retry is not None:
+                terms.on_retry(request.verb, request.key, error)
+            terms.sleep(delay_seconds)
+        if delay_seconds is None or terms.deadline.expired():  # e.g. cancelled during the pause
+            terms.outage.note_end(id(self), is_answered=False)
             raise self.last_error(error)
-        _log_retry(self._url, request, error)
-        if terms.on_retry is not None:
-            terms.on_retry(request.verb, request.key, error)
-        terms.sleep(delay_seconds)
-        if terms.deadline.expired():  # e.g. cancelled during the pause
-            raise self.last_error(error)
+
+    def _note_failure(self, error: TransientStorageError) -> None:
+        verb, key = self._request.verb, self._request.key
+        logger.debug("The store failed; trying again. verb=%s key=%s cause=%s", verb, key, error)
+        left_seconds = self._terms.deadline.remaining_seconds
+        self._terms.outage.note_failure(
+            id(self), self._request, error, sent_seconds=self._sent_seconds, left_seconds=left_seconds
+        )
 
     def last_error(self, error: TransientStorageError, **details: object) -> TransientStorageError:
         """Return the error with the request, the number of attempts and their seconds added to its details.

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dcp_remote import PerRank
+from dcp_remote import PerRank, RankSockets
 from dcp_remote.loading import peers
 from dcp_remote.loading.peer_exchange import PeerExchange
 from dcp_remote.loading.peers import PeerServer
 from dcp_remote.manager import rank_restore
-from dcp_remote.storage import LocalStore
-from dcp_remote.testing import RecordingStore
+from dcp_remote.storage import LocalStore, outages
+from dcp_remote.testing import FaultyStore, RecordingStore, matching
 from tests.distributed.managed import Ended, State, ended, managing, warnings_kept
 
 ROWS, COLUMNS = 1200, 4092
@@ -143,6 +143,40 @@ def restore(path: Path, kind: str, trouble: str, victim: int, budget_bytes: int)
     manifests = sum(verb == "get" and key.startswith("manifests/") for verb, key in store.calls)
     received_bytes = report.received_bytes if report is not None else 0
     return Got(tuple(store.ranges), manifests, received_bytes, ending, tuple(kept))
+
+
+def restore_by(path: Path, kind: str, rank_sockets: tuple[bool | RankSockets, ...]) -> Got:
+    """Restore and compare, with the `rank_sockets` of each rank; where that is False, a server fails the restore."""
+
+    def refuse(*_args: Any, **_options: Any) -> None:
+        raise AssertionError("no socket may be opened")
+
+    state, store, mine = state_of(kind, filled=False), _Noting(path), rank_sockets[dist.get_rank()]
+    with (
+        managing(store, rank_sockets=mine) as manager,
+        warnings_kept() as kept,
+        nullcontext() if mine else _replaced(PeerServer, "__init__", refuse),
+    ):
+        manager.restore(state)
+        report = manager.last_load
+    assert report is not None
+    assert_equal(state, state_of(kind, filled=True))
+    manifests = sum(verb == "get" and key.startswith("manifests/") for verb, key in store.calls)
+    return Got(tuple(store.ranges), manifests, report.received_bytes, None, tuple(kept))
+
+
+def restore_in_an_outage(path: Path) -> list[str]:
+    """Restore while the first range fails once on every rank, which is an outage at once; return the warnings."""
+    store = FaultyStore(LocalStore(str(path)), [matching(lambda verb, _key, _number: verb == "get_into", "request")])
+    state = state_of("rows", filled=False)
+    with (
+        _replaced(outages, "FIRST_SECONDS", 0.0),
+        managing(store) as manager,
+        warnings_kept() as kept,
+    ):
+        manager.restore(state)
+    assert_equal(state, state_of("rows", filled=True))
+    return kept
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.exchanging import COLUMNS, REPLICATED, ROWS, Got, healthy, restore, save
+from dcp_remote import RankSockets
+from tests.distributed.exchanging import (
+    COLUMNS,
+    REPLICATED,
+    ROWS,
+    Got,
+    healthy,
+    restore,
+    restore_by,
+    restore_in_an_outage,
+    save,
+)
 from tests.support.rank_pool import RankPool, RanksFailedError
 
 THREE, PAIR = range(3), range(2)
@@ -88,6 +100,38 @@ def test_a_large_manifest_is_read_by_all(rank_pool: RankPool, tmp_path: Path) ->
     assert [rank.ending for rank in got] == [None] * 3
     assert [rank.manifests for rank in got] == [2, 1, 1]
     assert all(rank.received_bytes for rank in got)
+
+
+# ---- what a site forbids
+
+
+@pytest.mark.parametrize("off", [(0, 1), (1,)], ids=["all", "one"])
+def test_no_sockets(off: tuple[int, ...], rank_pool: RankPool, tmp_path: Path) -> None:
+    """Switch the sockets of all ranks off, or of one: none opens there, and every rank reads all from the store."""
+    rank_pool.run(save, tmp_path, "replicated", ranks=PAIR)
+    sockets = tuple(rank not in off for rank in PAIR)
+    for got in rank_pool.run(restore_by, tmp_path, "replicated", sockets, ranks=PAIR):
+        assert got.received_bytes == 0
+        assert got.read_bytes >= 8 * REPLICATED
+        assert got.warnings == ()
+
+
+def test_sockets_of_an_interface_and_a_range_of_ports(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Allow the loopback interface and fifty ports: all is read once."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        first = free.getsockname()[1]
+    rank_pool.run(save, tmp_path, "replicated", ranks=PAIR)
+    sockets = RankSockets(interface="lo", ports=(first, min(first + 50, 65_535)))
+    assert_read_once(rank_pool.run(restore_by, tmp_path, "replicated", (sockets, sockets), ranks=PAIR))
+
+
+def test_one_rank_tells_of_an_outage(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Fail a request on every rank: the coordinator warns, and says that the store answers again; the others do not."""
+    rank_pool.run(save, tmp_path, "rows", ranks=PAIR)
+    coordinator, other = rank_pool.run(restore_in_an_outage, tmp_path, ranks=PAIR)
+    assert ["has failed for" in line for line in coordinator] == [True, False]
+    assert "answers again" in coordinator[1]
+    assert other == []
 
 
 # ---- trouble

@@ -49,6 +49,25 @@ def test_error_says_what_is_near_and_what_is_at_the_top() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        ("modle.*", "model.*"),
+        ("model.layer.0.*", "model.layers.0.*"),
+        ("modl?.*", None),
+        ("nothing.like.this", None),
+        ("modle.layers.0.wieght", "model.layers.0.weight"),
+    ],
+)
+def test_misspelled_patterns(pattern: str, near: str | None) -> None:
+    """Misspell a part before the first wildcard: the error has the pattern that was meant, if it matches anything."""
+    names = [f"model.layers.{number}.weight" for number in range(3)] + ["epoch"]
+    with pytest.raises(InvalidArgumentError) as caught:
+        choose_names(names, [pattern], paths=None)
+    found = caught.value.details["near"]
+    assert (str(found).split(", ")[0] if found else None) == near
+
+
 def test_error_stays_short() -> None:
     """With 100,000 names, some of them very long, the message stays readable."""
     names = [f"layer{n}" for n in range(100_000)] + ["y" * 1_000_000]

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from dcp_remote.common.units import KiB, MiB
+from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.loading import peer_sockets, peers
+from dcp_remote.loading.peer_sockets import RankSockets, check_rank_sockets
 from dcp_remote.loading.peers import Address, PeerClient, PeerServer, host_towards
 from dcp_remote.storage.request_context import BufferLease
 
@@ -265,3 +267,44 @@ def test_too_few_descriptors_for_connections() -> None:
             PeerServer("127.0.0.1", kept_bytes_max=0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# ---- the interface and the ports that a site allows
+
+
+def test_ports_of_a_range() -> None:
+    """Listen twice in a range of two ports, and once more: the third finds no port, and says which were in use."""
+    with socket.create_server((HERE, 0)) as one:
+        first = one.getsockname()[1]
+    ports = (first, first + 1)
+    with peer_sockets.listen_on_tcp(HERE, ports) as one, peer_sockets.listen_on_tcp(HERE, ports) as other:
+        assert {one.getsockname()[1], other.getsockname()[1]} == set(ports)
+        with pytest.raises(OSError, match=f"all ports from {first} to {first + 1} are in use"):
+            peer_sockets.listen_on_tcp(HERE, ports)
+    with PeerServer(HERE, kept_bytes_max=0, ports=ports) as server:
+        assert server.address.port in ports
+
+
+def test_the_address_of_an_interface() -> None:
+    """Name the loopback interface, and one that does not exist."""
+    assert RankSockets(interface="lo").find_address() == HERE
+    assert RankSockets().find_address() is None
+    with pytest.raises(InvalidArgumentError, match=r"no network interface of this name.*interface='eht0' known='.*lo"):
+        RankSockets(interface="eht0")
+
+
+@pytest.mark.parametrize("ports", [(0, 5), (9, 8), (1, 70_000), (1,), 29500, ("1", "2")])
+def test_ports_that_are_no_range(ports: object) -> None:
+    """Refuse a port, a range upside down, and ports that do not exist."""
+    with pytest.raises(InvalidArgumentError, match="the first and the last port of a range"):
+        RankSockets(ports=ports)  # type: ignore[arg-type]
+
+
+def test_the_argument_of_a_manager() -> None:
+    """Pass each kind of value."""
+    assert check_rank_sockets(given=False) is None
+    assert check_rank_sockets(given=True) == RankSockets()
+    sockets = RankSockets(ports=(29_600, 29_700))
+    assert check_rank_sockets(sockets) is sockets
+    with pytest.raises(InvalidArgumentError, match="rank_sockets must be True, False, or a RankSockets"):
+        check_rank_sockets("eth0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import logging
@@ -16,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from dcp_remote import CheckpointManager, ProgressReport, RemoteReader
 from dcp_remote.common.units import MiB
+from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.manager import progress as progress_module
-from dcp_remote.manager.progress import Progress, can_redraw
+from dcp_remote.manager.progress import Progress, can_redraw, start_progress
 
 REPOSITORY = Path(__file__).parent.parent.parent
 LOGGER = logging.getLogger("dcp_remote.manager.progress")
@@ -504,3 +509,142 @@ def test_streams_that_fail_under_tqdm(number: int, clock: Clock, monkeypatch: py
             progress.add(1)
             clock.seconds += 0.1
         progress.close("saved")
+
+
+# ---- the argument `progress` of a manager
+
+
+STATE_BYTES = 400_000 + 5 * 4000
+
+
+def state_of(value: float) -> dict[str, Any]:
+    """Return a state of one large and five small tensors, all of one value."""
+    return {
+        "weights": torch.full((100_000,), value),
+        "more": {str(number): torch.full((1000,), value) for number in range(5)},
+    }
+
+
+def save_and_restore(url: str, **options: Any) -> None:
+    with CheckpointManager(url, **options) as checkpoints:
+        checkpoints.save(7, state_of(1.0), wait=True)
+        state = state_of(0.0)
+        assert checkpoints.restore(state) == 7
+    assert torch.equal(state["weights"], torch.ones(100_000))
+
+
+def test_a_function_is_told(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    """Save and restore with a function, which is called at the beginning and at the end; nothing is drawn."""
+    told: list[ProgressReport] = []
+    save_and_restore("memory://progress-function", progress=told.append)
+    for what in ("save", "restore"):
+        reports = [report for report in told if report.what == what]
+        assert {report.step for report in reports} == {7}
+        assert reports[0].done_bytes == 0
+        assert reports[-1].done_bytes == reports[-1].total_bytes >= STATE_BYTES
+        assert [report.done_bytes for report in reports] == sorted(report.done_bytes for report in reports)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_function_is_called_once_a_second(clock: Clock) -> None:
+    """Add bytes a thousand times in ten seconds: the function is told of some, and at the end of all."""
+    told: list[ProgressReport] = []
+    progress = Progress("saving", None, None, is_terminal=False, is_silent=True, clock=clock)
+    progress.call(told.append, "save")
+    with progress:
+        progress.begin(3, 1000)
+        for _ in range(1000):
+            clock.seconds += 0.01
+            progress.add(1)
+        progress.close("saved")
+        progress.add(1)
+    assert 10 <= len(told) <= 12
+    assert (told[0], told[-1]) == (ProgressReport("save", 3, 0, 1000), ProgressReport("save", 3, 1000, 1000))
+
+
+def test_a_function_that_raises_fails_no_save(caplog: pytest.LogCaptureFixture) -> None:
+    """Raise in each call: one record per save and per restore, with the traceback, and everything is saved."""
+
+    def fail(report: ProgressReport) -> None:
+        calls.append(report)
+        raise RuntimeError("an injected error")
+
+    calls: list[ProgressReport] = []
+    save_and_restore("memory://progress-raises", progress=fail)
+    records = [record for record in caplog.records if record.name == LOGGER.name and record.levelname == "ERROR"]
+    assert [report.what for report in calls] == ["save", "restore"]
+    assert len(records) == 2
+    assert all(record.exc_info is not None and "not called any more" in record.getMessage() for record in records)
+
+
+def test_an_error_makes_no_last_call(clock: Clock) -> None:
+    """Leave the block by an error: the function is not told that all bytes were moved."""
+    told: list[ProgressReport] = []
+    progress = Progress("saving", None, None, is_terminal=False, is_silent=True, clock=clock)
+    progress.call(told.append, "save")
+    with contextlib.suppress(KeyError), progress:
+        progress.begin(3, 10)
+        raise KeyError
+    assert told == [ProgressReport("save", 3, 0, 10)]
+
+
+@pytest.mark.parametrize("setting", [True, False])
+def test_a_line_or_none(*, setting: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Save and restore on a terminal: both are drawn, or with False neither; the reports are logged either way."""
+    caplog.set_level(logging.INFO)
+    out = io.StringIO()
+    monkeypatch.setattr(progress_module, "can_redraw", lambda _: True)
+    monkeypatch.setattr("sys.stderr", out)
+    save_and_restore(f"memory://progress-{setting}", progress=setting)
+    monkeypatch.undo()
+    assert ("saving step 7" in out.getvalue(), "restoring step 7" in out.getvalue()) == (setting, setting)
+    reports = [record.getMessage() for record in caplog.records if record.name == LOGGER.name]
+    assert [line.split()[0] for line in reports] == ["saved", "loaded"], reports
+
+
+def test_a_restore_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Restore at INFO, with all loggers of this package and torch: one line. `RemoteReader` logs one as well."""
+    caplog.set_level(logging.INFO)
+    with CheckpointManager("memory://one-line") as checkpoints:
+        checkpoints.save(7, state_of(1.0), wait=True)
+        caplog.clear()
+        checkpoints.restore(state_of(0.0))
+        assert len(infos := [record for record in caplog.records if record.levelno >= logging.INFO]) == 1, infos
+    caplog.clear()
+    dcp.load(state_of(0.0), storage_reader=RemoteReader("memory://one-line"))
+    assert len(infos := [record for record in caplog.records if record.levelno >= logging.INFO]) == 1, infos
+
+
+def test_other_ranks_show_nothing(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Start the progress of another rank than the coordinator: no line, no record, no call."""
+    caplog.set_level(logging.INFO)
+    told: list[ProgressReport] = []
+    for setting in (True, told.append):
+        with start_progress(setting, "restore", is_coordinator=False, out=io.StringIO()) as progress:
+            progress.begin(3, 10)
+            progress.add(5)
+            progress.close()
+    assert told == []
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("setting", ["yes", None, 1])
+def test_settings_that_are_refused(setting: object) -> None:
+    """Pass a text, None and a number."""
+    with pytest.raises(InvalidArgumentError, match="progress must be True, False, or a function"):
+        CheckpointManager("memory://progress", progress=setting)  # type: ignore[arg-type]
+
+
+def test_in_a_notebook(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw on a notebook's stream, with tqdm loaded: carriage returns redraw the line, and no cursor moves up."""
+    stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    _tqdm(monkeypatch)
+    assert can_redraw(stream)
+    progress = Progress("saving step 7", 1000 * MiB, stream, is_terminal=can_redraw(stream), clock=clock)
+    for _ in range(3):
+        clock.seconds += 1
+        progress.add(100 * MiB)
+    assert screen(stream.getvalue())[0].startswith("saving step 7 [######....")
+    progress.close("saved step 7")
+    assert screen(stream.getvalue()) == ["saved step 7", ""]
+    assert "\x1b" not in stream.getvalue()

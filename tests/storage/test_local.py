@@ -541,7 +541,7 @@ def test_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for url in ("x y/z", tmp_path / "x y/z", f"file://{tmp_path}/x%20y/z"):
         assert open_store(url).url == f"file://{tmp_path}/x%20y/z"
     assert open_store("x", {"allow_network_replace": True}).capabilities.compare_and_swap
-    with pytest.raises(InvalidArgumentError, match="known: allow_network_replace") as caught:
+    with pytest.raises(InvalidArgumentError, match="Known: allow_network_replace") as caught:
         open_store("x", {"key": "hunter2", "endpoint_url": "y"})
     assert "endpoint_url, key" in str(caught.value)
     assert "hunter2" not in str(caught.value)

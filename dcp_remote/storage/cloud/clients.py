@@ -218,7 +218,8 @@ class BucketClients:
         return self._breaker.counts
 
     def _may_read_directly(self) -> bool:
-        return isinstance(self.options, S3Options) and not self.options.anon and not is_reread()
+        options = self.options
+        return isinstance(options, S3Options) and options.direct_reads and not options.anon and not is_reread()
 
     def _get_direct_reader(self) -> DirectRangeReader | None:
         with self._lock:

@@ -216,6 +216,10 @@ NO_SUCH_BUCKET = (
 # Longest cause that an error shows; the XML body of an answer is longer.
 _CAUSE_CHARACTERS_MAX = 300
 
+# obstore's duration of a request, and the beginning of an answer in XML.
+_DURATION = re.compile(r" in [\d.]+[nµm]?s\b")
+_XML = re.compile(r"<\?xml|<Error>")
+
 # Marker before obstore's dump of its own structures.
 _DUMP = "Debug source:"
 
@@ -324,8 +328,12 @@ def get_safe_cause(error: BaseException, secrets: Sequence[str]) -> BaseExceptio
 
 
 def describe_cause(text: str, secrets: Sequence[str]) -> str:
-    """Return a client's message as one short line without secrets."""
+    """Return a client's message as one short line, without secrets, durations and all of an XML answer but its text."""
     visible, _, dump = redact(text, secrets).partition(_DUMP)
+    visible = _DURATION.sub("", visible)
+    if xml := _XML.search(visible):
+        message = first_match(r"(?s)<Message>(.+?)</Message>", visible)
+        visible = f"{visible[: xml.start()].rstrip(': ')}{f': {message}' if message else ''}"
     inner = first_match(r"kind: (Timeout|Connect|Interrupted|Decode)\b", dump)
     visible = " ".join(visible.split())[:_CAUSE_CHARACTERS_MAX]
     return f"{visible} ({inner})" if inner else visible

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from urllib.parse import quote
 
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.storage.limits import LIMIT_OPTIONS
 
 # Words that gcsfs accepts as `token`, beside credentials.
 GOOGLE_ANONYMOUS = ("anon",)
@@ -64,6 +65,7 @@ class S3Options:
         checksum_algorithm: Checksum by which the server verifies a body: "CRC64NVME" (default), "SHA256", or "none" for
             servers that refuse both.
         etag_quotes: False sends ETags in conditions without their quotes, as Ceph 16 demands.
+        direct_reads: False reads all ranges by obstore: slower, over no connection of this package's own.
         connect_timeout_seconds: Time limit to open a connection, in seconds.
     """
 
@@ -79,6 +81,7 @@ class S3Options:
     sign_payload: bool = _flag(default=False)
     checksum_algorithm: str | None = _text(choices=("CRC64NVME", "SHA256", "none"))
     etag_quotes: bool = _flag(default=True)
+    direct_reads: bool = _flag(default=True)
     connect_timeout_seconds: float = _seconds(_CONNECT_TIMEOUT_SECONDS)
 
     def __post_init__(self) -> None:
@@ -173,11 +176,11 @@ def parse_options(scheme: str, options: Mapping[str, object]) -> CloudOptions:
     values: dict[str, object] = {}
     for given, value in _flatten(scheme, options):
         if given not in names:
-            close = difflib.get_close_matches(given, names, n=1)
+            close = difflib.get_close_matches(given, [*names, *LIMIT_OPTIONS], n=1)
             hint = f"; the closest is {close[0]!r}" if close else ""
+            listed = ", ".join(sorted([*known, *LIMIT_OPTIONS]))
             raise InvalidArgumentError(
-                f"Unknown name in storage_options for {scheme} URLs{hint}. Known: {', '.join(sorted(known))}.",
-                unknown=given,
+                f"Unknown name in storage_options for {scheme} URLs{hint}. Known: {listed}.", unknown=given
             )
         name = names[given]
         checked = _check(given, value, known[name].metadata)
@@ -247,7 +250,8 @@ def check_endpoint(url: str, *, named: str) -> None:
             endpoint=f"{scheme}://…" if mark and scheme.isalpha() else "…",
         )
     if not url.lower().startswith(("http://", "https://")):
-        raise InvalidArgumentError(f"{named} must begin with http:// or https://.", endpoint=url)
+        hint = "" if "://" in url else f": write https://{url}, or http://{url} for a server without TLS"
+        raise InvalidArgumentError(f"{named} must begin with http:// or https://{hint}.", endpoint=url)
 
 
 def parse_connection_string(options: AzureOptions) -> dict[str, str]:

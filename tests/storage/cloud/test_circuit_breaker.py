@@ -65,6 +65,16 @@ def test_ranges_are_read_directly_on_moto(s3_server: S3Server) -> None:
     assert store.child("below").direct_counts == DirectCounts(direct=5)
 
 
+def test_direct_reads_can_be_switched_off() -> None:
+    """Read with `direct_reads=False`: obstore reads the same bytes, in one request a range."""
+    with range_server(DATA) as server:
+        store = open_at(server.endpoint_url, direct_reads=False)
+        for stop in (1, 9000, 4 * MiB):
+            read(store, 0, stop)
+        assert [is_direct(target) for target in server.targets] == [False] * 3
+    assert store.direct_counts == DirectCounts()
+
+
 @pytest.mark.parametrize("cut_bytes", [-1, 0, 50_000], ids=["no answer", "no body", "in the body"])
 def test_a_middlebox_that_cuts_signed_urls(cut_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
     """Reset every direct read: ranges arrive by the third attempt, later ones at once, with one line in the log."""

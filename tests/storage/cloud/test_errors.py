@@ -792,7 +792,8 @@ def test_no_secret_in_an_endpoint(url: str, endpoint_url: str) -> None:
 @pytest.mark.parametrize("endpoint_url", ["localhost:9000", "127.0.0.1", "htp://localhost:9000"])
 def test_an_endpoint_without_its_scheme(endpoint_url: str) -> None:
     """Give an endpoint without http:// or https://: opening the store fails and says what is missing."""
-    with pytest.raises(InvalidArgumentError, match=r"endpoint_url'\] must begin with http:// or https://\. endpoint="):
+    hint = "" if "://" in endpoint_url else f": write https://{endpoint_url}, or http://{endpoint_url} for .*"
+    with pytest.raises(InvalidArgumentError, match=rf"url'\] must begin with http:// or https://{hint}\. endpoint="):
         open_cloud_store(parse_url("s3://bucket"), {"anon": True, "endpoint_url": endpoint_url})
 
 

@@ -1,0 +1,237 @@
+"""Limits that a site sets for all requests of a process: requests in flight, and bytes per second in each direction.
+
+They are options of every kind of store, and hold per process: its stores with the same limit share it. A limit of bytes
+per second holds on average, since each request begins when the bytes of those before have had their time, and then runs
+at full speed.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from dcp_remote.errors import InvalidArgumentError, TransientStorageError
+from dcp_remote.storage.base import Content, ObjectStore
+from dcp_remote.storage.request_context import remaining_seconds, writes_nothing
+from dcp_remote.storage.wrapper import Request, WrappedStore
+
+_Answer = TypeVar("_Answer")
+
+# A request that waits for its turn checks its deadline this often, since a save or load that fails expires it.
+_CHECK_SECONDS = 0.2
+
+_NO_TIME = (
+    "The limit of {} in storage_options left no time for this request. Raise the limit, or the deadline of the save or "
+    "load."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Limits of the requests of one process, by the names of their storage options; None for no limit.
+
+    Attributes:
+        requests_in_flight: Number of requests at a time; late reads that are sent twice count once.
+        upload_bytes_per_second: Bytes put per second.
+        download_bytes_per_second: Bytes read per second.
+    """
+
+    requests_in_flight: int | None = None
+    upload_bytes_per_second: float | None = None
+    download_bytes_per_second: float | None = None
+
+
+LIMIT_OPTIONS = tuple(field.name for field in fields(StoreLimits))
+
+
+def take_limits(options: Mapping[str, object]) -> tuple[StoreLimits, dict[str, object]]:
+    """Return the limits among storage options, and the other options.
+
+    Raises:
+        InvalidArgumentError: A limit is not a number above zero, or the number of requests not an integer.
+    """
+    limits: dict[str, object] = {}
+    for name in LIMIT_OPTIONS:
+        value = options.get(name)
+        if value is None:
+            continue
+        is_count = name == "requests_in_flight"
+        kinds: tuple[type, ...] = (int,) if is_count else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:  # type: ignore[operator]  # a number by now
+            raise InvalidArgumentError(
+                f"storage_options[{name!r}] must be {'an integer' if is_count else 'a number'} above zero.",
+                value=value,
+                type=type(value).__name__,
+            )
+        limits[name] = value
+    others = {name: value for name, value in options.items() if name not in LIMIT_OPTIONS}
+    return StoreLimits(**limits), others  # type: ignore[arg-type]  # checked above
+
+
+class ByteRate:
+    """Limit of bytes per second, shared by threads: gives each request a time to begin.
+
+    Args:
+        name: Name of its storage option.
+        bytes_per_second: Limit.
+        clock: Monotonic clock, in seconds.
+        sleep: Waits, in seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        bytes_per_second: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Begin with no byte sent."""
+        self._name = name
+        self._bytes_per_second = bytes_per_second
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._free_seconds = -math.inf  # time at which the bytes claimed so far have had theirs
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the limit; a process has its own count."""
+        return _rate_of, (self._name, self._bytes_per_second)
+
+    def wait(self, size_bytes: int) -> None:
+        """Wait until a request of this size may begin.
+
+        Raises:
+            TransientStorageError: The deadline of the request comes first; nothing is claimed then.
+        """
+        with self._lock:
+            now_seconds = self._clock()
+            begin_seconds = max(now_seconds, self._free_seconds)
+            if begin_seconds - now_seconds > remaining_seconds():
+                raise TransientStorageError(_NO_TIME.format(self._name), bytes_per_second=self._bytes_per_second)
+            self._free_seconds = begin_seconds + size_bytes / self._bytes_per_second
+        while (left_seconds := begin_seconds - self._clock()) > 0:
+            self._sleep(min(left_seconds, _CHECK_SECONDS))
+            if not remaining_seconds():
+                raise TransientStorageError(_NO_TIME.format(self._name), bytes_per_second=self._bytes_per_second)
+
+    def count(self, size_bytes: int) -> None:
+        """Count bytes that have arrived, of a request whose size was not known; later requests wait for them."""
+        with self._lock:
+            self._free_seconds = max(self._clock(), self._free_seconds) + size_bytes / self._bytes_per_second
+
+
+class RequestSlots:
+    """Limit of the requests in flight, shared by threads.
+
+    Args:
+        count: Limit.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Begin with no request in flight."""
+        self._count = count
+        self._slots = threading.BoundedSemaphore(count)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the limit; a process has its own count."""
+        return _slots_of, (self._count,)
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """Hold a slot while a block runs; wait for a free one before.
+
+        Raises:
+            TransientStorageError: The deadline of the request passed before a slot was free.
+        """
+        if not self._slots.acquire(blocking=False):
+            self._wait()
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+    def _wait(self) -> None:
+        has_slot = False
+        try:
+            with writes_nothing():
+                while not (has_slot := self._slots.acquire(timeout=min(_CHECK_SECONDS, remaining_seconds()))):
+                    if not remaining_seconds():
+                        raise TransientStorageError(
+                            _NO_TIME.format("requests_in_flight"), requests_in_flight=self._count
+                        )
+        except BaseException:
+            if has_slot:  # the load that asked was given up meanwhile
+                self._slots.release()
+            raise
+
+
+class LimitedStore(WrappedStore):
+    """Store that keeps to limits, as do its children.
+
+    Args:
+        store: Store to wrap.
+        upload: Limit of the bytes that are put; None for none.
+        download: Limit of the bytes that are read; None for none.
+        slots: Limit of the requests in flight; None for none. A listing counts while its first page is asked for.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        upload: ByteRate | None = None,
+        download: ByteRate | None = None,
+        slots: RequestSlots | None = None,
+    ) -> None:
+        """Store the arguments."""
+        super().__init__(store)
+        self._upload = upload
+        self._download = download
+        self._slots = slots
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        rate = self._upload if request.verb == "put" else self._download
+        if rate is not None and request.size_bytes:
+            with writes_nothing():
+                rate.wait(request.size_bytes)
+        with self._slots.slot() if self._slots is not None else nullcontext():
+            answer = send()
+        if isinstance(answer, Content) and self._download is not None:
+            self._download.count(len(answer.data))
+        return answer
+
+
+def limit_store(store: ObjectStore, limits: StoreLimits) -> ObjectStore:
+    """Return the store with the limits of this process, or the store itself if there are none."""
+    if limits == StoreLimits():
+        return store
+    upload, download = limits.upload_bytes_per_second, limits.download_bytes_per_second
+    return LimitedStore(
+        store,
+        upload=None if upload is None else _rate_of("upload_bytes_per_second", upload),
+        download=None if download is None else _rate_of("download_bytes_per_second", download),
+        slots=None if limits.requests_in_flight is None else _slots_of(limits.requests_in_flight),
+    )
+
+
+_shared_lock = threading.Lock()
+_rates: dict[tuple[str, float], ByteRate] = {}
+_slots: dict[int, RequestSlots] = {}
+
+
+def _rate_of(name: str, bytes_per_second: float) -> ByteRate:
+    """Return the limit that all stores of this process with the same one share."""
+    with _shared_lock:
+        return _rates.setdefault((name, bytes_per_second), ByteRate(name, bytes_per_second))
+
+
+def _slots_of(count: int) -> RequestSlots:
+    """Return the limit that all stores of this process with the same one share."""
+    with _shared_lock:
+        return _slots.setdefault(count, RequestSlots(count))
