@@ -19,6 +19,7 @@ from dcp_remote import errors
 
 if TYPE_CHECKING:
     from dcp_remote.loading.load import load
+    from dcp_remote.loading.planner import RemoteLoadPlanner
     from dcp_remote.manager.manager import CheckpointManager
     from dcp_remote.manager.random_states import RandomStates
     from dcp_remote.reader import RemoteReader
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointManager",
     "PerRank",
     "RandomStates",
+    "RemoteLoadPlanner",
     "RemoteReader",
     "RemoteWriter",
     "Retention",
@@ -48,6 +50,7 @@ _LAZY = {
     "CheckpointManager": "manager.manager",
     "PerRank": "serialization.state_dict",
     "RandomStates": "manager.random_states",
+    "RemoteLoadPlanner": "loading.planner",
     "RemoteReader": "reader",
     "RemoteWriter": "writer",
     "Retention": "run.retention",
