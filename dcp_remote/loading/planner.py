@@ -109,8 +109,13 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
             raise InvalidArgumentError("This planner needs the metadata of the checkpoint. Use it in dcp.load.")
         # torch gives those memory next, but no values to keep.
         on_meta = _names_on_meta(state_dict) if self._selection.given else set()
-        self._empty_places = [".".join(map(str, place)) for place in empty_places(state_dict)]
+        places = {".".join(map(str, place)): place for place in empty_places(state_dict)}
+        self._empty_places = list(places)
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        for name, place in places.items():
+            # torch takes an empty dict in a list for the value None, which it does not save.
+            if self.mappings.get(name) == place:
+                del self.state_dict[name]
         meta = metadata.storage_meta
         if isinstance(meta, SourceMeta):
             meta.selection = self._selection

@@ -155,6 +155,15 @@ def test_missing_and_unexpected_values_by_request(store: RecordingStore) -> None
         load_by(store, {"net": {"embed": torch.zeros(4, 3)}}, missing="keep", unexpected="ignore")
 
 
+def test_empty_dicts_in_lists() -> None:
+    """An empty dict in a list, which torch's planner takes for a value, is none; a name that looks like it is."""
+    store = RecordingStore(MemoryStore())
+    dcp.save({"l": [{}, {"w": torch.ones(1)}], "a": {"b": {}}, "a.b": 1}, storage_writer=RemoteWriter(store))
+    state: State = {"l": [{}, {"w": torch.zeros(1)}], "a": {"b": {}}, "a.b": 0}
+    load_by(store, state)
+    assert equal(state, {"l": [{}, {"w": torch.ones(1)}], "a": {"b": {}}, "a.b": 1})
+
+
 def test_values_without_memory_cannot_be_kept(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor on the meta device has no value that could stay; it is listed."""
     # torch asks the process group on which device to allocate, and there is none.
