@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dcp_remote.coordination.torch_errors import plain_errors
     from dcp_remote.loading.load import load
     from dcp_remote.loading.peer_sockets import RankSockets
+    from dcp_remote.loading.planner import RemoteLoadPlanner
     from dcp_remote.loading.run_handle import Run, open_run
     from dcp_remote.manager.manager import CheckpointManager
     from dcp_remote.manager.progress import ProgressReport
@@ -59,6 +60,7 @@ __all__ = [
     "RandomStates",
     "RankSockets",
     "RefusedValue",
+    "RemoteLoadPlanner",
     "RemoteReader",
     "RemoteWriter",
     "Retention",
@@ -93,6 +95,7 @@ _LAZY = {
     "RandomStates": "manager.random_states",
     "RefusedValue": "serialization.refused_values",
     "RankSockets": "loading.peer_sockets",
+    "RemoteLoadPlanner": "loading.planner",
     "RemoteReader": "reader",
     "RemoteWriter": "writer",
     "Retention": "run.retention",

@@ -18,6 +18,7 @@
     │   ├── ConditionFailedError  a conditional write found another object (perhaps of its own earlier attempt)
     │   └── PermissionDeniedError fix the credentials or the permissions
     └── InvalidArgumentError      (also ValueError)         fix the call
+        └── StateMismatchError    the checkpoint does not fit the state; the message lists all of it, and the options
 
 Messages have the form `what. key=value key=value`. Every class can be pickled and unpickled, and so reaches other ranks
 inside torch's `CheckpointException`; an exception that cannot would leave them waiting in a collective operation.
@@ -158,3 +159,11 @@ class PermissionDeniedError(StorageError):
 
 class InvalidArgumentError(DcpRemoteError, ValueError):
     """The call itself is wrong: a bad URL or option, or a template that asks for entries that were not saved."""
+
+
+class StateMismatchError(InvalidArgumentError):
+    """The checkpoint does not fit the state, and no tensor was read.
+
+    The message lists missing and unexpected names, shapes, dtypes and kinds, and the options that allow them; the
+    details count them.
+    """

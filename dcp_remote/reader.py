@@ -10,10 +10,10 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NoReturn
+from dataclasses import fields, replace
+from typing import Any, Literal, NoReturn
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -23,9 +23,11 @@ from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.coordination.group import default_world_size
 from dcp_remote.errors import CommitConflictError, InvalidArgumentError
 from dcp_remote.format.manifest import Manifest
-from dcp_remote.loading.dcp_metadata import to_dcp_metadata
+from dcp_remote.loading.dcp_metadata import SourceMeta, to_dcp_metadata
 from dcp_remote.loading.engine import read_targets
+from dcp_remote.loading.planner import RemoteLoadPlanner
 from dcp_remote.loading.read_items import make_target_layers
+from dcp_remote.loading.selection import Patterns, Rename, Selection
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import (
@@ -61,6 +63,12 @@ class RemoteReader(StorageReader):
     it needs only parts of pieces. No code runs on load. If a load raises, the template holds parts of the checkpoint
     and must not be used.
 
+    torch's own planner names one missing key, and leaves out without a word what the state lacks. With a planner of
+    this reader, all differences are one `StateMismatchError`, and the options of `RemoteLoadPlanner` apply:
+
+        reader = RemoteReader("s3://bucket/checkpoint", exclude="*head.*")
+        dcp.load(state, storage_reader=reader, planner=reader.planner())
+
     A reader can be used for several loads, one after another, or at the same time from several threads. A pickle of a
     reader holds its configuration, with credentials that were passed as options, and never a connection.
 
@@ -68,6 +76,12 @@ class RemoteReader(StorageReader):
         url: URL or path of a checkpoint, or its store, as for `RemoteWriter`; or of a run that `CheckpointManager`
             saves into.
         step: Step of a run, or name of a checkpoint in it; None is the newest.
+        include: Names or patterns to load; like the following, for the planner that `planner` makes.
+        exclude: Names or patterns that stay as they are.
+        rename: Dict of names, or their first parts, in the checkpoint to those in the state; or a function.
+        missing: "keep" to keep values that the checkpoint lacks.
+        unexpected: "ignore" to leave out entries that no rank has a value for.
+        dtype: "convert" to convert tensors to the dtypes of the state.
         allow_pickle: True to load objects that need code; they can do anything to this process.
         storage_options: Options of the store, as for `RemoteWriter`.
         memory_budget_bytes: Limit of the buffers beyond the state, in bytes per rank.
@@ -83,6 +97,12 @@ class RemoteReader(StorageReader):
         url: str | os.PathLike[str] | ObjectStore,
         *,
         step: int | str | None = None,
+        include: Patterns | None = None,
+        exclude: Patterns = (),
+        rename: Rename | None = None,
+        missing: Literal["error", "keep"] = "error",
+        unexpected: Literal["error", "ignore"] = "error",
+        dtype: Literal["error", "convert"] = "error",
         allow_pickle: bool = False,
         storage_options: Mapping[str, object] | None = None,
         memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
@@ -92,6 +112,9 @@ class RemoteReader(StorageReader):
         super().__init__()
         require_budget(memory_budget_bytes)
         require_timeout(timeout_seconds)
+        self._selection = Selection.of(
+            include=include, exclude=exclude, rename=rename, missing=missing, unexpected=unexpected, dtype=dtype
+        )
         self._step = step
         self._timeout_seconds = timeout_seconds
         self._allow_pickle = allow_pickle
@@ -115,6 +138,11 @@ class RemoteReader(StorageReader):
     def load_id(self) -> str | None:
         """Id of the load under way in this thread, or of the last one; None before the first."""
         return self._load.load_id
+
+    def planner(self) -> RemoteLoadPlanner:
+        """Return a planner with the options of this reader, for one load: a reader never sees the state itself."""
+        options = {field.name: getattr(self._selection, field.name) for field in fields(self._selection)}
+        return RemoteLoadPlanner(**options)
 
     # ---- torch's protocol, in the order in which torch calls it
 
@@ -154,18 +182,34 @@ class RemoteReader(StorageReader):
         except Exception as error:  # noqa: BLE001  # raised when the metadata is used
             return _UnreadMetadata(make_picklable(error))
         self._load.manifest = manifest
-        metadata.storage_meta = StorageMeta(
-            checkpoint_id=self.checkpoint_id, save_id=manifest.save_id, load_id=self._load.load_id
+        metadata.storage_meta = SourceMeta(
+            checkpoint_id=self.checkpoint_id,
+            save_id=manifest.save_id,
+            load_id=self._load.load_id,
+            step=manifest.run.step if manifest.run is not None else None,
+            thinned=manifest.run.thinned if manifest.run is not None else (),
         )
         return metadata
 
     @replace_unpicklable_errors
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # torch's signature
-        """Raise the error that `read_metadata` kept; the coordinator alone logs from now on."""
+        """Raise the error that `read_metadata` kept; the coordinator alone logs from now on.
+
+        Raises:
+            InvalidArgumentError: This reader has options for a planner, and torch has set up another planner.
+        """
         if isinstance(metadata, _UnreadMetadata):
             raise metadata.error
         self._load.is_coordinator = is_coordinator
         name_speaker(self._store.url, is_speaker=is_coordinator)
+        planned = metadata.storage_meta.selection if isinstance(metadata.storage_meta, SourceMeta) else None
+        if self._selection.given and planned != self._selection:
+            raise InvalidArgumentError(
+                "Only the planner of a load can apply these options of the reader: "
+                "dcp.load(state, storage_reader=reader, planner=reader.planner()).",
+                url=self._store.url,
+                options=", ".join(self._selection.given),
+            )
 
     @replace_unpicklable_errors
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

@@ -4,6 +4,7 @@
 - engine: fetches by downloads what read_plan asks for, verifies it, and hands it to targets.
 - read_items: makes targets of the items of torch's load plan.
 - shared_read_plan, peer_exchange, peers, peer_sockets: ranks of a group read once what several of them want.
+- planner, selection, state_check: which entries are loaded, under which names, and one error for all that does not fit.
 - overlapping_templates, chunk_list, dcp_metadata: what torch's planner and readers need.
 """
 
@@ -19,9 +20,12 @@ __all__ = [
     "peer_exchange",
     "peer_sockets",
     "peers",
+    "planner",
     "read_items",
     "read_plan",
     "run_handle",
+    "selection",
     "shared_read_plan",
+    "state_check",
     "targets",
 ]

@@ -5,7 +5,7 @@ torch's object for one chunk takes half a kilobyte and one to two microseconds, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
@@ -120,19 +120,37 @@ def local_plan(planner: LoadPlanner) -> LoadPlan:
     if not inherits_methods(planner, DefaultLoadPlanner, ("create_local_plan",)) or planner.metadata is None:
         return planner.create_local_plan()
     metadata = planner.metadata
-    numbers: dict[str, list[int]] = {}
-    entries: dict[str, STORAGE_TYPES] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        reduced = _keep_overlapping(entry, planner.state_dict.get(name))
-        if reduced is None:
-            entries[name] = entry
-            continue
-        numbers[name], entries[name] = reduced
+    entries, numbers = reduce_chunks(metadata.state_dict_metadata, planner.state_dict)
     planner.metadata = replace(metadata, state_dict_metadata=entries)
     try:
         plan = planner.create_local_plan()
     finally:
         planner.metadata = metadata
+    return renumber_chunks(plan, numbers)
+
+
+def reduce_chunks(
+    entries: Mapping[str, STORAGE_TYPES], state: Mapping[str, Any]
+) -> tuple[dict[str, STORAGE_TYPES], dict[str, list[int]]]:
+    """Return entries with the chunks alone that the templates overlap, and the numbers of these chunks.
+
+    Args:
+        entries: Entries of the checkpoint by name; few objects are built for those with a `ChunkList`.
+        state: Templates by name.
+    """
+    reduced: dict[str, STORAGE_TYPES] = {}
+    numbers: dict[str, list[int]] = {}
+    for name, entry in entries.items():
+        kept = _keep_overlapping(entry, state.get(name))
+        if kept is None:
+            reduced[name] = entry
+        else:
+            numbers[name], reduced[name] = kept
+    return reduced, numbers
+
+
+def renumber_chunks(plan: LoadPlan, numbers: Mapping[str, Sequence[int]]) -> LoadPlan:
+    """Return a plan for the entries of `reduce_chunks` with the numbers that the chunks have in the checkpoint."""
     return replace(
         plan,
         items=[

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -13,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_remote.errors import UnsupportedFormatError
 from dcp_remote.format.manifest import Manifest, TensorKind
 from dcp_remote.loading.chunk_list import ChunkCache, ChunkList
+from dcp_remote.loading.selection import Selection
 from dcp_remote.serialization.tensors import parse_dtype
 
 # Version that torch's own writers give (CURRENT_DCP_VERSION in filesystem.py of torch 2.13).
@@ -27,6 +31,23 @@ _MEMORY_FORMATS = {
     "channels_last": torch.channels_last,
     "preserve": torch.preserve_format,
 }
+
+
+@dataclass
+class SourceMeta(StorageMeta):
+    """torch's `StorageMeta` with what `RemoteLoadPlanner` needs to know of a checkpoint.
+
+    Attributes:
+        step: Step of the checkpoint; None outside a run.
+        thinned: Top-level keys that retention deleted.
+        rank: This rank, whose `PerRank` values may be loaded; None if the state cannot hold any.
+        selection: Options of the planner that was set up with this metadata; None before, and with another planner.
+    """
+
+    step: int | None = None
+    thinned: tuple[str, ...] = ()
+    rank: int | None = None
+    selection: Selection | None = None
 
 
 def to_dcp_metadata(manifest: Manifest) -> Metadata:

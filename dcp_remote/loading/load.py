@@ -15,10 +15,11 @@ from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.empty_dicts import empty_dicts
-from dcp_remote.format.entry_names import choose_names
+from dcp_remote.format.entry_names import no_match_error
 from dcp_remote.format.manifest import RAW, Manifest
 from dcp_remote.loading.engine import Target, read_targets
 from dcp_remote.loading.read_plan import Want
+from dcp_remote.loading.selection import Path, Patterns, Rename, Selection, rename_path
 from dcp_remote.loading.targets import BytesTarget, TensorTarget, make_object_targets, want_bytes
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.serialization.state_dict import unwrap_per_rank
@@ -32,7 +33,11 @@ def load(
     url: str | os.PathLike[str] | ObjectStore,
     *,
     step: int | str | None = None,
-    keys: str | Sequence[str] | None = None,
+    keys: Patterns | None = None,
+    include: Patterns | None = None,
+    exclude: Patterns = (),
+    rename: Rename | None = None,
+    dtype: torch.dtype | None = None,
     allow_pickle: bool = False,
     storage_options: Mapping[str, object] | None = None,
     memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
@@ -53,6 +58,11 @@ def load(
         step: Step of a run, or name of a checkpoint in it; None is the newest.
         keys: Names, or patterns of names such as `"model.*"`, as `dcp-remote show` lists them; None reads everything.
             Entries that were not chosen are left out. In a list they are None, so that chosen entries keep their index.
+        include: The same as `keys`, under the name that `CheckpointManager.restore` has for it; give one of them.
+        exclude: Names or patterns to leave out.
+        rename: Dict of names, or of their first parts up to a dot, to new names, or a function of a name; None in the
+            place of a name leaves an entry out. Patterns take new names.
+        dtype: Floating-point type to which tensors of other floating-point types are converted; None keeps theirs.
         allow_pickle: True to load objects that need code.
         storage_options: Options of the store, as for `RemoteWriter`.
         memory_budget_bytes: Limit of the buffers beyond the returned values, in bytes.
@@ -67,13 +77,16 @@ def load(
     """
     require_budget(memory_budget_bytes)
     require_timeout(timeout_seconds)
+    selection = _selection(keys, include, exclude, rename)
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise InvalidArgumentError("dtype must be a floating-point torch.dtype, such as torch.bfloat16.", dtype=dtype)
     store = Location.of(url, storage_options).store
     manifest = read_manifest(store, step=step, retry_seconds=timeout_seconds)
     names = list(manifest.names())
     empty = empty_dicts(manifest.flatten, names)
     names += empty
-    if keys is not None:
-        names = choose_names(names, [keys] if isinstance(keys, str) else keys, paths=manifest.flatten)
+    paths = _choose_paths(manifest, names, selection)
+    names = list(paths)
     flat: dict[str, Any] = {name: {} if name in empty else None for name in names}
     targets: list[Target] = []
     for name in (name for name in names if name not in empty):
@@ -81,27 +94,79 @@ def load(
         if number is None:
             targets += make_object_targets(manifest, name, partial(flat.__setitem__, name), allow_pickle=allow_pickle)
         else:
-            targets += _make_tensor_targets(manifest, number, flat, allow_pickle=allow_pickle)
+            targets += _make_tensor_targets(manifest, number, flat, dtype=dtype, allow_pickle=allow_pickle)
     read_targets(store, manifest, targets, memory_budget_bytes=memory_budget_bytes, retry_seconds=timeout_seconds)
-    if manifest.flatten is None:
-        return flat
     nested: dict[str, Any] = {}
     for name, value in flat.items():
-        path = manifest.flatten.get(name, (name,))
-        set_element(nested, path, unwrap_per_rank(path, value) if manifest.run is not None else value)
+        path = (manifest.flatten or {}).get(name, (name,))
+        set_element(nested, paths[name], unwrap_per_rank(path, value) if manifest.run is not None else value)
     return nested
 
 
-def _make_tensor_targets(manifest: Manifest, number: int, flat: dict[str, Any], *, allow_pickle: bool) -> list[Target]:
+def _selection(keys: Patterns | None, include: Patterns | None, exclude: Patterns, rename: Rename | None) -> Selection:
+    if keys is not None and include is not None:
+        raise InvalidArgumentError("keys and include are two names of one argument. Give one of them.")
+    return Selection.of(include=include if keys is None else keys, exclude=exclude, rename=rename)
+
+
+def _choose_paths(manifest: Manifest, names: Sequence[str], selection: Selection) -> dict[str, Path]:
+    """Return the names of the entries and empty dicts that are chosen, each with its path in the returned state.
+
+    Raises:
+        InvalidArgumentError: A pattern or name of the selection matches nothing, or two values get one place.
+    """
+    flatten = manifest.flatten or {}
+    renamed = selection.rename_entries(names)
+    paths = {new: _new_path(flatten.get(name, (name,)), name, new) for name, new in renamed.items()}
+    names_chosen, unmatched = selection.choose(paths)
+    if unmatched:
+        raise no_match_error(unmatched[0], paths, paths if flatten else {})
+    chosen = set(names_chosen)
+    found = {name: paths[new] for name, new in renamed.items() if new in chosen}
+    if selection.rename is not None:
+        _require_tree(found)
+    return found
+
+
+def _new_path(path: Path, name: str, new: str) -> Path:
+    """Return the path of an entry, or of an empty dict, under its new name."""
+    if name == new:
+        return path
+    is_entry = name == ".".join(map(str, path))
+    return rename_path(path, new if is_entry else new.removesuffix(".{}"))
+
+
+def _require_tree(paths: Mapping[str, Path]) -> None:
+    """Check that no value of a renamed state lies below another value, or in its place.
+
+    Raises:
+        InvalidArgumentError: A path is the beginning of another, or equal to another.
+    """
+    names: dict[Path, str] = {}
+    for name, path in paths.items():
+        names.setdefault(path, name)
+    for name, path in paths.items():
+        other = next((names[path[:n]] for n in range(1, len(path) + 1) if names.get(path[:n], name) != name), None)
+        if other is not None:
+            raise InvalidArgumentError(
+                "rename puts an entry in the place of another, or below.", entry=name, other=other
+            )
+
+
+def _make_tensor_targets(
+    manifest: Manifest, number: int, flat: dict[str, Any], *, dtype: torch.dtype | None, allow_pickle: bool
+) -> list[Target]:
     """Make the targets that read a whole tensor into `flat`: one per chunk, or one for a stream."""
     tensors = manifest.tensors
     name, kind = tensors.names[number], tensors.kind_of(number)
     first = int(tensors.chunk_first[number])
+    saved = parse_dtype(kind.dtype)
+    wanted = dtype if dtype is not None and saved.is_floating_point else saved
     if kind.encoding != RAW:
         want = Want(int(tensors.piece_first[first]), int(tensors.piece_first[first + 1]), None)
 
         def done(data: memoryview) -> None:
-            flat[name] = decode_tensor(
+            tensor = decode_tensor(
                 name,
                 kind.encoding,
                 data,
@@ -109,9 +174,10 @@ def _make_tensor_targets(manifest: Manifest, number: int, flat: dict[str, Any], 
                 sizes=tensors.shape_of(number),
                 allow_pickle=allow_pickle,
             )
+            flat[name] = tensor if dtype is None else tensor.to(wanted)
 
         return [BytesTarget(name, want, length=want_bytes(manifest, want), done=done)]
-    whole = flat[name] = _allocate(name, parse_dtype(kind.dtype), tensors.shape_of(number))
+    whole = flat[name] = _allocate(name, wanted, tensors.shape_of(number))
     targets: list[Target] = []
     for chunk in range(first, first + int(tensors.chunks[number])):
         sizes = tensors.sizes_of(chunk)

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from types import TracebackType
-from typing import Any, Self, SupportsFloat
+from typing import Any, Literal, Self, SupportsFloat
 
 import torch.distributed as dist
 from torch import nn
@@ -27,7 +27,9 @@ from dcp_remote.coordination.group import RankGroup, default_world_size
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
 from dcp_remote.format.manifest_json import checked_user
 from dcp_remote.loading.peer_sockets import RankSockets, check_rank_sockets
+from dcp_remote.loading.planner import choose_planner
 from dcp_remote.loading.run_handle import Run
+from dcp_remote.loading.selection import Patterns, Rename
 from dcp_remote.manager.background_save import AtExit, BackgroundSave, BackgroundSaves
 from dcp_remote.manager.coordinator import Coordinator
 from dcp_remote.manager.preemption import Preemption
@@ -351,9 +353,15 @@ class CheckpointManager:
         state: MutableMapping[str, Any] | nn.Module,
         step: int | str | None = None,
         *,
-        planner: LoadPlanner | None = None,
+        include: Patterns | None = None,
+        exclude: Patterns = (),
+        rename: Rename | None = None,
+        missing: Literal["error", "keep"] = "error",
+        unexpected: Literal["error", "ignore"] = "error",
+        dtype: Literal["error", "convert"] = "error",
         must_exist: bool = False,
         go_on: bool = True,
+        planner: LoadPlanner | None = None,
     ) -> int | None:
         """Load a checkpoint into a state, in place; called by every rank, at any world size.
 
@@ -363,7 +371,14 @@ class CheckpointManager:
 
         Tensors are read into the tensors of the state; modules, optimizers, other `Stateful`s and `PerRank` values are
         given theirs; other objects are replaced. A rank of which the checkpoint has no `PerRank` values keeps its own.
-        If this method raises, the state may hold parts of the checkpoint and must not be used.
+        If this method raises, the state may hold parts of the checkpoint and must not be used; after a
+        `StateMismatchError` it is unchanged.
+
+        State and checkpoint must have the same names, shapes and dtypes, but for the options, which
+        `RemoteLoadPlanner` describes:
+
+            checkpoints.restore(state, exclude="*head.*")  # a resized head, with its optimizer state
+            checkpoints.restore(state, missing="keep")     # an added adapter, or a new "epoch": 0
 
         Costs the store: a HEAD, a GET of the catalog and a GET of the manifest, by the coordinator; a GET per range of
         at most 8 MiB, by one of up to 64 ranks that want it, which gives it to the others over sockets between ranks. A
@@ -372,25 +387,42 @@ class CheckpointManager:
         Args:
             state: State as for `save`; its keys and shapes say what is loaded.
             step: Step or name of the checkpoint; None is the newest.
-            planner: Planner of torch; None is `DefaultLoadPlanner()`.
+            include: Names or patterns to load; None is all. The others stay as they are.
+            exclude: Names or patterns that stay as they are.
+            rename: Dict of names, or their first parts, in the checkpoint to those in the state; or a function.
+            missing: "keep" to keep values that the checkpoint lacks.
+            unexpected: "ignore" to leave out entries that no rank has a value for.
+            dtype: "convert" to convert tensors to the dtypes of the state.
             must_exist: True to raise where there is no checkpoint, instead of starting from nothing.
             go_on: False to change nothing of the run: the next save goes on from where the job was.
+            planner: Planner of torch in place of these options; None is a `RemoteLoadPlanner` with them.
 
         Returns:
             The step; None if `step` is None and the run has no checkpoint, and then the state is unchanged, and a
             warning says what else lies at the URL (one LIST of a page).
 
         Raises:
+            StateMismatchError: The checkpoint does not fit the state; lists all of it, on all ranks. Nothing was read.
             CheckpointNotFoundError: The run has no checkpoint of this step or name; or none, with `must_exist`.
             CheckpointGoneError: The checkpoint was deleted while it was being read; the error names newer ones.
             CheckpointExistsError: A checkpoint by itself, and no run, lies at this URL.
             CorruptCheckpointError: Bytes differ from those that were written: restore an older step.
             UnsafeObjectError: An object needs code to load.
             StorageError: The store failed for five minutes.
+            InvalidArgumentError: An option has a wrong value, or matches nothing; or there is a planner as well.
             DcpRemoteError: Another rank failed, fell silent or did not come, and is named; or `timeout_seconds` have
                 passed.
         """
         self._require_open()
+        planner = choose_planner(
+            planner,
+            include=include,
+            exclude=exclude,
+            rename=rename,
+            missing=missing,
+            unexpected=unexpected,
+            dtype=dtype,
+        )
         self._preemption.forget_expired_notice()
         self.wait()
         collective = self._prepare(

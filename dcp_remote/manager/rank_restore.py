@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.overrides import inherits_methods
@@ -24,13 +23,16 @@ from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.catalog import Entry
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.loading.chunk_list import local_plan
-from dcp_remote.loading.dcp_metadata import to_dcp_metadata
+from dcp_remote.loading.dcp_metadata import SourceMeta, to_dcp_metadata
 from dcp_remote.loading.engine import Target, read_targets
 from dcp_remote.loading.peer_exchange import PeerExchange, cohorts_of
 from dcp_remote.loading.peer_sockets import RankSockets
 from dcp_remote.loading.peers import host_towards
+from dcp_remote.loading.planner import RemoteLoadPlanner
 from dcp_remote.loading.read_items import make_target_layers
 from dcp_remote.loading.read_plan import ReadPlan, plan_reads, wanted_blocks
+from dcp_remote.loading.selection import rename_path
+from dcp_remote.loading.state_check import StateCheck, Verdict
 from dcp_remote.manager.progress import Progress
 from dcp_remote.manager.reports import LoadReport, LoadSeconds
 from dcp_remote.manager.telemetry import Operation
@@ -71,7 +73,7 @@ def load_rank(
     state: MutableMapping[str, Any],
     *,
     step: int | str | None,
-    planner: LoadPlanner | None,
+    planner: LoadPlanner,
     operation: Operation,
     allow_pickle: bool,
     memory_budget_bytes: int,
@@ -88,7 +90,7 @@ def load_rank(
         store: Store, opened at the run.
         state: State; tensors are read into its tensors.
         step: Step or name of the checkpoint; None is the newest.
-        planner: Planner of torch; None is `DefaultLoadPlanner()`.
+        planner: Planner of torch, or a `RemoteLoadPlanner`.
         operation: Operation of telemetry.
         allow_pickle: True to load objects that only code can load.
         memory_budget_bytes: Bound of the buffers beyond the state, in bytes.
@@ -123,18 +125,19 @@ def load_rank(
         del chosen, data
         # `Stateful` objects may call collectives of torch next, in which one rank alone would hang.
         collective.gather(None, _require_no_failure)
-        saved = _saved_paths(manifest)
+        saved = _saved_paths(manifest, planner)
         template = make_template(state, ranks.rank, saved)
         keys = TextKeys(template)
-        _require_not_thinned(entry, template)
+        if not isinstance(planner, RemoteLoadPlanner):
+            _require_not_thinned(entry, template)
+            if ranks.is_coordinator:
+                _warn_of_empty_places(template, saved)
         if ranks.is_coordinator:
             _warn_of_other_world_size(state, manifest, saved, ranks.world_size)
-            _warn_of_empty_places(template, saved)
-        # torch's flattening drops a ShardedTensor of which this rank has nothing, and then takes the checkpoint for one
-        # of an older torch.
-        planner = (
-            planner if planner is not None else DefaultLoadPlanner(flatten_sharded_tensors=has_nested_shards(template))
-        )
+        if isinstance(planner, RemoteLoadPlanner):
+            # torch's flattening drops a ShardedTensor of which this rank has nothing, and then takes the checkpoint for
+            # one of an older torch.
+            planner.flatten_sharded_tensors = has_nested_shards(template)
         exchange: PeerExchange | None = None
         if ranks.world_size > 1:
             exchange = PeerExchange(
@@ -146,14 +149,9 @@ def load_rank(
                 memory_budget_bytes=memory_budget_bytes,
                 is_over=collective.deadline.expired,
             )
-        metadata = to_dcp_metadata(manifest)
-        metadata.storage_meta = StorageMeta(checkpoint_id=store.url, save_id=manifest.save_id)
-        planner.set_up_planner(keys.template, metadata, ranks.is_coordinator)
-        plan = local_plan(planner)
-        # torch's own returns the plans unchanged. Plans are large, so they are exchanged only for a user's own method.
-        if not inherits_methods(planner, DefaultLoadPlanner, ("create_global_plan",)):
-            plan = collective.scatter(plan, planner.create_global_plan)
-        plan = planner.finish_plan(plan)
+        plan, untouched = _plan(
+            collective, ranks, planner, keys.template, manifest=manifest, entry=entry, url=store.url
+        )
     planned_seconds = time.monotonic()
     with operation.phase("reading"):
         collective.set_activity(f"reading step {entry.step}")
@@ -173,7 +171,9 @@ def load_rank(
             # Until then another rank may want what this rank has read.
             collective.gather(None, _require_no_failure)
         keys.apply_loaded()
-        apply_loaded(state, template, ranks.rank)
+        if isinstance(planner, RemoteLoadPlanner):
+            _drop_kept(template, ranks.rank, planner)
+        apply_loaded(state, template, ranks.rank, untouched=untouched)
         collective.gather(None, _require_no_failure)
     counts = store.counts.since(before)
     report = LoadReport(
@@ -301,6 +301,79 @@ def _choose(
     return _Chosen(entry, data if len(data) * len(steps) <= _MANIFESTS_BYTES_MAX else None)
 
 
+def _plan(
+    collective: Collective,
+    ranks: RankGroup,
+    planner: LoadPlanner,
+    template: dict[str, Any],
+    *,
+    manifest: Manifest,
+    entry: Entry,
+    url: str,
+) -> tuple[LoadPlan, frozenset[str]]:
+    """Return the plan of this rank, and the top-level keys of the state below which no rank loads a value."""
+    metadata = to_dcp_metadata(manifest)
+    metadata.storage_meta = SourceMeta(
+        checkpoint_id=url, save_id=manifest.save_id, step=entry.step, thinned=entry.thinned, rank=ranks.rank
+    )
+    planner.set_up_planner(template, metadata, ranks.is_coordinator)
+    plan = local_plan(planner)
+    untouched: frozenset[str] = frozenset()
+    # torch's own returns the plans unchanged. Plans are large, so they are exchanged only for a user's own method.
+    if inherits_methods(planner, RemoteLoadPlanner, ("create_global_plan",)):
+        untouched = _agree(collective, ranks, planner, url=url)
+    elif not inherits_methods(planner, DefaultLoadPlanner, ("create_global_plan",)):
+        plan = collective.scatter(plan, planner.create_global_plan)
+    return planner.finish_plan(plan), untouched
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckDigest:
+    """Digest of a rank's check, and whether state and checkpoint of that rank have the same names."""
+
+    digest: bytes
+    is_plain: bool
+
+
+def _agree(collective: Collective, ranks: RankGroup, planner: RemoteLoadPlanner, *, url: str) -> frozenset[str]:
+    """Agree with all ranks that the checkpoint fits; return the top-level keys below which no rank loads a value.
+
+    Each rank sends a digest. Only where a rank has something to report, one rank for each digest sends its check.
+
+    Raises:
+        StateMismatchError: The checkpoint does not fit the state of some rank; the same error on all ranks.
+        InvalidArgumentError: A pattern matches nothing.
+    """
+    digests: list[bytes] = []
+
+    def choose(sent: Sequence[_CheckDigest]) -> frozenset[int]:
+        digests[:] = [one.digest for one in sent]
+        first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+        return frozenset() if all(one.is_plain for one in sent) else frozenset(first.values())
+
+    def judge(sent: Sequence[StateCheck | None]) -> Verdict:
+        by_digest = {digest: check for digest, check in zip(digests, sent, strict=True) if check is not None}
+        return collective.run_in_thread(partial(planner.judge, [by_digest[digest] for digest in digests]))
+
+    check = planner.check
+    senders = collective.gather(_CheckDigest(check.digest(), check.is_plain), choose)
+    if not senders:
+        return frozenset()
+    verdict = collective.gather(check if ranks.rank in senders else None, judge)
+    if verdict.error is not None:
+        raise verdict.error
+    if verdict.note and ranks.is_coordinator:
+        logger.info("%s: %s", url, verdict.note)
+    return verdict.untouched
+
+
+def _drop_kept(template: dict[str, Any], rank: int, planner: RemoteLoadPlanner) -> None:
+    """Remove the per-rank values from a loaded template that the planner has left alone."""
+    own = template.get(PER_RANK_KEY, {}).get(str(rank), {})
+    for key in [key for key in own if not planner.loads(f"{PER_RANK_KEY}.{rank}.{key}")]:
+        del own[key]
+
+
 def _require_not_thinned(entry: Entry, template: Mapping[str, Any]) -> None:
     missing = [key for key in entry.thinned if key in template]
     if missing:
@@ -312,10 +385,13 @@ def _require_not_thinned(entry: Entry, template: Mapping[str, Any]) -> None:
         )
 
 
-def _saved_paths(manifest: Manifest) -> set[tuple[str | int, ...]]:
-    """Return the paths of entries, without those of empty dicts."""
-    entries = set(manifest.names())
-    return {path for name, path in (manifest.flatten or {}).items() if name in entries}
+def _saved_paths(manifest: Manifest, planner: LoadPlanner) -> set[tuple[str | int, ...]]:
+    """Return the paths of entries, as the planner renames them, without those of empty dicts."""
+    entries = list(manifest.names())
+    renamed = planner.rename_entries(entries) if isinstance(planner, RemoteLoadPlanner) else {}
+    flatten = manifest.flatten or {}
+    paths = ((name, flatten[name]) for name in entries if name in flatten)
+    return {path if (new := renamed.get(name, name)) == name else rename_path(path, new) for name, path in paths}
 
 
 def _warn_of_empty_places(template: Mapping[str, Any], saved: set[tuple[str | int, ...]]) -> None:

@@ -109,11 +109,21 @@ def unwrap_per_rank(path: tuple[str | int, ...], value: Any) -> Any:
     return unwrap_marked(value[0]) if is_own else value
 
 
-def apply_loaded(state: MutableMapping[str, Any], loaded: Mapping[str, Any], rank: int) -> None:
-    """Put the values of a loaded template into the user's state, by `load_state_dict` where a value is `Stateful`."""
+def apply_loaded(
+    state: MutableMapping[str, Any], loaded: Mapping[str, Any], rank: int, *, untouched: Collection[str] = ()
+) -> None:
+    """Put the values of a loaded template into the user's state, by `load_state_dict` where a value is `Stateful`.
+
+    Args:
+        state: State of the user.
+        loaded: Template that was loaded.
+        rank: This rank.
+        untouched: Top-level keys whose values stay as they are; the same on all ranks, since `load_state_dict` may be a
+            collective operation of torch.
+    """
     own = loaded.get(PER_RANK_KEY, {}).get(str(rank), {})
     reader = _StateReader(state)
-    for key in sorted(state):
+    for key in sorted(set(state).difference(untouched)):
         element = state[key]
         if not isinstance(element, PerRank):
             state[key] = reader.apply(element, loaded[key], (key,))

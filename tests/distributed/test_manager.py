@@ -262,7 +262,7 @@ def test_a_restore_that_fails_on_one_rank(failure: str, victim: int, rank_pool: 
     """Every rank raises, and names it; nothing counts as restored, until a restore that succeeds on all."""
     rank_pool.run(save_to_restore, tmp_path, ranks=THREE)
     kind, word, others = {
-        "template": ("RuntimeError", "unknown", "DcpRemoteError"),
+        "template": ("StateMismatchError", "unknown", "StateMismatchError"),
         "read refused": ("PermissionDeniedError", "An injected refusal", "PermissionDeniedError"),
         "read flipped": ("CorruptCheckpointError", "shards/", "CorruptCheckpointError"),
         "manifest refused": ("PermissionDeniedError", "An injected refusal", "PermissionDeniedError"),

@@ -1,0 +1,202 @@
+"""RemoteLoadPlanner: torch's load planner, with selection, other names, and one error for all that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.loading.chunk_list import reduce_chunks, renumber_chunks
+from dcp_remote.loading.dcp_metadata import SourceMeta
+from dcp_remote.loading.selection import Patterns, Rename, Selection
+from dcp_remote.loading.state_check import Comparison, StateCheck, Verdict, compare_state, judge
+from dcp_remote.serialization.state_dict import empty_places
+
+
+class RemoteLoadPlanner(DefaultLoadPlanner):
+    """Planner of a load that compares state and checkpoint as a whole, before a tensor is read.
+
+        planner = RemoteLoadPlanner(exclude="*head.*")  # a resized head, and its optimizer state, stay as they are
+        planner = RemoteLoadPlanner(missing="keep")     # an added adapter keeps its first values
+        dcp.load(state, storage_reader=RemoteReader(url), planner=planner)
+
+    `CheckpointManager.restore` makes such a planner of its options. All differences are one `StateMismatchError`, on
+    all ranks: values that the checkpoint lacks, entries that no rank has a value for, shapes, dtypes, and tensors in
+    the place of objects. Entries that another rank has a value for are not unexpected, nor are `PerRank` values of
+    other ranks.
+
+    Names are those that `dcp-remote show` lists: keys joined by dots. `rename` applies first; `include` and `exclude`
+    take names as the state has them. A pattern is a name or a glob (`fnmatch`), in which `*` also matches dots. Of a
+    `Stateful` below which no rank loads a value, `load_state_dict` is not called by `restore`.
+
+    Args:
+        include: Names or patterns to load; None is all. The others stay as they are, as with `exclude`.
+        exclude: Names or patterns that stay as they are in the state, whether the checkpoint has them or not.
+        rename: Dict of names, or of their first parts up to a dot, in the checkpoint to those in the state: with
+            `{"model.lm_head": "model.head"}` the entry `model.lm_head.weight` is read into `model.head.weight`. Or a
+            function of a name in the checkpoint that returns the name in the state. None in the place of a name leaves
+            an entry out.
+        missing: "keep" to keep values of the state that the checkpoint lacks; "error" to refuse.
+        unexpected: "ignore" to leave out entries that no rank has a value for; "error" to refuse.
+        dtype: "convert" to convert tensors to the dtypes of the state, as `Tensor.copy_` does; "error" to refuse.
+
+    Raises:
+        InvalidArgumentError: An option has a wrong value.
+    """
+
+    def __init__(
+        self,
+        *,
+        include: Patterns | None = None,
+        exclude: Patterns = (),
+        rename: Rename | None = None,
+        missing: Literal["error", "keep"] = "error",
+        unexpected: Literal["error", "ignore"] = "error",
+        dtype: Literal["error", "convert"] = "error",
+    ) -> None:
+        """Check the options."""
+        super().__init__()
+        self._selection = Selection.of(
+            include=include, exclude=exclude, rename=rename, missing=missing, unexpected=unexpected, dtype=dtype
+        )
+        self._source = SourceMeta()
+        self._comparison: Comparison | None = None
+        self._empty_places: list[str] = []
+
+    @property
+    def check(self) -> StateCheck:
+        """Comparison of this rank's state with the checkpoint, after `set_up_planner`."""
+        return self._compared.check
+
+    @property
+    def _compared(self) -> Comparison:
+        assert self._comparison is not None, "set_up_planner comes first"
+        return self._comparison
+
+    def rename_entries(self, names: Collection[str]) -> dict[str, str]:
+        """Return the name in the state of each entry, without those that `rename` leaves out.
+
+        Raises:
+            InvalidArgumentError: `rename` matches nothing, or gives two entries one name.
+        """
+        return self._selection.rename_entries(names)
+
+    def loads(self, name: str) -> bool:
+        """Return whether the value of this name in the state is loaded."""
+        return name in self._compared.sources
+
+    # ---- torch's protocol, in the order in which torch calls it
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+    ) -> None:
+        """Flatten the state and compare it with the checkpoint; differences are raised when all ranks have met.
+
+        Raises:
+            InvalidArgumentError: `rename` matches nothing, or gives two entries one name.
+        """
+        if metadata is None:
+            raise InvalidArgumentError("This planner needs the metadata of the checkpoint. Use it in dcp.load.")
+        # torch gives those memory next, but no values to keep.
+        on_meta = _names_on_meta(state_dict) if self._selection.given else set()
+        places = {".".join(map(str, place)): place for place in empty_places(state_dict)}
+        self._empty_places = list(places)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        for name, place in places.items():
+            # torch takes an empty dict in a list for the value None, which it does not save.
+            if self.mappings.get(name) == place:
+                del self.state_dict[name]
+        meta = metadata.storage_meta
+        if isinstance(meta, SourceMeta):
+            meta.selection = self._selection
+            self._source = meta
+        else:
+            self._source = SourceMeta(checkpoint_id=meta.checkpoint_id if meta is not None else None)
+        self._comparison = compare_state(
+            self.state_dict,
+            self.mappings,
+            metadata.state_dict_metadata,
+            self._selection,
+            rank=self._source.rank,
+            on_meta=on_meta,
+        )
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan what this rank loads, with its `StateCheck` as `planner_data`; few objects are built for chunks."""
+        check, sources = self._compared.check, self._compared.sources
+        if check.has_misfits:
+            return LoadPlan([], planner_data=check)
+        assert self.metadata is not None, "set_up_planner has stored it"
+        saved = self.metadata.state_dict_metadata
+        state = {name: self.state_dict[name] for name in sources}
+        entries, numbers = reduce_chunks({name: saved[source] for name, source in sources.items()}, state)
+        plan = create_default_local_load_plan(state, replace(self.metadata, state_dict_metadata=entries))
+        items = [
+            item
+            if sources[name := item.storage_index.fqn] == name
+            else replace(item, storage_index=replace(item.storage_index, fqn=sources[name]))
+            for item in renumber_chunks(plan, numbers).items
+        ]
+        return LoadPlan(items, planner_data=check)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Judge the checks of all ranks; called on the coordinator.
+
+        Raises:
+            StateMismatchError: The checkpoint does not fit the state.
+            InvalidArgumentError: A pattern matches nothing; or a rank has a planner of another class.
+        """
+        checks = [plan.planner_data for plan in global_plan]
+        if not all(isinstance(check, StateCheck) for check in checks):
+            raise InvalidArgumentError("Some ranks have a planner of another class. Give one planner to all ranks.")
+        if (error := self.judge(checks).error) is not None:
+            raise error
+        return [replace(plan, planner_data=None) for plan in global_plan]
+
+    def judge(self, checks: Sequence[StateCheck]) -> Verdict:
+        """Decide on the checks of all ranks, by rank; called on the coordinator."""
+        source = self._source
+        return judge(
+            checks,
+            self._compared,
+            self._selection,
+            empty_places=self._empty_places,
+            thinned=source.thinned,
+            url=source.checkpoint_id,
+            step=source.step,
+        )
+
+
+def choose_planner(planner: LoadPlanner | None, **options: Any) -> LoadPlanner:
+    """Return the planner that a caller gave, or one of these options.
+
+    Raises:
+        InvalidArgumentError: There are both; or an option has a wrong value.
+    """
+    selection = Selection.of(**options)
+    if planner is None:
+        return RemoteLoadPlanner(**options)
+    if selection.given:
+        raise InvalidArgumentError(
+            "A planner of your own decides what is loaded, and knows nothing of these options. Leave them out, or give "
+            "them to a RemoteLoadPlanner, from which yours may inherit.",
+            options=", ".join(selection.given),
+            planner=type(planner).__name__,
+        )
+    return planner
+
+
+def _names_on_meta(state: dict[str, Any]) -> set[str]:
+    """Return the names of the tensors on the meta device."""
+    flat, _ = flatten_state_dict(state)
+    return {name for name, value in flat.items() if isinstance(value, torch.Tensor) and value.device.type == "meta"}

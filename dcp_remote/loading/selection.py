@@ -1,0 +1,188 @@
+"""Selection of the entries that a load takes, their names in the state, and its rules for differences. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self, TypeAlias
+
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.entry_names import match_names, near_names
+
+Patterns: TypeAlias = str | Sequence[str]
+Rename: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
+Path: TypeAlias = tuple[str | int, ...]
+
+_CHOICES = {"missing": ("error", "keep"), "unexpected": ("error", "ignore"), "dtype": ("error", "convert")}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Options of a load, checked by `of`.
+
+    Attributes:
+        include: Patterns of the names to load; None is all.
+        exclude: Patterns of the names to leave alone; takes precedence over `include`.
+        rename: Names of the state for names of the checkpoint, as for `RemoteLoadPlanner`; None keeps all.
+        missing: Rule for values of the state that the checkpoint lacks.
+        unexpected: Rule for entries of the checkpoint that the state lacks.
+        dtype: Rule for tensors whose dtypes differ.
+    """
+
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    rename: Rename | None = None
+    missing: Literal["error", "keep"] = "error"
+    unexpected: Literal["error", "ignore"] = "error"
+    dtype: Literal["error", "convert"] = "error"
+
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """Check the options and return the selection.
+
+        Raises:
+            InvalidArgumentError: An option has a value of the wrong type, or none of those that it can have.
+        """
+        for name, choices in _CHOICES.items():
+            if options.get(name, choices[0]) not in choices:
+                hint = " The argument converts to the dtypes of the state; `load` takes a torch.dtype."
+                raise InvalidArgumentError(
+                    f'{name} must be "{choices[0]}" or "{choices[1]}".{hint if name == "dtype" else ""}',
+                    **{name: options[name]},
+                )
+        rename = options.get("rename")
+        if rename is not None and not callable(rename):
+            _require_texts(rename)
+        include, exclude = options.get("include"), options.get("exclude", ())
+        return cls(
+            **options
+            | {
+                "include": None if include is None else _to_patterns("include", include),
+                "exclude": _to_patterns("exclude", exclude),
+            }
+        )
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the options that differ from their defaults."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+
+    def rename_entries(self, names: Collection[str]) -> dict[str, str]:
+        """Return the name in the state of each entry; entries that are renamed to None are left out.
+
+        Raises:
+            InvalidArgumentError: A name or prefix of `rename` matches no entry (similar names are given), or two
+                entries get one name.
+        """
+        if self.rename is None:
+            return {name: name for name in names}
+        rename = self.rename if callable(self.rename) else _PrefixRename(self.rename)
+        renamed: dict[str, str] = {}
+        sources: dict[str, str] = {}
+        for name in names:
+            new: object = rename(name)  # a user's function may return anything
+            if new is None:
+                continue
+            if not isinstance(new, str) or not new:
+                raise InvalidArgumentError("rename must return a name, or None for an entry to leave out.", name=name)
+            if new in sources:
+                raise InvalidArgumentError(
+                    "rename gives two entries of the checkpoint one name. Rename the other to None to leave it out.",
+                    name=new,
+                    entries=f"{sources[new]}, {name}",
+                )
+            renamed[name], sources[new] = new, name
+        if isinstance(rename, _PrefixRename):
+            rename.require_used(names)
+        return renamed
+
+    def choose(self, names: Collection[str]) -> tuple[Collection[str], list[str]]:
+        """Return the names that are chosen, and the patterns that match none of the names."""
+        if self.include is None and not self.exclude:
+            return names, []
+        included, unmatched = (names, []) if self.include is None else match_names(names, self.include)
+        excluded, more = match_names(names, self.exclude)
+        return [name for name in names if name in included and name not in excluded], unmatched + more
+
+
+class _PrefixRename:
+    """Mapping of names and prefixes as a function of a name; the longest prefix that ends before a dot applies."""
+
+    def __init__(self, mapping: Mapping[str, str | None]) -> None:
+        self._given = {key.rstrip(".") or key: key for key in mapping}
+        self._mapping = {
+            prefix: value if value is None else value.rstrip(".")
+            for prefix, value in zip(self._given, mapping.values(), strict=True)
+        }
+        self._lengths = {len(prefix) for prefix in self._mapping}
+        self._used: set[str] = set()
+
+    def __call__(self, name: str) -> str | None:
+        stop = len(name)
+        while stop > 0:
+            if stop in self._lengths and (prefix := name[:stop]) in self._mapping:
+                self._used.add(prefix)
+                value = self._mapping[prefix]
+                return None if value is None else (value + name[stop:]).removeprefix("." if not value else "")
+            stop = name.rfind(".", 0, stop)
+        return name
+
+    def require_used(self, names: Collection[str]) -> None:
+        """Refuse a prefix that no entry has.
+
+        Raises:
+            InvalidArgumentError: There is such a prefix; similar names are given.
+        """
+        for prefix, given in self._given.items():
+            if prefix not in self._used:
+                raise InvalidArgumentError(
+                    "rename takes names of the checkpoint, or their first parts up to a dot; no entry has this one.",
+                    name=given,
+                    near=", ".join(near_names(prefix, [*names, *_prefixes(names)])) or None,
+                )
+
+
+def _prefixes(names: Iterable[str]) -> list[str]:
+    """Return the first parts of names, up to a dot; those of up to 128 characters, since names may be hostile."""
+    return sorted({name[:stop] for name in names for stop, sign in enumerate(name[:128]) if sign == "." and stop})
+
+
+def rename_path(path: Path, new: str) -> Path:
+    """Return the path of an entry whose name, the parts of its path joined by dots, was changed to `new`.
+
+    Parts at the end and at the beginning that the new name has as well stay as they are. If they leave one part of the
+    path, what is left of the name replaces that part; otherwise it is split at its dots.
+    """
+    parts: list[str | int] = list(path)
+    tail: list[str | int] = []
+    while parts and new and (new == str(parts[-1]) or new.endswith(f".{parts[-1]}")):
+        tail.insert(0, parts.pop())
+        new = new[: -len(str(tail[0]))].removesuffix(".")
+    head: list[str | int] = []
+    while parts and new.startswith(f"{parts[0]}."):
+        head.append(parts.pop(0))
+        new = new[len(str(head[-1])) + 1 :]
+    middle: list[str | int] = [new] if len(parts) == 1 else [*new.split(".")]
+    if len(parts) == 1 and isinstance(parts[0], int) and new.isdecimal():
+        middle = [int(new)]  # a place in a list
+    return (*head, *(middle if new else []), *tail)
+
+
+def _to_patterns(name: str, patterns: Any) -> tuple[str, ...]:
+    found = (patterns,) if isinstance(patterns, str) else patterns
+    if not isinstance(found, Collection) or not all(isinstance(pattern, str) for pattern in found):
+        raise InvalidArgumentError(
+            f"{name} takes a name or pattern such as 'model.*', or a list of them.", **{name: patterns}
+        )
+    return tuple(found)
+
+
+def _require_texts(rename: Any) -> None:
+    if not isinstance(rename, Mapping) or not all(
+        isinstance(old, str) and isinstance(new, str | None) for old, new in rename.items()
+    ):
+        raise InvalidArgumentError(
+            "rename takes a dict of names or prefixes in the checkpoint to those in the state (None leaves entries "
+            "out), or a function of a name in the checkpoint.",
+            rename=rename,
+        )

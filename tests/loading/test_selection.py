@@ -1,0 +1,106 @@
+"""Options of a load: patterns, other names, and the paths of renamed entries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.loading.selection import Selection, rename_path
+
+NAMES = ["model.lm_head.weight", "model.lm_header", "model.a.weight", "ema.a.weight", "step"]
+
+
+HEAD, HEADER, WEIGHT, AVERAGE, STEP = NAMES
+
+
+@pytest.mark.parametrize(
+    ("rename", "expected"),
+    [
+        ({"model.lm_head": "model.head"}, {HEAD: "model.head.weight"}),
+        ({"model.lm_head.": "model.head."}, {HEAD: "model.head.weight"}),
+        (
+            {"model": "net", "model.a": "net.b"},
+            {HEAD: "net.lm_head.weight", HEADER: "net.lm_header", WEIGHT: "net.b.weight"},
+        ),
+        ({"model": None, "ema": "model"}, {HEAD: None, HEADER: None, WEIGHT: None, AVERAGE: WEIGHT}),
+        ({"ema": "", "step": "n"}, {AVERAGE: "a.weight", STEP: "n"}),
+        (lambda name: name.replace("lm_", ""), {HEAD: "model.head.weight", HEADER: "model.header"}),
+        (lambda name: None if name == "step" else name, {STEP: None}),
+    ],
+)
+def test_renamed(rename: Any, expected: Mapping[str, str | None]) -> None:
+    """Names and prefixes up to a dot, the longest first; None leaves an entry out; or a function."""
+    wanted = {name: new for name in NAMES if (new := expected.get(name, name)) is not None}
+    assert Selection.of(rename=rename).rename_entries(NAMES) == wanted
+
+
+@pytest.mark.parametrize(
+    ("rename", "details"),
+    [
+        ({"model.lm_haed": "model.head"}, {"name": "model.lm_haed", "near": f"model.lm_head, {HEADER}, {HEAD}"}),
+        ({"model.lm_he": "x"}, {"name": "model.lm_he", "near": f"model.lm_head, {HEADER}, {HEAD}"}),
+        ({"ema": "model"}, {"name": "model.a.weight", "entries": "model.a.weight, ema.a.weight"}),
+        ({"ema.a.weight": ""}, {"name": "ema.a.weight"}),
+        (lambda name: 1, {"name": "model.lm_head.weight"}),
+    ],
+)
+def test_names_that_cannot_be(rename: Any, details: dict[str, str]) -> None:
+    """A name that no entry has comes with similar ones; two entries of one name are both named."""
+    with pytest.raises(InvalidArgumentError) as caught:
+        Selection.of(rename=rename).rename_entries(NAMES)
+    assert caught.value.details == details
+
+
+def test_chosen() -> None:
+    """`exclude` takes precedence over `include`; each pattern that matches nothing is returned."""
+    choose = [
+        Selection.of(),
+        Selection.of(include="model.*", exclude=["*weight"]),
+        Selection.of(include=[], exclude="x"),
+    ]
+    assert [list(one.choose(NAMES)[0]) for one in choose] == [NAMES, ["model.lm_header"], []]
+    assert [one.choose(NAMES)[1] for one in choose] == [[], [], ["x"]]
+    assert Selection.of(include=["modle.*", "step"], exclude="*wieght").choose(NAMES)[1] == ["modle.*", "*wieght"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"missing": "ignore"},
+        {"unexpected": True},
+        {"dtype": "float32"},
+        {"include": 3},
+        {"exclude": [1]},
+        {"rename": "a"},
+        {"rename": {"a": 1}},
+    ],
+)
+def test_wrong_options(wrong: dict[str, Any]) -> None:
+    """Each is refused by its name."""
+    with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
+        Selection.of(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "expected"),
+    [
+        (("model", "layer.weight"), "model.block.weight", ("model", "block.weight")),
+        (("model", "module.layer.weight"), "model.layer.weight", ("model", "layer.weight")),
+        (("ema", "model", "w.x"), "model.w.x", ("model", "w.x")),
+        (("model", "w.x"), "ema.model.w.x", ("ema", "model", "w.x")),
+        (("a", "w"), "b.w", ("b", "w")),
+        (("a", "w"), "w", ("w",)),
+        (("w",), "model.w", ("model", "w")),
+        (("w",), "v", ("v",)),
+        (("w",), "model.v", ("model.v",)),
+        (("optim", "param_groups", 0, "lr"), "optimizer.param_groups.0.lr", ("optimizer", "param_groups", 0, "lr")),
+        (("layers", 0, "w"), "layers.1.w", ("layers", 1, "w")),
+        (("per_rank", "0", "random"), "per_rank.0.rng", ("per_rank", "0", "rng")),
+    ],
+)
+def test_paths_of_renamed_entries(path: tuple[str | int, ...], new: str, expected: tuple[str | int, ...]) -> None:
+    """Parts that stay are kept whole, with their dots; what lies between replaces one part, or is split."""
+    assert rename_path(path, new) == expected

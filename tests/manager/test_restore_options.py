@@ -1,0 +1,343 @@
+"""`CheckpointManager.restore` of a checkpoint that does not fit the state: real modules, and ranks that are threads.
+
+The stores are in memory and record their requests.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from dcp_remote import CheckpointManager, PerRank, RemoteLoadPlanner, Retention
+from dcp_remote.coordination.collective import Collective
+from dcp_remote.errors import InvalidArgumentError, StateMismatchError
+from dcp_remote.storage import MemoryStore
+from dcp_remote.testing import RecordingStore
+from tests.support.rank_threads import managers_of, rank_threads
+from tests.support.states import equal
+
+State = dict[str, Any]
+
+
+class ModelState:
+    """State of a model under the names of its parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> State:
+        return get_model_state_dict(self._model)
+
+    def load_state_dict(self, state: State) -> None:
+        set_model_state_dict(self._model, state)
+
+
+class OptimizerState:
+    """State of an optimizer under the names of the parameters of a model."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def state_dict(self) -> State:
+        return get_optimizer_state_dict(self._model, self._optimizer)
+
+    def load_state_dict(self, state: State) -> None:
+        set_optimizer_state_dict(self._model, self._optimizer, state)
+
+
+class Counting:
+    """`Stateful` that counts the calls of `load_state_dict`."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state, self.calls = state, 0
+
+    def state_dict(self) -> State:
+        return dict(self.state)
+
+    def load_state_dict(self, state: State) -> None:
+        self.state, self.calls = state, self.calls + 1
+
+
+class Net(nn.Module):
+    """Two layers and a head, with an adapter beside the first layer if it is given a width."""
+
+    def __init__(self, classes: int, adapter: int = 0) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, classes)
+        if adapter:
+            self.adapter = nn.Sequential(nn.Linear(4, adapter), nn.Linear(adapter, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        more = self.adapter(x) if hasattr(self, "adapter") else 0
+        return self.head(torch.tanh(self.body(x) + more))  # type: ignore[no-any-return]  # a tensor
+
+
+def training(model: nn.Module, *, steps: int = 0) -> tuple[State, torch.optim.Optimizer]:
+    """Return the state of a model and its AdamW after some steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, steps)
+    return {"model": ModelState(model), "optim": OptimizerState(model, optimizer)}, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture
+def store() -> RecordingStore:
+    return RecordingStore(MemoryStore())
+
+
+def save(store: RecordingStore, state: State, **options: Any) -> None:
+    with CheckpointManager(store, **options) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+    store.clear()
+
+
+def restore(store: RecordingStore, state: State, **options: Any) -> None:
+    with CheckpointManager(store) as checkpoints:
+        assert checkpoints.restore(state, **options) == 1
+
+
+# ---- a model that has changed
+
+
+def test_a_resized_head(store: RecordingStore) -> None:
+    """`exclude="*head.*"`: the head and its moments stay as they are, all else is loaded, and training goes on."""
+    old = Net(classes=2)
+    state, _ = training(old, steps=3)
+    save(store, state)
+    new = Net(classes=5)
+    state, optimizer = training(new)
+    head = copy.deepcopy(new.head.state_dict())
+    with pytest.raises(StateMismatchError, match=r"6 values of another shape: model\.head\.weight"):
+        restore(store, state)
+    restore(store, state, exclude="*head.*")
+    assert equal(new.body.state_dict(), old.body.state_dict())
+    assert equal(new.head.state_dict(), head)
+    assert optimizer.state[new.body.weight]["step"] == 3
+    assert optimizer.state[new.body.weight]["exp_avg"].any()
+    assert not optimizer.state[new.head.weight]["exp_avg"].any()
+    train(new, optimizer, 1)
+    assert optimizer.state[new.body.weight]["step"] == 4
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.restore(state, exclude="*head.*")
+        checkpoints.save(2, state, wait=True)
+        assert checkpoints.restore(state) == 2
+
+
+def test_an_added_adapter(store: RecordingStore, caplog: pytest.LogCaptureFixture) -> None:
+    """`missing="keep"`: the adapter keeps its first values and empty moments, and the log says so."""
+    caplog.set_level(logging.INFO)
+    old = Net(classes=2)
+    state, _ = training(old, steps=3)
+    save(store, state)
+    new = Net(classes=2, adapter=2)
+    state, optimizer = training(new)
+    adapter, first = copy.deepcopy(new.adapter.state_dict()), next(new.adapter.parameters())
+    with pytest.raises(StateMismatchError, match=r"16 values missing in the checkpoint: model\.adapter\.0\.weight; "):
+        restore(store, state)
+    restore(store, state, missing="keep")
+    assert equal(new.body.state_dict() | new.head.state_dict(), old.body.state_dict() | old.head.state_dict())
+    assert equal(new.adapter.state_dict(), adapter)
+    assert optimizer.state[new.head.weight]["step"] == 3
+    assert not optimizer.state[first]["exp_avg"].any()
+    assert "16 values that the checkpoint lacks stay as they are: model.adapter.0.weight; " in caplog.text
+    train(new, optimizer, 1)
+    assert optimizer.state[first]["exp_avg"].any()
+
+
+def test_the_model_alone(store: RecordingStore) -> None:
+    """`include="model.*"`: the optimizer is not touched, nor are values of single ranks and objects."""
+    old = Net(classes=2)
+    state, _ = training(old, steps=3)
+    save(store, state | {"own": PerRank(1), "count": Counting(n=1), "step": 3})
+    new = Net(classes=2)
+    state, optimizer = training(new, steps=1)
+    own, count = PerRank(Counting(n=2)), Counting(n=3)
+    state |= {"own": own, "count": count, "step": 0}
+    restore(store, state, include="model.*")
+    assert equal(new.state_dict(), old.state_dict())
+    assert optimizer.state[new.body.weight]["step"] == 1
+    assert (own.value.calls, count.calls, state["step"]) == (0, 0, 0)
+
+
+def test_an_older_layout(store: RecordingStore) -> None:
+    """`rename`: a model that was saved under other names, from a checkpoint with averages beside it."""
+    old, average = Net(classes=2), Net(classes=2)
+    save(store, {"net": ModelState(old), "ema": ModelState(average)})
+    new = Net(classes=2)
+    state: State = {"model": ModelState(new)}
+    restore(store, state, rename={"ema": "model", "net": None})
+    assert equal(new.state_dict(), average.state_dict())
+    restore(store, state, rename=lambda name: name.replace("net.", "model."), unexpected="ignore")
+    assert equal(new.state_dict(), old.state_dict())
+
+
+# ---- objects, `Stateful`s, values of single ranks
+
+
+def test_a_new_value_in_the_state(store: RecordingStore) -> None:
+    """A new number or `Stateful` keeps its own value, and its `load_state_dict` is not called."""
+    save(store, {"step": 7, "count": Counting(n=1)})
+    new, count = Counting(m=5), Counting(n=0, more=2)
+    state: State = {"step": 0, "epoch": 4, "count": count, "new": new}
+    with pytest.raises(StateMismatchError) as caught:
+        restore(store, state)
+    assert "3 values missing in the checkpoint: count.more; epoch; new.m\n" in caught.value.what
+    assert (caught.value.details["step"], caught.value.details["url"]) == (1, store.url)
+    assert (state["step"], count.calls) == (0, 0)
+    restore(store, state, missing="keep")
+    assert (state["step"], state["epoch"], count.state) == (7, 4, {"n": 1, "more": 2})
+    assert (count.calls, new.calls) == (1, 0)
+
+
+def test_what_a_restore_would_leave_out(store: RecordingStore, caplog: pytest.LogCaptureFixture) -> None:
+    """Values without a place in the state are an error, those of this rank and below empty dicts too."""
+    caplog.set_level(logging.INFO)
+    save(store, {"step": 7, "more": {"a": 1}, "optim": {"state": {"w": torch.ones(2)}}, "own": PerRank(3)})
+    state: State = {"step": 0, "optim": {"state": {}}}
+    with pytest.raises(StateMismatchError) as caught:
+        restore(store, state)
+    assert "3 values unexpected, not in the state: more.a; optim.state.w; per_rank.*.own\n" in caught.value.what
+    assert "optim.state is empty in the state" in caught.value.what
+    assert [verb for verb, key in store.calls if "shards/" in key] == []
+    restore(store, state, unexpected="ignore")
+    assert state == {"step": 7, "optim": {"state": {}}}
+    assert "3 values of the checkpoint are left out: more.a; optim.state.w; per_rank.*.own" in caplog.text
+
+
+def test_keys_that_are_numbers(store: RecordingStore) -> None:
+    """A state with integers for keys is compared by their text, and gets its values under its own keys."""
+    save(store, {"s": {0: torch.ones(1), 1: {2: "a"}}})
+    state: State = {"s": {0: torch.zeros(1), 1: {2: ""}, 3: 5}}
+    restore(store, state, missing="keep")
+    assert equal(state, {"s": {0: torch.ones(1), 1: {2: "a"}, 3: 5}})
+
+
+def test_a_thinned_checkpoint(store: RecordingStore) -> None:
+    """What retention deleted is said to be thinned; `missing="keep"` restores the rest."""
+    first, second = ({"model": torch.full((2,), n), "optim": {"m": torch.full((2,), n)}} for n in (1.0, 2.0))
+    with CheckpointManager(store, retention=Retention(keep_optimizer_last=1)) as checkpoints:
+        checkpoints.save(1, first, wait=True)
+        checkpoints.save(2, second, wait=True)
+    with CheckpointManager(store) as checkpoints:
+        state: State = {"model": torch.zeros(2), "optim": {"m": torch.zeros(2)}}
+        with pytest.raises(StateMismatchError, match=r"1 value missing because retention .* \(thinned\): optim\."):
+            checkpoints.restore(state, 1)
+        checkpoints.restore(state, 1, missing="keep")
+        assert equal(state, {"model": first["model"], "optim": {"m": torch.zeros(2)}})
+
+
+def test_planner_and_options(store: RecordingStore) -> None:
+    """A planner of torch excludes the options; a `RemoteLoadPlanner` has its own; torch's own loads as torch does."""
+    save(store, {"w": torch.ones(2), "step": 1})
+    state: State = {"w": torch.zeros(2)}
+    with pytest.raises(InvalidArgumentError, match=r"planner.*options='exclude, unexpected'"):
+        restore(store, state, planner=DefaultLoadPlanner(), exclude="step", unexpected="ignore")
+    assert store.calls == []
+    restore(store, state, planner=RemoteLoadPlanner(exclude="step"))
+    restore(store, state, planner=DefaultLoadPlanner())
+    assert equal(state, {"w": torch.ones(2)})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        restore(store, {"v": torch.zeros(2)}, planner=DefaultLoadPlanner())
+
+
+# ---- several ranks
+
+
+def test_ranks_agree(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages of a pipeline restore their parts; a misfit of one rank is one error on all, before a shard is read."""
+    states = [{f"stage{rank}": {"w": torch.full((3,), rank + 1.0)}, "own": PerRank(rank)} for rank in range(3)]
+    with rank_threads(3) as them:
+        managers = managers_of(them, store, monkeypatch)
+        assert not any(
+            e.error for e in them.run(lambda ranks: managers[ranks.rank].save(1, states[ranks.rank], wait=True))
+        )
+        blank: list[State] = [{f"stage{rank}": {"w": torch.zeros(3)}, "own": PerRank(None)} for rank in range(3)]
+        assert not any(e.error for e in them.run(lambda ranks: managers[ranks.rank].restore(blank[ranks.rank])))
+        for rank in range(3):
+            assert equal(blank[rank][f"stage{rank}"], states[rank][f"stage{rank}"])
+            assert blank[rank]["own"].value == rank
+        store.clear()
+        blank[2]["stage2"]["w"] = torch.zeros(4)
+        del blank[1]["stage1"], blank[1]["own"]
+        errors = [e.error for e in them.run(lambda ranks: managers[ranks.rank].restore(blank[ranks.rank]))]
+        assert {type(error) for error in errors} == {StateMismatchError}
+        assert {str(error) for error in errors} == {str(errors[0])}
+        assert "unexpected, not in the state: stage1.w; per_rank.*.own" in str(errors[0])
+        assert "another shape: stage2.w (saved: (3,), state: (4,))" in str(errors[0])
+        assert "ranks='1, 2'" in str(errors[0])
+        assert not [key for _, key in store.calls if key.startswith("shards/")]
+        for manager in managers:
+            manager.close()
+
+
+def test_a_stateful_is_told_on_all_ranks_or_none(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`load_state_dict` may be a collective operation: one rank that loads a value of it is enough for all."""
+    with rank_threads(2) as them:
+        managers = managers_of(them, store, monkeypatch)
+
+        def save_state(ranks: Any) -> None:
+            managers[ranks.rank].save(1, {"a": Counting(x=1), "step": 1}, wait=True)
+
+        assert not any(ended.error for ended in them.run(save_state))
+        some = [Counting(x=0), Counting(y=0)]
+        none = [Counting(u=0), Counting(v=0)]
+
+        def restore_state(ranks: Any) -> None:
+            state = {"a": some[ranks.rank], "b": none[ranks.rank], "step": 0}
+            managers[ranks.rank].restore(state, missing="keep")
+
+        assert not any(ended.error for ended in them.run(restore_state))
+        assert [one.calls for one in some] == [1, 1]
+        assert [one.calls for one in none] == [0, 0]
+        for manager in managers:
+            manager.close()
+
+
+def test_what_ranks_send(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all fits a rank sends a digest, not names; where ranks differ, one of each kind sends its comparison."""
+    names = [f"layer{number}" for number in range(40)]
+    sent: list[tuple[int, object]] = []
+    gather = Collective.gather
+
+    def gathering(self: Collective, value: Any, decide: Any) -> Any:
+        sent.append((self._member.rank, value))
+        return gather(self, value, decide)
+
+    with rank_threads(4) as them:
+        managers = managers_of(them, store, monkeypatch)
+
+        def save_state(ranks: Any) -> None:
+            managers[ranks.rank].save(1, dict.fromkeys(names, 1), wait=True)
+
+        assert not any(ended.error for ended in them.run(save_state))
+        monkeypatch.setattr(Collective, "gather", gathering)
+        for parts, checks in ((1, 0), (2, 2)):
+            sent.clear()
+
+            def restore_state(ranks: Any, parts: int = parts) -> None:
+                managers[ranks.rank].restore(dict.fromkeys(names[ranks.rank % parts :: parts], 0))
+
+            assert not any(ended.error for ended in them.run(restore_state))
+            kinds = [type(value).__name__ for _, value in sent]
+            assert kinds.count("_CheckDigest") == 4
+            assert kinds.count("StateCheck") == checks
+        for manager in managers:
+            manager.close()
