@@ -50,7 +50,7 @@ format: $(INSTALLED) ## Repair style and formatting where that can be done safel
 	$(VENV)/bin/ruff format
 
 typecheck: $(INSTALLED) ## Check the types of package, tests and examples
-	$(VENV)/bin/mypy --num-workers 2
+	$(VENV)/bin/mypy
 
 # Two processes share the tests; tests of real ranks stay in one of them. One in eight of the campaign's cases runs, and
 # a few examples of each property, the same each time, so that no test fails by chance.
