@@ -137,7 +137,7 @@ class LocalBoxes(torch.Tensor):
         tensor._pieces = pieces
         return tensor
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # as DTensor's
         held = [(offsets, tuple(tensor.shape)) for offsets, tensor in self.boxes]
         return f"LocalBoxes(shape={tuple(self.shape)}, dtype={self.dtype}, offsets and sizes: {held})"
 
