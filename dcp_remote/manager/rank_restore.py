@@ -345,10 +345,7 @@ def _apply_loaded(
         own = template.get(PER_RANK_KEY, {}).get(str(rank), {})
         for key in [key for key in own if not planner.loads(f"{PER_RANK_KEY}.{rank}.{key}")]:
             del own[key]
-    touched = {key: value for key, value in state.items() if key not in untouched} if untouched else state
-    apply_loaded(touched, template, rank)
-    if touched is not state:
-        state.update(touched)
+    apply_loaded(state, template, rank, untouched=untouched)
 
 
 def _require_not_thinned(entry: Entry, template: Mapping[str, Any]) -> None:

@@ -89,10 +89,19 @@ def unwrap_per_rank(path: tuple[str | int, ...], value: Any) -> Any:
     return value[0] if is_own else value
 
 
-def apply_loaded(state: MutableMapping[str, Any], loaded: Mapping[str, Any], rank: int) -> None:
-    """Put the values of a loaded template into the user's state, by `load_state_dict` where a value is `Stateful`."""
+def apply_loaded(
+    state: MutableMapping[str, Any], loaded: Mapping[str, Any], rank: int, *, untouched: Collection[str] = ()
+) -> None:
+    """Put the values of a loaded template into the user's state, by `load_state_dict` where a value is `Stateful`.
+
+    Args:
+        state: State of the user.
+        loaded: Template that was loaded.
+        rank: This rank.
+        untouched: Keys of the state that stay as they are.
+    """
     own = loaded.get(PER_RANK_KEY, {}).get(str(rank), {})
-    for key in sorted(state):
+    for key in sorted(key for key in state if key not in untouched):
         element = state[key]
         if isinstance(element, PerRank):
             if key not in own:
