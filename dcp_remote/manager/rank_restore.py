@@ -289,11 +289,12 @@ def _choose(
     # Refused before training begins, because the first save would be refused hours later.
     require_no_checkpoint_by_itself(RetryingStore(store, Deadline(_retry_seconds(deadline))))
     catalog = catalog_of(store, retry_seconds=_retry_seconds(deadline))
-    if steps[0] is None and find_newest(catalog, store, must_exist=must_exist) is None:
+    retry_seconds = _retry_seconds(deadline)
+    if steps[0] is None and find_newest(catalog, store, must_exist=must_exist, retry_seconds=retry_seconds) is None:
         return None
     if catalog is None:
         assert steps[0] is not None, "find_newest returned"
-        raise no_run(store, steps[0])
+        raise no_run(RetryingStore(store, Deadline(retry_seconds)), steps[0])
     entry = find_entry(catalog, steps[0], url=store.url)
     if go_on:
         warn_of_going_back(catalog, entry, url=store.url)

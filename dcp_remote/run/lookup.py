@@ -383,7 +383,9 @@ def no_run(store: ObjectStore, step: int | str) -> CheckpointNotFoundError:
     )
 
 
-def find_newest(catalog: Catalog | None, store: ObjectStore, *, must_exist: bool) -> Entry | None:
+def find_newest(
+    catalog: Catalog | None, store: ObjectStore, *, must_exist: bool, retry_seconds: float = RANGE_RETRY_SECONDS
+) -> Entry | None:
     """Return the newest checkpoint of a run, or None with a warning that says what else lies at the URL.
 
     Where the run has no checkpoint, costs a LIST of a page; with `must_exist` also what `not_found` costs.
@@ -392,6 +394,7 @@ def find_newest(catalog: Catalog | None, store: ObjectStore, *, must_exist: bool
         catalog: Catalog of the run; None if there is none.
         store: Store opened at the run.
         must_exist: True to raise if there is no checkpoint.
+        retry_seconds: Seconds for which failed requests of an error are retried.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint, and `must_exist` is true.
@@ -399,7 +402,9 @@ def find_newest(catalog: Catalog | None, store: ObjectStore, *, must_exist: bool
     if catalog is not None and (newest := catalog.latest()) is not None:
         return newest
     if must_exist:
-        raise not_found(store) if catalog is None else no_such_entry(catalog, None, url=store.url)
+        if catalog is not None:
+            raise no_such_entry(catalog, None, url=store.url)
+        raise not_found(RetryingStore(store, Deadline(retry_seconds)))
     # A mistyped URL looks the same, so that a job would begin anew unnoticed.
     found = describe_foreign(store) if catalog is None else None
     logger.warning(
