@@ -15,8 +15,9 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dcp_remote import CheckpointManager, Retention, SavePolicy, open_run, training_state
+from dcp_remote import Best, CheckpointManager, Retention, SavePolicy, open_run, training_state
 from dcp_remote.errors import StateMismatchError
 
 BATCH, WIDTH = 12, 64
@@ -54,26 +55,44 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x.square().mean(1, keepdim=True)
 
 
-def train(rank: int, world_size: int, url: str, until: int, adapter: bool, missing: str) -> None:
-    """Train on one rank from the newest checkpoint to step `until`."""
+@dataclass(frozen=True)
+class Chapter:
+    """Job of one chapter.
+
+    Attributes:
+        ranks: Number of ranks.
+        until: Step at which the job ends.
+        adapter: True for a model with an adapter.
+        missing: Option of `restore`: "error" or "keep".
+    """
+
+    ranks: int
+    until: int
+    adapter: bool = False
+    missing: Literal["error", "keep"] = "error"
+
+
+def train(rank: int, url: str, chapter: Chapter) -> None:
+    """Train on one rank from the newest checkpoint to the end of the chapter."""
+    world_size = chapter.ranks
     torch.manual_seed(0)
-    model = Net(adapter=adapter)
+    model = Net(adapter=chapter.adapter)
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     state = training_state(model=model, optimizer=optimizer, scheduler=scheduler)
     with CheckpointManager(
-        url, save_policy=SavePolicy(every_steps=5), retention=Retention(keep_last=2, keep_best=1, metric="loss")
+        url, save_policy=SavePolicy(every_steps=5), retention=Retention(keep_last=2, keep_best=Best("loss"))
     ) as checkpoints:
         try:
-            step = checkpoints.restore(state, missing=missing) or 0
+            step = checkpoints.restore(state, missing=chapter.missing) or 0
         except StateMismatchError as error:
             if rank == 0:
                 print(f"    refused: {error}", flush=True)
             return
         if rank == 0:
             print(f"    {world_size} ranks begin at step {step}", flush=True)
-        while step < until and not checkpoints.should_stop:
+        while step < chapter.until and not checkpoints.should_stop:
             x, y = (part.chunk(world_size)[rank] for part in batch_of(step))
             loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
@@ -88,11 +107,11 @@ def train(rank: int, world_size: int, url: str, until: int, adapter: bool, missi
         print(f"    stopped at step {step}; checkpoints: {steps}", flush=True)
 
 
-def evaluate(url: str, until: int) -> None:
-    """Evaluate each newer checkpoint that a training saves, up to step `until`."""
-    run, step = open_run(url), None
-    while step is None or step < until:
-        newest = run.wait_for_newer(step, timeout_seconds=JOB_SECONDS)
+def evaluate(url: str, step: int, until: int) -> None:
+    """Evaluate the checkpoints that a training saves after a step, up to step `until`."""
+    run = open_run(url)
+    while step < until:
+        newest = run.wait_for_newer(step, timeout_seconds=JOB_SECONDS, poll_seconds=0.5)
         if newest is None:
             raise SystemExit(f"No checkpoint after step {step} within {JOB_SECONDS:g} s.")
         step = newest.step
@@ -108,7 +127,9 @@ def evaluate(url: str, until: int) -> None:
 
 def begin(function: Callable[..., None], *args: Any) -> Any:
     """Start a function in a process of its own."""
-    process = multiprocessing.get_context("forkserver").Process(target=function, args=args)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "dcp_remote.manager.manager"])  # imported once for all
+    process = context.Process(target=function, args=args)
     process.start()
     return process
 
@@ -124,34 +145,34 @@ def end(processes: list[Any]) -> None:
         raise SystemExit(f"A process of this chapter failed; exit status {failed[0]}.")
 
 
-def run_rank(rank: int, world_size: int, port: int, *args: Any) -> None:
+def run_rank(rank: int, port: int, url: str, chapter: Chapter) -> None:
     """Run `train` as one rank."""
     logging.basicConfig(format="    %(message)s")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    train(rank, world_size, *args)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=chapter.ranks)
+    train(rank, url, chapter)
     dist.destroy_process_group()
 
 
-def job(world_size: int, *args: Any) -> list[Any]:
+def job(url: str, chapter: Chapter) -> list[Any]:
     """Start the ranks of a job, as torchrun would."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return [begin(run_rank, rank, world_size, port, *args) for rank in range(world_size)]
+    return [begin(run_rank, rank, port, url, chapter) for rank in range(chapter.ranks)]
 
 
 def main(url: str) -> None:
     """Run the chapters."""
     print(f"The run is {url}")
     print("1. Two ranks train, and are stopped at step 12, two steps after a checkpoint.")
-    end(job(2, url, 12, False, "error"))
+    end(job(url, Chapter(ranks=2, until=12)))
     print("2. Three ranks resume from step 10.")
-    end(job(3, url, 20, False, "error"))
+    end(job(url, Chapter(ranks=3, until=20)))
     print("3. The model gets an adapter. A restore lists what the checkpoint lacks:")
-    end(job(1, url, 20, True, "error"))
+    end(job(url, Chapter(ranks=1, until=20, adapter=True)))
     print('4. With missing="keep" the adapter keeps its first values. A second process evaluates meanwhile.')
-    end([*job(2, url, 40, True, "keep"), begin(evaluate, url, 40)])
+    end([*job(url, Chapter(ranks=2, until=40, adapter=True, missing="keep")), begin(evaluate, url, 20, 40)])
     run = open_run(url)
     best = run.best("loss")
     print(f"Checkpoints: {[info.step for info in run.checkpoints()]}; the best is step {best.step if best else None}.")

@@ -100,6 +100,30 @@ def forget(checkpoint: str, step: int) -> None:
     Maintenance(open_store(checkpoint)).retire([step], deadline=Deadline(10), force=True)
 
 
+def test_first_hour(tmp_path: Path) -> None:
+    """Run the script of the first hour: each chapter says what it should."""
+    script, environment = SCRIPT.with_name("first_hour.py"), dict(os.environ)
+    environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    ended = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        env=environment,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    told = [line.strip() for line in ended.stdout.splitlines()]
+    begun = [line for line in told if " begin at step " in line]
+    assert begun == ["2 ranks begin at step 0", "3 ranks begin at step 10", "2 ranks begin at step 20"]
+    assert "1 value missing in the checkpoint: model.adapter.weight" in told
+    evaluated = [int(line.split()[1].rstrip(":")) for line in told if line.startswith("step ")]
+    assert evaluated, told
+    assert evaluated == sorted(set(evaluated))
+    assert (evaluated[0] > 20, evaluated[-1]) == (True, 40)
+    assert told[-1].startswith("Checkpoints: [")
+
+
 @pytest.mark.torture(smoke=False)
 def test_training_resumes_at_another_world_size(tmp_path: Path) -> None:
     """Two ranks train to the end; their last checkpoint is taken away; one rank goes on from the one before it.
