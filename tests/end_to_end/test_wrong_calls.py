@@ -113,6 +113,26 @@ CALLS = [
     WrongCall("A misspelled name", 'load("memory://run", step="bset")'),
     WrongCall("A misspelled pattern", 'load("memory://run", keys="modle.*")'),
     WrongCall("A pin of a step that is not there", 'CheckpointManager("memory://run").pin(150)'),
+    # ---- a state that does not fit
+    WrongCall(
+        "A state that the checkpoint does not fit",
+        'CheckpointManager("memory://run").restore({"model": {"weights": torch.zeros(3)}, "epoch": 0})',
+    ),
+    WrongCall(
+        "A pattern that matches nothing",
+        'CheckpointManager("memory://run").restore(state, exclude="modle.*")',
+    ),
+    WrongCall(
+        "An optimizer without its model",
+        "optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)\n"
+        'CheckpointManager("memory://new-run").save(1, {"optim": optimizer}, wait=True)',
+    ),
+    WrongCall(
+        "A run that must exist",
+        'CheckpointManager("memory://rum").restore(state, must_exist=True)',
+    ),
+    WrongCall("A URL that was made a path", 'CheckpointManager("/home/user/s3:/bucket/run")'),
+    WrongCall("A question without a policy", 'CheckpointManager("memory://run").should_save(100)'),
 ]
 
 
