@@ -221,7 +221,8 @@ def bits(value: object) -> object:
         if value.layout != torch.strided:
             return ("sparse", bits(value.coalesce().indices()), bits(value.coalesce().values()), tuple(value.shape))
         whole = value.detach().resolve_conj().resolve_neg().contiguous().clone()
-        flat = whole.reshape(-1).view(torch.uint8) if whole.numel() else whole.new_zeros(0, dtype=torch.uint8)
+        # A dimension of size 1 may have any stride, with which torch refuses a view of bytes.
+        flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
         return (str(value.dtype), tuple(value.shape), flat.numpy().tobytes())
     if isinstance(value, dict):
         return {key: bits(inner) for key, inner in value.items()}
