@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -107,11 +108,11 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         """
         if metadata is None:
             raise InvalidArgumentError("This planner needs the metadata of the checkpoint. Use it in dcp.load.")
-        # torch gives those memory next, but no values to keep.
-        on_meta = _names_on_meta(state_dict) if self._selection.given else set()
+        before, _ = flatten_state_dict(state_dict)
         places = {".".join(map(str, place)): place for place in empty_places(state_dict)}
         self._empty_places = list(places)
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        on_meta = self._put_back(before)
         for name, place in places.items():
             # torch takes an empty dict in a list for the value None, which it does not save.
             if self.mappings.get(name) == place:
@@ -128,8 +129,24 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
             metadata.state_dict_metadata,
             self._selection,
             rank=self._source.rank,
-            on_meta=on_meta,
+            on_meta=on_meta if self._selection.given else (),
         )
+
+    def _put_back(self, before: dict[str, Any]) -> set[str]:
+        """Put back the values that torch has replaced in the state; return the names of tensors without values.
+
+        torch gives memory to tensors on the meta device, as it should. It also makes None of each object of a type that
+        it does not know, and a new tuple of each tuple: values that are kept, or kept after an error, would be lost.
+
+        Args:
+            before: State before, flat.
+        """
+        on_meta = {name for name, value in before.items() if isinstance(value, torch.Tensor) and value.is_meta}
+        for name, value in before.items():
+            if name not in on_meta and name in self.state_dict and self.state_dict[name] is not value:
+                self.state_dict[name] = value
+                set_element(self.original_state_dict, self.mappings[name], value)
+        return on_meta
 
     def create_local_plan(self) -> LoadPlan:
         """Plan what this rank loads, with its `StateCheck` as `planner_data`; few objects are built for chunks."""
@@ -194,9 +211,3 @@ def choose_planner(planner: LoadPlanner | None, **options: Any) -> LoadPlanner:
             planner=type(planner).__name__,
         )
     return planner
-
-
-def _names_on_meta(state: dict[str, Any]) -> set[str]:
-    """Return the names of the tensors on the meta device."""
-    flat, _ = flatten_state_dict(state)
-    return {name for name, value in flat.items() if isinstance(value, torch.Tensor) and value.device.type == "meta"}

@@ -14,7 +14,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import AdamW
 
-from dcp_remote import training_state
+from dcp_remote import PerRank, RandomStates, training_state
 from tests.distributed.managed import managing
 from tests.support.rank_pool import RankPool
 from tests.support.training import STRATEGIES, Leaves, Transformer, assert_same, full
@@ -49,7 +49,7 @@ def parts(wrapper: str, seed: int, *, steps: int) -> tuple[nn.Module, torch.opti
         model(torch.zeros(1, 5, dtype=torch.int64)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    bare = {"model": model, "optim": optimizer}
+    bare = {"model": model, "optim": optimizer, "random": PerRank(RandomStates())}
     return model, optimizer, bare if wrapper == "ddp" else training_state(model=model, optimizer=optimizer)
 
 

@@ -6,9 +6,11 @@ The stores are in memory and record their requests.
 from __future__ import annotations
 
 import copy
+import datetime as dt
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from dcp_remote import CheckpointManager, PerRank, RemoteLoadPlanner, Retention
+from dcp_remote import CheckpointManager, Opaque, PerRank, RemoteLoadPlanner, Retention, load
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.storage import MemoryStore
@@ -341,3 +343,64 @@ def test_what_ranks_send(store: RecordingStore, monkeypatch: pytest.MonkeyPatch)
             assert kinds.count("StateCheck") == checks
         for manager in managers:
             manager.close()
+
+
+class Point(NamedTuple):
+    """Tuple of a class of its own, which torch would rebuild as a plain one."""
+
+    x: int
+
+
+def kept_values() -> dict[str, Any]:
+    """Return values of types that torch's planner does not know."""
+    return {
+        "since": dt.date(2026, 1, 1),
+        "best": np.float32(3),
+        "place": Point(1),
+        "nested": {"list": [dt.date(2026, 1, 2), {"array": np.arange(3)}], "tuple": (np.float32(1),)},
+    }
+
+
+@pytest.mark.parametrize(
+    "options", [{"missing": "keep"}, {"include": ["w", "hp"]}, {"exclude": ["since", "best", "place", "nested.*"]}]
+)
+def test_what_is_kept_is_unchanged(options: dict[str, Any]) -> None:
+    """Objects that a restore keeps are those that were there; torch's planner would make them None."""
+    store, kept = MemoryStore(), kept_values()
+    if "missing" not in options:
+        kept["nested"] = {"list": [dt.date(2026, 1, 2)], "tuple": (np.float32(1),)}
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(1), "hp": Opaque({"lr": 1})}, wait=True)
+        state: dict[str, Any] = {"w": torch.zeros(1), "hp": Opaque({"lr": 99}), **kept}
+        own = state["nested"]
+        assert checkpoints.restore(state, **options) == 1
+    assert (state["w"].item(), state["hp"].value) == (1.0, {"lr": 1})
+    assert all(state[key] is value for key, value in kept.items() if key != "nested")
+    assert type(state["place"]) is Point
+    assert own["list"][0] == dt.date(2026, 1, 2)
+    assert repr(state["nested"]) == repr(kept_values()["nested"] if "missing" in options else kept["nested"])
+
+
+def test_an_opaque_value_is_kept() -> None:
+    """An excluded `Opaque`, and one that the checkpoint lacks, keep their values, also for the next save."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(1), "hp": Opaque({"lr": 1})}, wait=True)
+        state: dict[str, Any] = {"w": torch.zeros(1), "hp": Opaque({"lr": 99}), "new": Opaque([dt.date.min])}
+        checkpoints.restore(state, missing="keep", exclude="hp")
+        assert (state["hp"].value, state["new"].value) == ({"lr": 99}, [dt.date.min])
+        checkpoints.save(2, state, wait=True)
+    loaded = load(store)
+    assert (loaded["hp"], loaded["new"]) == ({"lr": 99}, [dt.date.min])
+
+
+def test_a_state_is_unchanged_after_a_mismatch() -> None:
+    """After a `StateMismatchError` nested values are those that were there."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(1)}, wait=True)
+        state = {"w": torch.zeros(1), "more": kept_values()}
+        with pytest.raises(StateMismatchError):
+            checkpoints.restore(state)
+    assert repr(state["more"]) == repr(kept_values())
+    assert state["w"].item() == 0.0
