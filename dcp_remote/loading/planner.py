@@ -141,7 +141,8 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         Args:
             before: State before, flat.
         """
-        on_meta = {name for name, value in before.items() if isinstance(value, torch.Tensor) and value.is_meta}
+        tensors = {name: value for name, value in before.items() if isinstance(value, torch.Tensor)}
+        on_meta = {name for name, value in tensors.items() if value.device.type == "meta"}
         for name, value in before.items():
             if name not in on_meta and name in self.state_dict and self.state_dict[name] is not value:
                 self.state_dict[name] = value
