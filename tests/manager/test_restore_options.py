@@ -399,7 +399,7 @@ def test_a_state_is_unchanged_after_a_mismatch() -> None:
     store = MemoryStore()
     with CheckpointManager(store) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(1)}, wait=True)
-        state = {"w": torch.zeros(1), "more": kept_values()}
+        state: dict[str, Any] = {"w": torch.zeros(1), "more": kept_values()}
         with pytest.raises(StateMismatchError):
             checkpoints.restore(state)
     assert repr(state["more"]) == repr(kept_values())
