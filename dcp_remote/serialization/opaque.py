@@ -54,6 +54,7 @@ class Opaque(Generic[T]):
 
 def mark_of(value: object) -> tuple[str | None, Any]:
     """Return the mark of an entry and the value in it; None and the value itself for any other value."""
-    if type(value) is tuple and len(value) == 2 and value[0] in (OPAQUE_MARK, FILES_MARK):  # noqa: PLR2004  # mark, value
+    # The type first: comparing an array with a text raises an error or gives an array.
+    if type(value) is tuple and len(value) == 2 and type(value[0]) is str and value[0] in (OPAQUE_MARK, FILES_MARK):  # noqa: PLR2004  # mark, value
         return value
     return None, value

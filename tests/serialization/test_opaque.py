@@ -147,6 +147,16 @@ def test_a_value_in_place_of_an_opaque_one() -> None:
     assert state == {"cfg": {"a": 1}}
 
 
+@pytest.mark.parametrize("first", [np.zeros(2, dtype=[("a", "i4")]), np.arange(3)], ids=["fields", "plain"])
+def test_a_pair_that_begins_with_an_array(first: Any) -> None:
+    """Save and load tuples of an array and a value: no comparison of the array with a mark."""
+    store = MemoryStore()
+    assert refused_values({"pair": (first, 1)}) == []
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, {"pair": (first, 1)}, wait=True)
+    assert np.array_equal(load(store)["pair"][0], first)
+
+
 # ---- what is refused
 
 
