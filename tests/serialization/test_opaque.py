@@ -31,7 +31,7 @@ from dcp_remote import (
     refused_values,
 )
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, UnsafeObjectError
-from dcp_remote.manager import rank_restore
+from dcp_remote.serialization.state_dict import make_template
 from dcp_remote.storage import MemoryStore
 from tests.support.states import equal
 
@@ -173,8 +173,8 @@ def test_lists_without_tensors() -> None:
     """Save `Opaque` and `Files` in lists that torch stores as one entry: load, and restore into lists of any length."""
     store, files = MemoryStore(), Files({"x": b"1"})
     inner = [("dcp_remote.Opaque", 5)]  # in an Opaque, whose value is given back as it was saved
-    state = {"l": [Opaque({"a": 1}), Opaque(inner), files, 7], "deep": {"k": [1, [Opaque(5)]]}}
-    whole = {"l": [{"a": 1}, inner, files, 7], "deep": {"k": [1, [5]]}}
+    state: dict[str, Any] = {"l": [Opaque({"a": 1}), Opaque(inner), files, 7], "deep": {"k": [1, [Opaque(5)]]}}
+    whole: dict[str, Any] = {"l": [{"a": 1}, inner, files, 7], "deep": {"k": [1, [5]]}}
     with CheckpointManager(store) as checkpoints:
         checkpoints.save(1, state, wait=True)
         short: dict[str, Any] = {"l": [Opaque(0)], "deep": {"k": [0, [Opaque(0)]]}}
@@ -217,8 +217,8 @@ def test_values_that_are_not_loaded(copies: bool, monkeypatch: pytest.MonkeyPatc
     """Restore without some `Opaque` and `Files`, also if torch copies the tuples of the template: they stay."""
     store, files = MemoryStore(), Files({"x": b"1"})
     if copies:
-        make = rank_restore.make_template
-        monkeypatch.setattr(rank_restore, "make_template", lambda *args: copied(make(*args)))
+        name = "dcp_remote.manager.rank_restore.make_template"
+        monkeypatch.setattr(name, lambda *args: copied(make_template(*args)))
     with CheckpointManager(store) as checkpoints:
         checkpoints.save(
             1, {"w": torch.ones(1), "o": Opaque(1), "own": PerRank(Opaque(1)), "l": [Opaque(1)]}, wait=True
