@@ -6,6 +6,7 @@ import contextlib
 import fnmatch
 import os
 import uuid
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +25,8 @@ _PART_BYTES_MAX = 255
 _NAME_BYTES_MAX = 1024
 
 _NAMED_MAX = 5
+
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list})
 
 
 class Files:
@@ -155,9 +158,33 @@ class Files:
 def unwrap_marked(value: object) -> object:
     """Return the value of an `Opaque` entry, the `Files` of an entry of files, or any other value itself.
 
+    In a list or dict, which torch stores as one entry if it holds no tensors, the elements are replaced in place. The
+    value of an `Opaque` is returned as it was saved.
+
     Raises:
         CorruptCheckpointError: A stored name would leave the folder into which the files are written.
     """
+    holder = [value]
+    for container, key, inner in iterate_tuples(holder):
+        container[key] = _unwrap(inner)
+    return holder[0]
+
+
+def iterate_tuples(value: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the tuples in a list or dict at any depth, with container and key or index; none that is in a tuple."""
+    stack, seen = [value], {id(value)}
+    while stack:
+        container = stack.pop()
+        pairs = enumerate(container) if isinstance(container, list) else container.items()
+        for key, inner in [(key, inner) for key, inner in pairs if type(inner) is tuple or type(inner) in _CONTAINERS]:
+            if type(inner) is tuple:
+                yield container, key, inner
+            elif id(inner) not in seen:
+                seen.add(id(inner))
+                stack.append(inner)
+
+
+def _unwrap(value: object) -> object:
     mark, inner = mark_of(value)
     if mark != FILES_MARK:
         return inner

@@ -12,8 +12,10 @@ T = TypeVar("T")
 OPAQUE_MARK: Final = "dcp_remote.Opaque"
 FILES_MARK: Final = "dcp_remote.Files"
 
-# Stands in a template for a value that is read whole, so that no value has to be made for the template.
-UNREAD: Final = ("dcp_remote.unread",)
+# Stands in a template for a value that is read whole, so that no value has to be made for the template. A pair, so that
+# no stored per-rank value, which is a tuple of one, is equal to it.
+_UNREAD_MARK: Final = "dcp_remote.unread"
+UNREAD: Final = (_UNREAD_MARK, None)
 
 
 class Opaque(Generic[T]):
@@ -54,6 +56,22 @@ class Opaque(Generic[T]):
 
 def mark_of(value: object) -> tuple[str | None, Any]:
     """Return the mark of an entry and the value in it; None and the value itself for any other value."""
-    if type(value) is tuple and len(value) == 2 and value[0] in (OPAQUE_MARK, FILES_MARK):  # noqa: PLR2004  # mark, value
-        return value
-    return None, value
+    return value if _first(value) in (OPAQUE_MARK, FILES_MARK) else (None, value)  # type: ignore[return-value]
+
+
+def is_unread(value: object) -> bool:
+    """Return whether a value of a template was not loaded; by content, since torch copies the tuples of a template."""
+    return _first(value) == _UNREAD_MARK
+
+
+def is_reserved(value: object) -> bool:
+    """Return whether a user's value looks like an entry with a mark, so that a load would return another value."""
+    return _first(value) in (OPAQUE_MARK, FILES_MARK, _UNREAD_MARK)
+
+
+def _first(value: object) -> str | None:
+    """Return the text with which a pair begins; None for any other value."""
+    # The type first: comparing an array with a text raises an error or gives an array.
+    if type(value) is tuple and len(value) == 2 and type(value[0]) is str:  # noqa: PLR2004  # mark, value
+        return value[0]
+    return None

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.serialization.files import Files, unwrap_marked
+from dcp_remote.serialization.files import Files, iterate_tuples, unwrap_marked
 from dcp_remote.serialization.module_state import ModelState, OptimizerState, find_models, names_parameters_itself
-from dcp_remote.serialization.opaque import UNREAD, Opaque
+from dcp_remote.serialization.opaque import UNREAD, Opaque, is_reserved, is_unread
 
 T = TypeVar("T")
 _State = TypeVar("_State", bound=Mapping[str, Any])
@@ -69,12 +69,20 @@ def build_saved_state(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
     Raises:
         InvalidArgumentError: The state is not a mapping, a key is not a string or is "per_rank", a `PerRank` is not at
-            the top level, or an optimizer has parameters of no module of the state.
+            the top level, an optimizer has parameters of no module of the state, or a tuple looks like an entry of
+            `Opaque` or `Files`.
     """
     _require_state(state)
     reader = _StateReader(state)
     # Sorted, as in torch: `state_dict()` may be a collective operation, and the order of keys may differ between ranks.
     values = {key: reader.read(state[key], (key,)) for key in sorted(state)}
+    if reader.reserved:
+        raise InvalidArgumentError(
+            "Tuples of two that begin with a mark of this library cannot be told from values that it has wrapped. "
+            "Save lists in their place, or change the text.",
+            where=", ".join(reader.reserved[:5]),
+            found=len(reader.reserved),
+        )
     # In a tuple, which torch's planner does not flatten: a later job's template may hold a value of another structure.
     own = {key: (value,) for key, value in values.items() if isinstance(state[key], PerRank)}
     shared = {key: value for key, value in values.items() if key not in own}
@@ -127,8 +135,8 @@ def apply_loaded(
         element = state[key]
         if not isinstance(element, PerRank):
             state[key] = reader.apply(element, loaded[key], (key,))
-        elif own.get(key, UNREAD) is not UNREAD:
-            (value,) = own[key]
+        elif key in own and not is_unread(own[key]):
+            value = unwrap_marked(own[key][0])
             if is_stateful(element.value):
                 element.value.load_state_dict(value)
             else:
@@ -164,11 +172,15 @@ class _StateReader:
     Args:
         state: State.
         saved: Paths of a checkpoint's values, to make a template; None to save.
+
+    Attributes:
+        reserved: Names of the values that a load would take for entries of `Opaque` or `Files`.
     """
 
     def __init__(self, state: Mapping[str, Any], *, saved: Collection[tuple[str | int, ...]] | None = None) -> None:
         """Keep the state; nothing is read."""
         self._state, self._saved = state, saved
+        self.reserved: list[str] = []
 
     def read(self, value: Any, path: _Path) -> Any:
         """Return what is saved of a value, or loaded into; a container without `Stateful`s is returned itself."""
@@ -177,7 +189,13 @@ class _StateReader:
         if isinstance(value, PerRank):
             if len(path) > 1:
                 raise InvalidArgumentError("A PerRank must be at the top level of the state.", where=_text(path))
-            return value.value.state_dict() if is_stateful(value.value) else value.value
+            if isinstance(value.value, Opaque):
+                return self._values_of(value.value, path)
+            if is_stateful(value.value):
+                return value.value.state_dict()
+            if any(is_reserved(inner) for _, _, inner in iterate_tuples([value.value])):
+                self.reserved.append(_text(path))
+            return value.value
         stateful = self._stateful(value, path)
         if stateful is not None:
             return self._values_of(stateful, path)
@@ -187,6 +205,8 @@ class _StateReader:
         if isinstance(value, list):
             items = [self.read(inner, (*path, number)) for number, inner in enumerate(value)]
             return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+        if is_reserved(value):
+            self.reserved.append(_text(path))
         return value
 
     def apply(self, value: Any, loaded: Any, path: _Path) -> Any:
@@ -197,7 +217,7 @@ class _StateReader:
         if isinstance(stateful, OptimizerState):
             stateful.load_saved(loaded)
         elif stateful is not None:
-            if loaded is not UNREAD:
+            if not is_unread(loaded):
                 stateful.load_state_dict(loaded)
         elif not _holds_stateful(value):
             return loaded
@@ -226,6 +246,8 @@ class _StateReader:
 
     def _values_of(self, stateful: Any, path: _Path) -> Any:
         if self._saved is None:
+            if isinstance(stateful, Opaque) and is_reserved(stateful.value):
+                self.reserved.append(_text(path))
             return stateful.saved_values() if isinstance(stateful, OptimizerState) else stateful.state_dict()
         if isinstance(stateful, (Opaque, Files)):
             return UNREAD

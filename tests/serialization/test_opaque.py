@@ -21,6 +21,7 @@ from torch import nn
 
 from dcp_remote import (
     CheckpointManager,
+    Files,
     Opaque,
     PerRank,
     RemoteReader,
@@ -29,7 +30,8 @@ from dcp_remote import (
     load,
     refused_values,
 )
-from dcp_remote.errors import DcpRemoteError, UnsafeObjectError
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, UnsafeObjectError
+from dcp_remote.serialization.state_dict import make_template
 from dcp_remote.storage import MemoryStore
 from tests.support.states import equal
 
@@ -145,6 +147,95 @@ def test_a_value_in_place_of_an_opaque_one() -> None:
         state: dict[str, Any] = {"cfg": None}
         checkpoints.restore(state)
     assert state == {"cfg": {"a": 1}}
+
+
+@pytest.mark.parametrize("first", [np.zeros(2, dtype=[("a", "i4")]), np.arange(3)], ids=["fields", "plain"])
+def test_a_pair_that_begins_with_an_array(first: Any) -> None:
+    """Save and load tuples of an array and a value: no comparison of the array with a mark."""
+    store = MemoryStore()
+    assert refused_values({"pair": (first, 1)}) == []
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, {"pair": (first, 1)}, wait=True)
+    assert np.array_equal(load(store)["pair"][0], first)
+
+
+def test_a_per_rank_value_in_place_of_an_opaque_one() -> None:
+    """Restore per-rank `Opaque` and `Files` entries into values without them: the values themselves."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, {"cfg": PerRank(Opaque({"a": 1})), "files": PerRank(Files({"x": b"1"}))}, wait=True)
+        state: dict[str, Any] = {"cfg": PerRank(0), "files": PerRank(0)}
+        checkpoints.restore(state)
+    assert (state["cfg"].value, state["files"].value) == ({"a": 1}, Files({"x": b"1"}))
+
+
+def test_lists_without_tensors() -> None:
+    """Save `Opaque` and `Files` in lists that torch stores as one entry: load, and restore into lists of any length."""
+    store, files = MemoryStore(), Files({"x": b"1"})
+    inner = [("dcp_remote.Opaque", 5)]  # in an Opaque, whose value is given back as it was saved
+    state: dict[str, Any] = {"l": [Opaque({"a": 1}), Opaque(inner), files, 7], "deep": {"k": [1, [Opaque(5)]]}}
+    whole: dict[str, Any] = {"l": [{"a": 1}, inner, files, 7], "deep": {"k": [1, [5]]}}
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        short: dict[str, Any] = {"l": [Opaque(0)], "deep": {"k": [0, [Opaque(0)]]}}
+        checkpoints.restore(short)
+        plain: dict[str, Any] = {"l": [0], "deep": {"k": [0]}}
+        checkpoints.restore(plain)
+    assert load(store) == whole == plain
+    assert short["l"][0].value == {"a": 1}
+    assert short["l"][1:] == whole["l"][1:]
+    assert short["deep"]["k"][1][0].value == 5
+
+
+@pytest.mark.parametrize("mark", ["dcp_remote.Opaque", "dcp_remote.Files", "dcp_remote.unread"])
+def test_tuples_that_look_like_entries(mark: str) -> None:
+    """Save tuples that begin with a mark: one error names all, and nothing is stored; others are saved."""
+    store, pair = MemoryStore(), (mark, 5)
+    wrong = {
+        "a": pair,
+        "b": {"c": [1, pair]},
+        "d": Opaque(pair),
+        "e": PerRank(pair),
+        "f": PerRank([{"g": pair}]),
+        "h": PerRank(Opaque(pair)),
+    }
+    with CheckpointManager(store) as checkpoints:
+        with pytest.raises(InvalidArgumentError, match=r"where='?a, b\.c\.1, d, e, f.*found=6"):
+            checkpoints.save(1, wrong, wait=True)
+        right = {"a": (*pair, 6), "b": [mark, 5], "c": Opaque([pair]), "d": PerRank(mark), "e": (pair,)}
+        checkpoints.save(1, right, wait=True)
+        state = {"d": PerRank("")}
+        checkpoints.restore(state, include="per_rank.*", unexpected="ignore")
+    assert state["d"].value == mark
+    loaded = load(store)
+    assert loaded.pop("per_rank") == {"0": {"d": mark}}
+    assert loaded == {"a": (mark, 5, 6), "b": [mark, 5], "c": [pair], "e": (pair,)}
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_values_that_are_not_loaded(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore without some `Opaque` and `Files`, also if torch copies the tuples of the template: they stay."""
+    store, files = MemoryStore(), Files({"x": b"1"})
+    if copies:
+        name = "dcp_remote.manager.rank_restore.make_template"
+        monkeypatch.setattr(name, lambda *args: copied(make_template(*args)))
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(
+            1, {"w": torch.ones(1), "o": Opaque(1), "own": PerRank(Opaque(1)), "l": [Opaque(1)]}, wait=True
+        )
+        state: dict[str, Any] = {"w": torch.zeros(1), "o": Opaque(2), "own": PerRank(Opaque(2)), "l": [Opaque(2)]}
+        state |= {"new": Opaque(3), "files": files}
+        checkpoints.restore(state, exclude=["o", "per_rank.*", "l"], missing="keep")
+    assert state["w"] == 1
+    assert str((state["o"], state["own"], state["l"])) == "(Opaque(2), PerRank(Opaque(2)), [Opaque(2)])"
+    assert (state["new"].value, state["files"].names) == (3, ("x",))
+
+
+def copied(value: Any) -> Any:
+    """Return a template in which dicts, lists and tuples are copies with equal content."""
+    if isinstance(value, dict):
+        return {key: copied(inner) for key, inner in value.items()}
+    return type(value)(list(map(copied, value))) if isinstance(value, (list, tuple)) else value
 
 
 # ---- what is refused
