@@ -478,7 +478,8 @@ class CheckpointManager:
         """Return whether to save at this step: by `save_policy`, or because the job is about to be killed.
 
         Called by every rank after every step, with the same steps; the answer is the same on all ranks. False for the
-        step that was saved or restored last, so that a step is saved once however often it is asked about.
+        step that was saved or restored last, so that a step is saved once however often it is asked about; once the
+        error of its save was raised, the step counts as not saved.
 
             while step < last and not checkpoints.should_stop:
                 ...
@@ -587,7 +588,14 @@ class CheckpointManager:
         Raises:
             DcpRemoteError: The save failed, see `save`. Each failure is raised once.
         """
-        return self._background_saves.wait()
+        step = self._background_saves.step
+        try:
+            return self._background_saves.wait()
+        except BaseException:
+            # After Ctrl-C the save is still under way, and its step counts as saved.
+            if self._schedule is not None and self._background_saves.step is None:
+                self._schedule.forget_saved(step)
+            raise
 
     def close(self) -> None:
         """Wait for the save under way, finish deleting old checkpoints, and release threads and memory.
