@@ -71,8 +71,8 @@ class Selection:
         """Return the name in the state of each entry; entries that are renamed to None are left out.
 
         Raises:
-            InvalidArgumentError: A name or prefix of `rename` matches no entry (similar names are given), or two
-                entries get one name.
+            InvalidArgumentError: A name or prefix of `rename` matches no entry (similar names are given), two entries
+                get one name, or the function raises.
         """
         if self.rename is None:
             return {name: name for name in names}
@@ -80,7 +80,15 @@ class Selection:
         renamed: dict[str, str] = {}
         sources: dict[str, str] = {}
         for name in names:
-            new: object = rename(name)  # a user's function may return anything
+            try:
+                new: object = rename(name)  # a user's function may return anything
+            except Exception as error:
+                raise InvalidArgumentError(
+                    "rename raised an error for this entry of the checkpoint. A function must return a name for each, "
+                    "or None for an entry to leave out.",
+                    name=name,
+                    error=f"{type(error).__name__}: {error}",
+                ) from error
             if new is None:
                 continue
             if not isinstance(new, str) or not new:

@@ -85,7 +85,7 @@ class BackgroundSave:
         Raises:
             RuntimeError: No thread can be started.
         """
-        self._task = task
+        self._task, self._step = task, task.labels.step
         # A daemon, because a stuck thread must not keep the process alive; `AtExit` waits for the thread.
         threading.Thread(target=self._run, name="dcp_remote-save", daemon=True).start()
 
@@ -98,6 +98,11 @@ class BackgroundSave:
     def has_ended(self) -> bool:
         """True once the thread of the save has sent its last request."""
         return self._ended.is_set()
+
+    @property
+    def step(self) -> int:
+        """Step of the save; known once it was started."""
+        return self._step
 
     @property
     def what(self) -> str:
@@ -232,6 +237,11 @@ class BackgroundSaves:
         self._under_way: BackgroundSave | None = None  # until `wait` has given its result
         self.report: SaveReport | None = None
         self.newest: BackgroundSave | None = None
+
+    @property
+    def step(self) -> int | None:
+        """Step of the save whose result `wait` has not given yet; None if there is none."""
+        return self._under_way.step if self._under_way is not None else None
 
     def start(self, background_save: BackgroundSave, task: Task) -> None:
         """Begin a save. If this method or the rest of the calling `save` raises, call `abandon`."""

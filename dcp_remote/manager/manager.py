@@ -39,7 +39,7 @@ from dcp_remote.manager.rank_save import RankSaver, Task
 from dcp_remote.manager.reports import LoadReport, SaveReport
 from dcp_remote.manager.save_policy import SavePolicy, SaveSchedule
 from dcp_remote.manager.telemetry import Telemetry
-from dcp_remote.run.job import CheckpointLabels, JobSession, require_step
+from dcp_remote.run.job import CheckpointLabels, JobSession, require_step, require_step_or_name
 from dcp_remote.run.retention import ChooseToDelete, Retention, require_retention
 from dcp_remote.run.run import CheckpointInfo
 from dcp_remote.saving.device_copy import wait_for_devices
@@ -281,7 +281,8 @@ class CheckpointManager:
                 given it.
             metrics: Numbers by name, for `Retention(keep_best=…)`. A number that is not finite is left out, with a
                 warning. Those of the coordinator are stored.
-            user: Notes for the manifest: JSON, at most 1 MiB. Those of the coordinator are stored.
+            user: Notes for the manifest: JSON, at most 1 MiB. Those of the coordinator are stored. Where `exist_ok`
+                keeps a checkpoint they are dropped, with a warning: its manifest never changes.
             overwrite: True to replace the live checkpoint of this step, if there is one, with its names and its pin.
             exist_ok: True to keep the live checkpoint of this step if this job wrote it, or has saved nothing since it
                 went on from it: names and metrics are added to it in the catalog, and nothing is uploaded. Costs two
@@ -409,11 +410,14 @@ class CheckpointManager:
             CorruptCheckpointError: Bytes differ from those that were written: restore an older step.
             UnsafeObjectError: An object needs code to load.
             StorageError: The store failed for five minutes.
-            InvalidArgumentError: An option has a wrong value, or matches nothing; or there is a planner as well.
+            InvalidArgumentError: The step or an option has a wrong value, or matches nothing; or there is a planner as
+                well.
             DcpRemoteError: Another rank failed, fell silent or did not come, and is named; or `timeout_seconds` have
                 passed.
         """
         self._require_open()
+        if step is not None:
+            require_step_or_name(step)
         planner = choose_planner(
             planner,
             include=include,
@@ -478,7 +482,8 @@ class CheckpointManager:
         """Return whether to save at this step: by `save_policy`, or because the job is about to be killed.
 
         Called by every rank after every step, with the same steps; the answer is the same on all ranks. False for the
-        step that was saved or restored last, so that a step is saved once however often it is asked about.
+        step that was saved or restored last, so that a step is saved once however often it is asked about; once the
+        error of its save was raised, the step counts as not saved.
 
             while step < last and not checkpoints.should_stop:
                 ...
@@ -587,7 +592,14 @@ class CheckpointManager:
         Raises:
             DcpRemoteError: The save failed, see `save`. Each failure is raised once.
         """
-        return self._background_saves.wait()
+        step = self._background_saves.step
+        try:
+            return self._background_saves.wait()
+        except BaseException:
+            # After Ctrl-C the save is still under way, and its step counts as saved.
+            if self._schedule is not None and self._background_saves.step is None:
+                self._schedule.forget_saved(step)
+            raise
 
     def close(self) -> None:
         """Wait for the save under way, finish deleting old checkpoints, and release threads and memory.

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.overrides import inherits_methods
+from dcp_remote.common.text import format_count
 from dcp_remote.common.units import MiB
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
@@ -284,8 +285,6 @@ def _choose(
             "Ranks restore different steps; nothing was restored. Call restore with one step on all ranks.",
             steps=str(steps[:16]),
         )
-    if type(steps[0]) not in (int, str, type(None)):
-        raise InvalidArgumentError("A step must be an integer, or a checkpoint's name.", step=steps[0])
     # Refused before training begins, because the first save would be refused hours later.
     require_no_checkpoint_by_itself(RetryingStore(store, Deadline(_retry_seconds(deadline))))
     catalog = catalog_of(store, retry_seconds=_retry_seconds(deadline))
@@ -415,6 +414,11 @@ def _warn_of_other_world_size(
 ) -> None:
     """Warn of `PerRank` values that stay as they are, and of those of the checkpoint that no rank gets."""
     keys = sorted(key for key, value in state.items() if isinstance(value, PerRank))
+    ranks = range(max(world_size, manifest.world_size))
+    unsaved = [key for key in keys if all((PER_RANK_KEY, str(rank), key) not in saved for rank in ranks)]
+    if unsaved:
+        logger.warning("The checkpoint has no values of %s, which stay as they are.", ", ".join(unsaved))
+    keys = [key for key in keys if key not in unsaved]
     kept = [key for key in keys if any((PER_RANK_KEY, str(rank), key) not in saved for rank in range(world_size))]
     left = [
         key
@@ -427,9 +431,9 @@ def _warn_of_other_world_size(
     ):
         if named:
             logger.warning(
-                "The checkpoint was saved by %d ranks and is restored by %d: %s (%s). What was saved can be read by "
+                "The checkpoint was saved by %s and is restored by %d: %s (%s). What was saved can be read by "
                 "dcp_remote.load(url, step=%d, keys='per_rank.*').",
-                manifest.world_size,
+                format_count(manifest.world_size, "rank"),
                 world_size,
                 message,
                 ", ".join(named),

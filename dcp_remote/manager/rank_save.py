@@ -375,6 +375,13 @@ class RankSaver:
         requests = self._store.counts.since(before).requests
         figures = RankFigures(self._ranks.rank, requests=requests, seconds=seconds)
         entry = labelled.entry
+        if self._ranks.is_coordinator and task.user:
+            logger.warning(
+                "%s: this job had saved step %d, so that its checkpoint stays, and the notes of this save (user=) are "
+                "dropped: a manifest never changes. Pass overwrite=True to replace the checkpoint",
+                self._store.url,
+                entry.step,
+            )
         report = combine([figures], step=entry.step, save_id=entry.save_id, total_bytes=entry.size_bytes)
         return replace(report, world_size=self._ranks.world_size, background=task.background, is_repeated=True)
 

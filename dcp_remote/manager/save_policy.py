@@ -121,6 +121,11 @@ class SaveSchedule:
         self._saved_step = step
         self._restart()
 
+    def forget_saved(self, step: int | None) -> None:
+        """Take back `note_saved` of this step, whose save failed: the rules name the step again."""
+        if step == self._saved_step:
+            self._saved_step = None
+
     def count_restore(self) -> None:
         """Count a restore, after which steps may be smaller; see `Agreement.count_restore`."""
         self._agreement.count_restore()

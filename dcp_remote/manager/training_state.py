@@ -79,6 +79,8 @@ def training_state(
         )
     if random_states:
         state["random"] = PerRank(random_states if isinstance(random_states, RandomStates) else RandomStates())
+    if not isinstance(extra, Mapping | None):
+        raise InvalidArgumentError("extra must be a dict.", type=type(extra).__qualname__)
     taken = [key for key in extra or {} if key in state or key == PER_RANK_KEY]
     if taken:
         raise InvalidArgumentError("Keys of extra are taken. Choose others.", keys=", ".join(taken))

@@ -6,15 +6,17 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import CommitUnknownError, DcpRemoteError
 from dcp_remote.format.catalog import Catalog, Entry
 from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.run.retention import ChooseToDelete, Retention
+from dcp_remote.run.run import CheckpointInfo
 from dcp_remote.storage.base import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -200,6 +202,8 @@ class BackgroundMaintenance:
         self._try(lambda: maintenance.delete(deadline=work.deadline, stop=stop.is_set))
 
     def _apply(self, maintenance: Maintenance, retention: Retention | ChooseToDelete, work: _Work) -> None:
+        if not isinstance(retention, Retention):
+            retention = partial(_choose_without_exit, retention)
         applied = maintenance.apply(retention, deadline=work.deadline, catalog=work.catalog)
         if applied.retired or applied.thinned:
             logger.info("%s: retired %s, thinned %s", self._store.url, applied.retired, applied.thinned)
@@ -235,6 +239,17 @@ class _Work:
     catalog: Catalog | None
     settles: bool
     deadline: Deadline
+
+
+def _choose_without_exit(choose: ChooseToDelete, checkpoints: Sequence[CheckpointInfo]) -> Any:
+    """Call a user's function and take all that it yields; SystemExit and KeyboardInterrupt would end this thread."""
+    try:
+        chosen: object = choose(checkpoints)
+        return list(chosen) if isinstance(chosen, Iterator) else chosen
+    except Exception:
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"The function passed as retention raised {type(error).__name__}.") from error
 
 
 def _deadline(stop: threading.Event) -> Deadline:

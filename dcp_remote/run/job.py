@@ -27,7 +27,7 @@ from dcp_remote.format.catalog import Attempt, Catalog, Entry, add_entry, label_
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.format.manifest import RunInfo
 from dcp_remote.run.catalog_store import Change, require_catalog, swap
-from dcp_remote.run.lookup import require_no_checkpoint_by_itself, require_not_lost
+from dcp_remote.run.lookup import require_no_checkpoint_by_itself, require_not_lost, wrong_step
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.retrying import RetryingStore
 
@@ -136,9 +136,7 @@ def require_step_or_name(step: object) -> None:
     """
     if not isinstance(step, str):
         if type(step) is not int:
-            raise InvalidArgumentError(
-                "A step must be an integer, or a checkpoint's name.", step=step, type=type(step).__name__
-            )
+            raise wrong_step(step, "A step must be an integer, or a checkpoint's name.")
         require_step(step)
 
 
@@ -149,11 +147,7 @@ def require_step(step: object) -> None:
         InvalidArgumentError: The step is not an integer, or out of bounds.
     """
     if type(step) is not int or not 0 <= step < STEP_MAX:
-        raise InvalidArgumentError(
-            "A step must be an integer from 0 to 2**53 - 1: the number of finished steps.",
-            step=step if isinstance(step, int | float | str) else None,  # else perhaps a whole state
-            type=type(step).__name__,
-        )
+        raise wrong_step(step, "A step must be an integer from 0 to 2**53 - 1: the number of finished steps.")
 
 
 def _number(name: str, value: SupportsFloat) -> float:

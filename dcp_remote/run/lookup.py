@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import difflib
 import logging
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import SupportsIndex
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
@@ -95,7 +98,7 @@ def read_manifest(
         InvalidArgumentError: `step` is neither a number nor a name.
     """
     if step is not None and type(step) not in (int, str):
-        raise InvalidArgumentError("A step must be an integer, or a checkpoint's name.", step=step)
+        raise wrong_step(step, "A step must be an integer, or a checkpoint's name.")
     reading = RetryingStore(store, Deadline(retry_seconds))
     stored: Stored | None = None
     if step is None:
@@ -118,6 +121,27 @@ def read_manifest(
         "The next save replaces it.",
         url=store.url,
     )
+
+
+def wrong_step(step: object, what: str) -> InvalidArgumentError:
+    """Make the error for what is no step: it gives the type, and the value of numbers and texts only.
+
+    Anything else may be a whole state, which would fill the message.
+
+    Args:
+        step: Argument that is refused.
+        what: Message that says what a step must be.
+    """
+    shown = step if isinstance(step, int | float | str) else None
+    if isinstance(step, Mapping) or hasattr(step, "state_dict"):
+        what += " State and step are exchanged: the calls are save(step, state) and restore(state, step)."
+    elif type(step) is not int and isinstance(step, SupportsIndex) and not isinstance(step, bool):
+        try:
+            shown = operator.index(step)  # a numpy integer, a tensor of one integer
+            what += " Write int(step)."
+        except Exception:  # noqa: BLE001, S110  # a tensor of several elements is no step at all
+            pass
+    return InvalidArgumentError(what, step=shown, type=type(step).__name__)
 
 
 def find_entry(catalog: Catalog, step: int | str | None, *, url: str) -> Entry:

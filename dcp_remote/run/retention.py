@@ -47,7 +47,7 @@ class Best:
     Attributes:
         metric: Name of the metric; a checkpoint without it, or with NaN, is not kept by this part.
         count: Number of checkpoints to keep.
-        largest: Larger values are better; False for a loss.
+        largest: True if larger values are better, as of an accuracy; False for a loss.
     """
 
     metric: str
@@ -55,14 +55,19 @@ class Best:
     largest: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a part that keeps nothing.
+        """Refuse a part that keeps nothing, or keeps the worst because a text counts as true.
 
         Raises:
-            InvalidArgumentError: The name is empty, or the count is below 1.
+            InvalidArgumentError: The metric is no text or empty, the count is below 1, or `largest` is no bool.
         """
-        if not self.metric:
-            raise InvalidArgumentError("keep_best needs the name of a metric.")
+        metric: object = self.metric
+        if not isinstance(metric, str) or not metric:
+            raise InvalidArgumentError("keep_best needs the name of a metric, as a text.", metric=metric)
         _require_count("keep_best's count", self.count)
+        if type(self.largest) is not bool:
+            raise InvalidArgumentError(
+                "largest must be True or False: True for an accuracy, False for a loss.", largest=self.largest
+            )
 
 
 @dataclass(frozen=True, slots=True)

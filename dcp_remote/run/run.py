@@ -98,8 +98,10 @@ def best_of(checkpoints: Iterable[CheckpointInfo], metric: str, *, mode: str = "
         The checkpoint; None if no checkpoint that counts has the metric.
 
     Raises:
-        InvalidArgumentError: `mode` is neither "min" nor "max".
+        InvalidArgumentError: `mode` is neither "min" nor "max", or the metric is no text.
     """
+    if not isinstance(metric, str):
+        raise InvalidArgumentError("metric must be a text, such as best('loss').", metric=metric)
     if mode not in ("min", "max"):
         raise InvalidArgumentError('mode must be "min" or "max".', mode=mode)
     known = [info for info in checkpoints if not info.abandoned and metric in info.metrics]

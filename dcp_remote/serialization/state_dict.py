@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
@@ -304,7 +305,8 @@ def require_distinct(state: Mapping[Any, object]) -> None:
     """Refuse a state in which torch would give two values the same name.
 
     Raises:
-        InvalidArgumentError: Two keys of a mapping are equal as text; the error names them.
+        InvalidArgumentError: Two keys of a mapping are equal as text, or two paths once their parts are joined by dots;
+            the error names them.
     """
     for path, mapping in _iterate_mappings(state):
         if len({str(key) for key in mapping}) < len(mapping):
@@ -315,6 +317,36 @@ def require_distinct(state: Mapping[Any, object]) -> None:
                 where=".".join(map(str, path)),
                 keys=", ".join(repeated[:5]),
             )
+        _require_distinct_paths(path, mapping)
+
+
+def _require_distinct_paths(path: _Path, mapping: Mapping[Any, object]) -> None:
+    """Refuse two values of which one is below a key with a dot, as "a.b", and one below "a" beside that key."""
+    texts = {str(key): value for key, value in mapping.items()}
+    # Tensors and the values of leaves have nothing below them: a flat state dict costs one look at each of its values.
+    containers = {key for key, value in texts.items() if isinstance(value, Mapping | list)}
+    if not containers:
+        return
+    for text, value in texts.items():
+        stop = text.find(".")
+        while stop >= 0:
+            if (prefix := text[:stop]) in containers:
+                named = _leaf_names(texts[prefix], prefix)
+                for name, other in _leaf_names(value, text).items():
+                    if name in named:
+                        raise InvalidArgumentError(
+                            "Two values of the state have one name, since torch joins the parts of a path by dots. "
+                            "Rename one.",
+                            name=".".join(map(str, (*path, name))),
+                            paths=f"{[*path, *named[name]]}, {[*path, *other]}",
+                        )
+            stop = text.find(".", stop + 1)
+
+
+def _leaf_names(value: object, key: str) -> dict[str, _Path]:
+    """Return the paths of the values below a key by the names that torch gives to them."""
+    paths = flatten_state_dict({key: value})[1]
+    return {name: tuple(path) for name, path in paths.items()}
 
 
 class TextKeys:

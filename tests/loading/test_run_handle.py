@@ -436,7 +436,9 @@ def test_a_function_decides_what_is_deleted() -> None:
     assert keys(store) == named(store)
 
 
-@pytest.mark.parametrize("returned", [None, "step", [1.0], [True], ["1"], 1, ZeroDivisionError])
+@pytest.mark.parametrize(
+    "returned", [None, "step", [1.0], [True], ["1"], 1, ZeroDivisionError, SystemExit, KeyboardInterrupt]
+)
 def test_a_function_that_fails_fails_no_save(returned: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Raise in the function, or return no steps: the saves are committed, nothing is deleted, each failure counted."""
 

@@ -54,6 +54,14 @@ def test_names_that_cannot_be(rename: Any, details: dict[str, str]) -> None:
     assert caught.value.details == details
 
 
+def test_a_function_that_raises() -> None:
+    """Raise in `rename`: the error names the entry, and has the cause."""
+    with pytest.raises(InvalidArgumentError, match="rename raised an error") as caught:
+        Selection.of(rename=lambda _: str(1 / 0)).rename_entries(NAMES)
+    assert caught.value.details == {"name": NAMES[0], "error": "ZeroDivisionError: division by zero"}
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
 def test_chosen() -> None:
     """`exclude` takes precedence over `include`; each pattern that matches nothing is returned."""
     choose = [

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from dcp_remote import CheckpointManager, load
+from dcp_remote import CheckpointManager, PerRank, load
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CheckpointExistsError,
@@ -128,6 +129,43 @@ def test_a_step_saved_again() -> None:
     assert load(store, step="old")["step"] == 1
     assert load(store, step="best")["step"] == 2
     assert find_orphans(store, grace_seconds=0).old == ()
+
+
+def test_notes_of_a_repeated_save(caplog: pytest.LogCaptureFixture) -> None:
+    """The manifest never changes: notes are dropped with a warning; a save that is not repeated stores them."""
+    store = MemoryStore()
+    with CheckpointManager(store) as manager, caplog.at_level(logging.WARNING, "dcp_remote"):
+        manager.save(1, state_of(1), user={"epoch": 1}, exist_ok=True, wait=True)
+        manager.save(1, state_of(1), exist_ok=True, wait=True)
+        assert caplog.text == ""
+        manager.save(1, state_of(1), user={"epoch": 2}, exist_ok=True, wait=True)
+        assert "step 1, so that its checkpoint stays, and the notes of this save (user=) are dropped" in caplog.text
+        assert manager.user(1) == {"epoch": 1}
+
+
+def test_a_restore_of_values_that_no_rank_saved(caplog: pytest.LogCaptureFixture) -> None:
+    """A `PerRank` value that the checkpoint lacks stays, and the warning does not speak of other ranks."""
+    store = MemoryStore()
+    with CheckpointManager(store) as manager, caplog.at_level(logging.WARNING, "dcp_remote"):
+        manager.save(1, state_of(1), wait=True)
+        state = state_of(0) | {"own": PerRank(7)}
+        assert manager.restore(state) == 1
+    assert state["own"].value == 7
+    assert [record.message for record in caplog.records] == [
+        "The checkpoint has no values of own, which stay as they are."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("state", "step"), [(5, state_of(0)), (state_of(0), np.int64(1)), (state_of(0), torch.nn.Linear(1, 1))]
+)
+def test_a_restore_of_no_step(state: Any, step: Any) -> None:
+    """The error has the type of the step, and the values of no state."""
+    with CheckpointManager(MemoryStore()) as manager:
+        with pytest.raises(InvalidArgumentError, match=r"exchanged|Write int\(step\)") as caught:
+            manager.restore(state, step)
+        assert caught.value.details["type"] == type(step).__name__
+        assert "weight" not in str(caught.value)
 
 
 def test_a_step_of_another_job_is_not_saved_again() -> None:

@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from dcp_remote import CheckpointManager, SavePolicy
 from dcp_remote.coordination.group import RankGroup
-from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StorageError
 from dcp_remote.manager.preemption import Preemption
 from dcp_remote.manager.save_policy import SaveSchedule
 from dcp_remote.storage import MemoryStore
+from dcp_remote.testing import FaultyStore, matching
 from tests.support.rank_threads import Clock, Ended, held, managers_of, rank_threads, wait_until
 
 
@@ -93,6 +94,34 @@ def test_a_save_that_fails_is_due_again() -> None:
         checkpoints.save(2, state_of(2))
         assert not checkpoints.should_save(2)
         assert not checkpoints.should_save(3)
+
+
+def test_a_save_that_fails_in_the_background_is_due_again() -> None:
+    """It counts as saved until its error is raised; a save that fails leaves the one before as it is."""
+    is_down = False
+
+    def is_refused(verb: str, _key: str, _number: int) -> bool:
+        return verb == "put" and is_down
+
+    store = FaultyStore(
+        MemoryStore(), [matching(is_refused, "request", persistent=True, error=lambda: StorageError("refused"))]
+    )
+    with CheckpointManager(store, save_policy=SavePolicy(every_steps=2)) as checkpoints:
+        checkpoints.save(2, state_of(2), wait=True)
+        is_down = True
+        with pytest.raises(DcpRemoteError, match="refused"):
+            checkpoints.save(4, state_of(4), wait=True)
+        assert not checkpoints.should_save(2)
+        assert checkpoints.should_save(4)
+        checkpoints.save(4, state_of(4))
+        assert not checkpoints.should_save(4)
+        with pytest.raises(DcpRemoteError, match="refused"):
+            checkpoints.wait()
+        assert checkpoints.should_save(4)
+        is_down = False
+        checkpoints.save(4, state_of(4), wait=True)
+        assert not checkpoints.should_save(4)
+        assert checkpoints.steps() == [2, 4]
 
 
 # ---- by time

@@ -447,6 +447,7 @@ def test_stateful_objects_at_any_depth() -> None:
         ({"loader": [1, 2]}, "StatefulDataLoader"),
         ({"scheduler": 5}, "scheduler has no state_dict"),
         ({"extra": {"random": 1}}, "taken.*random"),
+        ({"extra": [1]}, "extra must be a dict"),
         ({"extra": {"per_rank": 1}}, "taken.*per_rank"),
     ],
 )

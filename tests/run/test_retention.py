@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.run.retention import Best, Candidate, Decision, Retention, decide
+from dcp_remote.run.run import best_of
 
 LOSS = "loss"
 
@@ -147,6 +148,23 @@ def test_a_metric_without_a_name() -> None:
     """Pass an empty metric: refused."""
     with pytest.raises(InvalidArgumentError, match="name"):
         Best("")
+
+
+@pytest.mark.parametrize("largest", ["min", "max", 0, 1, None])
+def test_an_order_that_is_no_bool(largest: Any) -> None:
+    """Pass "min" as `largest`, which would count as true and delete the best: refused."""
+    with pytest.raises(InvalidArgumentError, match="largest must be True or False: True for an accuracy"):
+        Best(LOSS, 1, largest)
+
+
+def test_metrics_that_are_no_text() -> None:
+    """Pass a `Best` where the name of a metric belongs, or a number: refused."""
+    wrong: Any
+    for wrong in (Best(LOSS), 3):
+        with pytest.raises(InvalidArgumentError, match="metric must be a text"):
+            best_of([], wrong)
+        with pytest.raises(InvalidArgumentError, match="name of a metric, as a text"):
+            Best(wrong)
 
 
 METRICS = st.dictionaries(
