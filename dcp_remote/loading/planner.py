@@ -89,6 +89,10 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         """
         return self._selection.rename_entries(names)
 
+    def keep_names(self, names: Collection[str], saved: Collection[str]) -> set[str]:
+        """Return the names whose values in the state stay as they are; `saved` are the renamed entries."""
+        return self._selection.keep(names, saved)
+
     def loads(self, name: str) -> bool:
         """Return whether the value of this name in the state is loaded."""
         return name in self._compared.sources

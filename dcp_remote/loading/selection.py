@@ -112,6 +112,18 @@ class Selection:
         excluded, more = match_names(names, self.exclude)
         return [name for name in names if name in included and name not in excluded], unmatched + more
 
+    def keep(self, names: Collection[str], saved: Collection[str]) -> set[str]:
+        """Return the names whose values in the state stay as they are.
+
+        Args:
+            names: Names in the state.
+            saved: Names in the state of all entries of the checkpoint.
+        """
+        if self.include is None and not self.exclude and self.missing == "error":
+            return set()
+        chosen = set(self.choose(dict.fromkeys([*names, *saved]))[0])
+        return {name for name in names if name not in chosen or (self.missing == "keep" and name not in saved)}
+
 
 class _PrefixRename:
     """Mapping of names and prefixes as a function of a name; the longest prefix that ends before a dot applies."""

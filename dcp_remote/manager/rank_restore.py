@@ -54,6 +54,7 @@ from dcp_remote.serialization.state_dict import (
     apply_loaded,
     empty_places,
     has_nested_shards,
+    keep_nothing,
     make_template,
 )
 from dcp_remote.storage import ObjectStore
@@ -126,8 +127,14 @@ def load_rank(
         del chosen, data
         # `Stateful` objects may call collectives of torch next, in which one rank alone would hang.
         collective.gather(None, _require_no_failure)
-        saved = _saved_paths(manifest, planner)
-        template = make_template(state, ranks.rank, saved)
+        renamed = _rename_entries(manifest, planner)
+        saved = _saved_paths(manifest, renamed)
+        keep = (
+            partial(planner.keep_names, saved=set(renamed.values()))
+            if isinstance(planner, RemoteLoadPlanner)
+            else keep_nothing
+        )
+        template = make_template(state, ranks.rank, saved, keep=keep)
         keys = TextKeys(template)
         if not isinstance(planner, RemoteLoadPlanner):
             _require_not_thinned(entry, template)
@@ -385,12 +392,18 @@ def _require_not_thinned(entry: Entry, template: Mapping[str, Any]) -> None:
         )
 
 
-def _saved_paths(manifest: Manifest, planner: LoadPlanner) -> set[tuple[str | int, ...]]:
-    """Return the paths of entries, as the planner renames them, without those of empty dicts."""
+def _rename_entries(manifest: Manifest, planner: LoadPlanner) -> dict[str, str]:
+    """Return the name in the state of each entry, without those that the planner leaves out."""
     entries = list(manifest.names())
-    renamed = planner.rename_entries(entries) if isinstance(planner, RemoteLoadPlanner) else {}
+    return (
+        planner.rename_entries(entries) if isinstance(planner, RemoteLoadPlanner) else {name: name for name in entries}
+    )
+
+
+def _saved_paths(manifest: Manifest, renamed: Mapping[str, str]) -> set[tuple[str | int, ...]]:
+    """Return the paths of entries, as the planner renames them, without those of empty dicts."""
     flatten = manifest.flatten or {}
-    paths = ((name, flatten[name]) for name in entries if name in flatten)
+    paths = ((name, flatten[name]) for name in manifest.names() if name in flatten)
     return {path if (new := renamed.get(name, name)) == name else rename_path(path, new) for name, path in paths}
 
 

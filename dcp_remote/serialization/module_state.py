@@ -8,7 +8,7 @@ an optimizer step before the first save, and keep the state of no optimizer that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -34,6 +34,11 @@ from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 _WRAPPED_CHILDREN = ("_orig_mod", "_checkpoint_wrapped_module")
 
 _SHAPES_NAMED_MAX = 5
+
+
+def keep_nothing(_names: Collection[str]) -> Collection[str]:
+    """Return no name: all values are loaded."""
+    return ()
 
 
 class ModelState:
@@ -79,7 +84,7 @@ class OptimizerState:
     takes a bare optimizer for this, with the model that is found among the other values of the state.
 
     A restore by a manager leaves the optimizer as it was when it was saved: a parameter without a state (before its
-    first gradient) has none afterwards. The state that is read into is made by a step with zero gradients and a
+    first gradient) has none afterwards. Only a state that is excluded, or kept by `missing="keep"`, stays. The state that is read into is made by a step with zero gradients and a
     learning rate of zero, as in torch; learning rates and gradients are put back. Plain `dcp.save` and `dcp.load` make
     this step, too. An optimizer that cannot make such a step, as LBFGS, must have made a step before.
 
@@ -119,7 +124,7 @@ class OptimizerState:
         names = self._require_names()
         for optimizer in self._optimizers:
             if not optimizer.state:
-                self._make_states(optimizer)
+                self._make_states(optimizer, _parameters_of(optimizer))
         return self._values(names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -144,33 +149,42 @@ class OptimizerState:
         """Return `state_dict` without making states: a save changes nothing."""
         return self.state_dict() if _is_fsdp1(self._model) else self._values(self._require_names())
 
-    def template(self, saved: Collection[str]) -> dict[str, Any]:
+    def template(
+        self, saved: Collection[str], keep: Callable[[Collection[str]], Collection[str]] = keep_nothing
+    ) -> dict[str, Any]:
         """Return values to load into: the states of those parameters that the checkpoint has states of.
 
+        States that stay as they are are among them, but none is made for them.
+
         Args:
-            saved: Names in the checkpoint below this state that are to be loaded: `state.<fqn>.<key>`, and others. If
-                one of the states has no place here, the states of all parameters are returned, so that the load fails
-                and names the difference. Without any name no state is made, so that the optimizer stays as it is.
+            saved: Names in the checkpoint below this state: `state.<fqn>.<key>`, and others. States of no parameter of
+                this optimizer may be those of another rank. If all are, states are made of all parameters, so that the
+                load fails and names the difference.
+            keep: Function that returns those of some names whose values stay as they are. If all of `saved` do, no
+                state is made.
         """
-        if not saved:
+        loaded = set(saved).difference(keep(saved))
+        if not loaded:
             return self.saved_values()
-        values = self.state_dict()
         if _is_fsdp1(self._model):
-            return values
-        wanted = {name for name in saved if name.startswith("state.")}
-        if not wanted <= _flat_names(values):
-            for optimizer in self._optimizers:
-                self._make_states(optimizer)
-            values = self._values(self._require_names())
-            if not wanted <= _flat_names(values):
-                return values
-        states = values["state"]
-        kept = {
-            name: state
-            for name, state in states.items()
-            if not wanted.isdisjoint(_flat_names({"state": {name: state}}))
-        }
-        return values | {"state": kept}
+            return self.state_dict()
+        names, wanted = self._require_names(), {name for name in loaded if name.startswith("state.")}
+        own = {names[id(parameter)] for parameter in self._parameters()}
+        filled = {part for name in wanted for part in _first_parts(name.removeprefix("state.")) if part in own}
+        if wanted and not filled:
+            filled = own.difference(name.removeprefix("state.") for name in keep([f"state.{name}" for name in own]))
+        for optimizer in self._optimizers:
+            self._make_states(
+                optimizer, [parameter for parameter in _parameters_of(optimizer) if names[id(parameter)] in filled]
+            )
+        values = self._values(names)
+        kept = set(keep(_flat_names(values)))
+        states: dict[Any, Any] = {}
+        for name, state in values["state"].items():
+            flat = _flat_names({"state": {name: state}})
+            if name in filled or not wanted.isdisjoint(flat) or flat <= kept:
+                states[name] = state
+        return values | {"state": states}
 
     def load_saved(self, values: Mapping[str, Any]) -> None:
         """Set the optimizers to what was saved: a parameter without a state in `values` has none afterwards."""
@@ -223,15 +237,15 @@ class OptimizerState:
         with _keeping_gradients(fresh, hides=True), _keeping_rates(fresh):
             return get_optimizer_state_dict(self._model, self._optimizers)
 
-    def _make_states(self, optimizer: Optimizer) -> None:
-        """Make the state of each parameter that has none, by a step that changes no parameter."""
+    def _make_states(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """Make the state of each of these parameters that has none, by a step that changes no parameter."""
         if _is_fsdp1(self._model):
             return  # torch's function does
         lacking = [
-            parameter
-            for parameter in _parameters_of(optimizer)
-            if parameter.requires_grad and not optimizer.state.get(parameter)
+            parameter for parameter in parameters if parameter.requires_grad and not optimizer.state.get(parameter)
         ]
+        if not lacking:
+            return
         with _keeping_gradients([optimizer], hides=True), _keeping_rates([optimizer]):
             for parameter in lacking:
                 parameter.grad = torch.zeros_like(parameter)
@@ -366,6 +380,11 @@ def _join(models: Mapping[str, nn.Module]) -> nn.Module:
                 "An optimizer of several models needs another name for this one.", name=name, cause=error
             ) from error
     return joined
+
+
+def _first_parts(name: str) -> Iterator[str]:
+    """Yield the first parts of a name, up to each dot, and the name itself."""
+    return (name[:stop] for stop in (*(number for number, sign in enumerate(name) if sign == "."), len(name)))
 
 
 def _flat_names(values: Mapping[str, Any]) -> set[str]:

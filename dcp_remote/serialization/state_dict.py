@@ -7,7 +7,7 @@ and converted back after a load.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from functools import cached_property
 from itertools import zip_longest
 from types import NoneType
@@ -22,7 +22,13 @@ from torch.optim import Optimizer
 
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.serialization.files import Files, iterate_tuples, unwrap_marked
-from dcp_remote.serialization.module_state import ModelState, OptimizerState, find_models, names_parameters_itself
+from dcp_remote.serialization.module_state import (
+    ModelState,
+    OptimizerState,
+    find_models,
+    keep_nothing,
+    names_parameters_itself,
+)
 from dcp_remote.serialization.opaque import UNREAD, Opaque, is_reserved, is_unread
 
 T = TypeVar("T")
@@ -90,22 +96,29 @@ def build_saved_state(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return shared | {PER_RANK_KEY: {str(rank): own}} if own else shared
 
 
-def make_template(state: Mapping[str, Any], rank: int, saved: Collection[tuple[str | int, ...]]) -> dict[str, Any]:
+def make_template(
+    state: Mapping[str, Any],
+    rank: int,
+    saved: Collection[tuple[str | int, ...]],
+    *,
+    keep: Callable[[Collection[str]], Collection[str]] = keep_nothing,
+) -> dict[str, Any]:
     """Return the template for a restore: `build_saved_state`, without per-rank values that the checkpoint lacks.
 
     No state is asked of values that are read whole: a data loader would start its workers for it. Optimizers make the
-    states that the checkpoint has.
+    states that are loaded.
 
     Args:
         state: State to restore; values that are left out of the template stay as they are.
         rank: This rank.
         saved: Paths of all saved values.
+        keep: Function that returns those of some names whose values in the state stay as they are.
 
     Raises:
         InvalidArgumentError: See `build_saved_state`; or an optimizer cannot make its state before its first step.
     """
     _require_state(state)
-    reader = _StateReader(state, saved=saved)
+    reader = _StateReader(state, saved=saved, keep=keep)
     own = [key for key in state if isinstance(state[key], PerRank)]
     template = {key: reader.read(state[key], (key,)) for key in sorted(state) if key not in own}
     restorable = {key: UNREAD for key in sorted(own) if (PER_RANK_KEY, str(rank), key) in saved}
@@ -173,14 +186,21 @@ class _StateReader:
     Args:
         state: State.
         saved: Paths of a checkpoint's values, to make a template; None to save.
+        keep: Function that returns those of some names whose values in the state stay as they are.
 
     Attributes:
         reserved: Names of the values that a load would take for entries of `Opaque` or `Files`.
     """
 
-    def __init__(self, state: Mapping[str, Any], *, saved: Collection[tuple[str | int, ...]] | None = None) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        *,
+        saved: Collection[tuple[str | int, ...]] | None = None,
+        keep: Callable[[Collection[str]], Collection[str]] = keep_nothing,
+    ) -> None:
         """Keep the state; nothing is read."""
-        self._state, self._saved = state, saved
+        self._state, self._saved, self._keep = state, saved, keep
         self.reserved: list[str] = []
 
     def read(self, value: Any, path: _Path) -> Any:
@@ -255,7 +275,10 @@ class _StateReader:
         if isinstance(stateful, OptimizerState):
             prefix = f"{_text(path)}."
             names = [name.removeprefix(prefix) for name in self._saved_names if name.startswith(prefix)]
-            return stateful.template(names)
+            return stateful.template(
+                names,
+                lambda below: [name.removeprefix(prefix) for name in self._keep([prefix + name for name in below])],
+            )
         return stateful.state_dict()
 
     @cached_property

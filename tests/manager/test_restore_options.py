@@ -191,6 +191,112 @@ def test_an_older_layout(store: RecordingStore) -> None:
     assert equal(new.state_dict(), old.state_dict())
 
 
+# ---- bare optimizers
+
+
+def bare(model: nn.Module, *, steps: int = 0, **options: Any) -> State:
+    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 0.01} | options)
+    train(model, optimizer, steps)
+    return {"model": model, "optim": optimizer}
+
+
+def steps_of(state: State) -> dict[str, float]:
+    """Return the steps of the parameters that have a state, by name."""
+    states = state["optim"].state
+    return {
+        name: float(states[value]["step"]) for name, value in state["model"].named_parameters() if states.get(value)
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "loaded"),
+    [
+        ({"include": "model.*"}, set()),
+        ({"exclude": "optim.*"}, set()),
+        ({"exclude": "optim.state.*"}, set()),
+        ({"exclude": "*head.*"}, {"body.weight", "body.bias"}),
+        ({"rename": {"optim": None}, "missing": "keep"}, set()),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_excluded_states_of_an_optimizer(
+    store: RecordingStore, options: dict[str, Any], loaded: set[str], steps: int
+) -> None:
+    """No state is made for a parameter whose state is not loaded; one that exists stays as it is."""
+    save(store, bare(Net(classes=2), steps=3))
+    state = bare(Net(classes=2), steps=steps)
+    before = copy.deepcopy(state["optim"].state_dict()["state"])
+    restore(store, state, **options)
+    assert steps_of(state) == dict.fromkeys(loaded, 3.0) | (
+        {name: 2.0 for name, _ in state["model"].named_parameters() if name not in loaded} if steps else {}
+    )
+    if not loaded:
+        assert equal(state["optim"].state_dict()["state"], before)
+
+
+def test_an_excluded_optimizer_that_cannot_make_its_state(store: RecordingStore) -> None:
+    """`include="model.*"` with LBFGS before its first step: its state is not asked for."""
+
+    def state(steps: int) -> State:
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.LBFGS(model.parameters())
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.ones(2, 4)).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            optimizer.step(closure)  # type: ignore[no-untyped-call]
+        return {"model": model, "optim": optimizer}
+
+    save(store, state(1))
+    fresh = state(0)
+    restore(store, fresh, include="model.*")
+    assert not fresh["optim"].state
+
+
+def test_stages_with_parameters_that_had_no_gradient(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has other parameters, of which some never had a gradient: these have no state afterwards."""
+
+    def stage(rank: int, steps: int) -> State:
+        model = nn.ModuleDict({name: nn.Linear(4, 4) for name in (f"layer{rank}", f"unused{rank}")})
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model[f"layer{rank}"](torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        return {"model": model, "optim": optimizer}
+
+    with rank_threads(2) as them:
+        managers = managers_of(them, store, monkeypatch)
+        ended = them.run(lambda ranks: managers[ranks.rank].save(1, stage(ranks.rank, 3), wait=True))
+        assert not any(one.error for one in ended)
+        states = [stage(0, 0), stage(1, 1)]
+        ended = them.run(lambda ranks: managers[ranks.rank].restore(states[ranks.rank]))
+        assert [one.error for one in ended] == [None, None]
+        for manager in managers:
+            manager.close()
+    for rank, state in enumerate(states):
+        assert steps_of(state) == {f"layer{rank}.weight": 3.0, f"layer{rank}.bias": 3.0}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_added_adapter_beside_a_trained_optimizer(store: RecordingStore, steps: int) -> None:
+    """`missing="keep"`: the moments of the added parameters stay, and none are made where there are none."""
+    save(store, bare(Net(classes=2), steps=3))
+    state = bare(Net(classes=2, adapter=2), steps=steps)
+    added = [name for name, _ in state["model"].named_parameters() if name.startswith("adapter")]
+    first = next(state["model"].adapter.parameters())
+    before = copy.deepcopy(state["optim"].state.get(first))
+    restore(store, state, missing="keep")
+    counts = steps_of(state)
+    assert [counts.pop(name, 0.0) for name in added] == [float(steps)] * 4
+    assert set(counts.values()) == {3.0}
+    assert len(counts) == 4
+    assert equal(state["optim"].state.get(first), before)
+
+
 # ---- objects, `Stateful`s, values of single ranks
 
 
