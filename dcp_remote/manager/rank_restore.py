@@ -47,6 +47,7 @@ from dcp_remote.run.lookup import (
     require_no_checkpoint_by_itself,
 )
 from dcp_remote.run.run import catalog_of
+from dcp_remote.serialization.module_state import keep_nothing
 from dcp_remote.serialization.state_dict import (
     PER_RANK_KEY,
     PerRank,
@@ -54,7 +55,6 @@ from dcp_remote.serialization.state_dict import (
     apply_loaded,
     empty_places,
     has_nested_shards,
-    keep_nothing,
     make_template,
 )
 from dcp_remote.storage import ObjectStore
@@ -393,11 +393,8 @@ def _require_not_thinned(entry: Entry, template: Mapping[str, Any]) -> None:
 
 
 def _rename_entries(manifest: Manifest, planner: LoadPlanner) -> dict[str, str]:
-    """Return the name in the state of each entry, without those that the planner leaves out."""
-    entries = list(manifest.names())
-    return (
-        planner.rename_entries(entries) if isinstance(planner, RemoteLoadPlanner) else {name: name for name in entries}
-    )
+    """Return the name in the state of each entry, without those left out; nothing if the planner renames none."""
+    return planner.rename_entries(list(manifest.names())) if isinstance(planner, RemoteLoadPlanner) else {}
 
 
 def _saved_paths(manifest: Manifest, renamed: Mapping[str, str]) -> set[tuple[str | int, ...]]:

@@ -84,9 +84,10 @@ class OptimizerState:
     takes a bare optimizer for this, with the model that is found among the other values of the state.
 
     A restore by a manager leaves the optimizer as it was when it was saved: a parameter without a state (before its
-    first gradient) has none afterwards. Only a state that is excluded, or kept by `missing="keep"`, stays. The state that is read into is made by a step with zero gradients and a
-    learning rate of zero, as in torch; learning rates and gradients are put back. Plain `dcp.save` and `dcp.load` make
-    this step, too. An optimizer that cannot make such a step, as LBFGS, must have made a step before.
+    first gradient) has none afterwards. A state that is excluded, or kept by `missing="keep"`, stays as it is. The
+    states that are read into are made by a step with zero gradients and a learning rate of zero, as in torch; learning
+    rates and gradients are put back. Plain `dcp.save` and `dcp.load` make this step, too. An optimizer that cannot make
+    such a step, as LBFGS, must have made a step before.
 
     Args:
         model: Model whose parameters the optimizer has; or several by name, which then precedes the parameters' names.

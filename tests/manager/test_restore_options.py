@@ -248,7 +248,7 @@ def test_an_excluded_optimizer_that_cannot_make_its_state(store: RecordingStore)
             return loss
 
         for _ in range(steps):
-            optimizer.step(closure)  # type: ignore[no-untyped-call]
+            optimizer.step(closure)
         return {"model": model, "optim": optimizer}
 
     save(store, state(1))
@@ -270,11 +270,13 @@ def test_stages_with_parameters_that_had_no_gradient(store: RecordingStore, monk
 
     with rank_threads(2) as them:
         managers = managers_of(them, store, monkeypatch)
-        ended = them.run(lambda ranks: managers[ranks.rank].save(1, stage(ranks.rank, 3), wait=True))
-        assert not any(one.error for one in ended)
         states = [stage(0, 0), stage(1, 1)]
-        ended = them.run(lambda ranks: managers[ranks.rank].restore(states[ranks.rank]))
-        assert [one.error for one in ended] == [None, None]
+
+        def save_and_restore(ranks: Any) -> None:
+            managers[ranks.rank].save(1, stage(ranks.rank, 3), wait=True)
+            managers[ranks.rank].restore(states[ranks.rank])
+
+        assert [one.error for one in them.run(save_and_restore)] == [None, None]
         for manager in managers:
             manager.close()
     for rank, state in enumerate(states):
