@@ -218,7 +218,7 @@ def test_values_that_are_not_loaded(copies: bool, monkeypatch: pytest.MonkeyPatc
     store, files = MemoryStore(), Files({"x": b"1"})
     if copies:
         name = "dcp_remote.manager.rank_restore.make_template"
-        monkeypatch.setattr(name, lambda *args: copied(make_template(*args)))
+        monkeypatch.setattr(name, lambda *args, **options: copied(make_template(*args, **options)))
     with CheckpointManager(store) as checkpoints:
         checkpoints.save(
             1, {"w": torch.ones(1), "o": Opaque(1), "own": PerRank(Opaque(1)), "l": [Opaque(1)]}, wait=True
