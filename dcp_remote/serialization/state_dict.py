@@ -345,12 +345,12 @@ def require_distinct(state: Mapping[Any, object]) -> None:
 
 def _require_distinct_paths(path: _Path, mapping: Mapping[Any, object]) -> None:
     """Refuse two values of which one is below a key with a dot, as "a.b", and one below "a" beside that key."""
-    texts = {str(key): value for key, value in mapping.items()}
-    # Tensors and the values of leaves have nothing below them: a flat state dict costs one look at each of its values.
-    containers = {key for key, value in texts.items() if isinstance(value, Mapping | list)}
-    if not containers:
+    dotted = {str(key): value for key, value in mapping.items() if "." in str(key)}
+    if not dotted:
         return
-    for text, value in texts.items():
+    texts = {str(key): value for key, value in mapping.items()}
+    containers = {key for key, value in texts.items() if isinstance(value, (Mapping, list))}
+    for text, value in dotted.items() if containers else ():
         stop = text.find(".")
         while stop >= 0:
             if (prefix := text[:stop]) in containers:
