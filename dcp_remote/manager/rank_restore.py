@@ -53,6 +53,7 @@ from dcp_remote.serialization.state_dict import (
     PerRank,
     TextKeys,
     apply_loaded,
+    drop_kept_options,
     empty_places,
     has_nested_shards,
     make_template,
@@ -180,7 +181,7 @@ def load_rank(
             collective.gather(None, _require_no_failure)
         keys.apply_loaded()
         if isinstance(planner, RemoteLoadPlanner):
-            _drop_kept(template, ranks.rank, planner)
+            _drop_kept(state, template, ranks.rank, planner)
         apply_loaded(state, template, ranks.rank, untouched=untouched)
         collective.gather(None, _require_no_failure)
     counts = store.counts.since(before)
@@ -374,8 +375,9 @@ def _agree(collective: Collective, ranks: RankGroup, planner: RemoteLoadPlanner,
     return verdict.untouched
 
 
-def _drop_kept(template: dict[str, Any], rank: int, planner: RemoteLoadPlanner) -> None:
-    """Remove the per-rank values from a loaded template that the planner has left alone."""
+def _drop_kept(state: Mapping[str, Any], template: dict[str, Any], rank: int, planner: RemoteLoadPlanner) -> None:
+    """Remove per-rank values and options of optimizers from a loaded template that the planner has left alone."""
+    drop_kept_options(state, template, planner.loads)
     own = template.get(PER_RANK_KEY, {}).get(str(rank), {})
     for key in [key for key in own if not planner.loads(f"{PER_RANK_KEY}.{rank}.{key}")]:
         del own[key]

@@ -185,7 +185,28 @@ class OptimizerState:
             flat = _flat_names({"state": {name: state}})
             if name in filled or not wanted.isdisjoint(flat) or flat <= kept:
                 states[name] = state
-        return values | {"state": states}
+        # A group of another position may keep the tensor, such as its learning rate, that is here.
+        groups = [
+            {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+            for group in values["param_groups"]
+        ]
+        return {"state": states, "param_groups": groups}
+
+    def drop_kept_options(self, values: Mapping[str, Any], loads: Callable[[str], bool]) -> None:
+        """Remove options of groups that were not loaded from a template, so that each group keeps its own.
+
+        Args:
+            values: Template that was loaded; a group has another position in it than here if the order differs.
+            loads: Function that returns whether the value of a name was loaded.
+        """
+        if _is_fsdp1(self._model):
+            return  # torch's function needs all options
+        groups = values["param_groups"]
+        paths: Mapping[str, Any] = flatten_state_dict({"param_groups": groups})[1]
+        options = {tuple(path[1:3]) for path in paths.values()}
+        loaded = {tuple(path[1:3]) for name, path in paths.items() if loads(name)}
+        for number, option in options - loaded:
+            groups[number].pop(option, None)
 
     def load_saved(self, values: Mapping[str, Any]) -> None:
         """Set the optimizers to what was saved: a parameter without a state in `values` has none afterwards."""
@@ -196,7 +217,8 @@ class OptimizerState:
                 )
             return
         names, states, groups = self._require_names(), values["state"], values["param_groups"]
-        group_of = {name: group for group in groups for name in group["params"]}
+        group_of = {name: number for number, group in enumerate(groups) for name in group.get("params", ())}
+        matched = {group_of[name] for name in map(names.__getitem__, map(id, self._parameters())) if name in group_of}
         position = 0
         for optimizer in self._optimizers:
             packed_groups: list[dict[str, Any]] = []
@@ -207,9 +229,9 @@ class OptimizerState:
             number = 0
             for group in optimizer.param_groups:
                 own = [names[id(parameter)] for parameter in group["params"]]
-                # By position if no name is known, as after a rename.
-                by_position = groups[position] if position < len(groups) else {}
-                saved = next((group_of[name] for name in own if name in group_of), by_position)
+                # By position if no name is known, as after a rename, and no other group has the names at that position.
+                by_position = groups[position] if position < len(groups) and position not in matched else {}
+                saved = next((groups[group_of[name]] for name in own if name in group_of), by_position)
                 numbers = list(range(number, number + len(own)))
                 packed_groups.append({**group, **saved, "params": numbers})
                 packed_states.update((n, states[name]) for n, name in zip(numbers, own, strict=True) if name in states)

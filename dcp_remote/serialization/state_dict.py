@@ -131,6 +131,19 @@ def unwrap_per_rank(path: tuple[str | int, ...], value: Any) -> Any:
     return unwrap_marked(value[0]) if is_own else value
 
 
+def drop_kept_options(state: Mapping[str, Any], loaded: Mapping[str, Any], loads: Callable[[str], bool]) -> None:
+    """Remove options of optimizers' groups that were not loaded from a template.
+
+    Args:
+        state: State of the user.
+        loaded: Template that was loaded.
+        loads: Function that returns whether the value of a name in the state was loaded.
+    """
+    for path, optimizer, values in _StateReader(state).iterate_optimizers(state, loaded, ()):
+        prefix = f"{_text(path)}."
+        optimizer.drop_kept_options(values, lambda name, prefix=prefix: loads(prefix + name))  # type: ignore[misc]
+
+
 def apply_loaded(
     state: MutableMapping[str, Any], loaded: Mapping[str, Any], rank: int, *, untouched: Collection[str] = ()
 ) -> None:
@@ -254,6 +267,21 @@ class _StateReader:
         else:
             return loaded
         return value
+
+    def iterate_optimizers(self, value: Any, loaded: Any, path: _Path) -> Iterator[tuple[_Path, OptimizerState, Any]]:
+        """Yield the optimizers below a value, with their paths and the values that were loaded."""
+        if type(value) in _LEAVES or isinstance(value, torch.Tensor | PerRank):
+            return
+        stateful = self._stateful(value, path)
+        if isinstance(stateful, OptimizerState):
+            yield path, stateful, loaded
+        elif stateful is None and isinstance(value, dict) and isinstance(loaded, Mapping):
+            for key in value:
+                if key in loaded:
+                    yield from self.iterate_optimizers(value[key], loaded[key], (*path, str(key)))
+        elif stateful is None and isinstance(value, list) and isinstance(loaded, list):
+            for number, (inner, read) in enumerate(zip(value, loaded, strict=False)):
+                yield from self.iterate_optimizers(inner, read, (*path, number))
 
     def _stateful(self, value: Any, path: _Path) -> Any:
         """Return the `Stateful` that a value is, or stands for; None for any other value."""

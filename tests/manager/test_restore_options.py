@@ -299,6 +299,27 @@ def test_an_added_adapter_beside_a_trained_optimizer(store: RecordingStore, step
     assert equal(state["optim"].state.get(first), before)
 
 
+def test_kept_options_of_groups_in_another_order(store: RecordingStore) -> None:
+    """`exclude="*.lr"`, and a new first group with `missing="keep"`: each group keeps its own options."""
+    old = Net(classes=2)
+
+    def groups(model: Net, *rates: tuple[str, Any, float]) -> State:
+        given = [{"params": getattr(model, name).parameters(), "lr": lr, "eps": eps} for name, lr, eps in rates]
+        return {"model": model, "optim": torch.optim.AdamW(given)}
+
+    def options_of(state: State) -> list[tuple[float, float]]:
+        return [(float(group["lr"]), group["eps"]) for group in state["optim"].param_groups]
+
+    save(store, groups(old, ("body", 0.1, 1e-1), ("head", 0.2, 1e-2)))
+    state = groups(Net(classes=2), ("head", 0.5, 1e-5), ("body", 0.6, 1e-6))
+    restore(store, state, exclude="*.lr")
+    assert options_of(state) == [(0.5, 1e-2), (0.6, 1e-1)]
+    rate = torch.tensor(0.7, dtype=torch.float64)
+    state = groups(Net(classes=2, adapter=2), ("adapter", rate, 1e-7), ("body", 0.8, 1e-8), ("head", 0.9, 1e-9))
+    restore(store, state, missing="keep", unexpected="ignore", exclude="optim.param_groups.0.lr")
+    assert options_of(state) == [(0.7, 1e-7), (0.8, 1e-1), (0.2, 1e-2)]
+
+
 # ---- objects, `Stateful`s, values of single ranks
 
 
