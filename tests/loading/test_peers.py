@@ -272,10 +272,18 @@ def test_too_few_descriptors_for_connections() -> None:
 # ---- the interface and the ports that a site allows
 
 
+def is_free(port: int) -> bool:
+    try:
+        socket.create_server((HERE, port)).close()
+    except OSError:
+        return False
+    return True
+
+
 def test_ports_of_a_range() -> None:
     """Listen twice in a range of two ports, and once more: the third finds no port, and says which were in use."""
-    with socket.create_server((HERE, 0)) as one:
-        first = one.getsockname()[1]
+    # Below the ports that the system gives to other sockets, which could take one of the two meanwhile.
+    first = next(port for port in range(21_000, 29_000, 2) if is_free(port) and is_free(port + 1))
     ports = (first, first + 1)
     with peer_sockets.listen_on_tcp(HERE, ports) as one, peer_sockets.listen_on_tcp(HERE, ports) as other:
         assert {one.getsockname()[1], other.getsockname()[1]} == set(ports)
