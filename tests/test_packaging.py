@@ -114,7 +114,7 @@ def test_installed_version_is_the_project_s() -> None:
 
 
 def test_version_is_the_installation_s() -> None:
-    """What a program reads, and every public name, which is imported on first use."""
+    """Read the version, and import every public name on first use."""
     assert dcp_remote.__version__ == project()["version"]
     assert dir(dcp_remote) == sorted(dcp_remote.__all__)
     assert all(getattr(dcp_remote, name) is not None for name in dcp_remote.__all__)

@@ -381,13 +381,7 @@ def not_found(store: ObjectStore) -> CheckpointNotFoundError:
         CheckpointNotFoundError: There is no such bucket.
         CorruptCheckpointError: There was a run, which has lost its catalog.
     """
-    require_reachable(store)
-    require_not_lost(store)
-    return CheckpointNotFoundError(
-        "There is no committed checkpoint here (no manifest.json), and no run (no catalog.json). "
-        f"{describe_foreign(store) or 'Check the URL.'}",
-        url=store.url,
-    )
+    return _not_found(store, "There is no committed checkpoint here (no manifest.json), and no run (no catalog.json).")
 
 
 def no_run(store: ObjectStore, step: int | str) -> CheckpointNotFoundError:
@@ -397,14 +391,18 @@ def no_run(store: ObjectStore, step: int | str) -> CheckpointNotFoundError:
         CheckpointNotFoundError: There is no such bucket.
         CorruptCheckpointError: There was a run, which has lost its catalog.
     """
-    require_reachable(store)
-    require_not_lost(store)
-    return CheckpointNotFoundError(
+    return _not_found(
+        store,
         "There is no run here (no catalog.json), and so no step of one. To read a checkpoint by itself, leave out the "
-        f"step. {describe_foreign(store) or 'Check the URL.'}",
-        url=store.url,
+        "step.",
         step=step,
     )
+
+
+def _not_found(store: ObjectStore, what: str, **details: object) -> CheckpointNotFoundError:
+    require_reachable(store)
+    require_not_lost(store)
+    return CheckpointNotFoundError(f"{what} {describe_foreign(store) or 'Check the URL.'}", url=store.url, **details)
 
 
 def find_newest(

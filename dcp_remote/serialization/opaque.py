@@ -56,7 +56,8 @@ class Opaque(Generic[T]):
 
 def mark_of(value: object) -> tuple[str | None, Any]:
     """Return the mark of an entry and the value in it; None and the value itself for any other value."""
-    return value if _first(value) in (OPAQUE_MARK, FILES_MARK) else (None, value)  # type: ignore[return-value]
+    marked: Any = value
+    return (marked[0], marked[1]) if _first(value) in (OPAQUE_MARK, FILES_MARK) else (None, value)
 
 
 def is_unread(value: object) -> bool:

@@ -141,7 +141,7 @@ def drop_kept_options(state: Mapping[str, Any], loaded: Mapping[str, Any], loads
     """
     for path, optimizer, values in _StateReader(state).iterate_optimizers(state, loaded, ()):
         prefix = f"{_text(path)}."
-        optimizer.drop_kept_options(values, lambda name, prefix=prefix: loads(prefix + name))  # type: ignore[misc]
+        optimizer.drop_kept_options(values, lambda name, prefix=prefix: loads(prefix + name))  # type: ignore[misc]  # mypy infers no default
 
 
 def apply_loaded(

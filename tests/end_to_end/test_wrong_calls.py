@@ -131,7 +131,7 @@ CALLS = [
         "A run that must exist",
         'CheckpointManager("memory://rum").restore(state, must_exist=True)',
     ),
-    WrongCall("A URL that was made a path", 'CheckpointManager("/home/user/s3:/bucket/run")'),
+    WrongCall("A URL that was made a path", 'CheckpointManager("/data/s3:/bucket/run")'),
     WrongCall("A question without a policy", 'CheckpointManager("memory://run").should_save(100)'),
 ]
 

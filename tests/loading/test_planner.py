@@ -135,7 +135,7 @@ def test_ranks_that_differ(store: RecordingStore) -> None:
     ],
 )
 def test_what_is_not_chosen_stays(store: RecordingStore, options: dict[str, Any], kept: set[str]) -> None:
-    """What is not chosen is neither missing nor unexpected, whatever its shape, and is not read."""
+    """Leave out entries of any shape: they are neither missing nor unexpected, and are not read."""
     state = blank_state()
     state["model"]["lm_head"] = torch.zeros(5, 3) if "model.lm_head" in kept else torch.zeros(2, 3)
     load_by(store, state, **options)
@@ -305,7 +305,7 @@ def test_what_a_rank_sends_is_small() -> None:
 
 
 def test_the_message_is_bounded_and_printable() -> None:
-    """Of thousands of names ten are shown, cut and escaped; the rest is counted."""
+    """Show ten of thousands of names, cut and escaped, and count the rest."""
     store = RecordingStore(MemoryStore())
     dcp.save({f"layer{n}" + "\x1b[31m" + "x" * 999: n for n in range(1200)}, storage_writer=RemoteWriter(store))
     with pytest.raises(StateMismatchError) as caught:

@@ -362,7 +362,7 @@ def test_keys_that_are_numbers(store: RecordingStore) -> None:
 
 
 def test_a_thinned_checkpoint(store: RecordingStore) -> None:
-    """What retention deleted is said to be thinned; `missing="keep"` restores the rest."""
+    """Ask for entries that retention deleted: the error calls them thinned; `missing="keep"` restores the rest."""
     first, second = ({"model": torch.full((2,), n), "optim": {"m": torch.full((2,), n)}} for n in (1.0, 2.0))
     with CheckpointManager(store, retention=Retention(keep_optimizer_last=1)) as checkpoints:
         checkpoints.save(1, first, wait=True)
@@ -444,7 +444,7 @@ def test_a_stateful_is_told_on_all_ranks_or_none(store: RecordingStore, monkeypa
 
 
 def test_what_ranks_send(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all fits a rank sends a digest, not names; where ranks differ, one of each kind sends its comparison."""
+    """Send a digest where all fits, and no names; where ranks differ, one rank of each kind sends its comparison."""
     names = [f"layer{number}" for number in range(40)]
     sent: list[tuple[int, object]] = []
     gather = Collective.gather
