@@ -73,8 +73,7 @@ MESSAGE = """\
 The checkpoint does not fit the state; nothing was loaded.
 2 values missing in the checkpoint: model.head (near: model.lm_head); epoch
 2 values unexpected, not in the state: model.lm_head; optim.lm_head.m
-optim.lm_head is empty in the state. An optimizer has no state before its first step: use torch's \
-get_optimizer_state_dict.
+optim.lm_head is empty in the state, and the checkpoint has 1 value below it.
 1 value of another shape: model.embed (saved: (4, 3), state: (5, 3))
 1 value of another dtype: model.norm (saved: float32, state: float64)
 1 value of another kind: optim.lr (saved: an object, state: a tensor)
