@@ -231,7 +231,7 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
 
 def _explain_meta(before: Mapping[str, Any], error: ValueError) -> Exception:
     """Return the error for a state on the meta device, which torch allocates on the device of a process group."""
-    names = [name for name, value in before.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    names = [name for name, value in before.items() if isinstance(value, torch.Tensor) and value.device.type == "meta"]
     if not names:
         return error
     return InvalidArgumentError(

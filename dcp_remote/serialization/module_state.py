@@ -83,7 +83,9 @@ class ModelState:
             InvalidArgumentError: Values are on the meta device, where a load into them would have no effect.
         """
         values = self.state_dict()
-        empty = [name for name, value in values.items() if isinstance(value, torch.Tensor) and value.is_meta]
+        empty = [
+            name for name, value in values.items() if isinstance(value, torch.Tensor) and value.device.type == "meta"
+        ]
         if empty:
             raise InvalidArgumentError(
                 "A module is on the meta device, and has no memory to load into. Call "
