@@ -5,30 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def find_key_renames(missing: Iterable[str], unexpected: Iterable[str]) -> dict[str, str]:
-    """Return the top-level keys of the state by those of the checkpoint that have the same names below them.
+def find_key_renames(missing: Iterable[str], unexpected: Iterable[str]) -> dict[str, list[str]]:
+    """Return top-level keys of the state, each with those of the checkpoint that have the same names below them.
 
-    A key of the state fits if the checkpoint has all its names. Of several that fit, the one with most names in common
-    is taken; each key once. An optimizer before its first step has fewer names than the one that was saved.
+    A key of the checkpoint fits if it has all names of the key of the state; those with the fewest other names are
+    returned. An optimizer before its first step has fewer names than the one that was saved.
 
     Args:
         missing: Names of the state below keys that the checkpoint lacks.
         unexpected: Names of the checkpoint below keys that the state lacks.
     """
     wanted, saved = _names_by_key(missing), _names_by_key(unexpected)
-    fits = sorted(
-        (
-            (len(names & theirs) / len(names | theirs), place, key, other)
-            for place, (key, names) in enumerate(wanted.items())
-            for other, theirs in saved.items()
-            if names <= theirs
-        ),
-        key=lambda fit: (-fit[0], fit[1]),
-    )
-    renames: dict[str, str] = {}
-    for _, _, key, other in fits:
-        if other not in renames and key not in renames.values():
-            renames[other] = key
+    renames: dict[str, list[str]] = {}
+    for key, names in wanted.items():
+        fits = {other: len(theirs) for other, theirs in saved.items() if names <= theirs}
+        if fits:
+            renames[key] = [other for other, count in fits.items() if count == min(fits.values())]
     return renames
 
 

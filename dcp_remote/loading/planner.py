@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -21,6 +22,8 @@ from dcp_remote.loading.state_check import Comparison, StateCheck, compare_state
 from dcp_remote.loading.state_verdict import Verdict, judge
 from dcp_remote.serialization.name_links import NameLink
 from dcp_remote.serialization.state_dict import empty_places
+
+logger = logging.getLogger(__name__)
 
 _NAMES_SHOWN_MAX = 5
 
@@ -104,6 +107,11 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
             InvalidArgumentError: `rename` matches nothing, or gives two entries one name.
         """
         return self._selection.rename_entries(names, self._links)
+
+    def renamed_parameters(self) -> dict[str, Mapping[str, str | None]]:
+        """Return the new names of parameters by their old ones, by the beginning of names that repeat them."""
+        assert self.metadata is not None, "set_up_planner has stored it"
+        return self._selection.renamed_parameters(self.metadata.state_dict_metadata, self._links)
 
     def keep_names(self, names: Collection[str], saved: Collection[str]) -> set[str]:
         """Return the names whose values in the state stay as they are; `saved` are the renamed entries."""
@@ -202,7 +210,7 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items, planner_data=check)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Judge the checks of all ranks; called on the coordinator.
+        """Judge the checks of all ranks, and log what is kept or left out; called on the coordinator.
 
         Raises:
             StateMismatchError: The checkpoint does not fit the state.
@@ -211,8 +219,11 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         checks = [plan.planner_data for plan in global_plan]
         if not all(isinstance(check, StateCheck) for check in checks):
             raise InvalidArgumentError("Some ranks have a planner of another class. Give one planner to all ranks.")
-        if (error := self.judge(checks).error) is not None:
-            raise error
+        verdict = self.judge(checks)
+        if verdict.error is not None:
+            raise verdict.error
+        if verdict.warning:
+            logger.warning("Load of %s: %s", self._source.checkpoint_id, verdict.warning)
         return [replace(plan, planner_data=None) for plan in global_plan]
 
     def judge(self, checks: Sequence[StateCheck]) -> Verdict:

@@ -58,6 +58,10 @@ class PrefixRename:
                 return None if other is None else f"{copy}{other}{rest[len(parameter) :]}"
         return new
 
+    def parameters(self) -> dict[str, Mapping[str, str | None]]:
+        """Return the new names of parameters by their old ones, by the place that repeats them."""
+        return {copy: renamed for copy, renamed, _ in self._copies}
+
     def require_used(self) -> None:
         """Refuse a prefix that no entry has, after all names were renamed.
 

@@ -111,6 +111,12 @@ class Selection:
             rename.require_used()
         return renamed
 
+    def renamed_parameters(
+        self, names: Collection[str], links: Sequence[NameLink]
+    ) -> dict[str, Mapping[str, str | None]]:
+        """Return the new names of parameters by their old ones, by the linked place; for a mapping alone."""
+        return PrefixRename(self.rename, names, links).parameters() if isinstance(self.rename, Mapping) else {}
+
     def choose(self, names: Collection[str]) -> tuple[Collection[str], list[str]]:
         """Return the names that are chosen, and the patterns that match none of the names."""
         if self.include is None and not self.exclude:

@@ -112,9 +112,9 @@ class _Findings:
         keys = dict.fromkeys(key for check in checks for key in check.own_left)
         self._unexpected = [*shared, *(f"{PER_RANK_KEY}.*.{key}" for key in keys)]
         self.left_out = compress_bits(bits)
-        self._is_state_empty = not own.sources and not own.kept
         self._saved_tops = set(map(_top, own.entries))
         self._state_tops = {key for check in checks for key in (*check.loaded, *check.kept)}
+        self._is_state_empty = not (own.sources or own.kept or self._state_tops or missing)
         self._renames = find_key_renames(
             [name for name in self._missing if _top(name) not in self._saved_tops],
             [name for name in shared if _top(name) not in self._state_tops],
@@ -158,8 +158,9 @@ class _Findings:
         elif is_nothing_loaded:
             lines.append("No value of the state would be loaded.")
         lines += self._rename_hints()
-        missing = [name for name in self._missing if _top(name) not in self._renames.values()]
-        unexpected = [name for name in self._unexpected if _top(name) not in self._renames]
+        explained = {saved for found in self._renames.values() for saved in found}
+        missing = [name for name in self._missing if _top(name) not in self._renames]
+        unexpected = [name for name in self._unexpected if _top(name) not in explained]
         if self._thinned:
             keys = ", ".join(dict.fromkeys(_shown(_top(name)) for name in self._thinned))
             lines.append(
@@ -183,11 +184,19 @@ class _Findings:
         return "\n".join([*lines, f"Options: {'; '.join(self._options(missing, unexpected))}."])
 
     def _rename_hints(self) -> list[str]:
-        if not self._renames:
-            return []
-        pairs = ", ".join(f'"{_shown(saved)}": "{_shown(key)}"' for saved, key in self._renames.items())
-        keys = "A top-level key has" if len(self._renames) == 1 else "Top-level keys have"
-        return [f"{keys} another name in the checkpoint, and the same names below: pass rename={{{pairs}}}."]
+        pairs = {
+            key: [f'"{_shown(saved)}": "{_shown(key)}"' for saved in found] for key, found in self._renames.items()
+        }
+        hints = [
+            f"The names below {_shown(key)} in the state are those below several keys of the checkpoint: pass "
+            f"rename={{{'} or {'.join(found)}}}, and exclude the others, or put them into the state."
+            for key, found in pairs.items()
+            if len(found) > 1
+        ]
+        if single := [found[0] for found in pairs.values() if len(found) == 1]:
+            keys = "A top-level key has" if len(single) == 1 else "Top-level keys have"
+            hints.append(f"{keys} another name in the checkpoint: pass rename={{{', '.join(single)}}}.")
+        return hints
 
     def _empty_place_hints(self, empty_places: Collection[str]) -> Iterator[str]:
         for place in empty_places:

@@ -55,8 +55,8 @@ from dcp_remote.serialization.state_dict import (
     PerRank,
     TextKeys,
     apply_loaded,
-    drop_kept_options,
     empty_places,
+    fit_groups,
     has_nested_shards,
     make_template,
 )
@@ -381,7 +381,7 @@ def _agree(collective: Collective, ranks: RankGroup, planner: RemoteLoadPlanner,
 
 def _drop_kept(state: Mapping[str, Any], template: dict[str, Any], rank: int, planner: RemoteLoadPlanner) -> None:
     """Remove per-rank values and options of optimizers from a loaded template that the planner has left alone."""
-    drop_kept_options(state, template, planner.loads)
+    fit_groups(state, template, planner.loads, planner.renamed_parameters())
     own = template.get(PER_RANK_KEY, {}).get(str(rank), {})
     for key in [key for key in own if not planner.loads(f"{PER_RANK_KEY}.{rank}.{key}")]:
         del own[key]

@@ -2,7 +2,7 @@
 
 Names are those of torch's `get_model_state_dict` and `get_optimizer_state_dict`: `<fqn>`, `state.<fqn>.<key>`,
 `param_groups.<number>.<key>`, without the prefixes of DDP, FSDP, `torch.compile` and activation checkpointing. Torch's
-own functions are used where a wrapper changes names, and for the older FSDP. Elsewhere they are not, because they make
+own functions are used where a wrapper changes names, and for the older FSDP. Nowhere else, because these functions make
 an optimizer step before the first save, and keep the state of no optimizer that has gradients but no step.
 """
 
@@ -280,6 +280,14 @@ class OptimizerState:
         loaded = {tuple(path[1:3]) for name, path in paths.items() if loads(name)}
         for number, option in options - loaded:
             groups[number].pop(option, None)
+
+    def rename_groups(
+        self, values: Mapping[str, Any], renamed: Mapping[str, str], loads: Callable[[str], bool]
+    ) -> None:
+        """Give the parameters of loaded groups other names, by which `load_saved` finds the group of a parameter."""
+        for number, group in enumerate(values["param_groups"]):
+            if loads(f"param_groups.{number}.params"):
+                group["params"] = [renamed.get(name, name) for name in group["params"]]
 
     def load_saved(self, values: Mapping[str, Any]) -> None:
         """Set the optimizers to what was saved: a parameter without a state in `values` has none afterwards."""

@@ -135,16 +135,31 @@ def unwrap_per_rank(path: tuple[str | int, ...], value: Any) -> Any:
     return unwrap_marked(value[0]) if is_own else value
 
 
-def drop_kept_options(state: Mapping[str, Any], loaded: Mapping[str, Any], loads: Callable[[str], bool]) -> None:
-    """Remove options of optimizers' groups that were not loaded from a template.
+def fit_groups(
+    state: Mapping[str, Any],
+    loaded: Mapping[str, Any],
+    loads: Callable[[str], bool],
+    renamed: Mapping[str, Mapping[str, str | None]],
+) -> None:
+    """Remove options of optimizers' groups that were not loaded from a template, and rename the groups' parameters.
 
     Args:
         state: State of the user.
         loaded: Template that was loaded.
         loads: Function that returns whether the value of a name in the state was loaded.
+        renamed: New names of parameters by their old ones, by the beginning of the names of the optimizer's states.
     """
     for path, optimizer, values in _StateReader(state).iterate_optimizers(state, loaded, ()):
         prefix = f"{_text(path)}."
+        states = f"{prefix}state."
+        for model, names in (
+            (start.removeprefix(states), renamed[start]) for start in renamed if start.startswith(states)
+        ):
+            optimizer.rename_groups(
+                values,
+                {model + old: model + new for old, new in names.items() if new is not None},
+                lambda name, prefix=prefix: loads(prefix + name),  # type: ignore[misc]  # mypy infers no default
+            )
         optimizer.drop_kept_options(values, lambda name, prefix=prefix: loads(prefix + name))  # type: ignore[misc]  # mypy infers no default
 
 

@@ -5,6 +5,7 @@ The stores are in memory and record their requests.
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 from typing import Any
@@ -175,6 +176,18 @@ def test_values_without_memory_cannot_be_kept(store: RecordingStore, monkeypatch
     filled["model"]["embed"] = torch.zeros(4, 3, device="meta")
     load_by(store, filled, missing="keep")
     assert equal(filled, saved_state())
+
+
+def test_what_a_load_keeps_and_leaves_out_is_logged(store: RecordingStore, caplog: pytest.LogCaptureFixture) -> None:
+    """Load by `dcp.load` on two ranks: the coordinator alone warns, with counts and names."""
+    state = {"model": {"embed": torch.zeros(4, 3), "adapter": torch.zeros(2)}}
+    load_by(store, state, copy.deepcopy(state), missing="keep", unexpected="ignore")
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    expected = (
+        f"Load of {store.url}: Kept 1 value that the checkpoint lacks: model.adapter. Left out 5 values of the "
+        "checkpoint: model.lm_head; model.norm; optim.lm_head.m; optim.lr; step."
+    )
+    assert warnings == [expected]
 
 
 def test_renamed(store: RecordingStore) -> None:

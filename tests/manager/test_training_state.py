@@ -526,6 +526,21 @@ def test_a_renamed_parameter_takes_its_copies_along() -> None:
         checkpoints.restore(parts(Renamed(), 3, 0)[2], rename=explicit)
 
 
+def test_groups_of_renamed_parameters() -> None:
+    """Rename a layer that has a group of its own, which has another position: the group gets its own options."""
+
+    def parts(name: str, *groups: tuple[str, float]) -> dict[str, Any]:
+        model = nn.ModuleDict({"body": nn.Linear(2, 2), name: nn.Linear(2, 2)})
+        optimizer = SGD([{"params": model[layer].parameters(), "lr": rate} for layer, rate in groups])
+        return {"model": model, "optim": optimizer}
+
+    store = saved(parts("old", ("old", 1.0), ("body", 2.0)))
+    state = parts("new", ("body", 3.0), ("new", 4.0))
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.restore(state, rename={"model.old": "model.new"})
+    assert [group["lr"] for group in state["optim"].param_groups] == [2.0, 1.0]
+
+
 def test_an_optimizer_of_several_models_follows_a_renamed_parameter() -> None:
     """Rename a layer of one model, whose optimizer has the parameters of two, and whose key is another one, too."""
 
