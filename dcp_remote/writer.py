@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import zstandard
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -35,8 +37,9 @@ from dcp_remote.run import commit
 from dcp_remote.run.commit import Slot
 from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.manifest_assembly import assemble_manifest, require_unicode, shard_bytes_max
-from dcp_remote.saving.plan_cache import plans_as_torch
+from dcp_remote.saving.plan_cache import describe_tensors, plans_as_torch
 from dcp_remote.saving.plan_table import require_held
+from dcp_remote.saving.rank_differences import Described, require_equal_tensors
 from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.saving.uploads import Uploads
 from dcp_remote.storage import ObjectStore
@@ -70,6 +73,21 @@ class _Save:
     began_seconds: float
     deadline: Deadline
     slot: Slot | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """Description of the tensors of a rank's plan, packed; torch's planner leaves out what several ranks hold."""
+
+    packed: bytes
+
+    @staticmethod
+    def of(plan: SavePlan) -> _Tensors:
+        return _Tensors(zstandard.ZstdCompressor().compress(pickle.dumps(describe_tensors(plan))))
+
+    def unpack(self) -> Described:
+        described: Described = pickle.loads(zstandard.ZstdDecompressor().decompress(self.packed))  # noqa: S301  # from a rank of this job
+        return described
 
 
 class _ThreadState(ThreadLocation):
@@ -217,18 +235,36 @@ class RemoteWriter(StorageWriter):
 
     @replace_unpicklable_errors
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged: shards are named when they are written, so a cached plan can be written again.
+        """Return the plan with a description of its tensors, by which the coordinator compares the ranks.
 
         Raises:
             InvalidArgumentError: A name is not Unicode, so the manifest cannot hold it; raised before any upload.
         """
         require_unicode(plan)
-        return plan
+        # A plan without items may be torch's sign that this rank plans what it planned in the last save.
+        return replace(plan, storage_data=_Tensors.of(plan)) if plan.items and plan.storage_data is None else plan
 
     @replace_unpicklable_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans unchanged."""
-        return plans
+        """Compare the ranks' descriptions of their tensors, and return the plans without them; coordinator only.
+
+        With torch's cache of plans (`enable_plan_caching`), only ranks whose plans have changed are compared.
+
+        Raises:
+            InvalidArgumentError: Ranks give a tensor different shapes or dtypes. Names all such tensors; nothing was
+                uploaded.
+        """
+        described = [plan.storage_data if isinstance(plan.storage_data, _Tensors) else None for plan in plans]
+        # Nearly always all ranks send the same bytes, of which one is unpacked.
+        unpacked = {one: one.unpack() for one in dict.fromkeys(described) if one is not None}
+        require_equal_tensors(
+            [unpacked[one] if one is not None else None for one in described],
+            lambda: (item.index.fqn for plan in plans for item in plan.items),
+        )
+        return [
+            replace(plan, storage_data=None) if one is not None else plan
+            for plan, one in zip(plans, described, strict=True)
+        ]
 
     @replace_unpicklable_errors
     @short_switch_interval()
