@@ -466,13 +466,15 @@ def _find_differing_objects(items: _Items, writes: Bools) -> tuple[ObjectDiffere
     known = np.flatnonzero(items.object_digests)
     first = np.zeros(len(items.names), dtype=np.int64)  # digest of the first item of each name
     first[items.name[known][::-1]] = items.object_digests[known][::-1]
-    differs = items.object_digests[known] != first[items.name[known]]
+    differs = np.zeros(len(items.names), dtype=np.bool_)
+    differs[items.name[known[items.object_digests[known] != first[items.name[known]]]]] = True
+    held = np.flatnonzero(items.is_object & differs[items.name])
+    held = held[np.argsort(items.name[held], kind="stable")]
     found: list[ObjectDifference] = []
-    for name in sorted_unique(items.name[known[differs]]).tolist():
-        held = np.flatnonzero((items.name == name) & items.is_object)
-        values = sorted_unique(items.object_digests[held])
-        writer = int(items.rank[held[writes[held]][0]])
-        found.append(ObjectDifference(items.names[name], int(np.count_nonzero(values)), len(held), writer))
+    for numbers in np.split(held, np.flatnonzero(np.diff(items.name[held])) + 1) if len(held) else ():
+        values = int(np.count_nonzero(np.unique(items.object_digests[numbers])))
+        writer = int(items.rank[numbers[writes[numbers]][0]])
+        found.append(ObjectDifference(items.names[int(items.name[numbers[0]])], values, len(numbers), writer))
     return tuple(found)
 
 
