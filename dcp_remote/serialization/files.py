@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from dcp_remote.common.text import human_bytes
 from dcp_remote.common.units import MiB
-from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError
+from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, StateMismatchError
 from dcp_remote.serialization.opaque import FILES_MARK, mark_of
 
 # The bytes are held in memory on every rank. The tokenizers of large vocabularies have 40 MiB.
@@ -168,14 +168,23 @@ class Files:
         """Replace the files by those of an entry.
 
         Raises:
-            CorruptCheckpointError: A stored name would leave the folder, or the entry is none of files.
+            CorruptCheckpointError: A stored name is not allowed.
+            StateMismatchError: The entry is none of files.
         """
         value = unwrap_marked(state_dict)
         if not isinstance(value, Files):
-            raise CorruptCheckpointError(
-                "The checkpoint has another value where the state has Files.", type=type(value).__name__
-            )
+            raise files_mismatch(value)
         self._contents = value._contents
+
+
+def files_mismatch(value: object, **details: object) -> StateMismatchError:
+    """Return the error for a state that asks for `Files` where the checkpoint has another value."""
+    return StateMismatchError(
+        "The checkpoint does not fit the state, which asks for Files where the checkpoint has another value. Give the "
+        "state such a value, or leave the Files out of the state.",
+        **details,
+        saved=type(value).__name__,
+    )
 
 
 def unwrap_marked(value: object) -> object:

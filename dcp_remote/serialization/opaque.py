@@ -16,6 +16,7 @@ FILES_MARK: Final = "dcp_remote.Files"
 # no stored per-rank value, which is a tuple of one, is equal to it.
 _UNREAD_MARK: Final = "dcp_remote.unread"
 UNREAD: Final = (_UNREAD_MARK, None)
+UNREAD_FILES: Final = (_UNREAD_MARK, "Files")
 
 
 class Opaque(Generic[T]):
@@ -63,6 +64,12 @@ def mark_of(value: object) -> tuple[str | None, Any]:
 def is_unread(value: object) -> bool:
     """Return whether a value of a template was not loaded; by content, since torch copies the tuples of a template."""
     return _first(value) == _UNREAD_MARK
+
+
+def asks_for_files(value: object) -> bool:
+    """Return whether a value of a template, of a manager or of torch, stands for `Files`."""
+    first: Any = _first(value)
+    return first == FILES_MARK or (first == _UNREAD_MARK and value[1] == UNREAD_FILES[1])  # type: ignore[index]  # a pair
 
 
 def is_reserved(value: object) -> bool:

@@ -29,7 +29,7 @@ from dcp_remote.serialization.module_state import (
     keep_nothing,
     names_parameters_itself,
 )
-from dcp_remote.serialization.opaque import UNREAD, Opaque, is_reserved, is_unread
+from dcp_remote.serialization.opaque import OPAQUE_MARK, UNREAD, UNREAD_FILES, Opaque, is_reserved, is_unread
 
 T = TypeVar("T")
 _State = TypeVar("_State", bound=Mapping[str, Any])
@@ -121,14 +121,29 @@ def make_template(
     reader = _StateReader(state, saved=saved, keep=keep)
     own = [key for key in state if isinstance(state[key], PerRank)]
     template = {key: reader.read(state[key], (key,)) for key in sorted(state) if key not in own}
-    restorable = {key: UNREAD for key in sorted(own) if (PER_RANK_KEY, str(rank), key) in saved}
+    restorable = {key: _unread(state[key].value) for key in sorted(own) if (PER_RANK_KEY, str(rank), key) in saved}
     return template | {PER_RANK_KEY: {str(rank): restorable}} if restorable else template
 
 
 def unwrap_per_rank(path: tuple[str | int, ...], value: Any) -> Any:
     """Return a loaded value as the user saved it: a per-rank value without the tuple that `build_saved_state` adds."""
-    is_own = len(path) == 3 and path[0] == PER_RANK_KEY and isinstance(value, tuple) and len(value) == 1  # noqa: PLR2004  # per_rank, rank, key
+    is_own = _is_per_rank(path) and isinstance(value, tuple) and len(value) == 1
     return unwrap_marked(value[0]) if is_own else value
+
+
+def convert_per_rank(saved: _Path, loaded: _Path, value: Any) -> Any:
+    """Return a value of the path `saved` in the form in which a template has it at the path `loaded`.
+
+    The paths differ where an entry was renamed: a value of one rank is stored in a tuple, and a shared value is not.
+    """
+    if _is_per_rank(saved) == _is_per_rank(loaded):
+        return value
+    # Marked, so that a value which was unwrapped already is not unwrapped once more.
+    return unwrap_per_rank(saved, value) if _is_per_rank(saved) else ((OPAQUE_MARK, value),)
+
+
+def _is_per_rank(path: _Path) -> bool:
+    return len(path) == 3 and path[0] == PER_RANK_KEY  # noqa: PLR2004  # per_rank, rank, key
 
 
 def drop_kept_options(state: Mapping[str, Any], loaded: Mapping[str, Any], loads: Callable[[str], bool]) -> None:
@@ -299,7 +314,7 @@ class _StateReader:
                 self.reserved.append(_text(path))
             return stateful.saved_values() if isinstance(stateful, OptimizerState) else stateful.state_dict()
         if isinstance(stateful, (Opaque, Files)):
-            return UNREAD
+            return _unread(stateful)
         if isinstance(stateful, OptimizerState):
             prefix = f"{_text(path)}."
             names = [name.removeprefix(prefix) for name in self._saved_names if name.startswith(prefix)]
@@ -334,6 +349,11 @@ def _iterate_models(value: Any, path: _Path) -> Iterator[tuple[_Path, nn.Module]
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             yield from _iterate_models(inner, (*path, number))
+
+
+def _unread(value: object) -> tuple[str, str | None]:
+    """Return what stands in a template for a value that is read whole."""
+    return UNREAD_FILES if isinstance(value, Files) else UNREAD
 
 
 def _holds_stateful(value: Any) -> bool:

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_remote import CheckpointManager, Files, PerRank, RemoteReader, RemoteWriter, load
-from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
+from dcp_remote import CheckpointManager, Files, Opaque, PerRank, RemoteReader, RemoteWriter, load, plain_errors
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, StateMismatchError
 from dcp_remote.serialization import files as module
 from dcp_remote.serialization.files import unwrap_marked
 from dcp_remote.serialization.opaque import FILES_MARK
@@ -189,10 +189,31 @@ def test_wrong_contents() -> None:
         unwrap_marked((FILES_MARK, {"a": 5}))
     with pytest.raises(CorruptCheckpointError, match="damaged"):
         unwrap_marked((FILES_MARK, [b""]))
-    with pytest.raises(CorruptCheckpointError, match="another value"):
+    with pytest.raises(StateMismatchError, match=r"asks for Files.*saved='dict'"):
         Files().load_state_dict({"a": 1})
     with pytest.raises(InvalidArgumentError, match="restore them first"):
         Files().write("folder")
+
+
+@pytest.mark.parametrize(
+    "value", [5, Opaque(5), (5,), "x" * 100_000, None], ids=["int", "opaque", "tuple", "long", "no"]
+)
+def test_files_where_another_value_was_saved(value: Any, tmp_path: Path) -> None:
+    """Restore into `Files`, of all ranks and of one, and by torch: the error names the entry."""
+    url = tmp_path.as_uri()
+    for saved, state, name in (
+        ({"a": {"x": value}}, {"a": {"x": Files()}}, "a.x"),
+        ({"x": PerRank(value)}, {"x": PerRank(Files())}, "per_rank.0.x"),
+    ):
+        with CheckpointManager(MemoryStore()) as checkpoints:
+            checkpoints.save(1, {**saved, "w": torch.ones(2)}, wait=True)
+            with pytest.raises(StateMismatchError, match=rf"asks for Files.*name='{name}'") as caught:
+                checkpoints.restore({**state, "w": torch.zeros(2)})
+        inner = value.value if isinstance(value, Opaque) else value
+        assert caught.value.details["saved"] == type(inner).__name__
+    dcp.save({"x": value}, storage_writer=RemoteWriter(url), no_dist=True)
+    with pytest.raises(StateMismatchError, match="name='x'"), plain_errors():
+        dcp.load({"x": Files()}, storage_reader=RemoteReader(url), no_dist=True)
 
 
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

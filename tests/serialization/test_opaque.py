@@ -169,6 +169,36 @@ def test_a_per_rank_value_in_place_of_an_opaque_one() -> None:
     assert (state["cfg"].value, state["files"].value) == ({"a": 1}, Files({"x": b"1"}))
 
 
+def test_a_value_of_one_rank_in_the_place_of_a_shared_one() -> None:
+    """Rename between `PerRank` and shared values: the value itself in both directions, of `Opaque` and `Files` too."""
+    store, files, pairs = MemoryStore(), Files({"x": b"1"}), [("dcp_remote.Opaque", 5)]
+    saved: dict[str, Any] = {
+        "n": PerRank(7),
+        "pair": PerRank((1,)),
+        "cfg": PerRank(Opaque(pairs)),
+        "files": PerRank(files),
+        "m": 8,
+        "shared": Opaque(pairs),
+        "other": files,
+    }
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, saved, wait=True)
+        state: dict[str, Any] = {
+            "new": {"n": 0},
+            "pair": None,
+            "cfg": Opaque(0),
+            "files": Files(),
+            "m": PerRank(0),
+            "shared": PerRank(Opaque(0)),
+            "other": PerRank(Files()),
+        }
+        rename = {f"per_rank.0.{key}": key for key in ("pair", "cfg", "files")} | {"per_rank.0.n": "new.n"}
+        rename |= {key: f"per_rank.0.{key}" for key in ("m", "shared", "other")}
+        checkpoints.restore(state, rename=rename)
+    assert (state["new"], state["pair"], state["cfg"].value, state["files"]) == ({"n": 7}, (1,), pairs, files)
+    assert (state["m"].value, state["shared"].value.value, state["other"].value) == (8, pairs, files)
+
+
 def test_lists_without_tensors() -> None:
     """Save `Opaque` and `Files` in lists that torch stores as one entry: load, and restore into lists of any length."""
     store, files = MemoryStore(), Files({"x": b"1"})
