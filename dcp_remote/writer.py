@@ -40,7 +40,7 @@ from dcp_remote.saving.manifest_assembly import assemble_manifest, require_unico
 from dcp_remote.saving.plan_cache import describe_tensors, plans_as_torch
 from dcp_remote.saving.plan_table import require_held
 from dcp_remote.saving.rank_differences import Described, require_equal_tensors
-from dcp_remote.saving.shard_writer import write_shards
+from dcp_remote.saving.shard_writer import require_no_imitations, write_shards
 from dcp_remote.saving.uploads import Uploads
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.conditional_writes import require_conditional_writes
@@ -154,6 +154,12 @@ class RemoteWriter(StorageWriter):
         self._memory_budget_bytes = memory_budget_bytes
         self._timeout_seconds = timeout_seconds
         self._thread = _ThreadState(SharedLocation(Location.of(url, storage_options)))
+        # True in the process of an asynchronous save, where pickled entries cannot be told from imitations.
+        self._was_unpickled = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Note that this writer was unpickled."""
+        self.__dict__.update(state, _was_unpickled=True)
 
     def __repr__(self) -> str:
         """Return the class and the URL; never an option, which may be a secret."""
@@ -275,11 +281,14 @@ class RemoteWriter(StorageWriter):
 
         Raises:
             SaveFailedError: Names the rank, the shard, the attempts and the cause.
+            InvalidArgumentError: A tuple looks like an entry of `Opaque` or `Files`; nothing was uploaded by this rank.
             UnsafeObjectError: Names the object's key and type. Raised before anything is uploaded; for a tensor whose
                 class needs code to load, when that tensor is read.
         """
         save = self._current()
         self._thread.plans_as_torch = plans_as_torch(planner)
+        if not self._was_unpickled:
+            require_no_imitations(plan, planner)
         with Uploads[Any](
             save.store, rank=save.rank, deadline=save.deadline, memory_budget_bytes=self._memory_budget_bytes
         ) as uploads:

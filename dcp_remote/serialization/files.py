@@ -15,7 +15,7 @@ from typing import Any, Self
 from dcp_remote.common.text import human_bytes
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, StateMismatchError
-from dcp_remote.serialization.opaque import FILES_MARK, mark_of
+from dcp_remote.serialization.opaque import FILES_MARK, is_imitation, mark_of
 
 # The bytes are held in memory on every rank. The tokenizers of large vocabularies have 40 MiB.
 FILES_BYTES_MAX = 256 * MiB
@@ -200,6 +200,11 @@ def unwrap_marked(value: object) -> object:
     for container, key, inner in iterate_tuples(holder):
         container[key] = _unwrap(inner)
     return holder[0]
+
+
+def holds_imitation(value: object) -> bool:
+    """Return whether an object of a state is, or holds in its lists and dicts, an imitation of an entry with a mark."""
+    return any(is_imitation(inner) for _, _, inner in iterate_tuples([value]))
 
 
 def iterate_tuples(value: Any) -> Iterator[tuple[Any, Any, Any]]:
