@@ -75,8 +75,9 @@ def is_unread(value: object) -> bool:
 
 def asks_for_files(value: object) -> bool:
     """Return whether a value of a template, of a manager or of torch, stands for `Files`."""
-    first: Any = _first(value)
-    return first == FILES_MARK or (first == _UNREAD_MARK and value[1] == UNREAD_FILES[1])  # type: ignore[index]  # a pair
+    pair: Any = value
+    first = _first(value)
+    return first == FILES_MARK or (first == _UNREAD_MARK and bool(pair[1] == UNREAD_FILES[1]))
 
 
 def is_reserved(value: object) -> bool:

@@ -301,7 +301,7 @@ def test_states_that_pass_on_entries() -> None:
         checkpoints.save(
             1, {"a": Passing({"o": Opaque([1]), "f": files}), "p": PerRank(Passing({"f": files}))}, wait=True
         )
-        state = {"a": Passing({"o": Opaque(0), "f": Files()}), "p": PerRank(Passing({"f": Files()}))}
+        state: dict[str, Any] = {"a": Passing({"o": Opaque(0), "f": Files()}), "p": PerRank(Passing({"f": Files()}))}
         checkpoints.restore(state)
     assert (state["a"].state["o"].value, state["a"].state["f"]) == ([1], files)
     assert state["p"].value.state["f"] == files
@@ -321,7 +321,8 @@ def test_dcp_save_refuses_what_looks_like_entries(tmp_path: Path) -> None:
         dcp.save(wrong, storage_writer=RemoteWriter(url), no_dist=True)
     assert not list(tmp_path.rglob("*.safetensors"))
     right = {"a": (*pair, 6), "o": Opaque([pair]), "f": Files({"x": b"1"}), "p": Passing({"o": Opaque(5)})}
-    dcp.async_save(right, storage_writer=RemoteWriter(url), no_dist=True).result()
+    saved: Any = dcp.async_save(right, storage_writer=RemoteWriter(url), no_dist=True)
+    saved.result()
     assert load(url) == {"a": (*pair, 6), "o": [pair], "f": Files({"x": b"1"}), "p": {"o": 5}}
     # An asynchronous save in another process gets writer and state by pickle, where an entry is an equal tuple.
     entries = pickle.loads(pickle.dumps({"o": Opaque([1]).state_dict()}))
