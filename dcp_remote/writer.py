@@ -77,7 +77,10 @@ class _Save:
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """Description of the tensors of a rank's plan, packed; torch's planner leaves out what several ranks hold."""
+    """Description of the tensors of a rank's plan, packed.
+
+    Sent beside the plan, because torch's planner drops items of several ranks but one before the writer sees the plans.
+    """
 
     packed: bytes
 
@@ -261,15 +264,15 @@ class RemoteWriter(StorageWriter):
                 uploaded.
         """
         described = [plan.storage_data if isinstance(plan.storage_data, _Tensors) else None for plan in plans]
-        # Nearly always all ranks send the same bytes, of which one is unpacked.
-        unpacked = {one: one.unpack() for one in dict.fromkeys(described) if one is not None}
+        # Nearly always all ranks send the same bytes, which are unpacked once.
+        unpacked = {tensors: tensors.unpack() for tensors in dict.fromkeys(described) if tensors is not None}
         require_equal_tensors(
-            [unpacked[one] if one is not None else None for one in described],
+            [unpacked[tensors] if tensors is not None else None for tensors in described],
             lambda: (item.index.fqn for plan in plans for item in plan.items),
         )
         return [
-            replace(plan, storage_data=None) if one is not None else plan
-            for plan, one in zip(plans, described, strict=True)
+            replace(plan, storage_data=None) if tensors is not None else plan
+            for plan, tensors in zip(plans, described, strict=True)
         ]
 
     @replace_unpicklable_errors

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -234,7 +234,7 @@ class _CoordinatorPlanning:
             unlike=self._differing,
             to_lowest_rank=plans_as_torch(planner) and planner.dedup_save_to_lowest_rank,
         )
-        self._report([one for one in arrangement.differing if one.name not in self._reported], ticket)
+        self._report(arrangement.differing, ticket)
         self.known = _Known(ticket.save_id, arrangement.planned)
         return arrangement.shares
 
@@ -245,11 +245,12 @@ class _CoordinatorPlanning:
         self.known = _Known(ticket.save_id, to_columns(metadata))
         return own_plans
 
-    def _report(self, found: list[ObjectDifference], ticket: SaveTicket) -> None:
+    def _report(self, differing: Sequence[ObjectDifference], ticket: SaveTicket) -> None:
         """Warn of objects that differ between ranks; once for each name."""
-        if found:
-            logger.warning("step %d: %s", ticket.run.step, describe_object_differences(found))
-            self._reported.update(one.name for one in found)
+        new = [difference for difference in differing if difference.name not in self._reported]
+        if new:
+            logger.warning("step %d: %s", ticket.run.step, describe_object_differences(new))
+            self._reported.update(difference.name for difference in new)
 
 
 class RankSaver:
@@ -431,7 +432,7 @@ class RankSaver:
         collective.set_activity("planning")
         if begun.in_tables:
             arrange_tables = partial(planning.arrange_tables, ticket=ticket, planner=planner)
-            # Only of ranks that plan anew: later saves pay nothing, and each difference is reported once anyway.
+            # Digests are sent with new plans only: each difference is reported once, and other saves cost no more.
             has_others = self._ranks.world_size > 1
             table = to_table(proposal, *([digest_objects(proposal, planner)] if has_others else []))
             digests, is_agreed = request.digests, False

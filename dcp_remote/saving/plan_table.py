@@ -58,7 +58,7 @@ class PlanTable:
         offsets: Offsets of the chunks, one after another.
         sizes: Sizes of the chunks, one after another.
         kinds: Distinct kinds, each with its bytes per element.
-        object_digests: Digest of each object, 32 bits; 0 for an object that is not compared. Empty if none is.
+        object_digests: Digest of each object, 32 bits; 0 for an object that is not compared. Empty if no object is.
     """
 
     packed_names: bytes
@@ -147,9 +147,9 @@ def arrange(
         to_lowest_rank: The holder with the lowest rank writes a replica, and nothing is cut.
 
     Raises:
-        InvalidArgumentError: The chunks of a tensor leave a gap, overlap, or reach outside of it; no rank has a chunk
-            of it; or ranks save different things under one name: tensors of different shapes or dtypes, or a tensor
-            and an object. Names the tensor, of the last kind all.
+        InvalidArgumentError: The chunks of a tensor leave a gap, overlap, or reach outside of it, or no rank has a
+            chunk of it. Or ranks save different things under one name: tensors of different shapes or dtypes, or a
+            tensor and an object; the error lists these names.
     """
     items = _Items.of(tables)
     require_held(items.flatten, items.names)
@@ -431,7 +431,10 @@ def _plan_checkpoint(items: _Items, written: I64) -> tuple[Planned, I64]:
 
 
 def _require_one_meaning(items: _Items) -> None:
-    """Refuse names under which ranks save tensors of different shapes or dtypes, or a tensor and an object."""
+    """Refuse names under which ranks save tensors of different global shapes or dtypes, or a tensor and an object.
+
+    Also items that no rank would write are compared: of equal chunks one is written.
+    """
     tensors = np.flatnonzero(~items.is_object)
     first = np.full(len(items.names), -1, dtype=np.int64)  # first tensor of each name
     first[items.name[tensors][::-1]] = tensors[::-1]
@@ -441,7 +444,7 @@ def _require_one_meaning(items: _Items) -> None:
     is_other = dtypes[items.kind[tensors]] != dtypes[items.kind[leads]]
     is_other |= items.dimensions[tensors] != items.dimensions[leads]
     for dimensions in sorted_unique(items.dimensions[tensors]).tolist():
-        # A tensor of other dimensions than the first would compare values of its neighbours.
+        # Without tensors of other dimensions than the first: their rows would hold values of other items.
         same = np.flatnonzero(~is_other & (items.dimensions[tensors] == dimensions))
         shapes, expected = (items.rows(items.shapes, own[same], dimensions) for own in (tensors, leads))
         is_other[same] = (shapes != expected).any(axis=1)

@@ -61,17 +61,15 @@ def require_equal_tensors(
         InvalidArgumentError: Ranks give a tensor different shapes or dtypes; names all such tensors.
     """
     ranks_of: dict[Described, list[int]] = {}
-    for rank, one in enumerate(described):
-        if one is not None:
-            ranks_of.setdefault(one, []).append(rank)
+    for rank, description in enumerate(described):
+        if description is not None:
+            ranks_of.setdefault(description, []).append(rank)
     if len(ranks_of) < 2:  # noqa: PLR2004  # all are equal
         return
     found: dict[str, dict[str, list[int]]] = {}
-    for one, ranks in ranks_of.items():
-        for name, dtype, shape in one:
-            holders = found.setdefault(name, {}).setdefault(describe_tensor(dtype, shape), [])
-            if holders[-1:] != ranks[-1:]:  # several chunks of one tensor
-                holders += ranks
+    for description, ranks in ranks_of.items():
+        for name, dtype, shape in description:
+            found.setdefault(name, {}).setdefault(describe_tensor(dtype, shape), []).extend(ranks)
     differing = {name: holders for name, holders in found.items() if len(holders) > 1}
     if differing and planned_names is not None:
         written = frozenset(planned_names())
@@ -117,7 +115,8 @@ def _list_holders(holders: Holders) -> str:
     return ", ".join(texts) + more
 
 
-def _list_ranks(ranks: Sequence[int]) -> str:
+def _list_ranks(ranks: Collection[int]) -> str:
+    ranks = sorted(ranks)
     listed = ", ".join(map(str, ranks[:_RANKS_MAX]))
     if len(ranks) > _RANKS_MAX:
         return f"{len(ranks)} ranks ({listed}, …)"

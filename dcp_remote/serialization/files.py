@@ -301,7 +301,7 @@ def _find_impossible_names(names: Iterable[str]) -> dict[str, str]:
         for path in (name, *_parents(name)):
             first = folded.setdefault(unicodedata.normalize("NFC", path).casefold(), path)
             if first != path:
-                impossible.setdefault(name, f"the same as {first!r} where case or accents do not count")
+                impossible.setdefault(name, f"the same as {first!r} on Windows or macOS")
     return impossible
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.serialization.files import Files, iterate_tuples, unwrap_marked
+from dcp_remote.serialization.files import Files, holds_imitation, iterate_tuples, unwrap_marked
 from dcp_remote.serialization.module_state import (
     ModelState,
     OptimizerState,
@@ -142,8 +142,10 @@ def convert_per_rank(saved: _Path, loaded: _Path, value: Any) -> Any:
     """
     if _is_per_rank(saved) == _is_per_rank(loaded):
         return value
-    # Marked, so that a value which was unwrapped already is not unwrapped once more.
-    return unwrap_per_rank(saved, value) if _is_per_rank(saved) else ((OPAQUE_MARK, value),)
+    if _is_per_rank(saved):
+        return unwrap_per_rank(saved, value)
+    # A value that is unwrapped already may hold tuples with a mark, which would be unwrapped with it once more.
+    return ((OPAQUE_MARK, value) if holds_imitation(value) else value,)
 
 
 def _is_per_rank(path: _Path) -> bool:
