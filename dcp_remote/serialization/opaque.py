@@ -74,7 +74,7 @@ def is_unread(value: object) -> bool:
 
 
 def asks_for_files(value: object) -> bool:
-    """Return whether a value of a template, of a manager or of torch, stands for `Files`."""
+    """Return whether a value of a template, of a restore or of `dcp.load`, stands for `Files`."""
     pair: Any = value
     first = _first(value)
     return first == FILES_MARK or (first == _UNREAD_MARK and bool(pair[1] == UNREAD_FILES[1]))
