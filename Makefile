@@ -52,15 +52,17 @@ format: $(INSTALLED) ## Repair style and formatting where that can be done safel
 typecheck: $(INSTALLED) ## Check the types of package, tests and examples
 	$(VENV)/bin/mypy
 
-# Two processes share the tests; tests of real ranks stay in one of them. One in eight of the campaign's cases runs, and
-# a few examples of each property, the same each time, so that no test fails by chance.
+# Three processes share the tests, since each waits for half of its time; tests of real ranks stay in one of them. One in
+# eight of the campaign's cases runs, and a few examples of each property.
 pytest: $(INSTALLED) ## Run the tests alone; ARGS="-k manifest -x" goes to pytest
-	$(PYTHON) -m pytest --numprocesses 2 --dist loadgroup --smoke $(ARGS)
+	$(PYTHON) -m pytest --numprocesses 3 --dist loadgroup --smoke $(ARGS)
 
-test: lint typecheck pytest ## Check style, types and tests: what every change must pass
+# The types are checked beside the tests.
+test: lint ## Check style, types and tests: what every change must pass
+	@$(MAKE) --no-print-directory --jobs 2 typecheck pytest
 
 campaign: $(INSTALLED) ## Run every case of the campaign, briefly (17 minutes); CI runs it after `make test`
-	$(PYTHON) -m pytest --numprocesses 2 --dist loadgroup -m torture $(ARGS)
+	$(PYTHON) -m pytest --numprocesses 3 --dist loadgroup -m torture $(ARGS)
 
 # Length of each part that has no end (fuzzers, mutations, random faults). The rest, in which every property tries other
 # examples and five times as many, takes about an hour. From 60 on, large states have their full size.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture import providers
 
 from tests.support.figures import LONG_SECONDS
 from tests.support.properties import examples
@@ -36,6 +37,20 @@ def test_the_same_examples_each_time(torture_seconds: float) -> None:
         first, second = tried(how_many), tried(how_many)
         assert (first == second) is not explores
         assert len(first) == count * settings().max_examples // 100
+
+
+def test_no_example_comes_from_the_modules_that_are_loaded(torture_seconds: float) -> None:
+    """Another selection of tests loads others, and each worker does: its examples would be other ones."""
+    drawn: list[int] = []
+
+    @given(st.integers())
+    def prop(number: int) -> None:
+        drawn.append(number)
+
+    prop()
+    assert drawn
+    constants = providers._get_local_constants()
+    assert (len(constants) > 0) is (torture_seconds >= LONG_SECONDS)
 
 
 def test_no_property_chooses_its_own_chance() -> None:

@@ -465,7 +465,7 @@ class Collective:
                 and not self._ask(outcome.read_verdict)
                 and not outcome.follow(status)
             ):
-                outcome.end_without_verdict(status)
+                outcome.end_without_verdict(status, keys)
             outcome.raise_if_cancelled()
             outcome.wait(pause_seconds)
             pause_seconds = min(1.5 * pause_seconds, self._pause_seconds_max)

@@ -91,14 +91,15 @@ class FailureDetector:
             ranks: Ranks without which the operation cannot begin.
         """
         outcome, missing = self._outcome, self._missing
+        keys = outcome.keys
         seconds = outcome.time_limit.elapsed_seconds()
         if outcome.has_met or outcome.error is not None or seconds < self._arrival_seconds:
             return
         absent = [rank for rank in ranks if not self._is_coming(rank)]
         if self._member.is_coordinator:
             # In a large group the heartbeats of a few hundred ranks are found at a time, a contribution at once.
-            present = client.present(outcome.keys.contributions(1, absent))
-            absent = [rank for rank in absent if outcome.keys.contribution(1, rank) not in present]
+            present = client.present(keys.contributions(1, absent))
+            absent = [rank for rank in absent if keys.contribution(1, rank) not in present]
         if not absent or self._missing is not missing:
             return  # contributions were read meanwhile; the next heartbeat looks again
         subject = f"{format_ranks(absent)} {'has' if len(absent) == 1 else 'have'}"
@@ -108,7 +109,7 @@ class FailureDetector:
             "arrival_seconds."
         )
         error = outcome.timed_out(message, **outcome.rank_details(absent), now=self._positions(absent))
-        outcome.end(error, is_unattended=True)
+        outcome.end(error, is_unattended=True, keys=keys)
 
     def _is_coming(self, rank: int) -> bool:
         """Return whether a rank has begun the operation, or is in a call of this package and may begin it next."""
@@ -128,7 +129,7 @@ class FailureDetector:
 
     def _end_if_elsewhere(self) -> None:
         """End the operation if the coordinator waits for the contribution of a rank that will never give it."""
-        outcome = self._outcome
+        outcome, keys = self._outcome, self._outcome.keys
         never: list[int] = []
         for rank in self._missing[1] if self.is_waiting else ():
             status = None if self._heartbeat is None else self._heartbeat.last(rank)
@@ -144,7 +145,7 @@ class FailureDetector:
                 self._elsewhere.pop(rank, None)
         if never:
             message = f"{format_ranks(never)} did something else instead of {outcome.what}, which was given up."
-            outcome.end(outcome.failed(message, **outcome.rank_details(never)), any_operation=True)
+            outcome.end(outcome.failed(message, **outcome.rank_details(never)), any_operation=True, keys=keys)
 
     def _end_as_late(self, client: Client) -> None:
         """End the operation at its deadline, naming the ranks without a contribution, or the coordinator itself."""

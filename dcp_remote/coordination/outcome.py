@@ -241,15 +241,21 @@ class Outcome:
         message = f"The key-value store of the process group {trouble}; {self.what} was given up. Check its host."
         self.end(self.failed(message, **self.rank_details([0]), cause=cause), coordinator_lost=True)
 
-    def end_without_verdict(self, status: RankStatus) -> None:
-        """End the operation: the coordinator has gone on, and this rank did not see how the operation ended."""
+    def end_without_verdict(self, status: RankStatus, keys: CollectiveKeys) -> None:
+        """End the operation: the coordinator has gone on, and this rank did not see how the operation ended.
+
+        Changes nothing if the operation has other keys than `keys`, or the coordinator another status, by now: the
+        heartbeat's thread has found another number meanwhile, or may find one.
+        """
+        if self.coordinator_status() != status:
+            return
         if status.is_closed:
             message = f"The coordinator has closed without a verdict on {self.what}."
-        elif status.operation == self.keys.number:
+        elif status.operation == keys.number:
             message = f"The coordinator has left {self.what} without an answer for this rank."
         else:
             message = f"This rank is behind: {self.what} is over for the others, and its outcome is not known any more."
-        self.end(self.failed(message, **self.rank_details([0])), coordinator_lost=True)
+        self.end(self.failed(message, **self.rank_details([0])), coordinator_lost=True, keys=keys)
 
     def end(
         self,
@@ -259,6 +265,7 @@ class Outcome:
         even_in_commit: bool = False,
         any_operation: bool = False,
         is_unattended: bool = False,
+        keys: CollectiveKeys | None = None,
     ) -> None:
         """Cancel the operation here, and tell the others.
 
@@ -268,17 +275,26 @@ class Outcome:
             even_in_commit: Cancel also in the coordinator's commit phase.
             any_operation: End every operation under this number, also one of another name.
             is_unattended: Some rank did not come to the operation.
+            keys: End the operation only as long as these are its keys.
         """
         is_coordinator = self._member.is_coordinator
         self.is_unattended = self.is_unattended or is_unattended  # before the thread that waits can see the error
-        if self.cancel(error, coordinator_lost=coordinator_lost and not is_coordinator, even_in_commit=even_in_commit):
+        is_lost = coordinator_lost and not is_coordinator
+        if self.cancel(error, coordinator_lost=is_lost, even_in_commit=even_in_commit, keys=keys):
             if is_coordinator:
                 self.post_verdict(error, coordinator_lost=self.is_committing, any_operation=any_operation)
             else:
                 told = self.error_for_others(error)
                 self.post_verdict(told, coordinator_lost=coordinator_lost, any_operation=any_operation)
 
-    def cancel(self, error: DcpRemoteError, *, coordinator_lost: bool = False, even_in_commit: bool = False) -> bool:
+    def cancel(
+        self,
+        error: DcpRemoteError,
+        *,
+        coordinator_lost: bool = False,
+        even_in_commit: bool = False,
+        keys: CollectiveKeys | None = None,
+    ) -> bool:
         """Cancel the operation here, without telling the others; return whether that changed anything.
 
         Nothing changes if the operation was cancelled or left before, or is in the coordinator's commit phase.
@@ -287,8 +303,11 @@ class Outcome:
             error: Error that this rank raises.
             coordinator_lost: This rank cannot know what the coordinator did last.
             even_in_commit: Cancel also in the coordinator's commit phase.
+            keys: Cancel the operation only as long as these are its keys.
         """
         with self._lock:
+            if keys is not None and self.keys is not keys:
+                return False
             if self.has_left or self.error is not None or (self.is_committing and not even_in_commit):
                 return False
             self.error, self.coordinator_lost = error, coordinator_lost

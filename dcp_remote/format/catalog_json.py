@@ -69,6 +69,10 @@ class _Document(msgspec.Struct):
     checkpoints: list[_Entry]
 
 
+# Made here, in one thread: two threads that decode a type for the first time at the same moment crash msgspec 0.22.
+_HEAD, _DOCUMENT = msgspec.json.Decoder(_Head), msgspec.json.Decoder(_Document)
+
+
 def encode(catalog: Catalog, nonce: str, *, known: Catalog | None = None) -> bytes:
     """Check a catalog and return the document to store.
 
@@ -130,7 +134,7 @@ def decode(data: bytes) -> Catalog:
         UnsupportedFormatError: The document has another version, or requires a feature that this version lacks.
     """
     text = unseal(data)
-    head = _parse(text, _Head)
+    head = _parse(text, _HEAD)
     if head.format != FORMAT:
         raise CorruptCheckpointError("This is not a catalog of dcp_remote.", format=head.format[:100])
     if head.version != VERSION or head.requires:
@@ -141,7 +145,7 @@ def decode(data: bytes) -> Catalog:
             known=VERSION,
             requires=", ".join(head.requires)[:200] or None,
         )
-    document = _parse(text, _Document)
+    document = _parse(text, _DOCUMENT)
     return check(
         Catalog(
             run_id=document.run_id,
@@ -239,9 +243,9 @@ def _damaged(what: str, **details: object) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"The catalog is damaged: {what}.", **details)
 
 
-def _parse(text: bytes, kind: type[_T]) -> _T:
+def _parse(text: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     try:
-        return msgspec.json.decode(text, type=kind)
+        return decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
             "The catalog is damaged: it is not JSON, or a field has another type.", cause=error

@@ -142,6 +142,11 @@ class _Document(msgspec.Struct):
     user: msgspec.Raw
 
 
+# Made here, in one thread: two threads that decode a type for the first time at the same moment crash msgspec 0.22.
+_HEAD, _DOCUMENT = msgspec.json.Decoder(_Head), msgspec.json.Decoder(_Document)
+_USER = msgspec.json.Decoder(dict[str, Any])
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """Fields that settle a commit whose answer was lost.
@@ -295,7 +300,7 @@ def decode(data: bytes) -> Manifest | None:
         return None
     if head.kind != CHECKPOINT:
         raise CorruptCheckpointError("The manifest is not that of a checkpoint.", kind=head.kind)
-    document = _parse(text, _Document)
+    document = _parse(text, _DOCUMENT)
     if document.digest != digests.ALGORITHM:
         raise UnsupportedFormatError(
             "The manifest uses a digest algorithm that this version does not know. Upgrade dcp_remote.",
@@ -358,7 +363,7 @@ def reencode(data: bytes, nonce: str) -> bytes:
 
 
 def _head(text: bytes) -> Head:
-    head = _parse(text, _Head)
+    head = _parse(text, _HEAD)
     if head.format != FORMAT:
         raise CorruptCheckpointError("This is not a manifest of dcp_remote.", format=head.format[:100])
     unknown = sorted(set(head.requires) - FEATURES)
@@ -374,9 +379,9 @@ def _head(text: bytes) -> Head:
     return Head(head.kind, head.save_id, tuple(head.replaces))
 
 
-def _parse(text: bytes, kind: type[_T]) -> _T:
+def _parse(text: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     try:
-        return msgspec.json.decode(text, type=kind)
+        return decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError("The manifest is damaged or truncated.", cause=error, bytes=len(text)) from error
 
@@ -459,7 +464,7 @@ def _stored(wire: list[_Stored], piece: int) -> tuple[StoredObject, ...]:
 def _user(text: msgspec.Raw) -> dict[str, Any]:
     if len(bytes(text)) > USER_BYTES_MAX:
         raise CorruptCheckpointError("The manifest is damaged: the user metadata is too large.", limit=USER_BYTES_MAX)
-    return _parse(bytes(text), dict[str, Any])
+    return _parse(bytes(text), _USER)
 
 
 def _run(run: RunInfo) -> _Run:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,8 +18,14 @@ from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.loading.chunk_list import reduce_chunks, renumber_chunks
 from dcp_remote.loading.dcp_metadata import SourceMeta
 from dcp_remote.loading.selection import Patterns, Rename, Selection
-from dcp_remote.loading.state_check import Comparison, StateCheck, Verdict, compare_state, judge
+from dcp_remote.loading.state_check import Comparison, StateCheck, compare_state
+from dcp_remote.loading.state_verdict import Verdict, judge
+from dcp_remote.serialization.name_links import NameLink
 from dcp_remote.serialization.state_dict import empty_places
+
+logger = logging.getLogger(__name__)
+
+_NAMES_SHOWN_MAX = 5
 
 
 class RemoteLoadPlanner(DefaultLoadPlanner):
@@ -43,7 +50,9 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         rename: Dict of names, or of their first parts up to a dot, in the checkpoint to those in the state: with
             `{"model.lm_head": "model.head"}` the entry `model.lm_head.weight` is read into `model.head.weight`. Or a
             function of a name in the checkpoint that returns the name in the state. None in the place of a name leaves
-            an entry out.
+            an entry out. `CheckpointManager.restore` renames a parameter of a module also below the optimizers that
+            have the parameter, and below averages of the module (`AveragedModel`s, modules under "ema"), unless the
+            dict has names for these; a function is called for their names as well.
         missing: "keep" to keep values of the state that the checkpoint lacks; "error" to refuse.
         unexpected: "ignore" to leave out entries that no rank has a value for; "error" to refuse.
         dtype: "convert" to convert tensors to the dtypes of the state, as `Tensor.copy_` does; "error" to refuse.
@@ -68,6 +77,7 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
             include=include, exclude=exclude, rename=rename, missing=missing, unexpected=unexpected, dtype=dtype
         )
         self._source = SourceMeta()
+        self._links: tuple[NameLink, ...] = ()
         self._comparison: Comparison | None = None
         self._empty_places: list[str] = []
 
@@ -81,13 +91,27 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         assert self._comparison is not None, "set_up_planner comes first"
         return self._comparison
 
+    @property
+    def has_rename_mapping(self) -> bool:
+        """True if `rename` is a mapping, to which links of names apply."""
+        return isinstance(self._selection.rename, Mapping)
+
+    def link_names(self, links: Sequence[NameLink]) -> None:
+        """Rename parameters below their optimizers and averages as below their models."""
+        self._links = tuple(links)
+
     def rename_entries(self, names: Collection[str]) -> dict[str, str]:
         """Return the name in the state of each entry, without those that `rename` leaves out.
 
         Raises:
             InvalidArgumentError: `rename` matches nothing, or gives two entries one name.
         """
-        return self._selection.rename_entries(names)
+        return self._selection.rename_entries(names, self._links)
+
+    def renamed_parameters(self) -> dict[str, Mapping[str, str | None]]:
+        """Return the new names of parameters by their old ones, by the beginning of names that repeat them."""
+        assert self.metadata is not None, "set_up_planner has stored it"
+        return self._selection.renamed_parameters(self.metadata.state_dict_metadata, self._links)
 
     def keep_names(self, names: Collection[str], saved: Collection[str]) -> set[str]:
         """Return the names whose values in the state stay as they are; `saved` are the renamed entries."""
@@ -96,6 +120,15 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
     def loads(self, name: str) -> bool:
         """Return whether the value of this name in the state is loaded."""
         return name in self._compared.sources
+
+    @property
+    def kept(self) -> Sequence[str]:
+        """Names of the values of this rank's state that are not loaded."""
+        return self._compared.kept
+
+    def left_out(self, verdict: Verdict) -> Sequence[str]:
+        """Return the names of entries of the checkpoint that no rank loads, nor this rank of its own values."""
+        return self._compared.left_out(verdict.left_out)
 
     # ---- torch's protocol, in the order in which torch calls it
 
@@ -108,14 +141,18 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         """Flatten the state and compare it with the checkpoint; differences are raised when all ranks have met.
 
         Raises:
-            InvalidArgumentError: `rename` matches nothing, or gives two entries one name.
+            InvalidArgumentError: `rename` matches nothing, or gives two entries one name; or tensors are on the meta
+                device, and there is no process group.
         """
         if metadata is None:
             raise InvalidArgumentError("This planner needs the metadata of the checkpoint. Use it in dcp.load.")
         before, _ = flatten_state_dict(state_dict)
         places = {".".join(map(str, place)): place for place in empty_places(state_dict)}
         self._empty_places = list(places)
-        super().set_up_planner(state_dict, metadata, is_coordinator)
+        try:
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+        except ValueError as error:
+            raise _explain_meta(before, error) from error
         on_meta = self._put_back(before)
         for name, place in places.items():
             # torch takes an empty dict in a list for the value None, which it does not save.
@@ -134,6 +171,7 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
             self._selection,
             rank=self._source.rank,
             on_meta=on_meta if self._selection.given else (),
+            links=self._links,
         )
 
     def _put_back(self, before: dict[str, Any]) -> set[str]:
@@ -172,7 +210,7 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items, planner_data=check)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Judge the checks of all ranks; called on the coordinator.
+        """Judge the checks of all ranks, and log what is kept or left out; called on the coordinator.
 
         Raises:
             StateMismatchError: The checkpoint does not fit the state.
@@ -181,8 +219,11 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         checks = [plan.planner_data for plan in global_plan]
         if not all(isinstance(check, StateCheck) for check in checks):
             raise InvalidArgumentError("Some ranks have a planner of another class. Give one planner to all ranks.")
-        if (error := self.judge(checks).error) is not None:
-            raise error
+        verdict = self.judge(checks)
+        if verdict.error is not None:
+            raise verdict.error
+        if verdict.warning:
+            logger.warning("Load of %s: %s", self._source.checkpoint_id, verdict.warning)
         return [replace(plan, planner_data=None) for plan in global_plan]
 
     def judge(self, checks: Sequence[StateCheck]) -> Verdict:
@@ -197,6 +238,19 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
             url=source.checkpoint_id,
             step=source.step,
         )
+
+
+def _explain_meta(before: Mapping[str, Any], error: ValueError) -> Exception:
+    """Return the error for a state on the meta device, which torch allocates on the device of a process group."""
+    names = [name for name, value in before.items() if isinstance(value, torch.Tensor) and value.device.type == "meta"]
+    if not names:
+        return error
+    return InvalidArgumentError(
+        "Tensors of the state are on the meta device, and there is no process group whose device torch would allocate "
+        "them on. Allocate them: torch.empty_like(tensor, device=...), or model.to_empty(device=...).",
+        tensors=len(names),
+        names=", ".join(names[:_NAMES_SHOWN_MAX]),
+    )
 
 
 def choose_planner(planner: LoadPlanner | None, **options: Any) -> LoadPlanner:

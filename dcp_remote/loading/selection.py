@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypeAlias
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.format.entry_names import match_names, near_names
+from dcp_remote.format.entry_names import match_names
+from dcp_remote.loading.prefix_rename import PrefixRename
+from dcp_remote.serialization.name_links import NameLink
 
 Patterns: TypeAlias = str | Sequence[str]
 Rename: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
@@ -67,8 +69,13 @@ class Selection:
         """Names of the options that differ from their defaults."""
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
-    def rename_entries(self, names: Collection[str]) -> dict[str, str]:
+    def rename_entries(self, names: Collection[str], links: Sequence[NameLink] = ()) -> dict[str, str]:
         """Return the name in the state of each entry; entries that are renamed to None are left out.
+
+        Args:
+            names: Names of all entries of the checkpoint.
+            links: Places of the state where a parameter that `rename` gives another name has that name, too; for a
+                mapping, since a function is called for these entries as well.
 
         Raises:
             InvalidArgumentError: A name or prefix of `rename` matches no entry (similar names are given), two entries
@@ -76,7 +83,7 @@ class Selection:
         """
         if self.rename is None:
             return {name: name for name in names}
-        rename = self.rename if callable(self.rename) else _PrefixRename(self.rename)
+        rename = self.rename if callable(self.rename) else PrefixRename(self.rename, names, links)
         renamed: dict[str, str] = {}
         sources: dict[str, str] = {}
         for name in names:
@@ -100,9 +107,15 @@ class Selection:
                     entries=f"{sources[new]}, {name}",
                 )
             renamed[name], sources[new] = new, name
-        if isinstance(rename, _PrefixRename):
-            rename.require_used(names)
+        if isinstance(rename, PrefixRename):
+            rename.require_used()
         return renamed
+
+    def renamed_parameters(
+        self, names: Collection[str], links: Sequence[NameLink]
+    ) -> dict[str, Mapping[str, str | None]]:
+        """Return the new names of parameters by their old ones, by the linked place; for a mapping alone."""
+        return PrefixRename(self.rename, names, links).parameters() if isinstance(self.rename, Mapping) else {}
 
     def choose(self, names: Collection[str]) -> tuple[Collection[str], list[str]]:
         """Return the names that are chosen, and the patterns that match none of the names."""
@@ -123,48 +136,6 @@ class Selection:
             return set()
         chosen = set(self.choose(dict.fromkeys([*names, *saved]))[0])
         return {name for name in names if name not in chosen or (self.missing == "keep" and name not in saved)}
-
-
-class _PrefixRename:
-    """Mapping of names and prefixes as a function of a name; the longest prefix that ends before a dot applies."""
-
-    def __init__(self, mapping: Mapping[str, str | None]) -> None:
-        self._given = {key.rstrip(".") or key: key for key in mapping}
-        self._mapping = {
-            prefix: value if value is None else value.rstrip(".")
-            for prefix, value in zip(self._given, mapping.values(), strict=True)
-        }
-        self._lengths = {len(prefix) for prefix in self._mapping}
-        self._used: set[str] = set()
-
-    def __call__(self, name: str) -> str | None:
-        stop = len(name)
-        while stop > 0:
-            if stop in self._lengths and (prefix := name[:stop]) in self._mapping:
-                self._used.add(prefix)
-                value = self._mapping[prefix]
-                return None if value is None else (value + name[stop:]).removeprefix("." if not value else "")
-            stop = name.rfind(".", 0, stop)
-        return name
-
-    def require_used(self, names: Collection[str]) -> None:
-        """Refuse a prefix that no entry has.
-
-        Raises:
-            InvalidArgumentError: There is such a prefix; similar names are given.
-        """
-        for prefix, given in self._given.items():
-            if prefix not in self._used:
-                raise InvalidArgumentError(
-                    "rename takes names of the checkpoint, or their first parts up to a dot; no entry has this one.",
-                    name=given,
-                    near=", ".join(near_names(prefix, [*names, *_prefixes(names)])) or None,
-                )
-
-
-def _prefixes(names: Iterable[str]) -> list[str]:
-    """Return the first parts of names, up to a dot; those of up to 128 characters, since names may be hostile."""
-    return sorted({name[:stop] for name in names for stop, sign in enumerate(name[:128]) if sign == "." and stop})
 
 
 def rename_path(path: Path, new: str) -> Path:

@@ -391,9 +391,10 @@ class CheckpointManager:
             step: Step or name of the checkpoint; None is the newest.
             include: Names or patterns to load; None is all. The others stay as they are.
             exclude: Names or patterns that stay as they are.
-            rename: Dict of names, or their first parts, in the checkpoint to those in the state; or a function.
-            missing: "keep" to keep values that the checkpoint lacks.
-            unexpected: "ignore" to leave out entries that no rank has a value for.
+            rename: Dict of names, or their first parts, in the checkpoint to those in the state; or a function. A
+                parameter that a dict renames is also renamed below its optimizers and averages.
+            missing: "keep" to keep values that the checkpoint lacks, with a warning; `last_load` has their names.
+            unexpected: "ignore" to leave out entries that no rank has a value for, in the same way.
             dtype: "convert" to convert tensors to the dtypes of the state.
             must_exist: True to raise where there is no checkpoint, instead of starting from nothing.
             go_on: False to change nothing of the run: the next save goes on from where the job was.

@@ -33,9 +33,10 @@ from dcp_remote.loading.planner import RemoteLoadPlanner
 from dcp_remote.loading.read_items import make_target_layers
 from dcp_remote.loading.read_plan import ReadPlan, plan_reads, wanted_blocks
 from dcp_remote.loading.selection import rename_path
-from dcp_remote.loading.state_check import StateCheck, Verdict
+from dcp_remote.loading.state_check import StateCheck
+from dcp_remote.loading.state_verdict import Verdict
 from dcp_remote.manager.progress import Progress
-from dcp_remote.manager.reports import LoadReport, LoadSeconds
+from dcp_remote.manager.reports import NAMES_LISTED_MAX, LoadReport, LoadSeconds
 from dcp_remote.manager.telemetry import Operation
 from dcp_remote.run.job import warn_of_going_back
 from dcp_remote.run.lookup import (
@@ -47,14 +48,15 @@ from dcp_remote.run.lookup import (
     require_no_checkpoint_by_itself,
 )
 from dcp_remote.run.run import catalog_of
-from dcp_remote.serialization.module_state import keep_nothing
+from dcp_remote.serialization.module_state import MadeStates, keep_nothing
+from dcp_remote.serialization.name_links import find_links
 from dcp_remote.serialization.state_dict import (
     PER_RANK_KEY,
     PerRank,
     TextKeys,
     apply_loaded,
-    drop_kept_options,
     empty_places,
+    fit_groups,
     has_nested_shards,
     make_template,
 )
@@ -109,7 +111,8 @@ def load_rank(
         DcpRemoteError: See `CheckpointManager.restore`.
     """
     began_seconds, before = time.monotonic(), store.counts
-    with operation.phase("planning"):
+    # After a mismatch the optimizers have no states that they did not have before.
+    with operation.phase("planning"), MadeStates() as made:
         collective.set_activity("asking which checkpoint to restore")
         choose = partial(_choose, store, deadline=collective.deadline, must_exist=must_exist, go_on=go_on)
         chosen = collective.gather(step, lambda steps: collective.run_in_thread(partial(choose, steps)))
@@ -128,14 +131,14 @@ def load_rank(
         del chosen, data
         # `Stateful` objects may call collectives of torch next, in which one rank alone would hang.
         collective.gather(None, _require_no_failure)
-        renamed = _rename_entries(manifest, planner)
+        renamed = _rename_entries(manifest, planner, state)
         saved = _saved_paths(manifest, renamed)
         keep = (
             partial(planner.keep_names, saved=set(renamed.values()))
             if isinstance(planner, RemoteLoadPlanner)
             else keep_nothing
         )
-        template = make_template(state, ranks.rank, saved, keep=keep)
+        template = make_template(state, ranks.rank, saved, keep=keep, made=made)
         keys = TextKeys(template)
         if not isinstance(planner, RemoteLoadPlanner):
             _require_not_thinned(entry, template)
@@ -158,9 +161,7 @@ def load_rank(
                 memory_budget_bytes=memory_budget_bytes,
                 is_over=collective.deadline.expired,
             )
-        plan, untouched = _plan(
-            collective, ranks, planner, keys.template, manifest=manifest, entry=entry, url=store.url
-        )
+        plan, verdict = _plan(collective, ranks, planner, keys.template, manifest=manifest, entry=entry, url=store.url)
     planned_seconds = time.monotonic()
     with operation.phase("reading"):
         collective.set_activity(f"reading step {entry.step}")
@@ -182,7 +183,7 @@ def load_rank(
         keys.apply_loaded()
         if isinstance(planner, RemoteLoadPlanner):
             _drop_kept(state, template, ranks.rank, planner)
-        apply_loaded(state, template, ranks.rank, untouched=untouched)
+        apply_loaded(state, template, ranks.rank, untouched=verdict.untouched)
         collective.gather(None, _require_no_failure)
     counts = store.counts.since(before)
     report = LoadReport(
@@ -196,6 +197,7 @@ def load_rank(
         retries=counts.failed,
         received_bytes=exchange.received_bytes if exchange is not None else 0,
         rereads=counts.reread,
+        **_not_loaded(planner, verdict),
     )
     progress.close(str(report) if ranks.is_coordinator else None)
     return report
@@ -318,21 +320,21 @@ def _plan(
     manifest: Manifest,
     entry: Entry,
     url: str,
-) -> tuple[LoadPlan, frozenset[str]]:
-    """Return the plan of this rank, and the top-level keys of the state below which no rank loads a value."""
+) -> tuple[LoadPlan, Verdict]:
+    """Return the plan of this rank, and the verdict of the coordinator."""
     metadata = to_dcp_metadata(manifest)
     metadata.storage_meta = SourceMeta(
         checkpoint_id=url, save_id=manifest.save_id, step=entry.step, thinned=entry.thinned, rank=ranks.rank
     )
     planner.set_up_planner(template, metadata, ranks.is_coordinator)
     plan = local_plan(planner)
-    untouched: frozenset[str] = frozenset()
+    verdict = Verdict()
     # torch's own returns the plans unchanged. Plans are large, so they are exchanged only for a user's own method.
     if inherits_methods(planner, RemoteLoadPlanner, ("create_global_plan",)):
-        untouched = _agree(collective, ranks, planner, url=url)
+        verdict = _agree(collective, ranks, planner, url=url, step=entry.step)
     elif not inherits_methods(planner, DefaultLoadPlanner, ("create_global_plan",)):
         plan = collective.scatter(plan, planner.create_global_plan)
-    return planner.finish_plan(plan), untouched
+    return planner.finish_plan(plan), verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,8 +345,8 @@ class _CheckDigest:
     is_plain: bool
 
 
-def _agree(collective: Collective, ranks: RankGroup, planner: RemoteLoadPlanner, *, url: str) -> frozenset[str]:
-    """Agree with all ranks that the checkpoint fits; return the top-level keys below which no rank loads a value.
+def _agree(collective: Collective, ranks: RankGroup, planner: RemoteLoadPlanner, *, url: str, step: int) -> Verdict:
+    """Agree with all ranks that the checkpoint fits; return the verdict of the coordinator, which logs its warning.
 
     Each rank sends a digest. Only where a rank has something to report, one rank for each digest sends its check.
 
@@ -366,21 +368,36 @@ def _agree(collective: Collective, ranks: RankGroup, planner: RemoteLoadPlanner,
     check = planner.check
     senders = collective.gather(_CheckDigest(check.digest(), check.is_plain), choose)
     if not senders:
-        return frozenset()
+        return Verdict()
     verdict = collective.gather(check if ranks.rank in senders else None, judge)
     if verdict.error is not None:
         raise verdict.error
-    if verdict.note and ranks.is_coordinator:
-        logger.info("%s: %s", url, verdict.note)
-    return verdict.untouched
+    if verdict.warning and ranks.is_coordinator:
+        logger.warning(
+            "Restore of step %d of %s: %s `last_load` of the manager lists the names.", step, url, verdict.warning
+        )
+    return verdict
 
 
 def _drop_kept(state: Mapping[str, Any], template: dict[str, Any], rank: int, planner: RemoteLoadPlanner) -> None:
     """Remove per-rank values and options of optimizers from a loaded template that the planner has left alone."""
-    drop_kept_options(state, template, planner.loads)
+    fit_groups(state, template, planner.loads, planner.renamed_parameters())
     own = template.get(PER_RANK_KEY, {}).get(str(rank), {})
     for key in [key for key in own if not planner.loads(f"{PER_RANK_KEY}.{rank}.{key}")]:
         del own[key]
+
+
+def _not_loaded(planner: LoadPlanner, verdict: Verdict) -> dict[str, Any]:
+    """Return the fields of a `LoadReport` on what was not loaded."""
+    if not isinstance(planner, RemoteLoadPlanner):
+        return {}
+    kept, left_out = planner.kept, planner.left_out(verdict)
+    return {
+        "kept": tuple(kept[:NAMES_LISTED_MAX]),
+        "kept_values": len(kept),
+        "left_out": tuple(left_out[:NAMES_LISTED_MAX]),
+        "left_out_values": len(left_out),
+    }
 
 
 def _require_not_thinned(entry: Entry, template: Mapping[str, Any]) -> None:
@@ -394,9 +411,13 @@ def _require_not_thinned(entry: Entry, template: Mapping[str, Any]) -> None:
         )
 
 
-def _rename_entries(manifest: Manifest, planner: LoadPlanner) -> dict[str, str]:
+def _rename_entries(manifest: Manifest, planner: LoadPlanner, state: Mapping[str, Any]) -> dict[str, str]:
     """Return the name in the state of each entry, without those left out; nothing if the planner renames none."""
-    return planner.rename_entries(list(manifest.names())) if isinstance(planner, RemoteLoadPlanner) else {}
+    if not isinstance(planner, RemoteLoadPlanner):
+        return {}
+    if planner.has_rename_mapping:
+        planner.link_names(find_links(state))
+    return planner.rename_entries(list(manifest.names()))
 
 
 def _saved_paths(manifest: Manifest, renamed: Mapping[str, str]) -> set[tuple[str | int, ...]]:
@@ -415,7 +436,7 @@ def _warn_of_empty_places(template: Mapping[str, Any], saved: set[tuple[str | in
         if below := below_of[place]:
             logger.warning(
                 "%s is empty in the state that is restored, so that %d values of the checkpoint are left out. An "
-                "optimizer has no state before its first step: use torch's get_optimizer_state_dict.",
+                "optimizer, which has no state before its first step, must itself be in the state.",
                 ".".join(map(str, place)),
                 below,
             )

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from dcp_remote.common.text import format_count, human_bytes
 
+# Names of each kind in a report.
+NAMES_LISTED_MAX = 1_000
+
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
@@ -172,6 +175,12 @@ class LoadReport:
         retries: Requests that were repetitions.
         received_bytes: Bytes that other ranks had read and sent to this rank.
         rereads: Requests that repeated a read whose bytes did not match their digest.
+        kept: Names of values of this rank's state that were not loaded, by `missing="keep"`, `include` or `exclude`;
+            the first 1,000. Empty with a planner that is no `RemoteLoadPlanner`, as `left_out`.
+        kept_values: Number of these values.
+        left_out: Names of entries of the checkpoint that no rank loaded, by `unexpected="ignore"`, `include`, `exclude`
+            or a `rename` to None; the first 1,000.
+        left_out_values: Number of these entries.
     """
 
     step: int
@@ -184,6 +193,10 @@ class LoadReport:
     retries: int
     received_bytes: int = 0
     rereads: int = 0
+    kept: tuple[str, ...] = ()
+    kept_values: int = 0
+    left_out: tuple[str, ...] = ()
+    left_out_values: int = 0
 
     def __str__(self) -> str:
         """Return `loaded step 1000: read 4.1 GiB in 3.2 s, one of 3 ranks; 8 ranks had saved it`."""
@@ -197,6 +210,10 @@ class LoadReport:
         if self.rereads:
             parts.append(f", {format_count(self.rereads, 'read')} repeated because bytes did not match their digest")
         parts.append(f"; {format_count(self.saved_world_size, 'rank')} had saved it")
+        if self.kept_values:
+            parts.append(f"; {format_count(self.kept_values, 'value')} of the state not loaded")
+        if self.left_out_values:
+            parts.append(f"; {format_count(self.left_out_values, 'value')} of the checkpoint left out")
         return "".join(parts)
 
 

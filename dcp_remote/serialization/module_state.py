@@ -2,7 +2,7 @@
 
 Names are those of torch's `get_model_state_dict` and `get_optimizer_state_dict`: `<fqn>`, `state.<fqn>.<key>`,
 `param_groups.<number>.<key>`, without the prefixes of DDP, FSDP, `torch.compile` and activation checkpointing. Torch's
-own functions are used where a wrapper changes names, and for the older FSDP. Elsewhere they are not, because they make
+own functions are used where a wrapper changes names, and for the older FSDP. Nowhere else, because these functions make
 an optimizer step before the first save, and keep the state of no optimizer that has gradients but no step.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -33,7 +33,14 @@ from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 # Children by which `torch.compile` and activation checkpointing wrap a module.
 _WRAPPED_CHILDREN = ("_orig_mod", "_checkpoint_wrapped_module")
 
-_SHAPES_NAMED_MAX = 5
+_NAMES_SHOWN_MAX = 5
+
+# Attributes in which torch keeps hooks for the steps of one optimizer (optimizer.py of torch 2.13).
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+# Digits of the number of a group, and characters in which the place of a model ends; names may be hostile.
+_DIGITS_MAX = 6
+_PLACE_CHARACTERS_MAX = 128
 
 
 def keep_nothing(_names: Collection[str]) -> Collection[str]:
@@ -69,6 +76,27 @@ class ModelState:
         options = StateDictOptions(strict=False)
         return get_model_state_dict(self.model, options=options) if _is_renamed(self.model) else self.model.state_dict()
 
+    def template(self, *, where: str = "") -> dict[str, Any]:
+        """Return `state_dict`, for a load into its tensors.
+
+        Raises:
+            InvalidArgumentError: Values are on the meta device, where a load into them would have no effect.
+        """
+        values = self.state_dict()
+        empty = [
+            name for name, value in values.items() if isinstance(value, torch.Tensor) and value.device.type == "meta"
+        ]
+        if empty:
+            raise InvalidArgumentError(
+                "A module is on the meta device, and has no memory to load into. Call "
+                "model.to_empty(device=...) first, and make the optimizer after that.",
+                where=where or None,
+                model=type(self.model).__name__,
+                tensors=len(empty),
+                names=", ".join(empty[:_NAMES_SHOWN_MAX]),
+            )
+        return values
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set parameters and buffers; every name must be there, and no other."""
         if state_dict and _is_renamed(self.model):
@@ -84,10 +112,12 @@ class OptimizerState:
     takes a bare optimizer for this, with the model that is found among the other values of the state.
 
     A restore by a manager leaves the optimizer as it was when it was saved: a parameter without a state (before its
-    first gradient) has none afterwards. A state that is excluded, or kept by `missing="keep"`, stays as it is. The
-    states that are read into are made by a step with zero gradients and a learning rate of zero, as in torch; learning
-    rates and gradients are put back. Plain `dcp.save` and `dcp.load` make this step, too. An optimizer that cannot make
-    such a step, as LBFGS, must have made a step before.
+    first gradient) has none afterwards, and options that only the saved groups have (`initial_lr`, which a scheduler
+    adds) are taken. A state that is excluded, or kept by `missing="keep"`, stays as it is. The states that are read
+    into are made by a step with zero gradients and a learning rate of zero, as in torch, but without the hooks of the
+    optimizer; options and gradients are put back. If the checkpoint does not fit, these states are removed. Plain
+    `dcp.save` and `dcp.load` make this step, too. An optimizer that cannot make such a step, as LBFGS, must have made a
+    step before.
 
     Args:
         model: Model whose parameters the optimizer has; or several by name, which then precedes the parameters' names.
@@ -142,37 +172,63 @@ class OptimizerState:
                 raise InvalidArgumentError(
                     "The state of an optimizer lacks parameters.",
                     missing=len(missing),
-                    names=", ".join(missing[:_SHAPES_NAMED_MAX]),
+                    names=", ".join(missing[:_NAMES_SHOWN_MAX]),
                 )
         self.load_saved(state_dict)
 
+    def parameter_names(self) -> dict[int, str]:
+        """Return the canonical names of the model's parameters, by `id`."""
+        return names_of(self._model)
+
     def saved_values(self) -> dict[str, Any]:
-        """Return `state_dict` without making states: a save changes nothing."""
-        return self.state_dict() if _is_fsdp1(self._model) else self._values(self._require_names())
+        """Return `state_dict`; states that torch makes for the older FSDP are removed: a save changes nothing."""
+        if not _is_fsdp1(self._model):
+            return self._values(self._require_names())
+        made = MadeStates()
+        made.note(self._optimizers)
+        try:
+            return self.state_dict()
+        finally:
+            made.remove()
 
     def template(
-        self, saved: Collection[str], keep: Callable[[Collection[str]], Collection[str]] = keep_nothing
+        self,
+        saved: Collection[str],
+        keep: Callable[[Collection[str]], Collection[str]] = keep_nothing,
+        *,
+        others: Collection[str] = (),
+        made: MadeStates | None = None,
     ) -> dict[str, Any]:
         """Return values to load into: the states of those parameters that the checkpoint has states of.
 
-        States that stay as they are are among them, but none is made for them.
+        States that stay as they are are among them, but none is made for them. Options of groups that only the
+        checkpoint has are among them, too.
 
         Args:
             saved: Names in the checkpoint below this state: `state.<fqn>.<key>`, and others. States of no parameter of
                 this optimizer may be those of another rank. If all are, states are made of all parameters, so that the
-                load fails and names the difference.
+                load fails and names the difference; but none if `others` shows that the parameters had no states.
             keep: Function that returns those of some names whose values stay as they are. If all of `saved` do, no
                 state is made.
+            others: All other names in the checkpoint, as in the state, among them those of the models' parameters.
+            made: Record of the states that are made.
         """
         loaded = set(saved).difference(keep(saved))
         if not loaded:
             return self.saved_values()
+        if made is not None:
+            made.note(self._optimizers)
+        wanted = {name for name in loaded if name.startswith("state.")}
         if _is_fsdp1(self._model):
-            return self.state_dict()
-        names, wanted = self._require_names(), {name for name in loaded if name.startswith("state.")}
+            values = self.state_dict() if wanted else self.saved_values()
+            if not any(name.startswith("state.") for name in saved):
+                values["state"] = {}
+            self._add_options(values["param_groups"], loaded)
+            return values
+        names = self._require_names()
         own = {names[id(parameter)] for parameter in self._parameters()}
-        filled = {part for name in wanted for part in _first_parts(name.removeprefix("state.")) if part in own}
-        if wanted and not filled:
+        filled = {part for name in wanted for part in first_parts(name.removeprefix("state.")) if part in own}
+        if wanted and not filled and not _had_no_states(own, wanted, others):
             filled = own.difference(name.removeprefix("state.") for name in keep([f"state.{name}" for name in own]))
         for optimizer in self._optimizers:
             self._make_states(
@@ -190,7 +246,22 @@ class OptimizerState:
             {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             for group in values["param_groups"]
         ]
+        self._add_options(groups, loaded)
         return {"state": states, "param_groups": groups}
+
+    def _add_options(self, groups: Sequence[dict[str, Any]], loaded: Collection[str]) -> None:
+        """Add options that only the saved groups have, which the optimizer takes as from torch's `load_state_dict`."""
+        for name in loaded:
+            place, _, option = name.removeprefix("param_groups.").partition(".")
+            number = int(place) if place.isdecimal() and len(place) <= _DIGITS_MAX else len(groups)
+            if name != f"param_groups.{number}.{option}" or number >= len(groups):
+                continue
+            if option and "." not in option and option not in groups[number]:
+                rate = groups[number].get("lr")
+                # A scheduler copies the rate, of whose kind the value to load into must be.
+                groups[number][option] = (
+                    rate.clone() if option == "initial_lr" and isinstance(rate, torch.Tensor) else None
+                )
 
     def drop_kept_options(self, values: Mapping[str, Any], loads: Callable[[str], bool]) -> None:
         """Remove options of groups that were not loaded from a template, so that each group keeps its own.
@@ -199,8 +270,10 @@ class OptimizerState:
             values: Template that was loaded; a group has another position in it than here if the order differs.
             loads: Function that returns whether the value of a name was loaded.
         """
-        if _is_fsdp1(self._model):
-            return  # torch's function needs all options
+        if _is_fsdp1(self._model):  # torch's function needs all options
+            if not any(optimizer.state for optimizer in self._optimizers) and not any(map(loads, _flat_names(values))):
+                values["state"].clear()
+            return
         groups = values["param_groups"]
         paths: Mapping[str, Any] = flatten_state_dict({"param_groups": groups})[1]
         options = {tuple(path[1:3]) for path in paths.values()}
@@ -208,10 +281,18 @@ class OptimizerState:
         for number, option in options - loaded:
             groups[number].pop(option, None)
 
+    def rename_groups(
+        self, values: Mapping[str, Any], renamed: Mapping[str, str], loads: Callable[[str], bool]
+    ) -> None:
+        """Give the parameters of loaded groups other names, by which `load_saved` finds the group of a parameter."""
+        for number, group in enumerate(values["param_groups"]):
+            if loads(f"param_groups.{number}.params"):
+                group["params"] = [renamed.get(name, name) for name in group["params"]]
+
     def load_saved(self, values: Mapping[str, Any]) -> None:
         """Set the optimizers to what was saved: a parameter without a state in `values` has none afterwards."""
-        if _is_fsdp1(self._model):
-            with _keeping_gradients(self._optimizers):
+        if _is_fsdp1(self._model) and values["state"]:
+            with _keeping_gradients(self._optimizers), _without_hooks(self._optimizers):
                 set_optimizer_state_dict(
                     self._model, self._optimizers, dict(values), options=StateDictOptions(strict=False)
                 )
@@ -257,19 +338,19 @@ class OptimizerState:
     def _fsdp1_values(self) -> dict[str, Any]:
         # torch makes no state while there are gradients.
         fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
-        with _keeping_gradients(fresh, hides=True), _keeping_rates(fresh):
+        with _keeping_gradients(fresh, hides=True), _keeping_options(fresh), _without_hooks(fresh):
             return get_optimizer_state_dict(self._model, self._optimizers)
 
     def _make_states(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         """Make the state of each of these parameters that has none, by a step that changes no parameter."""
         if _is_fsdp1(self._model):
-            return  # torch's function does
+            return  # torch's function makes them
         lacking = [
             parameter for parameter in parameters if parameter.requires_grad and not optimizer.state.get(parameter)
         ]
         if not lacking:
             return
-        with _keeping_gradients([optimizer], hides=True), _keeping_rates([optimizer]):
+        with _keeping_gradients([optimizer], hides=True), _keeping_options([optimizer]), _without_hooks([optimizer]):
             for parameter in lacking:
                 parameter.grad = torch.zeros_like(parameter)
             for group in optimizer.param_groups:
@@ -278,7 +359,7 @@ class OptimizerState:
                     group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
             try:
                 with torch.no_grad():
-                    optimizer.step()
+                    _step_of(optimizer)(optimizer)
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -294,13 +375,43 @@ class OptimizerState:
 
     def _require_names(self) -> dict[int, str]:
         """Return the canonical names of the model's parameters, by `id`; each parameter of the optimizer has one."""
-        names = _names_of(self._model)
+        names = names_of(self._model)
         foreign = [parameter for parameter in self._parameters() if id(parameter) not in names]
         if foreign:
             raise foreign_parameters_error(
                 foreign, [type(optimizer).__name__ for optimizer in self._optimizers], models=type(self._model).__name__
             )
         return names
+
+
+class MadeStates:
+    """Record of the states that a restore has made in optimizers; as a context, removes the states if an error ends it.
+
+    What was there before stays as it is.
+    """
+
+    def __init__(self) -> None:
+        """Begin an empty record."""
+        self._before: list[tuple[Optimizer, set[Any]]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        if kind is not None:
+            self.remove()
+
+    def note(self, optimizers: Iterable[Optimizer]) -> None:
+        """Note which states optimizers have."""
+        self._before += [
+            (optimizer, {key for key, state in optimizer.state.items() if state}) for optimizer in optimizers
+        ]
+
+    def remove(self) -> None:
+        """Remove the states that were made since they were noted."""
+        for optimizer, before in self._before:
+            for key in [key for key in optimizer.state if key not in before]:
+                del optimizer.state[key]
 
 
 def find_models(
@@ -331,7 +442,7 @@ def find_models(
         raise foreign_parameters_error(
             [wanted[key] for key in wanted if key in left],
             [type(optimizer).__name__ for optimizer in optimizers],
-            models=", ".join(models) or "none",
+            models=", ".join(name or "model" for name in models),
             where=where,
         )
     return chosen
@@ -340,15 +451,21 @@ def find_models(
 def foreign_parameters_error(
     foreign: Sequence[torch.Tensor], optimizers: Sequence[str], *, models: str, where: str = ""
 ) -> DcpRemoteError:
-    """Return the error of an optimizer with parameters that no model has."""
-    return InvalidArgumentError(
+    """Return the error of an optimizer with parameters that no model has; `models` is "" if the state has no module."""
+    what = (
         "An optimizer has parameters that no model of the state has. Make the optimizer after the model is wrapped "
-        "(fully_shard replaces parameters), and put the model into the state, or OptimizerState(model, optimizer).",
+        "(fully_shard replaces parameters), and put the model into the state, or OptimizerState(model, optimizer)."
+        if models
+        else "An optimizer is saved under the names of its model's parameters, and the state has no torch.nn.Module. "
+        "Put the model itself into the state, not model.state_dict(); or OptimizerState(model, optimizer)."
+    )
+    return InvalidArgumentError(
+        what,
         where=where or None,
         optimizer=", ".join(optimizers),
-        models=models,
+        models=models or None,
         parameters=len(foreign),
-        shapes=", ".join(str(tuple(parameter.shape)) for parameter in foreign[:_SHAPES_NAMED_MAX]),
+        shapes=", ".join(str(tuple(parameter.shape)) for parameter in foreign[:_NAMES_SHOWN_MAX]),
     )
 
 
@@ -384,7 +501,7 @@ def _is_renamed(model: nn.Module) -> bool:
     )
 
 
-def _names_of(model: nn.Module) -> dict[int, str]:
+def names_of(model: nn.Module) -> dict[int, str]:
     """Return the canonical names of a module's parameters, by `id`; of a tied parameter the first name."""
     if not _is_renamed(model):
         return {id(parameter): name for name, parameter in model.named_parameters()}
@@ -405,7 +522,7 @@ def _join(models: Mapping[str, nn.Module]) -> nn.Module:
     return joined
 
 
-def _first_parts(name: str) -> Iterator[str]:
+def first_parts(name: str) -> Iterator[str]:
     """Yield the first parts of a name, up to each dot, and the name itself."""
     return (name[:stop] for stop in (*(number for number, sign in enumerate(name) if sign == "."), len(name)))
 
@@ -431,12 +548,59 @@ def _keeping_gradients(optimizers: Iterable[Optimizer], *, hides: bool = False) 
 
 
 @contextmanager
-def _keeping_rates(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Put learning rates back at the end, also after an error."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
-    rates = [group["lr"] for group in groups]
+def _keeping_options(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Put the options of all groups back at the end, as learning rates and counts of steps, also after an error."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    options = [dict(group) for group in groups]
     try:
         yield
     finally:
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
+        for group, kept in zip(groups, options, strict=True):
+            group.clear()
+            group.update(kept)
+
+
+@contextmanager
+def _without_hooks(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Leave out the hooks that users registered for steps of these optimizers."""
+    hooks = [
+        (vars(optimizer), name, vars(optimizer)[name])
+        for optimizer in optimizers
+        for name in _STEP_HOOKS
+        if name in vars(optimizer)
+    ]
+    try:
+        for attributes, name, registered in hooks:
+            attributes[name] = type(registered)()
+        yield
+    finally:
+        for attributes, name, registered in hooks:
+            attributes[name] = registered
+
+
+def _step_of(optimizer: Optimizer) -> Callable[[Optimizer], object]:
+    """Return the method of a step without the hooks for all optimizers, and without the count of a scheduler.
+
+    torch wraps the method of the class for hooks (`Optimizer.profile_hook_step`); schedulers wrap that of the object.
+    """
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]  # a function
+
+
+def _had_no_states(own: Collection[str], wanted: Iterable[str], others: Iterable[str]) -> bool:
+    """Return whether a checkpoint has values of all these parameters, and states of other parameters alone.
+
+    A rank's parameters then had no gradient when they were saved, as those of a pipeline stage that is frozen. Without
+    the parameters in the checkpoint, a model whose parameters have other names cannot be told from this.
+
+    Args:
+        own: Names of the parameters of this rank's optimizer.
+        wanted: Names of states: `state.<fqn>.<key>`.
+        others: Names of values that may be parameters: `model.<fqn>`.
+    """
+    saved = {
+        name[stop + 1 :] for name in others for stop, sign in enumerate(name[:_PLACE_CHARACTERS_MAX]) if sign == "."
+    }
+    return saved.issuperset(own) and all(
+        not saved.isdisjoint(first_parts(name.removeprefix("state."))) for name in wanted
+    )

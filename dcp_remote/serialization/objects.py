@@ -50,7 +50,7 @@ class EncodedObject:
             `format/raw_buffers.py`. "torch": a `torch.save` stream that loads without running code. "pickle": a
             `torch.save` stream that runs code.
         data: The stored bytes, or the first of them.
-        buffers: Memory whose bytes follow `data`: parts of the live object when encoded; when decoded, the memory that
+        buffers: Memory whose bytes follow `data`: parts of the object when encoded; when decoded, the memory that
             the stored bytes were read into, which the decoded object may keep.
     """
 
@@ -70,7 +70,7 @@ class EncodedObject:
 
 
 def encode_object(key: str, value: object, *, allow_pickle: bool = False) -> EncodedObject:
-    """Encode a live object.
+    """Encode an object.
 
     Args:
         key: The object's name, for errors.
@@ -253,7 +253,7 @@ def _join_stream(encoded: EncodedObject) -> bytes:
 
 
 def _load_own_stream(key: str, stream: bytes) -> object:
-    # Unpickling is safe here, because this process has just pickled these bytes from its own live objects.
+    # Unpickling is safe here, because this process has just pickled these bytes from its own objects.
     try:
         return load_trusted(stream)
     except MemoryError:

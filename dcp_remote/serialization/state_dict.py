@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.serialization.files import Files, holds_imitation, iterate_tuples, unwrap_marked
 from dcp_remote.serialization.module_state import (
+    MadeStates,
     ModelState,
     OptimizerState,
     find_models,
@@ -106,6 +107,7 @@ def make_template(
     saved: Collection[tuple[str | int, ...]],
     *,
     keep: Callable[[Collection[str]], Collection[str]] = keep_nothing,
+    made: MadeStates | None = None,
 ) -> dict[str, Any]:
     """Return the template for a restore: `build_saved_state`, without per-rank values that the checkpoint lacks.
 
@@ -117,12 +119,14 @@ def make_template(
         rank: This rank.
         saved: Paths of all saved values.
         keep: Function that returns those of some names whose values in the state stay as they are.
+        made: Record of the states that optimizers make.
 
     Raises:
-        InvalidArgumentError: See `build_saved_state`; or an optimizer cannot make its state before its first step.
+        InvalidArgumentError: See `build_saved_state`; or a module is on the meta device, or an optimizer cannot make
+            its state before its first step.
     """
     _require_state(state)
-    reader = _StateReader(state, saved=saved, keep=keep)
+    reader = _StateReader(state, saved=saved, keep=keep, made=made)
     own = [key for key in state if isinstance(state[key], PerRank)]
     template = {key: reader.read(state[key], (key,)) for key in sorted(state) if key not in own}
     restorable = {key: _unread(state[key].value) for key in sorted(own) if (PER_RANK_KEY, str(rank), key) in saved}
@@ -152,16 +156,31 @@ def _is_per_rank(path: _Path) -> bool:
     return len(path) == 3 and path[0] == PER_RANK_KEY  # noqa: PLR2004  # per_rank, rank, key
 
 
-def drop_kept_options(state: Mapping[str, Any], loaded: Mapping[str, Any], loads: Callable[[str], bool]) -> None:
-    """Remove options of optimizers' groups that were not loaded from a template.
+def fit_groups(
+    state: Mapping[str, Any],
+    loaded: Mapping[str, Any],
+    loads: Callable[[str], bool],
+    renamed: Mapping[str, Mapping[str, str | None]],
+) -> None:
+    """Remove options of optimizers' groups that were not loaded from a template, and rename the groups' parameters.
 
     Args:
         state: State of the user.
         loaded: Template that was loaded.
         loads: Function that returns whether the value of a name in the state was loaded.
+        renamed: New names of parameters by their old ones, by the beginning of the names of the optimizer's states.
     """
     for path, optimizer, values in _StateReader(state).iterate_optimizers(state, loaded, ()):
         prefix = f"{_text(path)}."
+        states = f"{prefix}state."
+        for model, names in (
+            (start.removeprefix(states), renamed[start]) for start in renamed if start.startswith(states)
+        ):
+            optimizer.rename_groups(
+                values,
+                {model + old: model + new for old, new in names.items() if new is not None},
+                lambda name, prefix=prefix: loads(prefix + name),  # type: ignore[misc]  # mypy infers no default
+            )
         optimizer.drop_kept_options(values, lambda name, prefix=prefix: loads(prefix + name))  # type: ignore[misc]  # mypy infers no default
 
 
@@ -221,6 +240,7 @@ class _StateReader:
         state: State.
         saved: Paths of a checkpoint's values, to make a template; None to save.
         keep: Function that returns those of some names whose values in the state stay as they are.
+        made: Record of the states that optimizers make for a template.
 
     Attributes:
         reserved: Names of the values that a load would take for entries of `Opaque` or `Files`.
@@ -232,9 +252,10 @@ class _StateReader:
         *,
         saved: Collection[tuple[str | int, ...]] | None = None,
         keep: Callable[[Collection[str]], Collection[str]] = keep_nothing,
+        made: MadeStates | None = None,
     ) -> None:
         """Keep the state; nothing is read."""
-        self._state, self._saved, self._keep = state, saved, keep
+        self._state, self._saved, self._keep, self._made = state, saved, keep, made
         self.reserved: list[str] = []
 
     def read(self, value: Any, path: _Path) -> Any:
@@ -289,6 +310,20 @@ class _StateReader:
             return loaded
         return value
 
+    def iterate_stateful(self, value: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
+        """Yield the `Stateful`s that values below a path are, or stand for, with their paths."""
+        if type(value) in _LEAVES or isinstance(value, torch.Tensor | PerRank):
+            return
+        stateful = self._stateful(value, path)
+        if stateful is not None:
+            yield path, stateful
+        elif isinstance(value, Mapping):
+            for key, inner in value.items():
+                yield from self.iterate_stateful(inner, (*path, str(key)))
+        elif isinstance(value, list):
+            for number, inner in enumerate(value):
+                yield from self.iterate_stateful(inner, (*path, number))
+
     def iterate_optimizers(self, value: Any, loaded: Any, path: _Path) -> Iterator[tuple[_Path, OptimizerState, Any]]:
         """Yield the optimizers below a value, with their paths and the values that were loaded."""
         if type(value) in _LEAVES or isinstance(value, torch.Tensor | PerRank):
@@ -330,8 +365,10 @@ class _StateReader:
             return stateful.template(
                 names,
                 lambda below: [name.removeprefix(prefix) for name in self._keep([prefix + name for name in below])],
+                others=[name for name in self._saved_names if not name.startswith(prefix)],
+                made=self._made,
             )
-        return stateful.state_dict()
+        return stateful.template(where=_text(path)) if isinstance(stateful, ModelState) else stateful.state_dict()
 
     def _without_imitations(self, values: Any, path: _Path) -> Any:
         """Return the values of a `state_dict()`, and note the names of imitations of entries with a mark."""
@@ -366,6 +403,15 @@ def _find_imitations(value: Any, path: _Path) -> list[_Path]:
         if type(inner) not in _LEAVES and not isinstance(inner, torch.Tensor):
             found += _find_imitations(inner, (*path, str(key)))
     return found
+
+
+def iterate_stateful(state: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
+    """Yield the `Stateful`s of a state with their paths, without `PerRank` values; modules as `ModelState`.
+
+    Raises:
+        InvalidArgumentError: An optimizer has parameters of no module of the state.
+    """
+    return _StateReader(state).iterate_stateful(state, ())
 
 
 def _iterate_models(value: Any, path: _Path) -> Iterator[tuple[_Path, nn.Module]]:

@@ -287,6 +287,51 @@ def test_a_rank_that_is_two_operations_behind() -> None:
         assert [result.value for result in them.run(lambda ranks: together(ranks, "the save of step 3"))] == expected(2)
 
 
+def test_a_number_that_is_found_while_the_rank_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heartbeat's thread goes on to the next number after the waiting thread has read the coordinator's status."""
+    found = []
+
+    def fail(ranks: RankGroup) -> None:
+        with join(ranks, "the save of step 0"):
+            is_inside.set()
+            assert is_waiting.wait(30)
+            raise ValueError("boo")
+
+    def part(ranks: RankGroup) -> tuple[int, int]:
+        if ranks.rank == 0:
+            with pytest.raises(ValueError, match="boo"):
+                fail(ranks)
+        assert is_inside.wait(30)
+        return together(ranks, "the restore")
+
+    with rank_threads(2) as them:
+        client = Client(dist.PrefixStore("group", them.store))
+        is_inside, is_waiting = threading.Event(), threading.Event()
+        coordinator_status, has_rank_left = Outcome.coordinator_status, Outcome.has_rank_left
+
+        def status_when_waiting(outcome: Outcome) -> RankStatus | None:
+            status = coordinator_status(outcome)
+            if status is not None:
+                is_waiting.set()
+            return status
+
+        def renumbered(outcome: Outcome, status: RankStatus) -> bool:
+            has_left = has_rank_left(outcome, status)
+            if has_left and status.is_inside:
+                number = outcome.keys.number
+                while outcome.read_verdict(client):
+                    pass
+                found.append(outcome.keys.number - number)
+            return has_left
+
+        monkeypatch.setattr(Outcome, "coordinator_status", status_when_waiting)
+        monkeypatch.setattr(Outcome, "has_rank_left", renumbered)
+        # The heartbeats of this rank look at nothing, so that the number is found above alone.
+        monkeypatch.setattr("dcp_remote.coordination.failure_detector.FailureDetector.check", lambda *_: None)
+        assert [repr(result) for result in them.run(part)] == [repr(value) for value in expected(2)]
+    assert 1 in found
+
+
 def delete_when_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Delete keys of this kind whenever a rank has seen them and is about to read them."""
     read_all = Client._read_all

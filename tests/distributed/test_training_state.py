@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim import AdamW
 
 from dcp_remote import PerRank, RandomStates, training_state
@@ -166,3 +168,82 @@ def test_the_older_fsdp_where_a_rank_owns_nothing(rank_pool: RankPool, tmp_path:
     expected = rank_pool.run(save_fsdp1, url, ranks=PAIR)[0]
     for found in rank_pool.run(restore_fsdp1, url, ranks=(0, 1, 2)):
         assert_same(found, expected)
+
+
+def optimizer_of(state: dict[str, Any]) -> AdamW:
+    optimizer: AdamW = state["optim"]._optimizers[0]
+    return optimizer
+
+
+def restore_fsdp1_in_part(url: str, exclude: str) -> tuple[int, float, float]:
+    """Restore into a fresh training but for states; return their number, the learning rate, and steps after a step."""
+    state = fsdp1(2, steps=0)
+    with managing(url) as checkpoints:
+        checkpoints.restore(state, exclude=exclude)
+    optimizer = optimizer_of(state)
+    found = len(optimizer.state), float(optimizer.param_groups[0]["lr"])
+    state["model"].model(torch.ones(1, 2)).square().mean().backward()
+    optimizer.step()
+    return (*found, max(float(inner["step"]) for inner in optimizer.state.values()))
+
+
+def save_fresh(url: str, kind: str) -> int:
+    """Save a training before its first step, with a scheduler; return the number of states that its optimizer has."""
+    if kind == "plain":
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        state = training_state(model=model, optimizer=AdamW(model.parameters(), lr=0.25), random_states=False)
+    else:
+        state = fsdp1(1, steps=0)
+    torch.optim.lr_scheduler.StepLR(optimizer_of(state), 1)
+    with managing(url) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+    return len(optimizer_of(state).state)
+
+
+def restore_stateless(url: str) -> tuple[int, float]:
+    state = fsdp1(2, steps=1)
+    with managing(url) as checkpoints:
+        checkpoints.restore(state)
+    return len(optimizer_of(state).state), optimizer_of(state).param_groups[0]["initial_lr"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_older_fsdp_makes_no_states_that_are_not_loaded(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Exclude the states, save before the first step, restore a checkpoint without states: the optimizer has none."""
+    trained, fresh, plain = ((tmp_path / name).as_uri() for name in ("trained", "fresh", "plain"))
+    rank_pool.run(save_fsdp1, trained, ranks=PAIR)
+    assert set(rank_pool.run(restore_fsdp1_in_part, trained, "optim.*", ranks=PAIR)) == {(0, 0.005, 1.0)}
+    assert set(rank_pool.run(restore_fsdp1_in_part, trained, "optim.state.*", ranks=PAIR)) == {(0, 0.01, 1.0)}
+    assert rank_pool.run(save_fresh, fresh, "fsdp1", ranks=PAIR) == [0, 0]
+    rank_pool.run(save_fresh, plain, "plain", ranks=range(1))
+    assert rank_pool.run(restore_stateless, plain, ranks=PAIR) == [(0, 0.25)] * 2
+
+
+# ---- parameters with other names
+
+
+def through_renamed(url: str, name: str) -> Any:
+    """Save a sharded training, or restore it into a layer of another name; return the optimizer's whole state."""
+    torch.manual_seed(len(name))
+    model = nn.Sequential(OrderedDict([(name, nn.Linear(4, 3)), ("body", nn.Linear(3, 4))]))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = AdamW(model.parameters(), foreach=False)
+    state = training_state(model=model, optimizer=optimizer, random_states=False)
+    with managing(url) as checkpoints:
+        if name == "head":
+            checkpoints.restore(state, rename={"model.old": "model.head"})
+        else:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            checkpoints.save(1, state, wait=True)
+    return full({"optim": state["optim"].state_dict()})
+
+
+def test_a_renamed_layer_on_other_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Save on two ranks, restore on three under another name: the states of the optimizer are those of the layer."""
+    url = tmp_path.as_uri()
+    saved = rank_pool.run(through_renamed, url, "old", ranks=PAIR)[0]
+    expected = {name.replace("old.", "head."): value for name, value in saved.items() if ".state." in name}
+    for found in rank_pool.run(through_renamed, url, "head", ranks=(0, 1, 2)):
+        assert_same({name: value for name, value in found.items() if ".state." in name}, expected)

@@ -6,9 +6,13 @@ import base64
 import itertools
 import json
 import random
+import subprocess
+import sys
+import textwrap
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -455,3 +459,24 @@ def test_size_per_chunk() -> None:
     digests = 16 * (count + ranks)
     assert (len(data) - digests) / count < 0.3
     assert plain(decode(data)) == plain(manifest)
+
+
+def test_many_threads_decode_at_once_for_the_first_time(tmp_path: Path) -> None:
+    """As when a process reads all manifests of a run: msgspec 0.22 crashes if it learns a type in two threads."""
+    (tmp_path / "manifest.json").write_bytes(encode(example()))
+    program = f"""
+        import sys, threading
+        from pathlib import Path
+        from dcp_remote.format import manifest_json
+        sys.setswitchinterval(1e-6)
+        data = Path({str(tmp_path / "manifest.json")!r}).read_bytes()
+        start = threading.Barrier(8)
+        def decode():
+            start.wait()
+            manifest_json.decode(data)
+        threads = [threading.Thread(target=decode) for _ in range(8)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+    """
+    for _ in range(4):
+        subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)

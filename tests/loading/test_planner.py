@@ -5,6 +5,7 @@ The stores are in memory and record their requests.
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 from typing import Any
@@ -73,8 +74,7 @@ MESSAGE = """\
 The checkpoint does not fit the state; nothing was loaded.
 2 values missing in the checkpoint: model.head (near: model.lm_head); epoch
 2 values unexpected, not in the state: model.lm_head; optim.lm_head.m
-optim.lm_head is empty in the state. An optimizer has no state before its first step: use torch's \
-get_optimizer_state_dict.
+optim.lm_head is empty in the state, and the checkpoint has 1 value below it.
 1 value of another shape: model.embed (saved: (4, 3), state: (5, 3))
 1 value of another dtype: model.norm (saved: float32, state: float64)
 1 value of another kind: optim.lr (saved: an object, state: a tensor)
@@ -176,6 +176,18 @@ def test_values_without_memory_cannot_be_kept(store: RecordingStore, monkeypatch
     filled["model"]["embed"] = torch.zeros(4, 3, device="meta")
     load_by(store, filled, missing="keep")
     assert equal(filled, saved_state())
+
+
+def test_what_a_load_keeps_and_leaves_out_is_logged(store: RecordingStore, caplog: pytest.LogCaptureFixture) -> None:
+    """Load by `dcp.load` on two ranks: the coordinator alone warns, with counts and names."""
+    state = {"model": {"embed": torch.zeros(4, 3), "adapter": torch.zeros(2)}}
+    load_by(store, state, copy.deepcopy(state), missing="keep", unexpected="ignore")
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    expected = (
+        f"Load of {store.url}: Kept 1 value that the checkpoint lacks: model.adapter. Left out 5 values of the "
+        "checkpoint: model.lm_head; model.norm; optim.lm_head.m; optim.lr; step."
+    )
+    assert warnings == [expected]
 
 
 def test_renamed(store: RecordingStore) -> None:

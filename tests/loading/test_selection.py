@@ -9,6 +9,7 @@ import pytest
 
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.loading.selection import Selection, rename_path
+from dcp_remote.serialization.name_links import NameLink
 
 NAMES = ["model.lm_head.weight", "model.lm_header", "model.a.weight", "ema.a.weight", "step"]
 
@@ -52,6 +53,37 @@ def test_names_that_cannot_be(rename: Any, details: dict[str, str]) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         Selection.of(rename=rename).rename_entries(NAMES)
     assert caught.value.details == details
+
+
+@pytest.mark.parametrize(
+    ("rename", "expected"),
+    [
+        ({"model.a": "model.b"}, "model.b.w model.ab.w optim.state.b.w.m optim.state.ab.w.m ema.module.b.w other.a.w"),
+        ({"model.a.w": "model.b.w"}, "model.b.w model.ab.w optim.state.b.w.m optim.state.ab.w.m ema.module.b.w"),
+        ({"model.a": None}, "- model.ab.w - optim.state.ab.w.m - other.a.w"),
+        ({"model.a": "model.b", "optim": "o"}, "model.b.w model.ab.w o.state.a.w.m o.state.ab.w.m ema.module.b.w"),
+        ({"model.a": "model.ab", "model.ab": "model.a"}, "model.ab.w model.a.w optim.state.ab.w.m optim.state.a.w.m"),
+        ({"model.a": "model.b", "optim.state.a": "optim.state.c"}, "model.b.w model.ab.w optim.state.c.w.m"),
+        ({"model": "net"}, "net.a.w net.ab.w optim.state.a.w.m"),
+        ({"other.a": "model.b", "other": "model", "model": None}, "- - optim.state.b.w.m optim.state.ab.w.m"),
+        (lambda name: name.replace("model.a.", "model.b."), "model.b.w model.ab.w optim.state.a.w.m"),
+    ],
+)
+def test_copies_of_renamed_parameters(rename: Any, expected: str) -> None:
+    """Places that repeat a parameter's name follow a mapping below the model, where the mapping does not name them."""
+    names = [
+        "model.a.w",
+        "model.ab.w",
+        "optim.state.a.w.m",
+        "optim.state.ab.w.m",
+        "ema.module.a.w",
+        "other.a.w",
+        "other.c",
+    ]
+    links = [NameLink("model.", "optim.state."), NameLink("model.", "ema.module.")]
+    renamed = Selection.of(rename=rename).rename_entries(names, links)
+    wanted = expected.split()
+    assert [renamed.get(name, "-") for name in names[: len(wanted)]] == wanted
 
 
 def test_a_function_that_raises() -> None:

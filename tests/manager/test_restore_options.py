@@ -159,9 +159,77 @@ def test_an_added_adapter(store: RecordingStore, caplog: pytest.LogCaptureFixtur
     assert equal(new.adapter.state_dict(), adapter)
     assert optimizer.state[new.head.weight]["step"] == 3
     assert not optimizer.state[first]["exp_avg"].any()
-    assert "16 values that the checkpoint lacks stay as they are: model.adapter.0.weight; " in caplog.text
+    assert "Kept 16 values that the checkpoint lacks: model.adapter.0.weight; " in caplog.text
     train(new, optimizer, 1)
     assert optimizer.state[first]["exp_avg"].any()
+
+
+def test_what_was_not_loaded_is_reported(store: RecordingStore, caplog: pytest.LogCaptureFixture) -> None:
+    """Keep, ignore, exclude, rename to None: the report has the names; one warning has those that no option names."""
+    save(store, {"a": torch.ones(1), "b": {"x": 1, "y": 2}, "c": 3, "d": 4, **{f"e{n}": n for n in range(1_100)}})
+    state: State = {"a": torch.zeros(1), "b": {"x": 0, "z": 5}, "new": 6, "c": 7}
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.restore(state, missing="keep", unexpected="ignore", exclude="c", rename={"d": None})
+        report = checkpoints.last_load
+    assert report is not None
+    assert (report.kept, report.kept_values) == (("b.z", "c", "new"), 3)
+    assert report.left_out[:4] == ("c", "d", "b.y", "e0")
+    assert (len(report.left_out), report.left_out_values) == (1_000, 1_103)
+    assert str(report).endswith("; 3 values of the state not loaded; 1103 values of the checkpoint left out")
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert (
+        "Kept 2 values that the checkpoint lacks: b.z; new. Left out 1101 values of the checkpoint: b.y; e0"
+        in (warnings[0])
+    )
+    caplog.clear()
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.restore({"a": torch.zeros(1)}, include="a")
+        assert checkpoints.last_load is not None
+        assert checkpoints.last_load.left_out_values == 1_104
+    assert not caplog.records
+
+
+def test_a_key_that_has_another_name(store: RecordingStore) -> None:
+    """Restore under other top-level keys: the error gives the `rename` that works, and lists no name below them."""
+    old = Net(classes=2)
+    save(store, {**training(old, steps=1)[0], "average": ModelState(old)})
+    new = Net(classes=2)
+    optimizer = torch.optim.AdamW(new.parameters())
+    state: State = {"net": new, "optimizer": optimizer}
+    with pytest.raises(StateMismatchError) as caught:
+        restore(store, state)
+    rename = {"model": "net", "optim": "optimizer"}
+    assert 'several keys of the checkpoint: pass rename={"average": "net"} or {"model": "net"}, ' in caught.value.what
+    assert 'A top-level key has another name in the checkpoint: pass rename={"optim": "optimizer"}.\n' in (
+        caught.value.what
+    )
+    assert "body" not in caught.value.what
+    assert not optimizer.state
+    state["average"] = Net(classes=2)
+    with pytest.raises(StateMismatchError, match=r'rename=\{"model": "net", "optim": "optimizer"\}\.\n'):
+        restore(store, state)
+    del state["average"]
+    restore(store, state, rename=rename | {"average": None})
+    assert optimizer.state[new.body.weight]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({}, ["The state has no values. Put into it", "model.* (4 values); optim.* (", "scheduler.* (5 values)\n"]),
+        ({"model": {}}, ["model is empty in the state, and the checkpoint has 4 values below it.\n"]),
+        ({"optim": {"state": {}}}, ["optim.state is empty in the state", "put the optimizer itself into the state"]),
+    ],
+)
+def test_a_state_without_values(store: RecordingStore, state: State, expected: list[str]) -> None:
+    """Restore `{}` or empty dicts: whole top-level keys are named, and only an optimizer is called one."""
+    saved, _ = training(Net(classes=2), steps=1)
+    save(store, {**saved, "scheduler": {f"value{number}": number for number in range(5)}})
+    with pytest.raises(StateMismatchError) as caught:
+        restore(store, state)
+    assert all(text in caught.value.what for text in expected)
+    assert ("optimizer has no state" in caught.value.what) == ("optim" in state)
 
 
 def test_the_model_alone(store: RecordingStore) -> None:
@@ -283,6 +351,38 @@ def test_stages_with_parameters_that_had_no_gradient(store: RecordingStore, monk
         assert steps_of(state) == {f"layer{rank}.weight": 3.0, f"layer{rank}.bias": 3.0}
 
 
+def test_a_stage_that_never_had_a_gradient(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No parameter of one rank had a gradient: its optimizer has no state afterwards, and the checkpoint is restored.
+
+    Other names in the state are an error as before, on both ranks.
+    """
+
+    def stage(rank: int, steps: int, name: str = "layer") -> State:
+        model = nn.ModuleDict({f"{name}{rank}": nn.Linear(4, 4)})
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps if rank == 0 else 0):
+            model[f"{name}{rank}"](torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        return {"model": model, "optim": optimizer}
+
+    with rank_threads(2) as them:
+        managers = managers_of(them, store, monkeypatch)
+        states, others = [stage(rank, 0) for rank in range(2)], [stage(rank, 0, "other") for rank in range(2)]
+
+        def save_and_restore(ranks: Any) -> None:
+            managers[ranks.rank].save(1, stage(ranks.rank, 3), wait=True)
+            managers[ranks.rank].restore(states[ranks.rank])
+
+        assert [one.error for one in them.run(save_and_restore)] == [None, None]
+        errors = [one.error for one in them.run(lambda ranks: managers[ranks.rank].restore(others[ranks.rank]))]
+        assert all(isinstance(error, StateMismatchError) for error in errors)
+        assert "missing=16 unexpected=10" in str(errors[0])
+        for manager in managers:
+            manager.close()
+    assert [steps_of(state) for state in states] == [{"layer0.weight": 3.0, "layer0.bias": 3.0}, {}]
+    assert not any(state["optim"].state for state in others)
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_an_added_adapter_beside_a_trained_optimizer(store: RecordingStore, steps: int) -> None:
     """`missing="keep"`: the moments of the added parameters stay, and none are made where there are none."""
@@ -350,7 +450,7 @@ def test_what_a_restore_would_leave_out(store: RecordingStore, caplog: pytest.Lo
     assert [verb for verb, key in store.calls if "shards/" in key] == []
     restore(store, state, unexpected="ignore")
     assert state == {"step": 7, "optim": {"state": {}}}
-    assert "3 values of the checkpoint are left out: more.a; optim.state.w; per_rank.*.own" in caplog.text
+    assert "Left out 3 values of the checkpoint: more.a; optim.state.w; per_rank.*.own." in caplog.text
 
 
 def test_keys_that_are_numbers(store: RecordingStore) -> None:

@@ -13,10 +13,11 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dcp_remote import CheckpointManager, ModelState, OptimizerState, PerRank, RandomStates, load, training_state
-from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatchError
 from dcp_remote.storage import MemoryStore
 from tests.support.states import equal
 
@@ -295,6 +296,74 @@ def test_load_state_dict_refuses_a_part() -> None:
         state.load_state_dict(values)
 
 
+class Calling(AdamW):
+    """Optimizer that calls the step of its base, which has hooks as well."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [AdamW, Calling])
+def test_a_restore_fires_no_hooks_and_counts_no_step(kind: Callable[[Any], Optimizer]) -> None:
+    """Restore into a fresh optimizer with hooks and a scheduler, to which the step that makes states is no step."""
+    fired: list[str] = []
+    trained = made(lambda model: kind(model.parameters()), seed=1, steps=2)
+    store = saved({"model": trained[0], "optim": trained[1]})
+    model, optimizer = made(lambda model: kind(model.parameters()), seed=2)
+    scheduler = ExponentialLR(optimizer, 0.5)
+    optimizer.register_step_pre_hook(lambda *_: fired.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: fired.append("post"))
+    everywhere = register_optimizer_step_post_hook(lambda *_: fired.append("global"))
+    if kind is Calling:
+        everywhere.remove()
+    try:
+        with CheckpointManager(store) as checkpoints:
+            checkpoints.restore({"model": model, "optim": optimizer}, missing="keep")
+        assert not fired
+        assert not getattr(optimizer, "_opt_called", False)
+        train(model, optimizer)
+        assert {"pre", "post"} <= set(fired)
+    finally:
+        everywhere.remove()
+    scheduler.step()
+    assert optimizer.state[model.first.weight]["step"] == 3
+
+
+def test_a_mismatch_leaves_a_fresh_optimizer_without_states() -> None:
+    """Restore a checkpoint that does not fit: no state stays; states, options and gradients of a trained one do."""
+    one = made(seed=1, steps=1)
+    store = saved({"model": one[0], "optim": one[1]})
+    for steps in (0, 1):
+        model, optimizer = made(seed=2, steps=steps)
+        before = copy.deepcopy(optimizer.state_dict())
+        with CheckpointManager(store) as checkpoints, pytest.raises(StateMismatchError):
+            checkpoints.restore({"model": model, "optim": optimizer, "epoch": 0})
+        assert equal(optimizer.state_dict(), before)
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_options_that_a_scheduler_added(is_tensor: bool) -> None:
+    """Save with a scheduler, restore without one: `initial_lr` is taken as by torch, also if a tensor, or excluded."""
+
+    def rated(model: Any) -> Optimizer:
+        return AdamW(model.parameters(), lr=torch.tensor(0.1) if is_tensor else 0.1)
+
+    model, optimizer = made(rated, seed=1)
+    scheduler = ExponentialLR(optimizer, 0.5)
+    train(model, optimizer)
+    scheduler.step()
+    store = saved({"model": model, "optim": optimizer})
+    other = made(rated, seed=2)
+    restored(store, {"model": other[0], "optim": other[1]})
+    assert other[1].param_groups[0]["initial_lr"] == scheduler.base_lrs[0]
+    assert other[1].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert_trains_alike((model, optimizer), other)
+    fresh = made(rated, seed=2)
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.restore({"model": fresh[0], "optim": fresh[1]}, exclude="*.initial_lr")
+    assert "initial_lr" not in fresh[1].param_groups[0]
+
+
 # ---- several models and optimizers
 
 
@@ -362,8 +431,10 @@ def test_a_sequence_of_optimizers_is_saved_as_one() -> None:
 def test_an_optimizer_of_no_model_is_refused() -> None:
     """Give an optimizer that was made before its model was replaced, and one without a model: errors that say so."""
     model, (_, stale) = Net(), made(seed=1)
-    for state in ({"model": model, "optim": stale}, {"optim": stale}, {"model": model.state_dict(), "optim": stale}):
-        with pytest.raises(InvalidArgumentError, match=r"no model of the state has.*OptimizerState.*where='optim'"):
+    with pytest.raises(InvalidArgumentError, match=r"no model of the state has.*OptimizerState.*models='model'"):
+        saved({"model": model, "optim": stale})
+    for state in ({"optim": stale}, {"model": model.state_dict(), "optim": stale}):
+        with pytest.raises(InvalidArgumentError, match=r"has no torch\.nn\.Module.*OptimizerState.*where='optim' opt"):
             saved(state)
     with pytest.raises(InvalidArgumentError, match=r"after the model is wrapped.*shapes='\(4, 3\)"):
         training_state(model=model, optimizer=stale)
@@ -393,6 +464,112 @@ def test_an_optimizer_that_names_its_parameters_keeps_its_names() -> None:
     assert all(name.startswith(".optim.named.") for name in names_of(load(store)))
     restored(store, {"optim": container})
     assert container.loaded.keys() == container.state_dict().keys()
+
+
+# ---- parameters with other names
+
+
+class Renamed(Net):
+    """Net whose first layer has another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = self.first
+        del self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.frozen(torch.tanh(self.entry(x)))) + self.unused(torch.ones(4)).sum()
+        return result
+
+
+def averaged(model: Any) -> AveragedModel:
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    average.update_parameters(model)
+    return average
+
+
+def test_a_renamed_parameter_takes_its_copies_along() -> None:
+    """Rename a layer below its model: states of the optimizer and averages follow; the other model is left alone."""
+
+    def parts(generator: Any, seed: int, steps: int) -> tuple[Any, Optimizer, dict[str, Any]]:
+        critic, critic_optimizer = made(seed=seed + 10, steps=steps)
+        optimizer = adamw(generator)
+        for _ in range(steps):
+            generator(torch.ones(1, 3)).square().sum().backward()
+            optimizer.step()
+        models = {"generator": generator, "critic": critic}
+        state = training_state(
+            model=models,
+            optimizer={"first": optimizer, "second": critic_optimizer},
+            ema={name: averaged(model) for name, model in models.items()},
+            random_states=False,
+        )
+        return generator, optimizer, state
+
+    old, old_optimizer, state = parts(Net(), 1, 2)
+    store = saved(state)
+    new, optimizer, other = parts(Renamed(), 2, 0)
+    rename = {"model.generator.first": "model.generator.entry"}
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.restore(other, rename=rename)
+        assert checkpoints.last_load is not None
+        assert (checkpoints.last_load.kept, checkpoints.last_load.left_out) == ((), ())
+    assert torch.equal(new.entry.weight, old.first.weight)
+    assert equal(optimizer.state[new.entry.weight], old_optimizer.state[old.first.weight])
+    averages = [each["ema"]["generator"].model.module for each in (other, state)]
+    assert torch.equal(averages[0].entry.weight, averages[1].first.weight)
+    explicit = rename | {
+        "optim.first.state.first": "optim.first.state.entry",
+        "ema.generator.module.first": "ema.generator.module.entry",
+    }
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.restore(parts(Renamed(), 3, 0)[2], rename=explicit)
+
+
+def test_groups_of_renamed_parameters() -> None:
+    """Rename a layer that has a group of its own, which has another position: the group gets its own options."""
+
+    def parts(name: str, *groups: tuple[str, float]) -> dict[str, Any]:
+        model = nn.ModuleDict({"body": nn.Linear(2, 2), name: nn.Linear(2, 2)})
+        optimizer = SGD([{"params": model[layer].parameters(), "lr": rate} for layer, rate in groups])
+        return {"model": model, "optim": optimizer}
+
+    store = saved(parts("old", ("old", 1.0), ("body", 2.0)))
+    state = parts("new", ("body", 3.0), ("new", 4.0))
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.restore(state, rename={"model.old": "model.new"})
+    assert [group["lr"] for group in state["optim"].param_groups] == [2.0, 1.0]
+
+
+def test_an_optimizer_of_several_models_follows_a_renamed_parameter() -> None:
+    """Rename a layer of one model, whose optimizer has the parameters of two, and whose key is another one, too."""
+
+    def parts(model: Any, steps: int) -> dict[str, Any]:
+        critic = nn.Linear(3, 3)
+        optimizer = Adam([*model.parameters(), *critic.parameters()])
+        for _ in range(steps):
+            critic(model(torch.ones(1, 3))).sum().backward()
+            optimizer.step()
+        return {"generator": model, "critic": critic, "optim": optimizer}
+
+    class OtherNet(Net):
+        """Net whose forward works without its output being used elsewhere."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.last(self.frozen(torch.tanh(self.first(x)))) + self.unused(torch.ones(4)).sum()
+            return result
+
+    one = parts(OtherNet(), 1)
+    store = saved(one)
+    other = parts(Renamed(), 0)
+    other["net"], other["optimizer"] = other.pop("generator"), other.pop("optim")
+    rename = {"generator": "net", "generator.first": "net.entry", "optim": "optimizer"}
+    with CheckpointManager(store) as checkpoints, pytest.raises(StateMismatchError):
+        checkpoints.restore(other, rename=rename)
+    rename["optim.state.generator"] = "optimizer.state.net"
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.restore(other, rename=rename)
+    assert equal(other["optimizer"].state[other["net"].entry.bias], one["optim"].state[one["generator"].first.bias])
 
 
 # ---- bare modules, nesting, errors
@@ -436,6 +613,20 @@ def test_stateful_objects_at_any_depth() -> None:
     assert items[1] == inner["seed"] == 1
     assert other["trainer"]["rest"] == [1]
     assert torch.equal(items[2]["module"].weight, one["trainer"]["parts"][3][2]["module"].weight)
+
+
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device`")
+def test_a_module_on_the_meta_device() -> None:
+    """Restore into a module without memory, and into its tensors without a process group: refused, with what to do."""
+    store = saved({"model": nn.Linear(2, 2)})
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(InvalidArgumentError, match=r"to_empty.*where='model'.*names='weight, bias'"):
+        restored(store, {"model": model})
+    with pytest.raises(InvalidArgumentError, match=r"to_empty.*names='model\.weight, "):
+        restored(store, {"model": model.state_dict()})
+    model.to_empty(device="cpu")
+    restored(store, {"model": model})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from tests.support.figures import LONG_SECONDS
 
@@ -24,7 +25,11 @@ settings.register_profile(
 
 def load_profile(torture_seconds: float, *, is_smoke: bool = False) -> None:
     """Choose the profile of all properties of this process; call before any of them is imported."""
-    settings.load_profile("smoke" if is_smoke else "exploring" if torture_seconds >= LONG_SECONDS else "same")
+    is_exploring = torture_seconds >= LONG_SECONDS and not is_smoke
+    settings.load_profile("smoke" if is_smoke else "exploring" if is_exploring else "same")
+    if not is_exploring:
+        # Examples otherwise have constants of loaded modules, which differ between workers and selections of tests.
+        providers.is_local_module_file = lambda _path: False  # type: ignore[attr-defined]  # no public switch; pinned
 
 
 def examples(count: int) -> settings:

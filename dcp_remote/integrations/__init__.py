@@ -1,0 +1,1 @@
+"""Checkpoints of training frameworks: a module each, imported only with its framework, on the public API alone."""

@@ -1,0 +1,130 @@
+"""Runs by the paths of frameworks: `s3://bucket/run/checkpoint-500` is the checkpoint `checkpoint-500` of a run."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from dcp_remote import CheckpointManager, is_remote, open_run
+from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPath:
+    """Checkpoint as a framework names it.
+
+    Attributes:
+        run_url: URL of the run.
+        checkpoint: Name or step of the checkpoint; None is the newest one of the run.
+    """
+
+    run_url: str
+    checkpoint: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """Manager of a run, and the process group and settings with which it was made."""
+
+    manager: CheckpointManager
+    group: object
+    settings: dict[str, Any]
+
+
+_lock = threading.Lock()
+_opened: dict[str, _Opened] = {}
+
+
+def manager_of(run_url: str, **settings: Any) -> CheckpointManager:
+    """Return this process's manager of a run: the same one as long as the process group is the same.
+
+    A framework has no object that could hold a manager from one save to the next. The manager closes when the process
+    ends, or by `close_managers`; it waits for its last save then.
+
+    Args:
+        run_url: URL of the run.
+        settings: Keyword arguments of `CheckpointManager`, the same in each call; those of the first call count where
+            a later call passes none.
+
+    Raises:
+        InvalidArgumentError: A setting differs from that of the open manager, or is wrong. No request is sent.
+    """
+    url = run_url.rstrip("/")
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    with _lock:
+        opened = _opened.get(url)
+        if opened is not None and opened.group is group:
+            other = [name for name, value in settings.items() if opened.settings.get(name) != value]
+            if other:
+                raise InvalidArgumentError(
+                    "This run is open with other settings: pass the same ones in each call, or call close_managers().",
+                    url=run_url,
+                    settings=", ".join(other),
+                )
+            return opened.manager
+        if opened is not None:  # of a process group that was destroyed: nobody can answer its operations
+            opened.manager.close()
+        _opened[url] = _Opened(CheckpointManager(url, **settings), group, settings)
+        return _opened[url].manager
+
+
+def close_managers() -> None:
+    """Wait for the last save of each run, and close the managers; raise the first error of a save.
+
+    Every rank calls this, as `CheckpointManager.close`. Managers that are not closed here close when the process ends.
+    """
+    with _lock:
+        opened = list(_opened.values())
+        _opened.clear()
+    errors = []
+    for one in opened:
+        try:
+            one.manager.close()
+        except Exception as error:  # noqa: BLE001  # the other runs are closed as well
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def split_path(url: str) -> CheckpointPath:
+    """Split the URL of a checkpoint to save, `<run>/<name>`; no request.
+
+    Raises:
+        InvalidArgumentError: The URL has no run before the name, or is no URL of object storage.
+    """
+    run_url, _, name = url.rstrip("/").rpartition("/")
+    if not is_remote(url) or not run_url or run_url.endswith((":", ":/")):
+        raise InvalidArgumentError("This is not the URL of a checkpoint in a run: write s3://bucket/run/name.", url=url)
+    return CheckpointPath(run_url, name)
+
+
+def find_checkpoint(url: str, **options: Any) -> CheckpointPath:
+    """Find the checkpoint that a URL names: the newest one of the run `url`, or `<run>/<name>`, or `<run>/<step>`.
+
+    Costs one request where the URL is that of a run, else four.
+
+    Args:
+        url: URL of a run, or of a checkpoint in a run.
+        options: Keyword arguments of `open_run`, as `storage_options`.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint; lists the names of the run, if there is one.
+    """
+    if open_run(url, **options).latest() is not None:
+        return CheckpointPath(url.rstrip("/"), None)
+    path = split_path(url)
+    checkpoints = open_run(path.run_url, **options).checkpoints()
+    for info in checkpoints:
+        if path.checkpoint in info.names:
+            return path
+        if path.checkpoint == str(info.step):
+            return CheckpointPath(path.run_url, info.step)
+    names = ", ".join(name for info in checkpoints for name in info.names or [str(info.step)])
+    raise CheckpointNotFoundError(
+        "There is no checkpoint at this URL: neither a run, nor a name or step of the run one level up.",
+        url=url,
+        names=names or None,
+    )

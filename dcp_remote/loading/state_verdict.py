@@ -1,0 +1,278 @@
+"""Decision on the comparisons of all ranks' states with a checkpoint: one error for all ranks, or one warning. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dcp_remote.common.text import escape_unprintable, format_count
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatchError
+from dcp_remote.format.entry_names import near_names, no_match_error
+from dcp_remote.loading.key_renames import find_key_renames
+from dcp_remote.loading.selection import Selection
+from dcp_remote.loading.state_check import LISTED_MAX, Comparison, StateCheck, compress_bits, decompress_bits
+from dcp_remote.serialization.state_dict import PER_RANK_KEY
+
+# Bounds of the message: names of each kind, characters of a name, ranks.
+_SHOWN_MAX = 10
+_NAME_CHARACTERS_MAX = 128
+_RANKS_NAMED_MAX = 16
+
+# Names below a top-level key that only state or checkpoint has, up to which each is named.
+_NAMES_OF_KEY_MAX = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Decision on the checks of all ranks.
+
+    Attributes:
+        error: Error that every rank raises; None if the load goes on.
+        untouched: Top-level keys of the state below which no rank loads a value.
+        left_out: Compressed bitmap, one bit per entry of the checkpoint, of those that no rank has a value for.
+        warning: Text for the log on the values that `missing` keeps and `unexpected` leaves out; "" if there are none.
+    """
+
+    error: DcpRemoteError | None = None
+    untouched: frozenset[str] = frozenset()
+    left_out: bytes = b""
+    warning: str = ""
+
+
+def judge(
+    checks: Sequence[StateCheck],
+    own: Comparison,
+    selection: Selection,
+    *,
+    empty_places: Collection[str] = (),
+    thinned: Collection[str] = (),
+    **details: object,
+) -> Verdict:
+    """Decide on the checks of all ranks; called on the coordinator.
+
+    Args:
+        checks: Checks of all ranks, by rank; nearly always they are equal.
+        own: Comparison of the coordinator.
+        selection: Options of the load.
+        empty_places: Names of the empty dicts of the coordinator's state.
+        thinned: Top-level keys of entries that retention deleted.
+        **details: URL and step, for the error.
+    """
+    distinct = list(dict.fromkeys(checks))
+    unmatched = [pattern for pattern in checks[0].unmatched if all(pattern in check.unmatched for check in distinct)]
+    if unmatched:
+        names = list(dict.fromkeys([*own.entries, *own.check.missing]))
+        near = no_match_error(unmatched[0], names, {name: name.split(".") for name in names}).details
+        what = "Neither the checkpoint nor the state has a name that matches this pattern."
+        return Verdict(error=InvalidArgumentError(what, **near, **details))
+    findings = _Findings(distinct, own, thinned)
+    is_nothing_loaded = not any(check.loads for check in distinct)
+    if findings.is_error(selection) or is_nothing_loaded:
+        ranks = [rank for rank, check in enumerate(checks) if check.has_own_findings]
+        text = findings.describe(empty_places=empty_places, is_nothing_loaded=is_nothing_loaded)
+        return Verdict(error=StateMismatchError(text, **details, **findings.counts(), **_named(ranks, len(checks))))
+    untouched = {key for check in distinct for key in check.kept}
+    untouched -= {key for check in distinct for key in check.loaded}
+    return Verdict(untouched=frozenset(untouched), left_out=findings.left_out, warning=findings.warning())
+
+
+def _named(ranks: Sequence[int], world_size: int) -> dict[str, object]:
+    """Return the details that name the ranks whose states differ; nothing if all do."""
+    if len(ranks) == world_size:
+        return {}
+    if len(ranks) == 1:
+        return {"rank": ranks[0]}
+    more = ", …" if len(ranks) > _RANKS_NAMED_MAX else ""
+    return {"ranks": ", ".join(map(str, ranks[:_RANKS_NAMED_MAX])) + more or None}
+
+
+class _Findings:
+    """Findings of all ranks, each once.
+
+    Args:
+        checks: Different checks of the ranks.
+        own: Comparison of the coordinator.
+        thinned: Top-level keys of entries that retention deleted.
+    """
+
+    def __init__(self, checks: Iterable[StateCheck], own: Comparison, thinned: Collection[str]) -> None:
+        checks = list(checks)
+        missing = list(dict.fromkeys(name for check in checks for name in check.missing))
+        self._thinned = [name for name in missing if _top(name) in thinned]
+        self._missing = [name for name in missing if _top(name) not in thinned]
+        self._empty = list(dict.fromkeys(name for check in checks for name in check.empty))
+        self._misfits = list(dict.fromkeys(misfit for check in checks for misfit in check.misfits))
+        bits = np.ones(len(own.entries), dtype=np.bool_)
+        for check in checks:
+            bits &= decompress_bits(check.uncovered, len(own.entries))
+        shared = [own.entries[number] for number in np.flatnonzero(bits).tolist()]
+        keys = dict.fromkeys(key for check in checks for key in check.own_left)
+        self._unexpected = [*shared, *(f"{PER_RANK_KEY}.*.{key}" for key in keys)]
+        self.left_out = compress_bits(bits)
+        self._saved_tops = set(map(_top, own.entries))
+        self._state_tops = {key for check in checks for key in (*check.loaded, *check.kept)}
+        self._is_state_empty = not (own.sources or own.kept or self._state_tops or missing)
+        self._renames = find_key_renames(
+            [name for name in self._missing if _top(name) not in self._saved_tops],
+            [name for name in shared if _top(name) not in self._state_tops],
+        )
+
+    def is_error(self, selection: Selection) -> bool:
+        """Return whether the options forbid a load."""
+        is_missing = selection.missing == "error" and (self._missing or self._thinned)
+        is_unexpected = selection.unexpected == "error" and self._unexpected
+        return bool(is_missing or is_unexpected or self._empty or self._misfits)
+
+    def counts(self) -> dict[str, int | None]:
+        """Return the number of findings of each kind; None for none."""
+        kinds = Counter(misfit.kind for misfit in self._misfits)
+        return {
+            "missing": len(self._missing) + len(self._thinned) + len(self._empty) or None,
+            "unexpected": len(self._unexpected) or None,
+            **{f"{kind}s": kinds[kind] or None for kind in ("shape", "dtype", "kind")},
+        }
+
+    def warning(self) -> str:
+        """Return a text on the values that stay as they are or are left out; "" if there are none."""
+        parts = []
+        if kept := [*self._missing, *self._thinned]:
+            parts.append(f"Kept {_count(kept)} that the checkpoint lacks: {self._listed_missing(kept)}.")
+        if left := self._unexpected:
+            parts.append(
+                f"Left out {_count(left, is_bounded=False)} of the checkpoint: {self._listed_unexpected(left)}."
+            )
+        parts += self._rename_hints()
+        return " ".join(parts)
+
+    def describe(self, *, empty_places: Collection[str], is_nothing_loaded: bool) -> str:
+        """Return the message: a line for each kind of finding, and the options that allow it."""
+        lines = ["The checkpoint does not fit the state; nothing was loaded."]
+        if self._is_state_empty:
+            lines.append(
+                "The state has no values. Put into it what to load, under the keys of the checkpoint: "
+                '{"model": model, "optim": optimizer}, or training_state(model=model, optimizer=optimizer).'
+            )
+        elif is_nothing_loaded:
+            lines.append("No value of the state would be loaded.")
+        lines += self._rename_hints()
+        explained = {saved for found in self._renames.values() for saved in found}
+        missing = [name for name in self._missing if _top(name) not in self._renames]
+        unexpected = [name for name in self._unexpected if _top(name) not in explained]
+        if self._thinned:
+            keys = ", ".join(dict.fromkeys(_shown(_top(name)) for name in self._thinned))
+            lines.append(
+                f"{_count(self._thinned)} missing because retention deleted them (thinned): {keys}. Restore a newer "
+                "step, or leave them out of the state."
+            )
+        if missing:
+            lines.append(f"{_count(missing)} missing in the checkpoint: {self._listed_missing(missing, is_near=True)}")
+        if self._empty:
+            text = f"{_count(self._empty)} on the meta device, with no value to keep: {_listed(self._empty)}"
+            lines.append(f"{text}. Allocate them, or load them.")
+        if unexpected:
+            count = _count(unexpected, is_bounded=False)
+            lines.append(f"{count} unexpected, not in the state: {self._listed_unexpected(unexpected)}")
+            lines += self._empty_place_hints(empty_places)
+        for kind in ("shape", "dtype", "kind"):
+            found = [misfit for misfit in self._misfits if misfit.kind == kind]
+            if found:
+                texts = [f"{_shown(one.name)} (saved: {one.saved}, state: {one.state})" for one in found[:_SHOWN_MAX]]
+                lines.append(f"{_count(found)} of another {kind}: {_joined(texts, len(found))}")
+        return "\n".join([*lines, f"Options: {'; '.join(self._options(missing, unexpected))}."])
+
+    def _rename_hints(self) -> list[str]:
+        pairs = {
+            key: [f'"{_shown(saved)}": "{_shown(key)}"' for saved in found] for key, found in self._renames.items()
+        }
+        hints = [
+            f"The names below {_shown(key)} in the state are those below several keys of the checkpoint: pass "
+            f"rename={{{'} or {'.join(found)}}}, and exclude the others, or put them into the state."
+            for key, found in pairs.items()
+            if len(found) > 1
+        ]
+        if single := [found[0] for found in pairs.values() if len(found) == 1]:
+            keys = "A top-level key has" if len(single) == 1 else "Top-level keys have"
+            hints.append(f"{keys} another name in the checkpoint: pass rename={{{', '.join(single)}}}.")
+        return hints
+
+    def _empty_place_hints(self, empty_places: Collection[str]) -> Iterator[str]:
+        for place in empty_places:
+            below = [name for name in self._unexpected if name.startswith(f"{place}.")]
+            if not below:
+                continue
+            count = _count(below, is_bounded=False)
+            text = f"{_shown(place)} is empty in the state, and the checkpoint has {count} below it."
+            parts = (place.rpartition(".")[2], *(name[len(place) + 1 :].partition(".")[0] for name in below))
+            if not {"state", "param_groups"}.isdisjoint(parts):
+                text += (
+                    " An optimizer has no state before its first step: put the optimizer itself into the state, or use "
+                    "torch's get_optimizer_state_dict."
+                )
+            yield text
+
+    def _listed_missing(self, names: Sequence[str], *, is_near: bool = False) -> str:
+        # A value whose name has changed is among those that no state has.
+        near = (lambda name: near_names(name, self._unexpected)) if is_near else None
+        return _listed(names, whole={_top(name) for name in names} - self._saved_tops, near=near)
+
+    def _listed_unexpected(self, names: Sequence[str]) -> str:
+        missing = {_top(name) for name in self._missing}
+        return _listed(names, whole={_top(name) for name in names} - self._state_tops - missing)
+
+    def _options(self, missing: Sequence[str], unexpected: Sequence[str]) -> Iterator[str]:
+        if missing or self._thinned:
+            yield 'missing="keep" keeps what the state has'
+        if unexpected:
+            yield 'unexpected="ignore" leaves out what the state lacks'
+        if missing and unexpected:
+            yield 'rename={"name in the checkpoint": "name in the state"} takes names or their first parts'
+        if any(misfit.kind == "dtype" for misfit in self._misfits):
+            yield 'dtype="convert" converts to the dtypes of the state'
+        yield 'exclude="pattern" leaves values as they are, whether saved or not'
+
+
+def _count(found: Sequence[object], *, is_bounded: bool = True) -> str:
+    """Return the number of values; of a list that a rank has cut off, the least number."""
+    values = format_count(len(found), "value")
+    return f"{values} or more" if is_bounded and len(found) >= LISTED_MAX else values
+
+
+def _listed(
+    names: Sequence[str], *, whole: Collection[str] = (), near: Callable[[str], list[str]] | None = None
+) -> str:
+    """Return names as a text: the first ones, with those near them, and one text for all names of a whole key.
+
+    Args:
+        names: Names.
+        whole: Top-level keys of which all names are here.
+        near: Function that returns similar names.
+    """
+    numbers = Counter(_top(name) for name in names)
+    texts: dict[str, int] = {}
+    for name in names:
+        top = _top(name)
+        if top in whole and top != PER_RANK_KEY and numbers[top] > _NAMES_OF_KEY_MAX:
+            texts.setdefault(f"{_shown(top)}.* ({format_count(numbers[top], 'value')})", numbers[top])
+        elif len(texts) < _SHOWN_MAX:
+            similar = ", ".join(map(_shown, near(name))) if near is not None else ""
+            texts[f"{_shown(name)} (near: {similar})" if similar else _shown(name)] = 1
+    shown = list(texts)[:_SHOWN_MAX]
+    return _joined(shown, len(names), sum(texts[text] for text in shown))
+
+
+def _joined(texts: Sequence[str], count: int, described: int | None = None) -> str:
+    """Return texts in one, with the number of values that they do not describe; by default each describes one."""
+    more = count - (len(texts) if described is None else described)
+    return "; ".join(texts) + (f"; and {more} more" if more > 0 else "")
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _shown(name: str) -> str:
+    text = escape_unprintable(name)
+    return text if len(text) <= _NAME_CHARACTERS_MAX else f"{text[:_NAME_CHARACTERS_MAX]}…"

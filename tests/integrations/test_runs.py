@@ -1,0 +1,71 @@
+"""Runs by the paths of frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
+from dcp_remote.integrations.runs import CheckpointPath, close_managers, find_checkpoint, manager_of, split_path
+
+RUN = "memory://integrations/run"
+
+
+@pytest.fixture(autouse=True)
+def no_manager_is_left() -> Iterator[None]:
+    yield
+    close_managers()
+
+
+def test_a_run_has_one_manager() -> None:
+    """As long as it is open: a framework calls with the URL alone."""
+    manager = manager_of(RUN, timeout_seconds=60)
+    assert manager_of(f"{RUN}/") is manager
+    assert manager_of(RUN, timeout_seconds=60) is manager
+    with pytest.raises(InvalidArgumentError, match="settings='timeout_seconds, dedup'"):
+        manager_of(RUN, timeout_seconds=61, dedup=False)
+    close_managers()
+    assert manager_of(RUN) is not manager
+
+
+def test_an_error_of_a_save_is_raised_when_all_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = manager_of(RUN), manager_of(f"{RUN}-2")
+    closed = []
+
+    def close_badly() -> None:
+        raise ValueError("boo")
+
+    monkeypatch.setattr(first, "close", close_badly)
+    monkeypatch.setattr(second, "close", lambda: closed.append(second))
+    with pytest.raises(ValueError, match="boo"):
+        close_managers()
+    assert closed == [second]
+    close_managers()  # nothing is left
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/", "s3://", "/run/checkpoint-5", "checkpoint-5", ""])
+def test_no_path_of_a_checkpoint(url: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="s3://bucket/run/name"):
+        split_path(url)
+
+
+def test_a_path_is_split() -> None:
+    assert split_path("s3://bucket/a/run/checkpoint-5/") == CheckpointPath("s3://bucket/a/run", "checkpoint-5")
+    assert split_path("s3://bucket/checkpoint-5") == CheckpointPath("s3://bucket", "checkpoint-5")
+
+
+def test_a_checkpoint_is_found() -> None:
+    """By the URL of its run, by its name, by its step; else the error lists what there is."""
+    url = f"{RUN}-found"
+    with pytest.raises(CheckpointNotFoundError, match="neither a run, nor a name or step"):
+        find_checkpoint(url)
+    manager = manager_of(url)
+    manager.save(5, {"x": torch.ones(2)}, name="checkpoint-5", wait=True)
+    manager.save(7, {"x": torch.ones(2)}, wait=True)
+    assert find_checkpoint(url) == CheckpointPath(url, None)
+    assert find_checkpoint(f"{url}/checkpoint-5/") == CheckpointPath(url, "checkpoint-5")
+    assert find_checkpoint(f"{url}/7") == CheckpointPath(url, 7)
+    with pytest.raises(CheckpointNotFoundError, match="names='checkpoint-5, 7'"):
+        find_checkpoint(f"{url}/checkpoint-7")
