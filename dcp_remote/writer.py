@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import zstandard
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -35,9 +37,10 @@ from dcp_remote.run import commit
 from dcp_remote.run.commit import Slot
 from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.manifest_assembly import assemble_manifest, require_unicode, shard_bytes_max
-from dcp_remote.saving.plan_cache import plans_as_torch
+from dcp_remote.saving.plan_cache import describe_tensors, plans_as_torch
 from dcp_remote.saving.plan_table import require_held
-from dcp_remote.saving.shard_writer import write_shards
+from dcp_remote.saving.rank_differences import Described, require_equal_tensors
+from dcp_remote.saving.shard_writer import require_no_imitations, write_shards
 from dcp_remote.saving.uploads import Uploads
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.conditional_writes import require_conditional_writes
@@ -70,6 +73,24 @@ class _Save:
     began_seconds: float
     deadline: Deadline
     slot: Slot | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """Description of the tensors of a rank's plan, packed.
+
+    Sent beside the plan, because torch's planner drops items of several ranks but one before the writer sees the plans.
+    """
+
+    packed: bytes
+
+    @staticmethod
+    def of(plan: SavePlan) -> _Tensors:
+        return _Tensors(zstandard.ZstdCompressor().compress(pickle.dumps(describe_tensors(plan))))
+
+    def unpack(self) -> Described:
+        described: Described = pickle.loads(zstandard.ZstdDecompressor().decompress(self.packed))  # noqa: S301  # from a rank of this job
+        return described
 
 
 class _ThreadState(ThreadLocation):
@@ -136,6 +157,12 @@ class RemoteWriter(StorageWriter):
         self._memory_budget_bytes = memory_budget_bytes
         self._timeout_seconds = timeout_seconds
         self._thread = _ThreadState(SharedLocation(Location.of(url, storage_options)))
+        # True in the process of an asynchronous save, where pickled entries cannot be told from imitations.
+        self._was_unpickled = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Note that this writer was unpickled."""
+        self.__dict__.update(state, _was_unpickled=True)
 
     def __repr__(self) -> str:
         """Return the class and the URL; never an option, which may be a secret."""
@@ -217,18 +244,36 @@ class RemoteWriter(StorageWriter):
 
     @replace_unpicklable_errors
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged: shards are named when they are written, so a cached plan can be written again.
+        """Return the plan with a description of its tensors, by which the coordinator compares the ranks.
 
         Raises:
             InvalidArgumentError: A name is not Unicode, so the manifest cannot hold it; raised before any upload.
         """
         require_unicode(plan)
-        return plan
+        # A plan without items may be torch's sign that this rank plans what it planned in the last save.
+        return replace(plan, storage_data=_Tensors.of(plan)) if plan.items and plan.storage_data is None else plan
 
     @replace_unpicklable_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans unchanged."""
-        return plans
+        """Compare the ranks' descriptions of their tensors, and return the plans without them; coordinator only.
+
+        With torch's cache of plans (`enable_plan_caching`), only ranks whose plans have changed are compared.
+
+        Raises:
+            InvalidArgumentError: Ranks give a tensor different shapes or dtypes. Names all such tensors; nothing was
+                uploaded.
+        """
+        described = [plan.storage_data if isinstance(plan.storage_data, _Tensors) else None for plan in plans]
+        # Nearly always all ranks send the same bytes, which are unpacked once.
+        unpacked = {tensors: tensors.unpack() for tensors in dict.fromkeys(described) if tensors is not None}
+        require_equal_tensors(
+            [unpacked[tensors] if tensors is not None else None for tensors in described],
+            lambda: (item.index.fqn for plan in plans for item in plan.items),
+        )
+        return [
+            replace(plan, storage_data=None) if tensors is not None else plan
+            for plan, tensors in zip(plans, described, strict=True)
+        ]
 
     @replace_unpicklable_errors
     @short_switch_interval()
@@ -239,11 +284,14 @@ class RemoteWriter(StorageWriter):
 
         Raises:
             SaveFailedError: Names the rank, the shard, the attempts and the cause.
+            InvalidArgumentError: A tuple looks like an entry of `Opaque` or `Files`; nothing was uploaded by this rank.
             UnsafeObjectError: Names the object's key and type. Raised before anything is uploaded; for a tensor whose
                 class needs code to load, when that tensor is read.
         """
         save = self._current()
         self._thread.plans_as_torch = plans_as_torch(planner)
+        if not self._was_unpickled:
+            require_no_imitations(plan, planner)
         with Uploads[Any](
             save.store, rank=save.rank, deadline=save.deadline, memory_budget_bytes=self._memory_budget_bytes
         ) as uploads:

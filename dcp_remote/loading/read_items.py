@@ -21,6 +21,9 @@ from dcp_remote.format.manifest import Manifest
 from dcp_remote.loading.engine import Target
 from dcp_remote.loading.overlapping_templates import assign_layers
 from dcp_remote.loading.targets import make_object_targets, make_tensor_target, require_writable, stored_layout
+from dcp_remote.serialization.files import Files, files_mismatch
+from dcp_remote.serialization.opaque import asks_for_files
+from dcp_remote.serialization.state_dict import convert_per_rank, unwrap_per_rank
 
 
 def make_target_layers(
@@ -108,6 +111,7 @@ def _make_planner_targets(
     is_torchs = inherits_methods(planner, DefaultLoadPlanner, ("load_bytes",))
 
     def deliver(value: object) -> None:
+        value = _convert(manifest, planner, item, value)
         if is_torchs:
             with _reference_stream(value) as stream:
                 planner.load_bytes(item, stream)
@@ -115,6 +119,25 @@ def _make_planner_targets(
             planner.load_bytes(item, _pickle_stream(name, value))
 
     return make_object_targets(manifest, name, deliver, allow_pickle=allow_pickle)
+
+
+def _convert(manifest: Manifest, planner: LoadPlanner, item: ReadItem, value: object) -> object:
+    """Return an object in the form of its place in the state, which a planner that renames entries may change.
+
+    Raises:
+        StateMismatchError: The state asks for `Files`, and the object is none.
+    """
+    if not isinstance(planner, DefaultLoadPlanner):
+        return value
+    name, wanted = item.storage_index.fqn, item.dest_index.fqn
+    path = planner.mappings.get(wanted, (wanted,))
+    if name != wanted and manifest.run is not None:
+        value = convert_per_rank((manifest.flatten or {}).get(name, (name,)), path, value)
+    if asks_for_files(getattr(planner, "state_dict", {}).get(wanted)):
+        own = unwrap_per_rank(path, value)
+        if not isinstance(own, Files):
+            raise files_mismatch(own, name=wanted)
+    return value
 
 
 # Objects that `DefaultLoadPlanner.load_bytes` is about to take, by the number in its stream.

@@ -294,7 +294,8 @@ class CheckpointManager:
 
         Raises:
             InvalidArgumentError: A step, name, metric, note, or the state is wrong. Raised as the errors below if the
-                step is older than the newest checkpoint.
+                step is older than the newest checkpoint, or if ranks have tensors of different shapes or dtypes under
+                one name. Of objects that differ, one rank's is saved; a warning names them once.
 
         Raised by this call with `wait`, else by the next `save`, `restore` or `wait`, or at the end of the block:
             CheckpointExistsError: The run has a checkpoint of this step, or checkpoints that this job does not go on

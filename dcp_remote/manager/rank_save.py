@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,6 +37,8 @@ from dcp_remote.saving.plan_cache import (
     PlanCache,
     Proposal,
     RankPlan,
+    describe_tensors,
+    digest_objects,
     find_differing_replicas,
     plan_all,
     plans_as_torch,
@@ -48,6 +50,11 @@ from dcp_remote.saving.plan_cache import (
     without_torchs_cache,
 )
 from dcp_remote.saving.plan_table import Chunk, PlanTable, Share, arrange
+from dcp_remote.saving.rank_differences import (
+    ObjectDifference,
+    describe_object_differences,
+    require_equal_tensors,
+)
 from dcp_remote.saving.rank_report import RankReport
 from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.saving.uploads import Uploads
@@ -173,14 +180,18 @@ class _CoordinatorPlanning:
         coordinator: Coordinator's part; None on other ranks.
         known: Last plans of all ranks; None if there are none, and on other ranks.
         shard_bytes_max: Bytes of data in a shard.
+        reported: Names of objects that differ between ranks and were reported; added to.
 
     Attributes:
         known: Plans of all ranks, as last decided.
     """
 
-    def __init__(self, coordinator: Coordinator | None, known: _Known | None, *, shard_bytes_max: int) -> None:
+    def __init__(
+        self, coordinator: Coordinator | None, known: _Known | None, *, shard_bytes_max: int, reported: set[str]
+    ) -> None:
         """Begin with no replica that differs between ranks."""
         self._coordinator = coordinator
+        self._reported = reported
         self._shard_bytes_max = shard_bytes_max
         self._differing = frozenset[Chunk]()
         self.known = known
@@ -223,14 +234,23 @@ class _CoordinatorPlanning:
             unlike=self._differing,
             to_lowest_rank=plans_as_torch(planner) and planner.dedup_save_to_lowest_rank,
         )
+        self._report(arrangement.differing, ticket)
         self.known = _Known(ticket.save_id, arrangement.planned)
         return arrangement.shares
 
     def plan_all(self, plans: list[SavePlan], *, ticket: SaveTicket, planner: SavePlanner) -> list[SavePlan]:
         """Have the planner decide which rank writes what; return the plan of each rank."""
         own_plans, metadata = plan_all(planner, plans)
+        require_equal_tensors([describe_tensors(plan) for plan in plans], lambda: metadata.state_dict_metadata)
         self.known = _Known(ticket.save_id, to_columns(metadata))
         return own_plans
+
+    def _report(self, differing: Sequence[ObjectDifference], ticket: SaveTicket) -> None:
+        """Warn of objects that differ between ranks; once for each name."""
+        new = [difference for difference in differing if difference.name not in self._reported]
+        if new:
+            logger.warning("step %d: %s", ticket.run.step, describe_object_differences(new))
+            self._reported.update(difference.name for difference in new)
 
 
 class RankSaver:
@@ -276,6 +296,8 @@ class RankSaver:
         # Last plans on which the ranks agreed: this rank's, and on the coordinator what they amount to.
         self._plans = PlanCache()
         self._known: _Known | None = None
+        # Names of objects that differ between ranks, of which the coordinator has warned.
+        self._reported: set[str] = set()
 
     @short_switch_interval()
     def save(self, collective: Collective, task: Task) -> SaveReport:
@@ -391,7 +413,9 @@ class RankSaver:
         if plans_as_torch(planner):  # a user's planner may want to know the save
             proposal = self._propose(collective, planner, task)
         plans = self._plans
-        planning = _CoordinatorPlanning(self._coordinator, self._known, shard_bytes_max=self._shard_bytes_max)
+        planning = _CoordinatorPlanning(
+            self._coordinator, self._known, shard_bytes_max=self._shard_bytes_max, reported=self._reported
+        )
         request = self._make_request(collective, task, planner, proposal)
         collective.set_activity("asking whether this step may be saved")
         begun = collective.gather(
@@ -408,7 +432,10 @@ class RankSaver:
         collective.set_activity("planning")
         if begun.in_tables:
             arrange_tables = partial(planning.arrange_tables, ticket=ticket, planner=planner)
-            table, digests, is_agreed = to_table(proposal), request.digests, False
+            # Digests are sent with new plans only: each difference is reported once, and other saves cost no more.
+            has_others = self._ranks.world_size > 1
+            table = to_table(proposal, *([digest_objects(proposal, planner)] if has_others else []))
+            digests, is_agreed = request.digests, False
             # Again where writers of parts turn out to hold different values: then one of them writes the whole.
             while not is_agreed:
                 share = collective.scatter(table, arrange_tables)

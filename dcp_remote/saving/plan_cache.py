@@ -21,6 +21,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
@@ -33,8 +34,10 @@ from dcp_remote.format.manifest import TensorKind
 from dcp_remote.saving.dcp_metadata import get_flatten_mapping, to_kind
 from dcp_remote.saving.device_copy import Run, host_views
 from dcp_remote.saving.plan_table import Chunk, Integers, PlanTable, Share, pack_names, shrink_integers
-from dcp_remote.serialization.state_dict import empty_places
-from dcp_remote.serialization.tensors import is_plain
+from dcp_remote.saving.rank_differences import Described
+from dcp_remote.serialization.objects import digest_object
+from dcp_remote.serialization.state_dict import PER_RANK_KEY, empty_places
+from dcp_remote.serialization.tensors import dtype_name, is_plain
 
 # A planner with all of these methods of torch's makes plans that depend only on the state and its flags, and resolves
 # items to the state's own tensors. An older torch may not have all of them.
@@ -258,8 +261,40 @@ def chunk_key(index: MetadataIndex) -> Chunk:
     return index.fqn, tuple(index.offset or ())
 
 
-def to_table(proposal: Proposal) -> PlanTable:
+def describe_tensors(plan: SavePlan) -> Described:
+    """Return name, dtype and global shape of each tensor of a rank's plan, for `require_equal_tensors`."""
+    found = ((item.index.fqn, item.tensor_data) for item in plan.items if item.tensor_data is not None)
+    return tuple(dict.fromkeys((name, dtype_name(data.properties.dtype), tuple(data.size)) for name, data in found))
+
+
+def digest_objects(proposal: Proposal, planner: SavePlanner) -> NDArray[np.uint32]:
+    """Digest the objects of a regular proposal, 32 bits each, by which ranks compare them; no request.
+
+    Costs 10 µs of CPU per small object, and 0.05 s per GiB of arrays. Objects of single ranks (`PerRank`), and those
+    that have no encoding without pickle, get 0: they are not compared.
+    """
+    assert plans_as_torch(planner), "only torch's planner makes regular proposals"
+    paths = planner.mappings if planner.flatten_state_dict else {}
+    names = [item.index for item in proposal.plan.items if item.tensor_data is None]
+    return np.array(
+        [
+            digest_object(planner.lookup_object(index)) if paths.get(index.fqn, ("",))[0] != PER_RANK_KEY else 0
+            for index in names
+        ],
+        dtype=np.uint32,
+    )
+
+
+# Digests of a proposal whose objects are not compared.
+_NOT_DIGESTED: NDArray[np.uint32] = np.zeros(0, dtype=np.uint32)
+
+
+def to_table(proposal: Proposal, object_digests: NDArray[np.uint32] = _NOT_DIGESTED) -> PlanTable:
     """Convert a regular proposal to columns.
+
+    Args:
+        proposal: Regular proposal.
+        object_digests: Digests of its objects (`digest_objects`); empty if objects are not compared.
 
     Raises:
         InvalidArgumentError: A tensor has a memory format that the checkpoint format cannot hold.
@@ -290,6 +325,7 @@ def to_table(proposal: Proposal) -> PlanTable:
         offsets=_flatten(chunk.chunk.offsets for chunk in chunks),
         sizes=_flatten(chunk.chunk.sizes for chunk in chunks),
         kinds=tuple(kinds),
+        object_digests=object_digests,
     )
 
 

@@ -27,6 +27,7 @@ from dcp_remote.format.empty_dicts import empty_dicts
 from dcp_remote.format.manifest import TensorKind
 from dcp_remote.format.tiling import Comparisons, why_not_tiled
 from dcp_remote.saving.manifest_assembly import Planned
+from dcp_remote.saving.rank_differences import NAMED_MAX, ObjectDifference, describe_tensor, make_difference_error
 
 # Least size of a part, as a share of a shard: the request of a smaller part would cost more than its bytes.
 _PART_SHARE_MIN = 0.25
@@ -57,6 +58,7 @@ class PlanTable:
         offsets: Offsets of the chunks, one after another.
         sizes: Sizes of the chunks, one after another.
         kinds: Distinct kinds, each with its bytes per element.
+        object_digests: Digest of each object, 32 bits; 0 for an object that is not compared. Empty if no object is.
     """
 
     packed_names: bytes
@@ -68,6 +70,7 @@ class PlanTable:
     offsets: Integers
     sizes: Integers
     kinds: tuple[tuple[TensorKind, int], ...]
+    object_digests: NDArray[np.uint32]
 
 
 class Part(NamedTuple):
@@ -102,11 +105,13 @@ class Arrangement:
         shares: Share of each rank.
         planned: Contents of the checkpoint.
         shared: Replicas of which several ranks write parts.
+        differing: Objects of which ranks hold different values.
     """
 
     shares: list[Share]
     planned: Planned
     shared: frozenset[Chunk]
+    differing: tuple[ObjectDifference, ...]
 
 
 def pack_names(names: Sequence[str], flatten: Flatten | None) -> bytes:
@@ -142,11 +147,13 @@ def arrange(
         to_lowest_rank: The holder with the lowest rank writes a replica, and nothing is cut.
 
     Raises:
-        InvalidArgumentError: The chunks of a tensor leave a gap, overlap, or reach outside of it; no rank has a chunk
-            of it; or ranks save different things under one name. Names the tensor.
+        InvalidArgumentError: The chunks of a tensor leave a gap, overlap, or reach outside of it, or no rank has a
+            chunk of it. Or ranks save different things under one name: tensors of different shapes or dtypes, or a
+            tensor and an object; the error lists these names.
     """
     items = _Items.of(tables)
     require_held(items.flatten, items.names)
+    _require_one_meaning(items)
     writes, boxes, shared = _choose_writers(
         items, len(tables), shard_bytes_max=shard_bytes_max, unlike=frozenset(unlike), to_lowest_rank=to_lowest_rank
     )
@@ -156,7 +163,7 @@ def arrange(
         own = np.flatnonzero(writes[start:stop])
         parts = tuple(Part(number, boxes[start + number]) for number in own.tolist() if start + number in boxes)
         shares.append(Share(shrink_integers(own), shrink_integers(hints[start:stop][own]), parts, is_cut=bool(shared)))
-    return Arrangement(shares, planned, shared)
+    return Arrangement(shares, planned, shared, _find_differing_objects(items, writes))
 
 
 def require_held(flatten: Flatten | None, entries: Collection[str]) -> None:
@@ -198,6 +205,7 @@ class _Items:
     shapes: I64
     offsets: I64
     sizes: I64
+    object_digests: I64  # of each item; 0 for tensors
 
     @staticmethod
     def of(tables: Sequence[PlanTable]) -> _Items:
@@ -231,6 +239,10 @@ class _Items:
         ]
         counts = np.array([len(table.kind) for table in tables], dtype=np.int64)
         dimensions = _column([table.dimensions for table in tables])
+        is_object = np.concatenate([table.is_object for table in tables])
+        object_digests = np.zeros(len(is_object), dtype=np.int64)
+        if all(len(table.object_digests) == np.count_nonzero(table.is_object) for table in tables):
+            object_digests[is_object] = _column([table.object_digests for table in tables])
         return _Items(
             names=list(numbers),
             flatten=None if merged is None else others | merged,
@@ -238,7 +250,7 @@ class _Items:
             rank_first=group_offsets(counts),
             rank=np.repeat(np.arange(len(tables), dtype=np.int64), counts),
             name=_column([seen[table.packed_names] for table in tables]),
-            is_object=np.concatenate([table.is_object for table in tables]),
+            is_object=is_object,
             is_large=np.concatenate([table.is_large for table in tables]),
             kind=_column(kind),
             dimensions=dimensions,
@@ -246,6 +258,7 @@ class _Items:
             shapes=_column([table.shapes for table in tables]),
             offsets=_column([table.offsets for table in tables]),
             sizes=_column([table.sizes for table in tables]),
+            object_digests=object_digests,
         )
 
     def by_dimensions(self) -> Iterator[tuple[int, I64]]:
@@ -399,7 +412,6 @@ def _plan_checkpoint(items: _Items, written: I64) -> tuple[Planned, I64]:
     hints[chunks] = np.arange(len(chunks)) - np.repeat(begins, counts)
     leads = chunks[begins]
     dimensions = items.dimensions[leads]
-    _require_one_meaning(items, objects, chunks, np.repeat(dimensions, counts))
     all_dimensions = items.dimensions[chunks]
     names = tuple(items.names[number] for number in items.name[leads].tolist())
     planned = Planned(
@@ -418,19 +430,55 @@ def _plan_checkpoint(items: _Items, written: I64) -> tuple[Planned, I64]:
     return planned, hints
 
 
-def _require_one_meaning(items: _Items, objects: I64, chunks: I64, expected: I64) -> None:
-    """Refuse a name that is an object on one rank and a tensor on another, or a tensor of other dimensions."""
-    wrong = chunks[items.dimensions[chunks] != expected]
-    both = chunks[np.isin(items.name[chunks], items.name[objects])]
-    for number in np.concatenate([both, wrong]).tolist():
-        name = items.name[number]
-        others = np.flatnonzero((items.name == name) & (items.rank != items.rank[number])).tolist()
-        raise InvalidArgumentError(
-            "Ranks save different things under one name: an object and a tensor, or tensors of different dimensions. "
-            "Wrap values that differ between ranks in PerRank.",
-            name=items.names[name],
-            ranks=", ".join(str(int(items.rank[item])) for item in [number, *others[:1]]),
-        )
+def _require_one_meaning(items: _Items) -> None:
+    """Refuse names under which ranks save tensors of different global shapes or dtypes, or a tensor and an object.
+
+    Also items that no rank would write are compared: of equal chunks one is written.
+    """
+    tensors = np.flatnonzero(~items.is_object)
+    first = np.full(len(items.names), -1, dtype=np.int64)  # first tensor of each name
+    first[items.name[tensors][::-1]] = tensors[::-1]
+    numbers: dict[str, int] = {}
+    dtypes = np.array([numbers.setdefault(kind.dtype, len(numbers)) for kind, _ in items.kinds] or [0], dtype=np.int64)
+    leads = first[items.name[tensors]]
+    is_other = dtypes[items.kind[tensors]] != dtypes[items.kind[leads]]
+    is_other |= items.dimensions[tensors] != items.dimensions[leads]
+    for dimensions in sorted_unique(items.dimensions[tensors]).tolist():
+        # Without tensors of other dimensions than the first: their rows would hold values of other items.
+        same = np.flatnonzero(~is_other & (items.dimensions[tensors] == dimensions))
+        shapes, expected = (items.rows(items.shapes, own[same], dimensions) for own in (tensors, leads))
+        is_other[same] = (shapes != expected).any(axis=1)
+    wrong = np.zeros(len(items.names), dtype=np.bool_)
+    wrong[items.name[tensors[is_other]]] = True
+    wrong[items.name[items.is_object & (first[items.name] >= 0)]] = True
+    if not wrong.any():
+        return
+    differing: dict[str, dict[str, list[int]]] = {}
+    named = np.flatnonzero(wrong)[:NAMED_MAX]
+    for number in np.flatnonzero(np.isin(items.name, named)).tolist():
+        kind, _ = items.kinds[int(items.kind[number])] if not items.is_object[number] else (None, 0)
+        text = describe_tensor(kind.dtype, items.box(items.shapes, number)) if kind is not None else "an object"
+        ranks = differing.setdefault(items.names[int(items.name[number])], {}).setdefault(text, [])
+        if (rank := int(items.rank[number])) not in ranks[-1:]:  # several chunks of one tensor
+            ranks.append(rank)
+    raise make_difference_error(differing, names=int(np.count_nonzero(wrong)))
+
+
+def _find_differing_objects(items: _Items, writes: Bools) -> tuple[ObjectDifference, ...]:
+    """Return the objects of which ranks hold different values, in the order of the state."""
+    known = np.flatnonzero(items.object_digests)
+    first = np.zeros(len(items.names), dtype=np.int64)  # digest of the first item of each name
+    first[items.name[known][::-1]] = items.object_digests[known][::-1]
+    differs = np.zeros(len(items.names), dtype=np.bool_)
+    differs[items.name[known[items.object_digests[known] != first[items.name[known]]]]] = True
+    held = np.flatnonzero(items.is_object & differs[items.name])
+    held = held[np.argsort(items.name[held], kind="stable")]
+    found: list[ObjectDifference] = []
+    for numbers in np.split(held, np.flatnonzero(np.diff(items.name[held])) + 1) if len(held) else ():
+        values = int(np.count_nonzero(np.unique(items.object_digests[numbers])))
+        writer = int(items.rank[numbers[writes[numbers]][0]])
+        found.append(ObjectDifference(items.names[int(items.name[numbers[0]])], values, len(numbers), writer))
+    return tuple(found)
 
 
 def _require_tiled(planned: Planned) -> None:

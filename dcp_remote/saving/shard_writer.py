@@ -27,7 +27,9 @@ from dcp_remote.saving.rank_report import Notes, RankReport, ReportedObject, Upl
 from dcp_remote.saving.shard_content import count_copied_bytes, prepare_shard
 from dcp_remote.saving.uploads import Uploads
 from dcp_remote.saving.write_items import Comparison, DrawnEntries, WriteItems, wait_for_sources
+from dcp_remote.serialization.files import holds_imitation
 from dcp_remote.serialization.objects import EncodedObject, encode_object, encode_stream
+from dcp_remote.serialization.opaque import imitation_error
 from dcp_remote.serialization.refused_values import name_all_refused
 from dcp_remote.serialization.tensors import dtype_name
 
@@ -130,6 +132,22 @@ def _encode_objects(
         else:
             stored[name] = encoded
     return inline, stored
+
+
+def require_no_imitations(plan: SavePlan, planner: SavePlanner) -> None:
+    """Refuse objects that a load would take for entries of `Opaque` or `Files`; for states of `dcp.save`.
+
+    Checks what this rank writes, and nothing of planners that do not resolve items to the state's own values.
+
+    Raises:
+        InvalidArgumentError: Names all such objects.
+    """
+    if not _resolves_to_state(planner):
+        return
+    objects = [item.index for item in plan.items if item.type == WriteItemType.BYTE_IO]
+    found = [index.fqn for index in objects if holds_imitation(planner.lookup_object(index))]
+    if found:
+        raise imitation_error(found)
 
 
 def _encode_object(write_item: WriteItem, planner: SavePlanner, *, allow_pickle: bool) -> EncodedObject:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
+import unicodedata
 import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,8 +14,8 @@ from typing import Any, Self
 
 from dcp_remote.common.text import human_bytes
 from dcp_remote.common.units import MiB
-from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError
-from dcp_remote.serialization.opaque import FILES_MARK, mark_of
+from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, StateMismatchError
+from dcp_remote.serialization.opaque import FILES_MARK, is_imitation, mark_of
 
 # The bytes are held in memory on every rank. The tokenizers of large vocabularies have 40 MiB.
 FILES_BYTES_MAX = 256 * MiB
@@ -23,6 +24,13 @@ FILES_MAX = 1024
 # Bytes that most file systems allow in one part of a path, and in a whole one that a folder of the user precedes.
 _PART_BYTES_MAX = 255
 _NAME_BYTES_MAX = 1024
+
+# Names that Windows keeps for devices, with any extension, and characters that it allows in no name beside `\` and `:`.
+_WINDOWS_DEVICES = frozenset(
+    {"CON", "PRN", "AUX", "NUL", "CONIN$", "CONOUT$"}
+    | {f"{port}{n}" for port in ("COM", "LPT") for n in "0123456789¹²³"}
+)
+_WINDOWS_REFUSES = frozenset('<>"|?*')
 
 _NAMED_MAX = 5
 
@@ -41,16 +49,21 @@ class Files:
 
         load(url, keys="tokenizer")["tokenizer"].write("tokenizer")
 
-    Names are relative paths with `/`. At most 1,024 files of 256 MiB together; larger files belong into the bucket
-    themselves. Files that did not change since the newest checkpoint are not sent again. All ranks give equal files, as
-    of any value that is no tensor: those of one rank are stored for all. Modes, times and links are not kept.
+    Names are relative paths with `/`, and must be possible on every system, since a checkpoint may be loaded on another
+    one: Windows has no `aux.json`, no `a?` and no name that ends in a dot or space, and takes `a.txt` and `A.txt` for
+    one file, as macOS does. Such names are refused before they are saved, rather than when they are written, where the
+    name can no longer be changed.
+
+    At most 1,024 files of 256 MiB together; larger files belong into the bucket themselves. Files that did not change
+    since the newest checkpoint are not sent again. All ranks give equal files, as of any value that is no tensor: those
+    of one rank are stored for all. Modes, times and links are not kept.
 
     Args:
         contents: Bytes of the files by name.
 
     Raises:
-        InvalidArgumentError: A name would leave the folder or is no path, a content is not bytes, or a limit is
-            exceeded. Lists up to five wrong names.
+        InvalidArgumentError: A name would leave the folder, is no path, or is not possible on every system; a content
+            is not bytes; or a limit is exceeded. Lists up to five wrong names.
     """
 
     def __init__(self, contents: Mapping[str, bytes] | None = None) -> None:
@@ -73,7 +86,7 @@ class Files:
 
         Raises:
             InvalidArgumentError: There is no such file or folder, no file matches, two files have one name, or a limit
-                is exceeded; nothing was read then.
+                is exceeded; nothing was read then. Or a name is not possible on every system.
         """
         paths = _find_files(source)
         globs = [patterns] if isinstance(patterns, str) else list(patterns)
@@ -86,14 +99,24 @@ class Files:
     def write(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Write all files below a folder, which is made if it does not exist; return their paths.
 
-        A file is replaced as a whole: after a crash it is the old one or the new one. Other files stay.
+        A file is replaced as a whole: after a crash it is the old one or the new one. Other files stay. The folder may
+        be a link, and a link at the path of a file is replaced, not followed.
 
         Raises:
-            InvalidArgumentError: There are no files: nothing was restored into this object.
+            InvalidArgumentError: There are no files: nothing was restored into this object. Or a subfolder is a link
+                that leads out of the folder; nothing was written then.
             OSError: The folder cannot be written.
         """
         if not self._contents:
             raise InvalidArgumentError("There are no files to write: restore them first.", folder=folder)
+        leading_out = [name for name in self._contents if not _is_below(Path(folder, name).parent, Path(folder))]
+        if leading_out:
+            raise InvalidArgumentError(
+                "A subfolder is a link that leads out of the folder; nothing was written. Remove the link, or write "
+                "into another folder.",
+                folder=folder,
+                names=", ".join(leading_out[:_NAMED_MAX]),
+            )
         written: list[Path] = []
         for name, content in self._contents.items():
             path = Path(folder, *name.split("/"))
@@ -145,14 +168,23 @@ class Files:
         """Replace the files by those of an entry.
 
         Raises:
-            CorruptCheckpointError: A stored name would leave the folder, or the entry is none of files.
+            CorruptCheckpointError: A stored name is not allowed.
+            StateMismatchError: The entry is none of files.
         """
         value = unwrap_marked(state_dict)
         if not isinstance(value, Files):
-            raise CorruptCheckpointError(
-                "The checkpoint has another value where the state has Files.", type=type(value).__name__
-            )
+            raise files_mismatch(value)
         self._contents = value._contents
+
+
+def files_mismatch(value: object, **details: object) -> StateMismatchError:
+    """Return the error for a state that asks for `Files` where the checkpoint has another value."""
+    return StateMismatchError(
+        "The checkpoint does not fit the state, which asks for Files where the checkpoint has another value. Give the "
+        "state such a value, or leave the Files out of the state.",
+        **details,
+        saved=type(value).__name__,
+    )
 
 
 def unwrap_marked(value: object) -> object:
@@ -168,6 +200,11 @@ def unwrap_marked(value: object) -> object:
     for container, key, inner in iterate_tuples(holder):
         container[key] = _unwrap(inner)
     return holder[0]
+
+
+def holds_imitation(value: object) -> bool:
+    """Return whether an object of a state is, or holds in its lists and dicts, an imitation of an entry with a mark."""
+    return any(is_imitation(inner) for _, _, inner in iterate_tuples([value]))
 
 
 def iterate_tuples(value: Any) -> Iterator[tuple[Any, Any, Any]]:
@@ -223,6 +260,14 @@ def _checked(contents: Mapping[Any, Any], kind: type[DcpRemoteError]) -> dict[st
             "Names of files must be relative paths with '/', such as 'vocab/merges.txt', without '..'.",
             names=", ".join(repr(name)[:100] for name in wrong[:_NAMED_MAX]),
         )
+    impossible = _find_impossible_names(contents)
+    if impossible:
+        raise kind(
+            "Names of files must be possible on every system, so that files saved on one can be written on another. "
+            "Rename the files, or leave them out.",
+            names=", ".join(f"{name!r} ({why})"[:200] for name, why in list(impossible.items())[:_NAMED_MAX]),
+            found=len(impossible),
+        )
     others = [name for name, content in contents.items() if not isinstance(content, (bytes, bytearray, memoryview))]
     if others:
         raise kind("Contents of files must be bytes.", names=", ".join(others[:_NAMED_MAX]))
@@ -239,6 +284,33 @@ def _is_name(name: object) -> bool:
     except UnicodeEncodeError:
         return False
     return fits and not any(part in ("", ".", "..") for part in parts)
+
+
+def _find_impossible_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the names that cannot exist on every system, beside the others, each with the reason."""
+    impossible: dict[str, str] = {}
+    folded: dict[str, str] = {}  # names of files and folders, by the form in which Windows and macOS compare them
+    for name in names:
+        parts = name.split("/")
+        if any(part.partition(".")[0].rstrip(" ").upper() in _WINDOWS_DEVICES for part in parts):
+            impossible[name] = "a device on Windows"
+        elif any(part.endswith((".", " ")) for part in parts):
+            impossible[name] = "Windows drops a dot or space at the end"
+        elif not _WINDOWS_REFUSES.isdisjoint(name):
+            impossible[name] = f"Windows allows none of {' '.join(sorted(_WINDOWS_REFUSES))}"
+        for path in (name, *_parents(name)):
+            first = folded.setdefault(unicodedata.normalize("NFC", path).casefold(), path)
+            if first != path:
+                impossible.setdefault(name, f"the same as {first!r} on Windows or macOS")
+    return impossible
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    """Return whether a path, with its links followed, is a folder or below it."""
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except RuntimeError:  # a cycle of links, in Python 3.11 and 3.12
+        return False
 
 
 def _parents(name: str) -> Iterator[str]:

@@ -8,10 +8,12 @@ code. Any other object is refused when it is saved, not when it is needed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from dcp_remote.common.digests import digest
 from dcp_remote.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedFormatError
 from dcp_remote.format.json_text import encode_by_place, from_text, to_text
 from dcp_remote.format.json_tree import Decoder, Encoder, Json, Refusal, Tag, type_name
@@ -27,6 +29,8 @@ Encoding: TypeAlias = Literal["json", "json+raw", "torch", "pickle"]
 
 _TAG_BY_TYPE: dict[type, Tag] = {tag.kind: tag for tag in (*PYTHON_TAGS, *NUMPY_TAGS, *TORCH_TAGS)}
 _TAG_BY_NAME: dict[str, Tag] = {tag.name: tag for tag in (*_TAG_BY_TYPE.values(), *INNER_TAGS, *CLASS_TAGS)}
+
+_PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
 
 # Refused values that an error names. The error is sent to all ranks, so it stays short.
 _REFUSALS_NAMED_MAX = 5
@@ -99,6 +103,28 @@ def encode_object(key: str, value: object, *, allow_pickle: bool = False) -> Enc
             return EncodedObject("pickle", stream)
         raise _unsafe_object_error(key, _NEEDS_PICKLE, refusals, error) from error
     return EncodedObject("torch", stream)
+
+
+def digest_object(value: object) -> int:
+    """Return a digest of 32 bits, the same for equal objects of different processes, and never 0.
+
+    The order of a dict's keys does not count. Buffers are read in place, at 0.05 s per GiB.
+
+    Returns:
+        Digest; 0 for an object that has no encoding as JSON, of which nothing is known.
+    """
+    if type(value) in _PLAIN_TYPES:  # nearly all objects of a state: a tenth of the time
+        text = repr(value).encode("utf-8", "surrogatepass")
+    else:
+        encoder = Encoder(_find_tag)
+        try:
+            tree = encoder.value(value)
+            if encoder.refusals:
+                return 0
+            text = json.dumps(tree, sort_keys=True, default=lambda buffer: digest(buffer.view).hex()).encode()
+        except RecursionError:
+            return 0
+    return int.from_bytes(digest(text)[:4]) or 1
 
 
 def find_refusals(value: object) -> list[Refusal]:

@@ -5,17 +5,25 @@ torch's planner flattens dicts and lists, but no tuple: so the entry is a tuple 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, Generic, TypeVar
+
+from dcp_remote.errors import InvalidArgumentError
+
+_NAMED_MAX = 5
 
 T = TypeVar("T")
 
-OPAQUE_MARK: Final = "dcp_remote.Opaque"
-FILES_MARK: Final = "dcp_remote.Files"
+# Made when this module is imported, so that no constant of a user's code is the same object: entries that `Opaque` and
+# `Files` made have these very strings, and imitations only equal ones.
+OPAQUE_MARK: Final = "".join(("dcp_remote.", "Opaque"))  # noqa: FLY002
+FILES_MARK: Final = "".join(("dcp_remote.", "Files"))  # noqa: FLY002
 
 # Stands in a template for a value that is read whole, so that no value has to be made for the template. A pair, so that
 # no stored per-rank value, which is a tuple of one, is equal to it.
 _UNREAD_MARK: Final = "dcp_remote.unread"
 UNREAD: Final = (_UNREAD_MARK, None)
+UNREAD_FILES: Final = (_UNREAD_MARK, "Files")
 
 
 class Opaque(Generic[T]):
@@ -65,9 +73,38 @@ def is_unread(value: object) -> bool:
     return _first(value) == _UNREAD_MARK
 
 
+def asks_for_files(value: object) -> bool:
+    """Return whether a value of a template, of a restore or of `dcp.load`, stands for `Files`."""
+    pair: Any = value
+    first = _first(value)
+    return first == FILES_MARK or (first == _UNREAD_MARK and bool(pair[1] == UNREAD_FILES[1]))
+
+
 def is_reserved(value: object) -> bool:
     """Return whether a user's value looks like an entry with a mark, so that a load would return another value."""
     return _first(value) in (OPAQUE_MARK, FILES_MARK, _UNREAD_MARK)
+
+
+def is_imitation(value: object) -> bool:
+    """Return whether a value looks like an entry with a mark that `Opaque` or `Files` of this process did not make.
+
+    The entry of an `Opaque` that holds an imitation is one, too.
+    """
+    marked: Any = value
+    mark = _first(value)
+    if mark is OPAQUE_MARK:
+        return is_reserved(marked[1])
+    return is_reserved(value) and mark is not FILES_MARK
+
+
+def imitation_error(names: Sequence[str]) -> InvalidArgumentError:
+    """Return the error for values that a load would take for entries with a mark."""
+    return InvalidArgumentError(
+        "Tuples of two that begin with a mark of this library cannot be told from values that it has wrapped. "
+        "Save lists in their place, or change the text.",
+        where=", ".join(names[:_NAMED_MAX]),
+        found=len(names),
+    )
 
 
 def _first(value: object) -> str | None:

@@ -11,7 +11,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from dcp_remote import RemoteReader, RemoteWriter, plain_errors
-from dcp_remote.errors import CheckpointExistsError, CheckpointNotFoundError, DcpRemoteError, SaveFailedError
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DcpRemoteError,
+    InvalidArgumentError,
+    SaveFailedError,
+)
 
 CALLS: dict[str, tuple[Callable[[], object], type[DcpRemoteError]]] = {
     "save": (
@@ -69,6 +75,25 @@ def test_plain_errors_of_several_ranks() -> None:
     assert str(caught.value) == "The disk is full. rank=1 failed_ranks='1, 2'"
     with pytest.raises(SaveFailedError, match=r"'0, 1, .*, 15 and 4 more'"), plain_errors():
         _fail(*[SaveFailedError("The disk is full.")] * 20)
+
+
+def test_two_values_with_one_name() -> None:
+    """Save a state in which torch finds one name twice: the error is ours, and names them of all ranks."""
+    state = {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}
+    with pytest.raises(InvalidArgumentError) as caught, plain_errors():
+        dcp.save(state, storage_writer=RemoteWriter("memory://torch-duplicate"), no_dist=True)
+    text = "".join(traceback.format_exception(caught.value))
+    last = text.rstrip().splitlines()[-1]
+    assert last.startswith("dcp_remote.errors.InvalidArgumentError: Two values of the state have one name, ")
+    assert "Rename one" in last
+    assert last.endswith("names='a.b'")
+    assert "duplicated flatten key" not in text
+    torchs = [ValueError(f"duplicated flatten key {name}") for name in ("x.1", "y.2", "x.1")]
+    with pytest.raises(InvalidArgumentError) as caught, plain_errors():
+        _fail(None, *torchs)
+    assert caught.value.details == {"names": "x.1, y.2", "failed_ranks": "1, 2, 3"}
+    with pytest.raises(CheckpointException), plain_errors():
+        _fail(torchs[0], ValueError("another"))
 
 
 @pytest.mark.parametrize("others", [(KeyError("a"),), (SaveFailedError("ours"), KeyError("a"))])

@@ -133,6 +133,16 @@ CALLS = [
     ),
     WrongCall("A URL that was made a path", 'CheckpointManager("/data/s3:/bucket/run")'),
     WrongCall("A question without a policy", 'CheckpointManager("memory://run").should_save(100)'),
+    WrongCall("Files that Windows does not have", 'Files({"aux.json": b"{}", "vocab.txt": b"a", "Vocab.txt": b"A"})'),
+    WrongCall(
+        "Files where a number was saved",
+        'CheckpointManager("memory://run").restore(state | {"step": Files()})',
+    ),
+    WrongCall(
+        "Two values with one name, by dcp.save",
+        "with plain_errors():\n"
+        '    dcp.save({"a": {"b": 1}, "a.b": 2}, storage_writer=RemoteWriter("memory://new"), no_dist=True)',
+    ),
 ]
 
 

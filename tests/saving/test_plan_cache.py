@@ -194,15 +194,13 @@ def test_a_tensor_that_is_no_longer_what_was_planned() -> None:
 @pytest.mark.parametrize(
     "others",
     [
-        {"weight": rows(200)},  # another shape on one rank
-        {"weight": rows(300).double()},
         {"weight": rows(300).to_sparse()},
         {"weight": rows(300).requires_grad_()},
     ],
-    ids=["shape", "dtype", "layout", "requires_grad"],
+    ids=["layout", "requires_grad"],
 )
 def test_what_holders_disagree_about_is_written_whole(others: State) -> None:
-    """A tensor about which its holders disagree is written by one of them, as in torch."""
+    """A tensor of one shape and dtype that its holders describe differently is written by one of them, as in torch."""
     states = [{"weight": rows(300)}, others, {"weight": rows(300)}]
     plans, of_all = planned(states)
     assert [len(plan.plan.items) for plan in plans] == [1, 0, 0]

@@ -24,8 +24,17 @@ from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.saving import plan_cache as plans_module
 from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.manifest_assembly import Planned
-from dcp_remote.saving.plan_cache import Proposal, plan_all, propose, to_rank_plan, to_table
+from dcp_remote.saving.plan_cache import (
+    Proposal,
+    describe_tensors,
+    digest_objects,
+    plan_all,
+    propose,
+    to_rank_plan,
+    to_table,
+)
 from dcp_remote.saving.plan_table import Arrangement, arrange, shrink_integers
+from dcp_remote.saving.rank_differences import describe_object_differences, require_equal_tensors
 from tests.support.simulated_ranks import LocalShards, shard
 
 SHARD_BYTES_MAX = 4 * KiB
@@ -314,9 +323,6 @@ REFUSED: dict[str, tuple[list[State], str]] = {
     "a gap": ([{"w": shards((4,), ((0,), (1,)))}, {"w": shards((4,), ((2,), (2,)))}], "in no chunk"),
     "overlapping": ([{"w": shards((4,), ((0,), (3,)))}, {"w": shards((4,), ((2,), (2,)))}], "overlap"),
     "outside": ([{"w": shards((4,), ((0,), (2,)))}, {"w": shards((4,), ((2,), (3,)))}], "outside"),
-    "another shape": ([{"w": torch.ones(4)}, {"w": shards((8,), ((4,), (4,)))}], "outside"),
-    "an object and a tensor": ([{"w": torch.ones(4)}, {"w": "four"}], "different things"),
-    "more dimensions": ([{"w": torch.ones(4)}, {"w": torch.ones(4, 1)}], "different things"),
 }
 
 
@@ -327,9 +333,148 @@ def test_plans_that_make_no_tensor_are_refused(case: str) -> None:
     proposals = [proposal(state) for state in states]
     with pytest.raises(InvalidArgumentError, match=why) as caught:
         arranged(proposals)
-    assert caught.value.details.get("tensor", caught.value.details.get("name")) == "w"
+    assert caught.value.details["tensor"] == "w"
     with pytest.raises((AssertionError, ValueError, IndexError)):
         torchs(proposals)
+
+
+DIFFERENT: dict[str, tuple[list[State], str]] = {
+    "shapes": (
+        [{"w": torch.ones(2)}, {"w": torch.ones(3)}, {"w": torch.ones(2)}],
+        "w: float32 (2,) on ranks 0, 2, float32 (3,) on rank 1",
+    ),
+    "dtypes": (
+        [{"w": torch.ones(2)}, {"w": torch.ones(2).double()}],
+        "w: float32 (2,) on rank 0, float64 (2,) on rank 1",
+    ),
+    "an empty one": ([{"w": torch.ones(2)}, {"w": torch.ones(0)}], "w: float32 (2,) on rank 0, float32 (0,) on rank 1"),
+    "dimensions": (
+        [{"w": torch.ones(2)}, {"w": torch.ones(2, 1)}],
+        "w: float32 (2,) on rank 0, float32 (2, 1) on rank 1",
+    ),
+    "an object and a tensor": (
+        [{"w": torch.ones(4)}, {"w": "four"}],
+        "w: float32 (4,) on rank 0, an object on rank 1",
+    ),
+    "a part of a larger one": (
+        [{"w": torch.ones(4)}, {"w": shards((8,), ((4,), (4,)))}],
+        "w: float32 (4,) on rank 0, float32 (8,) on rank 1",
+    ),
+    "global shapes of which the first is tiled": (
+        [{"w": shards((4,), ((0,), (2,)))}, {"w": shards((6,), ((2,), (1,)), ((3,), (1,)))}],
+        "w: float32 (4,) on rank 0, float32 (6,) on rank 1",
+    ),
+    "parts of different dtypes": (
+        [{"w": shards((4,), ((0,), (2,)))}, {"w": LocalShards((4,), torch.int8, [((2,), torch.ones(2).char())])}],
+        "w: float32 (4,) on rank 0, int8 (4,) on rank 1",
+    ),
+    "several, of many ranks": (
+        [{"a": 1, "same": torch.ones(1), "w": torch.ones(rank // 6), "v": torch.ones(rank)} for rank in range(12)],
+        (
+            "v: float32 (0,) on rank 0, float32 (1,) on rank 1, float32 (2,) on rank 2, and 9 more; "
+            "w: float32 (0,) on 6 ranks (0, 1, 2, 3, …), float32 (1,) on 6 ranks (6, 7, 8, 9, …)"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_ranks_that_save_different_tensors_are_refused(case: str) -> None:
+    """One error names all names, what ranks hold under them, and PerRank; the same by columns and by torch's plans."""
+    states, differing = DIFFERENT[case]
+    proposals = [proposal(state) for state in states]
+    errors: list[InvalidArgumentError] = []
+    with pytest.raises(InvalidArgumentError, match=r"different things.*PerRank\(") as caught:
+        arranged(proposals)
+    errors.append(caught.value)
+    if "an object" not in differing:
+        with pytest.raises(InvalidArgumentError, match="different things") as caught:
+            require_equal_tensors([describe_tensors(proposed.plan) for proposed in proposals])
+        errors.append(caught.value)
+    for error in errors:
+        assert isinstance(error.details["differing"], str)
+        assert sorted(error.details["differing"].split("; ")) == differing.split("; ")
+        assert error.details["names"] == differing.count(";") + 1
+
+
+def test_an_error_of_many_names_is_short() -> None:
+    """All names are counted, and ten are listed."""
+    states = [{str(n): torch.ones(1 + rank) for n in range(50)} for rank in range(3)]
+    with pytest.raises(InvalidArgumentError) as caught:
+        arranged([proposal(state) for state in states])
+    assert caught.value.details["names"] == 50
+    assert str(caught.value.details["differing"]).count(";") == 9
+
+
+def test_tensors_that_differ_in_flags_are_saved() -> None:
+    """Gradients and pinned memory are no part of a value."""
+    states: list[State] = [{"w": torch.ones(2)}, {"w": torch.ones(2, requires_grad=True)}]
+    assert arranged([proposal(state) for state in states])[1].planned.names == ("w",)
+
+
+# ---- objects that differ
+
+
+def arranged_objects(states: Sequence[State], **options: Any) -> tuple[list[SavePlan], Arrangement]:
+    """Arrange with digests of the objects, as a `CheckpointManager` of several ranks does."""
+    tables = []
+    for state in states:
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(state, None, is_coordinator=True)
+        proposed = propose(planner, shard_bytes_max=SHARD_BYTES_MAX)
+        tables.append(pickle.loads(pickle.dumps(to_table(proposed, digest_objects(proposed, planner)))))
+    arrangement = arrange(tables, shard_bytes_max=SHARD_BYTES_MAX, **options)
+    return [
+        to_rank_plan(proposal(state), share).plan for state, share in zip(states, arrangement.shares, strict=True)
+    ], arrangement
+
+
+def test_objects_that_differ_between_ranks_are_found() -> None:
+    """Name, number of values and of ranks, and the rank that writes; equal values of any type are none."""
+    array = np.arange(100_000)
+    states: list[State] = [
+        {
+            "step": 7,
+            "own": {"seed": 100 + rank},
+            "betas": (0.9, 0.999),
+            "set": {"b", "a"} if rank else {"a", "b"},
+            "options": ({"b": 1, "a": {"x": array.copy()}},) if rank else ({"a": {"x": array}, "b": 1},),
+            "nan": float("nan"),
+            "half": None if rank < 2 else "late",
+            "arrays": (array + rank // 3,),
+            "refused": print if rank else 5,
+            "tensor": torch.ones(2),
+            "of one": [rank] if rank == 1 else None,
+            "per_rank": {str(rank): {"random": (rank,)}},
+        }
+        for rank in range(4)
+    ]
+    for state in states:
+        if state["of one"] is None:
+            del state["of one"]
+    plans, arrangement = arranged_objects(states)
+    writers = {item.index.fqn: rank for rank, plan in enumerate(plans) for item in plan.items}
+    assert [(one.name, one.values, one.ranks) for one in arrangement.differing] == [
+        ("own.seed", 4, 4),
+        ("half", 2, 4),
+        ("arrays", 2, 4),
+    ]
+    assert all(one.writer == writers[one.name] for one in arrangement.differing)
+    assert str(arrangement.differing[0]) == f"own.seed (4 values on 4 ranks; rank {writers['own.seed']}'s is saved)"
+    lowest = arranged_objects(states, to_lowest_rank=True)[1].differing
+    assert {one.writer for one in lowest} == {0}
+    assert not arranged([proposal(state) for state in states])[1].differing
+    assert not arranged_objects(states[:1])[1].differing
+
+
+def test_the_warning_is_short() -> None:
+    """Of many objects ten are named, and all are counted."""
+    _, arrangement = arranged_objects([{str(n): rank for n in range(40)} for rank in range(2)])
+    text = describe_object_differences(arrangement.differing)
+    assert text.startswith(
+        "Ranks hold different values of 40 objects, and one rank's value is saved: 0 (2 values on 2 "
+    )
+    assert text.endswith(", and 30 more. PerRank(...) in the state saves every rank's.")
 
 
 def test_a_tensor_that_no_rank_holds_is_refused() -> None:

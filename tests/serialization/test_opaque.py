@@ -8,6 +8,7 @@ import datetime as dt
 import enum
 import functools
 import logging
+import pickle
 import re
 import types
 from pathlib import Path
@@ -28,6 +29,7 @@ from dcp_remote import (
     RemoteWriter,
     as_plain,
     load,
+    plain_errors,
     refused_values,
 )
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, UnsafeObjectError
@@ -169,6 +171,36 @@ def test_a_per_rank_value_in_place_of_an_opaque_one() -> None:
     assert (state["cfg"].value, state["files"].value) == ({"a": 1}, Files({"x": b"1"}))
 
 
+def test_a_value_of_one_rank_in_the_place_of_a_shared_one() -> None:
+    """Rename between `PerRank` and shared values: the value itself in both directions, of `Opaque` and `Files` too."""
+    store, files, pairs = MemoryStore(), Files({"x": b"1"}), [("dcp_remote.Opaque", 5)]
+    saved: dict[str, Any] = {
+        "n": PerRank(7),
+        "pair": PerRank((1,)),
+        "cfg": PerRank(Opaque(pairs)),
+        "files": PerRank(files),
+        "m": 8,
+        "shared": Opaque(pairs),
+        "other": files,
+    }
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, saved, wait=True)
+        state: dict[str, Any] = {
+            "new": {"n": 0},
+            "pair": None,
+            "cfg": Opaque(0),
+            "files": Files(),
+            "m": PerRank(0),
+            "shared": PerRank(Opaque(0)),
+            "other": PerRank(Files()),
+        }
+        rename = {f"per_rank.0.{key}": key for key in ("pair", "cfg", "files")} | {"per_rank.0.n": "new.n"}
+        rename |= {key: f"per_rank.0.{key}" for key in ("m", "shared", "other")}
+        checkpoints.restore(state, rename=rename)
+    assert (state["new"], state["pair"], state["cfg"].value, state["files"]) == ({"n": 7}, (1,), pairs, files)
+    assert (state["m"].value, state["shared"].value.value, state["other"].value) == (8, pairs, files)
+
+
 def test_lists_without_tensors() -> None:
     """Save `Opaque` and `Files` in lists that torch stores as one entry: load, and restore into lists of any length."""
     store, files = MemoryStore(), Files({"x": b"1"})
@@ -210,6 +242,93 @@ def test_tuples_that_look_like_entries(mark: str) -> None:
     loaded = load(store)
     assert loaded.pop("per_rank") == {"0": {"d": mark}}
     assert loaded == {"a": (mark, 5, 6), "b": [mark, 5], "c": [pair], "e": (pair,)}
+
+
+class Holding:
+    """`Stateful` with a given state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Passing(Holding):
+    """`Stateful` that passes on the state of another one, which may be `Opaque` or `Files`."""
+
+    def state_dict(self) -> Any:
+        return {key: value.state_dict() for key, value in self.state.items()}
+
+    def load_state_dict(self, state: Any) -> None:
+        for key, value in self.state.items():
+            value.load_state_dict(state[key])
+
+
+def test_states_that_look_like_entries() -> None:
+    """Save `Stateful`s and modules whose state holds tuples with a mark: one error names all, and nothing is stored."""
+    pair = ("dcp_remote.Opaque", 5)
+
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return pair
+
+    wrong = {
+        "a": Holding(pair),
+        "b": [Holding({"x": {"y": [1, pair]}, "w": torch.ones(1)})],
+        "c": PerRank(Holding({"x": collections.OrderedDict(y=[pair])})),
+        "d": Extra(1, 1),
+        "e": Passing({"o": Opaque(pair)}),
+    }
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        with pytest.raises(
+            InvalidArgumentError, match=r"where='a, b\.0\.x\.y\.1, c\.x\.y\.0, d\._extra_state, e\.o' found=5"
+        ):
+            checkpoints.save(1, wrong, wait=True)
+        assert not list(store.list("shards/"))
+        checkpoints.save(1, {"a": Holding({"x": (*pair, 6), "y": list(pair), "z": (pair,)})}, wait=True)
+    assert load(store)["a"] == {"x": (*pair, 6), "y": list(pair), "z": (pair,)}
+
+
+def test_states_that_pass_on_entries() -> None:
+    """Save and restore `Stateful`s that pass on the entries of `Opaque` and `Files`, which are no imitations."""
+    store, files = MemoryStore(), Files({"x": b"1"})
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(
+            1, {"a": Passing({"o": Opaque([1]), "f": files}), "p": PerRank(Passing({"f": files}))}, wait=True
+        )
+        state: dict[str, Any] = {"a": Passing({"o": Opaque(0), "f": Files()}), "p": PerRank(Passing({"f": Files()}))}
+        checkpoints.restore(state)
+    assert (state["a"].state["o"].value, state["a"].state["f"]) == ([1], files)
+    assert state["p"].value.state["f"] == files
+
+
+def test_dcp_save_refuses_what_looks_like_entries(tmp_path: Path) -> None:
+    """Save tuples with a mark by torch's functions: an error names all; entries of `Opaque` and copies of them pass."""
+    pair, url = ("dcp_remote.Files", 5), tmp_path.as_uri()
+    wrong = {
+        "a": pair,
+        "b": {"c": [1, {"d": pair}], "k": [1, pair]},
+        "e": Holding({"f": pair}),
+        "g": 1,
+        "o": Opaque(pair),
+    }
+    with pytest.raises(InvalidArgumentError, match=r"where='a, b\.c\.1\.d, b\.k, e\.f, o' found=5"), plain_errors():
+        dcp.save(wrong, storage_writer=RemoteWriter(url), no_dist=True)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    right = {"a": (*pair, 6), "o": Opaque([pair]), "f": Files({"x": b"1"}), "p": Passing({"o": Opaque(5)})}
+    saved: Any = dcp.async_save(right, storage_writer=RemoteWriter(url), no_dist=True)
+    saved.result()
+    assert load(url) == {"a": (*pair, 6), "o": [pair], "f": Files({"x": b"1"}), "p": {"o": 5}}
+    # An asynchronous save in another process gets writer and state by pickle, where an entry is an equal tuple.
+    entries = pickle.loads(pickle.dumps({"o": Opaque([1]).state_dict()}))
+    writer = pickle.loads(pickle.dumps(RemoteWriter(url, overwrite=True)))
+    dcp.save(entries, storage_writer=writer, no_dist=True)
+    assert load(url) == {"o": [1]}
 
 
 @pytest.mark.parametrize("copies", [False, True])

@@ -2,7 +2,6 @@
 
 Makes the calls of `dcp.save` and `dcp.load` on each rank, in their order (state_dict_saver.py and state_dict_loader.py
 of torch 2.13), once per rank. A test of any world size takes milliseconds, and needs no process group.
-2.13), called once per rank. A test of any world size takes milliseconds, and needs no process group.
 """
 
 from __future__ import annotations
