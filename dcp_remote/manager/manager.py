@@ -40,6 +40,7 @@ from dcp_remote.manager.reports import LoadReport, SaveReport
 from dcp_remote.manager.save_policy import SavePolicy, SaveSchedule
 from dcp_remote.manager.telemetry import Telemetry
 from dcp_remote.run.job import CheckpointLabels, JobSession, require_step, require_step_or_name
+from dcp_remote.run.lookup import as_step
 from dcp_remote.run.retention import ChooseToDelete, Retention, require_retention
 from dcp_remote.run.run import CheckpointInfo
 from dcp_remote.saving.device_copy import wait_for_devices
@@ -169,7 +170,6 @@ class CheckpointManager:
         location = Location.of(url, storage_options)
         require_shared(location, default_world_size())
         self._store = CountingStore(location.store)
-        self._run = Run(self._store.uncounted)
         self._timeout_seconds, self._silence_seconds = timeout_seconds, silence_seconds
         self._arrival_seconds = arrival_seconds
         self._allow_pickle, self._memory_budget_bytes = allow_pickle, memory_budget_bytes
@@ -202,6 +202,7 @@ class CheckpointManager:
             allow_pickle=allow_pickle,
             progress=progress,
         )
+        self._run = Run(self._store.uncounted, owner=lambda: self._saver.owner)
         self._stager = Stager()
         self._telemetry = Telemetry()
         self._background_saves = BackgroundSaves(self._store.url, self._preemption)
@@ -278,7 +279,8 @@ class CheckpointManager:
                 Or a function that returns the state, called here on every rank: if it raises on one rank, that rank
                 raises the error unchanged, the others hear of it at once, and nothing is uploaded.
             name: Name or names by which the checkpoint can be asked for; a name moves to the newest checkpoint that is
-                given it.
+                given it. "latest", "last" and "newest" are no names: wherever a step is taken, each means the
+                newest checkpoint.
             metrics: Numbers by name, for `Retention(keep_best=…)`. A number that is not finite is left out, with a
                 warning. Those of the coordinator are stored.
             user: Notes for the manifest: JSON, at most 1 MiB. Those of the coordinator are stored. Where `exist_ok`
@@ -387,7 +389,7 @@ class CheckpointManager:
 
         Args:
             state: State as for `save`; its keys and shapes say what is loaded.
-            step: Step or name of the checkpoint; None is the newest.
+            step: Step or name of the checkpoint; None, "latest", "last" or "newest" is the newest.
             include: Names or patterns to load; None is all. The others stay as they are.
             exclude: Names or patterns that stay as they are.
             rename: Dict of names, or their first parts, in the checkpoint to those in the state; or a function.
@@ -418,6 +420,7 @@ class CheckpointManager:
         self._require_open()
         if step is not None:
             require_step_or_name(step)
+            step = as_step(step)
         planner = choose_planner(
             planner,
             include=include,

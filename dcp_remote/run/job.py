@@ -23,7 +23,16 @@ from dcp_remote.errors import (
     InvalidArgumentError,
     SaveTimeoutError,
 )
-from dcp_remote.format.catalog import Attempt, Catalog, Entry, add_entry, label_entry, raise_revision, take_fence
+from dcp_remote.format.catalog import (
+    NEWEST_WORDS,
+    Attempt,
+    Catalog,
+    Entry,
+    add_entry,
+    label_entry,
+    raise_revision,
+    take_fence,
+)
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.format.manifest import RunInfo
 from dcp_remote.run.catalog_store import Change, require_catalog, swap
@@ -95,8 +104,8 @@ def check_names(names: object, *, step: int | None = None) -> tuple[str, ...]:
     """Check one name or several of a checkpoint, and return them in order.
 
     A name is any text of 1 to 200 characters without control characters, such as "checkpoint-500" or
-    "epoch=3-step=500.ckpt". A name of digits alone would be taken for a step, on the command line; so it may only be
-    that of its own step.
+    "epoch=3-step=500.ckpt", but none of `NEWEST_WORDS`. A name of digits alone would be taken for a step, on the
+    command line; so it may only be that of its own step.
 
     Args:
         names: Name, or names.
@@ -110,6 +119,13 @@ def check_names(names: object, *, step: int | None = None) -> tuple[str, ...]:
     checked = (names,) if isinstance(names, str) else tuple(names)
     for word in checked:
         _require_word(word)
+        if word in NEWEST_WORDS:
+            raise InvalidArgumentError(
+                "This name means the newest checkpoint wherever a step is taken, so no checkpoint can have it. Leave "
+                "it out, or choose another name.",
+                name=word,
+                reserved=", ".join(NEWEST_WORDS),
+            )
         if step is not None and word.isdecimal() and int(word) != step:
             raise InvalidArgumentError(
                 "A name of digits alone would be taken for another step. Add letters, as in 'checkpoint-500'.",

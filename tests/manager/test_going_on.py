@@ -105,7 +105,7 @@ def test_a_step_saved_again() -> None:
         manager.save(2, state_of(2), metrics={"loss": 2.0}, wait=True)
         save_id = entry_of(store, 2).save_id
         store.clear()
-        manager.save(2, state_of(20), name=["best", "last"], metrics={"loss": 1.5, "score": 4}, exist_ok=True)
+        manager.save(2, state_of(20), name=["best", "stable"], metrics={"loss": 1.5, "score": 4}, exist_ok=True)
         report = manager.wait()
         assert [(verb, key) for verb, key in store.calls if verb != "get"] == [("put", "catalog.json")]
         assert store.count("get") == 2
@@ -113,7 +113,7 @@ def test_a_step_saved_again() -> None:
         assert (report.step, report.save_id, report.is_repeated, report.written_bytes) == (2, save_id, True, 0)
         assert "had saved step 2" in str(report)
         entry = entry_of(store, 2)
-        assert (entry.save_id, entry.names) == (save_id, ("best", "last"))
+        assert (entry.save_id, entry.names) == (save_id, ("best", "stable"))
         assert dict(entry.metrics) == {"loss": 1.5, "score": 4.0}
         assert entry_of(store, 1).names == ("first",)
         store.clear()

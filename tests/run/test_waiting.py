@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from dcp_remote.errors import (
-    CheckpointNotFoundError,
+    BucketNotFoundError,
     CorruptCheckpointError,
     InvalidArgumentError,
     PermissionDeniedError,
@@ -185,8 +185,8 @@ def test_a_bucket_that_does_not_exist() -> None:
     """Wait in a bucket that does not exist: an error at once, since no run will begin there."""
 
     class NoBucket(MemoryStore):
-        def explain_missing(self) -> str | None:
-            return "There is no such bucket."
+        def explain_missing(self) -> BucketNotFoundError:
+            return BucketNotFoundError("There is no such bucket.")
 
-    with pytest.raises(CheckpointNotFoundError, match="no such bucket"):
+    with pytest.raises(BucketNotFoundError, match="no such bucket"):
         wait(NoBucket(), None, Clock())
