@@ -21,7 +21,7 @@ from dcp_remote.errors import (
 CATALOG_KEY = "catalog.json"
 
 # Words that mean the newest checkpoint wherever a step is taken, and so are no names of checkpoints.
-NEWEST_WORDS = ("latest", "last", "newest")
+NEWEST_WORDS = ("latest", "last")
 
 # Newest steps that a message lists.
 _STEPS_NAMED_MAX = 20

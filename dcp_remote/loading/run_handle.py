@@ -55,8 +55,8 @@ class Run:
     alone, and neither stop nor disturb a job that saves into the run, nor its retention. Only `pin`, `unpin`, `name`,
     `unname` and `delete` write: by one swap of the catalog, whole or not at all, also if this process is killed.
 
-    Every method takes a step (an integer) or a name (a text) where it takes `step`; "latest", "last" and "newest" mean
-    the newest checkpoint. All raise:
+    Every method takes a step (an integer) or a name (a text) where it takes `step`; "latest" and "last" mean the newest
+    checkpoint. All raise:
 
         CorruptCheckpointError: The catalog or a manifest is damaged; or the catalog is lost: `dcp-remote recover`.
         UnsupportedFormatError: A newer version of dcp_remote wrote the run.

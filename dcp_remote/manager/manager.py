@@ -279,8 +279,7 @@ class CheckpointManager:
                 Or a function that returns the state, called here on every rank: if it raises on one rank, that rank
                 raises the error unchanged, the others hear of it at once, and nothing is uploaded.
             name: Name or names by which the checkpoint can be asked for; a name moves to the newest checkpoint that is
-                given it. "latest", "last" and "newest" are no names: wherever a step is taken, each means the
-                newest checkpoint.
+                given it. "latest" and "last" are refused: they mean the newest checkpoint wherever a step is taken.
             metrics: Numbers by name, for `Retention(keep_best=…)`. A number that is not finite is left out, with a
                 warning. Those of the coordinator are stored.
             user: Notes for the manifest: JSON, at most 1 MiB. Those of the coordinator are stored. Where `exist_ok`
@@ -389,7 +388,7 @@ class CheckpointManager:
 
         Args:
             state: State as for `save`; its keys and shapes say what is loaded.
-            step: Step or name of the checkpoint; None, "latest", "last" or "newest" is the newest.
+            step: Step or name of the checkpoint; None, "latest" or "last" is the newest.
             include: Names or patterns to load; None is all. The others stay as they are.
             exclude: Names or patterns that stay as they are.
             rename: Dict of names, or their first parts, in the checkpoint to those in the state; or a function.

@@ -505,8 +505,8 @@ class JobSession:
         if newest is not None and self._resumed_from is None:
             raise CheckpointExistsError(
                 "The run has checkpoints, and this job was restored from none of them: a save would abandon them. Call "
-                "restore() first; or pass resumed_from=<step> if the state was loaded another way, or start_over=True "
-                "to begin anew.",
+                "restore() first; or make the manager with CheckpointManager(…, resumed_from=<step>) if the state was "
+                "loaded another way, or with CheckpointManager(…, start_over=True) to begin anew.",
                 url=self._store.url,
                 newest=newest.step,
             )

@@ -81,7 +81,7 @@ def test_digits_alone_are_the_step_itself() -> None:
 
 @pytest.mark.parametrize("word", NEWEST_WORDS)
 def test_words_for_the_newest(word: str) -> None:
-    """Ask for "latest", "last" and "newest": each is the newest checkpoint, and none may be given as a name."""
+    """Ask for "latest" and "last": each is the newest checkpoint, and none may be given as a name."""
     store = a_run(*STEPS)
     assert give(store, word, "best") == 3
     assert set_pin(store, word, pin=True, deadline=deadline()) == 3

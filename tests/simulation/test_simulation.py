@@ -291,6 +291,9 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
 
 # Rules whose loss shows only in histories with specific actors.
 SCENES_OF = {
+    "looking again after the floor was raised": SCENES[3:5],
+    "the store's clock": SCENES[3:5],
+    "a fresh name for a thinned manifest": SCENES[8:9],
     "raising the floor, of retiring": SCENES[2:3],
     "looking at the pin": SCENES[-3:-2],
     "looking at the reused manifest": SCENES[-2:-1],
