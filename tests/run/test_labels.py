@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -254,23 +255,19 @@ def test_a_fenced_job_changes_nothing(*, is_meanwhile: bool) -> None:
         set_pin(store, 3, pin=True, deadline=deadline())
         before = stored(store)
         assert before is not None
-        owner = Owner(before.run_id, before.token)
-
-        def fence(store: MemoryStore = store) -> None:
-            swapped(store, take_fence)
-
+        fence = partial(swapped, store, take_fence)
         asked: ObjectStore = store
         if is_meanwhile:
             asked = MeanwhileStore(store, 2, fence)  # before its PUT, or between its first GET and the swap's
         else:
             fence()
         with pytest.raises(FencedError, match="nothing was changed"):
-            call(Run(asked, owner=lambda owner=owner: owner))
+            call(Run(asked, owner=partial(Owner, before.run_id, before.token)))
         after = stored(store)
         assert after is not None
         assert after.entries == before.entries
         assert_sound(store)
-        call(Run(store, owner=lambda after=after: Owner(after.run_id, after.token)))
+        call(Run(store, owner=partial(Owner, after.run_id, after.token)))
         assert live(store) != before.entries
 
 

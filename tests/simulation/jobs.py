@@ -645,7 +645,8 @@ def _change_by_handle(actor: Actor, run: Run, *, owner: Owner | None = None, job
     rng, look = actor.rng, _FirstLook(actor.store)
     by_handle = RunHandle(look, timeout_seconds=SAVE_SECONDS, owner=lambda: owner)
     steps = [entry.step for entry in run.catalog.entries] if run.catalog is not None else []
-    asked: int | str = rng.choice([*steps, *steps, "best", "stable", "latest"])
+    known: list[int | str] = [*steps, *steps, "best", "stable", "latest"]
+    asked = rng.choice(known)
     names = rng.choice([("best",), ("stable",), ("best", "stable")])
     match rng.choice(["delete", "delete", "name", "unname"]):
         case "delete":
