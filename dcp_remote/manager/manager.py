@@ -177,7 +177,7 @@ class CheckpointManager:
         if self._is_alone and os.environ.get("WORLD_SIZE", "1") not in {"", "1"}:
             logger.warning(
                 "%s: WORLD_SIZE is set, but torch.distributed is not initialized: this process saves as if it were the "
-                "only one",
+                "only one. Call init_process_group before",
                 self._store.url,
             )
         self._ranks = RankGroup.from_process_group(

@@ -143,7 +143,10 @@ class BackgroundMaintenance:
         with self._changed:
             is_late = self._deadline.elapsed_seconds() > _ROUND_SECONDS + _STUCK_SECONDS
             if self._thread is not None and (self._stop.is_set() or is_late):
-                logger.warning("%s: deleting old objects is stuck; they are left to `dcp-remote gc`", self._store.url)
+                logger.warning(
+                    "%s: a request to delete old objects does not end; they are left to `dcp-remote gc`",
+                    self._store.url,
+                )
                 self._stop.set()
                 self._begin_anew()
             self._stop.clear()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # One page of a listing of S3: a look costs one request, however many objects lie below the URL.
 _KEYS_MAX = 1_000
 
-# Short, since the message is only completed by the look, and a job waits for it.
+# Short, because a job waits for the listing, which only completes a message.
 _RETRY_SECONDS = 10.0
 
 # A message shows so many keys or folders, each cut to so many characters.
@@ -64,7 +64,7 @@ class _Kind:
 
 
 def describe_foreign(store: ObjectStore, *, retry_seconds: float = _RETRY_SECONDS) -> str | None:
-    """Say what else than a checkpoint lies at a URL, and what to do; None if nothing was recognized or found.
+    """Describe what lies at a URL without a checkpoint, and what to do; None if nothing was recognized or found.
 
     Costs a LIST of one page. Without permission to list, after a failure, and on a store that cannot list a page
     (file systems of fsspec that are only read) the result says nothing of objects.

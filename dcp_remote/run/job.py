@@ -177,7 +177,7 @@ def _number(name: str, value: SupportsFloat) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SaveTicket:
-    """Ticket of a save that has begun, which every rank must have. It pickles.
+    """Ticket of a save that has begun, which every rank must have; can be pickled.
 
     Attributes:
         save_id: Id of this save; 32 lower-case hex digits.
@@ -262,7 +262,7 @@ class JobSession:
         self._resumed_from, self._token = step, None
 
     def after(self, step: int) -> JobSession:
-        """Make another session of this job, resumed from a checkpoint; a thread stuck in this one cannot touch it."""
+        """Make a session of this job, resumed from a checkpoint, that a thread stuck in this session cannot change."""
         job = JobSession(self._store, sleep=self._sleep, uniform=self._uniform, new_id=self._new_id)
         job.resume_from(step)
         job._fence_error = self._fence_error

@@ -944,7 +944,7 @@ class GoOn(logging.Handler):
     """Log handler that ends the upload once the awaited line is logged."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "waiting for requests of the save of step 1; Ctrl-C ends this" in record.getMessage():
+        if "waiting for requests of the save of step 1; press Ctrl-C to stop waiting" in record.getMessage():
             InterruptedUploadStore.go_on.set()
 
 

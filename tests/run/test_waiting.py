@@ -135,7 +135,7 @@ def test_an_outage_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
     assert store.count() == 64
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 21
-    assert "has not answered for 0 s; waiting on for a newer checkpoint, for at most 3570 s" in lines[0]
+    assert "has not answered for 0 s; still waiting for a newer checkpoint, 3570 s at most" in lines[0]
     assert "has not answered for 30 s" in lines[1]
     assert "An injected fault" in lines[1]
     assert lines[-1].endswith("the store answers again")
