@@ -93,8 +93,9 @@ class CheckpointManager:
     them, a part each, if digests of all bits are equal in that save. If digests differ, the tensor of one rank is saved
     whole, and a warning is logged.
 
-    The first save of a job takes the fence: jobs that were started earlier can commit nothing more, and raise
-    `FencedError`. Checkpoints are deleted only by `retention`, or when a save replaces them.
+    The first save of a job takes the fence: jobs that were started earlier can commit, delete, name and pin nothing
+    more, and raise `FencedError`. Checkpoints are deleted only by `retention` and `delete`, or when a save replaces
+    them.
 
     Args:
         url: URL of the run: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///…`, a path, `memory://name` (one process
@@ -301,6 +302,7 @@ class CheckpointManager:
             CheckpointExistsError: The run has a checkpoint of this step, or checkpoints that this job does not go on
                 from; see `JobSession.begin`.
             FencedError: A newer job owns the run. Stop this job.
+            BucketNotFoundError: There is no such bucket; nothing was uploaded.
             CommitConflictError: Another save of this step was committed meanwhile.
             CommitUnknownError: The store did not say by the deadline whether the commit was carried out.
             SaveTimeoutError: Ranks did not call `save` within `arrival_seconds`, or did not report by the deadline;
@@ -406,6 +408,7 @@ class CheckpointManager:
         Raises:
             StateMismatchError: The checkpoint does not fit the state; lists all of it, on all ranks. Nothing was read.
             CheckpointNotFoundError: The run has no checkpoint of this step or name; or none, with `must_exist`.
+            BucketNotFoundError: There is no such bucket, also without `must_exist`.
             CheckpointGoneError: The checkpoint was deleted while it was being read; the error names newer ones.
             CheckpointExistsError: A checkpoint by itself, and no run, lies at this URL.
             CorruptCheckpointError: Bytes differ from those that were written: restore an older step.
