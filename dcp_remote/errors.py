@@ -14,7 +14,8 @@
     ├── UnsupportedFormatError    written by a newer version; upgrade
     ├── StorageError              the store failed, and another attempt will not help
     │   ├── TransientStorageError the store failed for now; a later attempt may succeed
-    │   ├── ObjectNotFoundError   (also FileNotFoundError)  no such object, or no such bucket
+    │   ├── ObjectNotFoundError   (also FileNotFoundError)  no such object
+    │   │   └── BucketNotFoundError   (also CheckpointNotFoundError)  create the bucket, or correct its name or server
     │   ├── ConditionFailedError  a conditional write found another object (perhaps of its own earlier attempt)
     │   └── PermissionDeniedError fix the credentials or the permissions
     └── InvalidArgumentError      (also ValueError)         fix the call
@@ -143,7 +144,11 @@ class TransientStorageError(StorageError):
 
 
 class ObjectNotFoundError(StorageError, FileNotFoundError):
-    """No object has this key, or no bucket this name."""
+    """No object has this key."""
+
+
+class BucketNotFoundError(ObjectNotFoundError, CheckpointNotFoundError):
+    """The bucket or container does not exist, for reading or saving: create it, or correct its name or its server."""
 
 
 class ConditionFailedError(StorageError):

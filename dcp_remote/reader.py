@@ -75,7 +75,7 @@ class RemoteReader(StorageReader):
     Args:
         url: URL or path of a checkpoint, or its store, as for `RemoteWriter`; or of a run that `CheckpointManager`
             saves into.
-        step: Step of a run, or name of a checkpoint in it; None is the newest.
+        step: Step of a run, or name of a checkpoint in it; None, "latest" or "last" is the newest.
         include: Names or patterns to load; like the following, for the planner that `planner` makes.
         exclude: Names or patterns that stay as they are.
         rename: Dict of names, or their first parts, in the checkpoint to those in the state; or a function.

@@ -95,7 +95,10 @@ def _add_show(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(run=_show)
     parser.add_argument(
-        "--step", type=parse_step, metavar="N|NAME", help="checkpoint of a run, by step or name (default: the newest)"
+        "--step",
+        type=parse_step,
+        metavar="N|NAME",
+        help="checkpoint of a run, by step or name (default: the newest)",
     )
     parser.add_argument(
         "--key",
@@ -147,7 +150,7 @@ def _add_rm(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="N|NAME",
-        help="checkpoint to delete, by step or name; repeatable",
+        help="checkpoint to delete, by step, name or 'latest'; repeatable",
     )
     parser.add_argument("--yes", action="store_true", help="delete; without this nothing is changed")
     parser.add_argument("--force", action="store_true", help="delete also a pinned checkpoint, or the newest")
@@ -162,7 +165,7 @@ def _add_pin(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         description="Exempt a checkpoint of a run from retention and from replacement by saves without overwrite=True.",
     )
     parser.set_defaults(run=_pin)
-    parser.add_argument("step", type=parse_step, metavar="STEP|NAME", help="step or name of the checkpoint")
+    parser.add_argument("step", type=parse_step, metavar="STEP|NAME", help="step or name of the checkpoint, or latest")
     parser.add_argument("--undo", action="store_true", help="unpin: retention may delete the checkpoint again")
 
 

@@ -105,8 +105,8 @@ class FailureDetector:
         subject = f"{format_ranks(absent)} {'has' if len(absent) == 1 else 'have'}"
         message = (
             f"{subject} not called {outcome.what} within {seconds:.0f} s of rank {self._member.rank}; it was given up. "
-            "Call it on every rank, not under `if rank == 0`; if ranks may be that far apart, pass a larger "
-            "arrival_seconds."
+            "Call save and restore on every rank, not under `if rank == 0`; if ranks may be that far apart, pass a "
+            "larger arrival_seconds."
         )
         error = outcome.timed_out(message, **outcome.rank_details(absent), now=self._positions(absent))
         outcome.end(error, is_unattended=True, keys=keys)

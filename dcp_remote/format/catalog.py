@@ -20,6 +20,9 @@ from dcp_remote.errors import (
 
 CATALOG_KEY = "catalog.json"
 
+# Words that mean the newest checkpoint wherever a step is taken, and so are no names of checkpoints.
+NEWEST_WORDS = ("latest", "last")
+
 # Newest steps that a message lists.
 _STEPS_NAMED_MAX = 20
 
@@ -87,6 +90,12 @@ class Catalog:
         """Return the newest checkpoint that is not abandoned."""
         return max((entry for entry in self.entries if not entry.abandoned), key=lambda entry: entry.step, default=None)
 
+    def find(self, step: int | str | None) -> Entry | None:
+        """Return the checkpoint of a step or name; the newest for None and for `NEWEST_WORDS`."""
+        if step is None or step in NEWEST_WORDS:
+            return self.latest()
+        return self.find_by_name(step) if isinstance(step, str) else self.entry_at(step)
+
     def find_by_name(self, name: str) -> Entry | None:
         """Return the checkpoint that has this name; a name belongs to at most one checkpoint."""
         return next((entry for entry in self.entries if name in entry.names), None)
@@ -119,8 +128,33 @@ class Attempt:
     abandons: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Job that asks for a change other than a save; such a change is also made for no job, by a person or a tool.
+
+    Attributes:
+        run_id: Id of the run when the job took the fence.
+        token: Fencing token of the job.
+    """
+
+    run_id: str
+    token: int
+
+
 class BeginAgainError(CommitConflictError):
     """Objects that a save or a thinning wrote or reuses may have been removed; begin it again."""
+
+
+def require_owner(catalog: Catalog, owner: Owner | None) -> None:
+    """Refuse a change that a fenced job asks for; None is no job, and never refused.
+
+    Raises:
+        FencedError: A newer job owns the run, or another run was created in its place.
+    """
+    if owner is not None and (owner.run_id, owner.token) != (catalog.run_id, catalog.token):
+        raise FencedError(
+            "A newer job owns this run; nothing was changed. Stop this job.", token=owner.token, newest=catalog.token
+        )
 
 
 def take_fence(catalog: Catalog) -> Catalog:

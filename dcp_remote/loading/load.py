@@ -55,7 +55,7 @@ def load(
 
     Args:
         url: URL, path or store, as for `RemoteReader`.
-        step: Step of a run, or name of a checkpoint in it; None is the newest.
+        step: Step of a run, or name of a checkpoint in it; None, "latest" or "last" is the newest.
         keys: Names, or patterns of names such as `"model.*"`, as `dcp-remote show` lists them; None reads everything.
             Entries that were not chosen are left out. In a list they are None, so that chosen entries keep their index.
         include: The same as `keys`, under the name that `CheckpointManager.restore` has for it; give one of them.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.format.catalog import Catalog
+from dcp_remote.format.catalog import Catalog, Owner
 from dcp_remote.run.job import require_step_or_name
 from dcp_remote.run.labels import give_names, set_pin, take_names
 from dcp_remote.run.lookup import read_manifest
@@ -55,23 +55,33 @@ class Run:
     alone, and neither stop nor disturb a job that saves into the run, nor its retention. Only `pin`, `unpin`, `name`,
     `unname` and `delete` write: by one swap of the catalog, whole or not at all, also if this process is killed.
 
-    Every method takes a step (an integer) or a name (a text) where it takes `step`. All raise:
+    Every method takes a step (an integer) or a name (a text) where it takes `step`; "latest" and "last" mean the newest
+    checkpoint. All raise:
 
         CorruptCheckpointError: The catalog or a manifest is damaged; or the catalog is lost: `dcp-remote recover`.
         UnsupportedFormatError: A newer version of dcp_remote wrote the run.
         InvalidArgumentError: An argument is wrong; or a checkpoint by itself lies at this URL.
-        CheckpointNotFoundError: There is no such bucket, or no checkpoint of this step or name.
+        CheckpointNotFoundError: There is no checkpoint of this step or name; `BucketNotFoundError` if there is no such
+            bucket.
         StorageError: The store refused, or did not answer for `timeout_seconds`.
 
     Args:
         store: Store opened at the run.
         timeout_seconds: Time for which one request is retried while the store fails, in seconds; for methods that
             write, the deadline of the call.
+        owner: Returns the job for which the methods that write are called, which raise `FencedError` once a newer job
+            owns the run; None for a person or a tool.
     """
 
-    def __init__(self, store: ObjectStore, *, timeout_seconds: float = RANGE_RETRY_SECONDS) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        timeout_seconds: float = RANGE_RETRY_SECONDS,
+        owner: Callable[[], Owner | None] = lambda: None,
+    ) -> None:
         """Store the arguments; no request."""
-        self._store, self._timeout_seconds = store, timeout_seconds
+        self._store, self._timeout_seconds, self._owner = store, timeout_seconds, owner
 
     def __repr__(self) -> str:
         """Return the class and the URL; options, which may be secret, are left out."""
@@ -123,7 +133,7 @@ class Run:
         catalog = self._catalog()
         if catalog is None:
             return False
-        return (catalog.find_by_name(step) if isinstance(step, str) else catalog.entry_at(step)) is not None
+        return catalog.find(step) is not None
 
     def user(self, step: int | str | None = None) -> dict[str, Any]:
         """Return the `user` metadata that was given when a checkpoint was saved; None is the newest.
@@ -182,11 +192,11 @@ class Run:
         Raises:
             CommitUnknownError: The store did not say whether the catalog was swapped.
         """
-        set_pin(self._store, step, pin=True, deadline=self._deadline())
+        set_pin(self._store, step, pin=True, deadline=self._deadline(), owner=self._owner())
 
     def unpin(self, step: int | str) -> None:
         """Remove the pin of a checkpoint. Costs and errors as of `pin`."""
-        set_pin(self._store, step, pin=False, deadline=self._deadline())
+        set_pin(self._store, step, pin=False, deadline=self._deadline(), owner=self._owner())
 
     def name(self, step: int | str, name: str | Iterable[str], *, move: bool = False) -> None:
         """Give one or several names to a checkpoint that is live; all or none, at once for every reader.
@@ -203,11 +213,11 @@ class Run:
             CheckpointExistsError: Other checkpoints have some of the names, and `move` is False.
             CommitUnknownError: The store did not say whether the catalog was swapped.
         """
-        give_names(self._store, step, name, move=move, deadline=self._deadline())
+        give_names(self._store, step, name, move=move, deadline=self._deadline(), owner=self._owner())
 
     def unname(self, name: str | Iterable[str]) -> None:
         """Take one or several names from the checkpoints that have them, which stay. Costs and errors as of `pin`."""
-        take_names(self._store, name, deadline=self._deadline())
+        take_names(self._store, name, deadline=self._deadline(), owner=self._owner())
 
     def delete(self, step: int | str, *, force: bool = False) -> None:
         """Delete a checkpoint: from the catalog by one swap, then its objects that no other checkpoint uses.
@@ -229,7 +239,7 @@ class Run:
         """
         require_step_or_name(step)
         maintenance, deadline = Maintenance(self._store), self._deadline()
-        applied = maintenance.retire([step], deadline=deadline, force=force)
+        applied = maintenance.retire([step], deadline=deadline, force=force, owner=self._owner())
         deleted = maintenance.delete(deadline=deadline, pause_seconds=0)
         logger.info("%s: deleted step %s (%d objects)", self.url, applied.retired, deleted.removed)
         left = len(deleted.failed) + deleted.left + deleted.given_up

@@ -34,7 +34,7 @@ _UNWIND_SECONDS = 2.0
 # Share of the time left before the process is killed; the rest is for closing.
 _UNWIND_SHARE = 0.25
 
-# Time for which a save waits for the thread of a save that was given up before it.
+# Time for which a save waits for the thread of an earlier save that was given up.
 _STOP_SECONDS = 30.0
 
 # Time for deleting old checkpoints when a manager closes; what remains is left to `dcp-remote gc`.
@@ -80,7 +80,7 @@ class BackgroundSave:
         """Begin the save in a thread. If this method raises, call `abandon`.
 
         Args:
-            task: State to save, and its terms.
+            task: State to save, with its labels and deadline.
 
         Raises:
             RuntimeError: No thread can be started.
@@ -294,7 +294,9 @@ class BackgroundSaves:
             if newest is not None:
                 if is_interrupted and not newest.has_ended:
                     # A store that does not answer holds the thread for as long as one request may take.
-                    logger.warning("%s: waiting for requests of %s; Ctrl-C ends this", self._url, newest.what)
+                    logger.warning(
+                        "%s: waiting for requests of %s; press Ctrl-C to stop waiting", self._url, newest.what
+                    )
                 newest.finish(min(seconds, self._preemption.working_seconds()))
 
     def _wait_to_close(self, *, is_interrupted: bool) -> None:

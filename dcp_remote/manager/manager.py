@@ -40,6 +40,7 @@ from dcp_remote.manager.reports import LoadReport, SaveReport
 from dcp_remote.manager.save_policy import SavePolicy, SaveSchedule
 from dcp_remote.manager.telemetry import Telemetry
 from dcp_remote.run.job import CheckpointLabels, JobSession, require_step, require_step_or_name
+from dcp_remote.run.lookup import as_step
 from dcp_remote.run.retention import ChooseToDelete, Retention, require_retention
 from dcp_remote.run.run import CheckpointInfo
 from dcp_remote.saving.device_copy import wait_for_devices
@@ -92,8 +93,9 @@ class CheckpointManager:
     them, a part each, if digests of all bits are equal in that save. If digests differ, the tensor of one rank is saved
     whole, and a warning is logged.
 
-    The first save of a job takes the fence: jobs that were started earlier can commit nothing more, and raise
-    `FencedError`. Checkpoints are deleted only by `retention`, or when a save replaces them.
+    The first save of a job takes the fence: jobs that were started earlier can commit, delete, name and pin nothing
+    more, and raise `FencedError`. Checkpoints are deleted only by `retention` and `delete`, or when a save replaces
+    them.
 
     Args:
         url: URL of the run: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///…`, a path, `memory://name` (one process
@@ -169,7 +171,6 @@ class CheckpointManager:
         location = Location.of(url, storage_options)
         require_shared(location, default_world_size())
         self._store = CountingStore(location.store)
-        self._run = Run(self._store.uncounted)
         self._timeout_seconds, self._silence_seconds = timeout_seconds, silence_seconds
         self._arrival_seconds = arrival_seconds
         self._allow_pickle, self._memory_budget_bytes = allow_pickle, memory_budget_bytes
@@ -177,7 +178,7 @@ class CheckpointManager:
         if self._is_alone and os.environ.get("WORLD_SIZE", "1") not in {"", "1"}:
             logger.warning(
                 "%s: WORLD_SIZE is set, but torch.distributed is not initialized: this process saves as if it were the "
-                "only one",
+                "only one. Call init_process_group before",
                 self._store.url,
             )
         self._ranks = RankGroup.from_process_group(
@@ -202,6 +203,7 @@ class CheckpointManager:
             allow_pickle=allow_pickle,
             progress=progress,
         )
+        self._run = Run(self._store.uncounted, owner=lambda: self._saver.owner)
         self._stager = Stager()
         self._telemetry = Telemetry()
         self._background_saves = BackgroundSaves(self._store.url, self._preemption)
@@ -278,7 +280,7 @@ class CheckpointManager:
                 Or a function that returns the state, called here on every rank: if it raises on one rank, that rank
                 raises the error unchanged, the others hear of it at once, and nothing is uploaded.
             name: Name or names by which the checkpoint can be asked for; a name moves to the newest checkpoint that is
-                given it.
+                given it. "latest" and "last" are refused: they mean the newest checkpoint wherever a step is taken.
             metrics: Numbers by name, for `Retention(keep_best=…)`. A number that is not finite is left out, with a
                 warning. Those of the coordinator are stored.
             user: Notes for the manifest: JSON, at most 1 MiB. Those of the coordinator are stored. Where `exist_ok`
@@ -301,6 +303,7 @@ class CheckpointManager:
             CheckpointExistsError: The run has a checkpoint of this step, or checkpoints that this job does not go on
                 from; see `JobSession.begin`.
             FencedError: A newer job owns the run. Stop this job.
+            BucketNotFoundError: There is no such bucket; nothing was uploaded.
             CommitConflictError: Another save of this step was committed meanwhile.
             CommitUnknownError: The store did not say by the deadline whether the commit was carried out.
             SaveTimeoutError: Ranks did not call `save` within `arrival_seconds`, or did not report by the deadline;
@@ -388,7 +391,7 @@ class CheckpointManager:
 
         Args:
             state: State as for `save`; its keys and shapes say what is loaded.
-            step: Step or name of the checkpoint; None is the newest.
+            step: Step or name of the checkpoint; None, "latest" or "last" is the newest.
             include: Names or patterns to load; None is all. The others stay as they are.
             exclude: Names or patterns that stay as they are.
             rename: Dict of names, or their first parts, in the checkpoint to those in the state; or a function. A
@@ -407,6 +410,7 @@ class CheckpointManager:
         Raises:
             StateMismatchError: The checkpoint does not fit the state; lists all of it, on all ranks. Nothing was read.
             CheckpointNotFoundError: The run has no checkpoint of this step or name; or none, with `must_exist`.
+            BucketNotFoundError: There is no such bucket, also without `must_exist`.
             CheckpointGoneError: The checkpoint was deleted while it was being read; the error names newer ones.
             CheckpointExistsError: A checkpoint by itself, and no run, lies at this URL.
             CorruptCheckpointError: Bytes differ from those that were written: restore an older step.
@@ -420,6 +424,7 @@ class CheckpointManager:
         self._require_open()
         if step is not None:
             require_step_or_name(step)
+            step = as_step(step)
         planner = choose_planner(
             planner,
             include=include,

@@ -1,7 +1,7 @@
 """Preemption: all ranks stop at the same step, though SIGTERM reaches them at different times, and some never.
 
-An ordinary step costs a lock. A collective in each step would cost more, and one that only those ranks enter that have
-received the signal would never end. So the ranks agree in the background, over the key-value store:
+A step without a signal costs a lock. A collective in each step would cost more, and a collective that only the ranks
+with the signal enter would never end. So the ranks agree in the background, over the key-value store:
 
     preempt/<round>/asked       some rank is asked to stop; and the moment before which no rank needs to wait, if any
     preempt/<round>/at/<rank>   the last moment for which `reached` was called on this rank
@@ -9,8 +9,8 @@ received the signal would never end. So the ranks agree in the background, over 
                                 (the keys of a round are deleted when a later round is decided)
 
 As soon as a rank's heartbeat sees the first key, the rank publishes the second, and from then on `reached` waits there
-for the third. So no rank is past the step that is decided. And no rank waits for ever: what a rank publishes does not
-depend on its training, which may itself be waiting, in a collective, for a rank that waits here.
+for the third. So no rank is past the step that is decided. No rank waits for ever: the heartbeat's thread publishes for
+a rank, also while the training of that rank waits in a collective for a rank that waits here.
 
 A moment is a step, with the number of restores before it: a training that restores goes back to a smaller step, which
 is yet to come. All ranks come to the same moments, in the same order.

@@ -19,6 +19,7 @@ from dcp_remote.common.text import format_count, human_bytes
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError
+from dcp_remote.format.catalog import Owner
 from dcp_remote.format.keys import origin
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.manager.coordinator import Again, Committed, Coordinator, Labelled
@@ -266,6 +267,7 @@ class RankSaver:
 
     Attributes:
         background_maintenance: Thread that deletes what this rank's saves leave.
+        owner: Job as which this rank saved last; None before the first save.
     """
 
     def __init__(
@@ -298,6 +300,7 @@ class RankSaver:
         self._known: _Known | None = None
         # Names of objects that differ between ranks, of which the coordinator has warned.
         self._reported: set[str] = set()
+        self.owner: Owner | None = None
 
     @short_switch_interval()
     def save(self, collective: Collective, task: Task) -> SaveReport:
@@ -425,6 +428,7 @@ class RankSaver:
         if isinstance(begun, Labelled):
             return begun
         ticket = begun.ticket
+        self.owner = Owner(ticket.run.run_id, ticket.run.token)
         if begun.is_known:
             return _Agreed(ticket, planner, plans.plan.finish(planner), planning.planned)
         if proposal is None:

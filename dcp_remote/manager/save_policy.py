@@ -1,9 +1,10 @@
 """Steps at which a training saves: every so many steps, every so many seconds, and steps that are listed.
 
 Steps by number cost no message: every rank computes them. A save by time is due by the coordinator's clock. Four
-heartbeats before, the thread of its heartbeat proposes a step, as many steps ahead as the training does in that time;
-the threads of the other heartbeats answer with the last step of their rank, and the coordinator decides. By the rules
-of `Agreement` all ranks then save at one step; a rank waits only if it comes to that step before the decision.
+heartbeats before a save is due, the coordinator's heartbeat proposes a step, as many steps ahead as the training does
+in four heartbeats; the heartbeats of the other ranks answer with the last step of their rank, and the coordinator
+decides. By the rules of `Agreement` all ranks save at that step; a rank that comes to the step before the decision
+waits for it.
 """
 
 from __future__ import annotations
@@ -165,7 +166,9 @@ class SaveSchedule:
             answer = agreement.ask(step)
         if agreement.has_failed and self._warned_round < agreement.round:
             self._warned_round = agreement.round
-            logger.warning("The ranks did not agree in time on a step for the save that was due: it is left out.")
+            logger.warning(
+                "The ranks did not agree in time on a step for the save that was due; that save is left out."
+            )
         # Without its store no rank can agree: a save is due all the same, and raises what has happened to the store.
         return bool(answer) or (heartbeat.gone is not None and self._clock() >= self._due_seconds)
 

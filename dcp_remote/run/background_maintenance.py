@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.errors import CommitUnknownError, DcpRemoteError
-from dcp_remote.format.catalog import Catalog, Entry
+from dcp_remote.errors import CommitUnknownError, DcpRemoteError, FencedError
+from dcp_remote.format.catalog import Catalog, Entry, Owner
 from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.run.retention import ChooseToDelete, Retention
 from dcp_remote.run.run import CheckpointInfo
@@ -143,7 +143,10 @@ class BackgroundMaintenance:
         with self._changed:
             is_late = self._deadline.elapsed_seconds() > _ROUND_SECONDS + _STUCK_SECONDS
             if self._thread is not None and (self._stop.is_set() or is_late):
-                logger.warning("%s: deleting old objects is stuck; they are left to `dcp-remote gc`", self._store.url)
+                logger.warning(
+                    "%s: a request to delete old objects does not end; they are left to `dcp-remote gc`",
+                    self._store.url,
+                )
                 self._stop.set()
                 self._begin_anew()
             self._stop.clear()
@@ -204,7 +207,14 @@ class BackgroundMaintenance:
     def _apply(self, maintenance: Maintenance, retention: Retention | ChooseToDelete, work: _Work) -> None:
         if not isinstance(retention, Retention):
             retention = partial(_choose_without_exit, retention)
-        applied = maintenance.apply(retention, deadline=work.deadline, catalog=work.catalog)
+        assert work.catalog is not None, "retention follows a commit"
+        # The commit of this job: a newer job may have other rules, and this thread may have been held up.
+        owner = Owner(work.catalog.run_id, work.catalog.token)
+        try:
+            applied = maintenance.apply(retention, deadline=work.deadline, catalog=work.catalog, owner=owner)
+        except FencedError:
+            logger.info("%s: retention was not applied: a newer job owns the run", self._store.url)
+            return
         if applied.retired or applied.thinned:
             logger.info("%s: retired %s, thinned %s", self._store.url, applied.retired, applied.thinned)
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import escape_unprintable
-from dcp_remote.errors import DcpRemoteError
+from dcp_remote.errors import BucketNotFoundError, DcpRemoteError
 from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.format.keys import SHARDS_PREFIX, is_written_key, revision_of
 from dcp_remote.format.manifest import MANIFEST_KEY
@@ -27,12 +27,18 @@ logger = logging.getLogger(__name__)
 # One page of a listing of S3: a look costs one request, however many objects lie below the URL.
 _KEYS_MAX = 1_000
 
-# Short, since the message is only completed by the look, and a job waits for it.
+# Short, because a job waits for the listing, which only completes a message.
 _RETRY_SECONDS = 10.0
 
 # A message shows so many keys or folders, each cut to so many characters.
 _SHOWN_MAX = 3
 _CHARACTERS_MAX = 100
+
+# Parts of a run that no URL of a run ends in; an object of a run is refused before, by `parse_url`.
+_PART_FOLDER = re.compile(r"(?P<above>.+)/(?P<part>manifests|shards(?:/[0-9a-f]{2})?)")
+
+# Files of other tools: object storage has no folders, so that such a URL looks like that of a run that has not begun.
+_FILE = re.compile(r".+\.(?:pt|pth|ckpt|bin|safetensors|distcp|json|metadata)")
 
 _STEP_FOLDER = re.compile(
     r"(?:global_?step|step|checkpoint|ckpt|epoch|iter(?:ation)?)[-_=]?0*(\d{1,15})", re.IGNORECASE
@@ -58,14 +64,17 @@ class _Kind:
 
 
 def describe_foreign(store: ObjectStore, *, retry_seconds: float = _RETRY_SECONDS) -> str | None:
-    """Say what else than a checkpoint lies at a URL, and what to do; None if nothing was recognized or found.
+    """Describe what lies at a URL without a checkpoint, and what to do; None if nothing was recognized or found.
 
     Costs a LIST of one page. Without permission to list, after a failure, and on a store that cannot list a page
-    (file systems of fsspec that are only read) the result says nothing of objects. Never raises.
+    (file systems of fsspec that are only read) the result says nothing of objects.
 
     Args:
         store: Store opened at a URL without catalog and without manifest.
         retry_seconds: Seconds for which the request is retried.
+
+    Raises:
+        BucketNotFoundError: There is no such bucket.
     """
     sentences = [_describe_name(store.url)]
     # Such a store lists everything below the URL, in any number of requests.
@@ -73,6 +82,8 @@ def describe_foreign(store: ObjectStore, *, retry_seconds: float = _RETRY_SECOND
         try:
             listing = RetryingStore(store, Deadline(retry_seconds)).list()
             sentences.insert(0, describe_keys([info.key for info in itertools.islice(listing, _KEYS_MAX)], store.url))
+        except BucketNotFoundError:
+            raise
         except DcpRemoteError as error:
             logger.debug("%s: no look at what lies there: %s", store.url, error)
     return " ".join(sentence for sentence in sentences if sentence) or None
@@ -96,13 +107,16 @@ def _describe_name(url: str) -> str | None:
     above, _, name = url.rpartition("/")
     if not above or above.endswith(("/", ":")):
         return None
-    step = _STEP_FOLDER.fullmatch(name)
-    if name not in (CATALOG_KEY, MANIFEST_KEY, "manifests", "shards") and step is None:
-        return None
     shown = escape_unprintable(above)
-    if step is None:
-        return f"The URL ends in {name}, a part of a checkpoint or run: pass {shown}."
-    return f"Checkpoints of a run have no folders: if the run is at {shown}, pass that URL and step={int(step[1])}."
+    if part := _PART_FOLDER.fullmatch(url):
+        return (
+            f"The URL ends in {part['part']}, a part of a checkpoint or run: pass {escape_unprintable(part['above'])}."
+        )
+    if step := _STEP_FOLDER.fullmatch(name):
+        return f"Checkpoints of a run have no folders: if the run is at {shown}, pass that URL and step={int(step[1])}."
+    if _FILE.fullmatch(name):
+        return f"The URL ends in {escape_unprintable(name)}, the name of a file, and that of a run is a folder's."
+    return None
 
 
 def _matching(pattern: str) -> _Pick:

@@ -23,7 +23,16 @@ from dcp_remote.errors import (
     InvalidArgumentError,
     SaveTimeoutError,
 )
-from dcp_remote.format.catalog import Attempt, Catalog, Entry, add_entry, label_entry, raise_revision, take_fence
+from dcp_remote.format.catalog import (
+    NEWEST_WORDS,
+    Attempt,
+    Catalog,
+    Entry,
+    add_entry,
+    label_entry,
+    raise_revision,
+    take_fence,
+)
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.format.manifest import RunInfo
 from dcp_remote.run.catalog_store import Change, require_catalog, swap
@@ -95,8 +104,8 @@ def check_names(names: object, *, step: int | None = None) -> tuple[str, ...]:
     """Check one name or several of a checkpoint, and return them in order.
 
     A name is any text of 1 to 200 characters without control characters, such as "checkpoint-500" or
-    "epoch=3-step=500.ckpt". A name of digits alone would be taken for a step, on the command line; so it may only be
-    that of its own step.
+    "epoch=3-step=500.ckpt", but none of `NEWEST_WORDS`. A name of digits alone would be taken for a step, on the
+    command line; so it may only be that of its own step.
 
     Args:
         names: Name, or names.
@@ -110,6 +119,13 @@ def check_names(names: object, *, step: int | None = None) -> tuple[str, ...]:
     checked = (names,) if isinstance(names, str) else tuple(names)
     for word in checked:
         _require_word(word)
+        if word in NEWEST_WORDS:
+            raise InvalidArgumentError(
+                "This name means the newest checkpoint wherever a step is taken, so no checkpoint can have it. Leave "
+                "it out, or choose another name.",
+                name=word,
+                reserved=", ".join(NEWEST_WORDS),
+            )
         if step is not None and word.isdecimal() and int(word) != step:
             raise InvalidArgumentError(
                 "A name of digits alone would be taken for another step. Add letters, as in 'checkpoint-500'.",
@@ -161,7 +177,7 @@ def _number(name: str, value: SupportsFloat) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SaveTicket:
-    """Ticket of a save that has begun, which every rank must have. It pickles.
+    """Ticket of a save that has begun, which every rank must have; can be pickled.
 
     Attributes:
         save_id: Id of this save; 32 lower-case hex digits.
@@ -246,7 +262,7 @@ class JobSession:
         self._resumed_from, self._token = step, None
 
     def after(self, step: int) -> JobSession:
-        """Make another session of this job, resumed from a checkpoint; a thread stuck in this one cannot touch it."""
+        """Make a session of this job, resumed from a checkpoint, that a thread stuck in this session cannot change."""
         job = JobSession(self._store, sleep=self._sleep, uniform=self._uniform, new_id=self._new_id)
         job.resume_from(step)
         job._fence_error = self._fence_error
@@ -489,8 +505,8 @@ class JobSession:
         if newest is not None and self._resumed_from is None:
             raise CheckpointExistsError(
                 "The run has checkpoints, and this job was restored from none of them: a save would abandon them. Call "
-                "restore() first; or pass resumed_from=<step> if the state was loaded another way, or start_over=True "
-                "to begin anew.",
+                "restore() first; or make the manager with CheckpointManager(…, resumed_from=<step>) if the state was "
+                "loaded another way, or with CheckpointManager(…, start_over=True) to begin anew.",
                 url=self._store.url,
                 newest=newest.step,
             )

@@ -10,14 +10,14 @@ from collections.abc import Iterable
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.format.catalog import Catalog, Entry, name_entry, pin_entry, unname_entries
+from dcp_remote.format.catalog import Catalog, Entry, Owner, name_entry, pin_entry, require_owner, unname_entries
 from dcp_remote.run.catalog_store import swap
 from dcp_remote.run.job import check_names, require_step_or_name
 from dcp_remote.run.lookup import find_entry, no_such_entry
 from dcp_remote.storage.base import ObjectStore
 
 
-def set_pin(store: ObjectStore, step: int | str, *, pin: bool, deadline: Deadline) -> int:
+def set_pin(store: ObjectStore, step: int | str, *, pin: bool, deadline: Deadline, owner: Owner | None = None) -> int:
     """Pin or unpin a checkpoint, and return its step; a GET and a PUT, or one GET if it is so already.
 
     Args:
@@ -25,20 +25,28 @@ def set_pin(store: ObjectStore, step: int | str, *, pin: bool, deadline: Deadlin
         step: Step or name of a live checkpoint.
         pin: True to pin, False to unpin.
         deadline: Deadline of all requests.
+        owner: Job that asks; None for a person or a tool.
 
     Raises:
         CheckpointNotFoundError: There is no run, or no such checkpoint.
+        FencedError: The job that asks was fenced; nothing was changed.
         InvalidArgumentError: `step` is neither a step nor a name, or the store cannot compare and swap.
         CommitUnknownError: It is not known whether the catalog was swapped.
         StorageError: The store refused, or did not answer by the deadline.
     """
-    chosen = _Chosen(step, store.url)
+    chosen = _Chosen(step, store.url, owner)
     swap(store, lambda now: pin_entry(now, chosen.find(now).step, pin=pin), deadline=deadline)
     return chosen.step
 
 
 def give_names(
-    store: ObjectStore, step: int | str, names: str | Iterable[str], *, move: bool, deadline: Deadline
+    store: ObjectStore,
+    step: int | str,
+    names: str | Iterable[str],
+    *,
+    move: bool,
+    deadline: Deadline,
+    owner: Owner | None = None,
 ) -> int:
     """Give names to a live checkpoint, all or none, and return its step. Costs and errors as of `set_pin`.
 
@@ -48,12 +56,13 @@ def give_names(
         names: Name or names; those that the checkpoint has already stay.
         move: True to take names from the checkpoints that have them.
         deadline: Deadline of all requests.
+        owner: Job that asks; None for a person or a tool.
 
     Raises:
         CheckpointExistsError: Other checkpoints have some of the names, and `move` is false.
         InvalidArgumentError: As `set_pin`; or a name is refused, see `check_names`.
     """
-    chosen, given = _Chosen(step, store.url), check_names(names)
+    chosen, given = _Chosen(step, store.url, owner), check_names(names)
     if not given:
         raise InvalidArgumentError("No name is given.", step=step)
 
@@ -66,13 +75,16 @@ def give_names(
     return chosen.step
 
 
-def take_names(store: ObjectStore, names: str | Iterable[str], *, deadline: Deadline) -> None:
+def take_names(
+    store: ObjectStore, names: str | Iterable[str], *, deadline: Deadline, owner: Owner | None = None
+) -> None:
     """Take names from the checkpoints that have them, which stay. Costs and errors as of `set_pin`.
 
     Args:
         store: Store opened at the run.
         names: Name or names.
         deadline: Deadline of all requests.
+        owner: Job that asks; None for a person or a tool.
 
     Raises:
         CheckpointNotFoundError: There is no run, or no checkpoint has one of the names; nothing was changed.
@@ -81,6 +93,7 @@ def take_names(store: ObjectStore, names: str | Iterable[str], *, deadline: Dead
     save_ids: set[str] = set()
 
     def change(now: Catalog) -> Catalog | None:
+        require_owner(now, owner)
         # Another process may give the name to another checkpoint before a second attempt, which must leave it there.
         if not save_ids:
             save_ids.update(find_entry(now, name, url=store.url).save_id for name in given)
@@ -92,9 +105,9 @@ def take_names(store: ObjectStore, names: str | Iterable[str], *, deadline: Dead
 class _Chosen:
     """Checkpoint that a step or name means in the first catalog."""
 
-    def __init__(self, step: int | str, url: str) -> None:
+    def __init__(self, step: int | str, url: str, owner: Owner | None) -> None:
         require_step_or_name(step)
-        self._asked, self._url = step, url
+        self._asked, self._url, self._owner = step, url, owner
         self._first: Entry | None = None
 
     @property
@@ -104,6 +117,7 @@ class _Chosen:
         return self._first.step
 
     def find(self, now: Catalog) -> Entry:
+        require_owner(now, self._owner)
         if self._first is None:
             self._first = find_entry(now, self._asked, url=self._url)
             return self._first

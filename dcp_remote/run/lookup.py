@@ -25,7 +25,7 @@ from dcp_remote.errors import (
     UnsupportedFormatError,
 )
 from dcp_remote.format import manifest_json
-from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry
+from dcp_remote.format.catalog import CATALOG_KEY, NEWEST_WORDS, Catalog, Entry
 from dcp_remote.format.document import STORED_BYTES_MAX, unseal
 from dcp_remote.format.keys import MANIFESTS_PREFIX, revision_of
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
@@ -88,7 +88,8 @@ def read_manifest(
 
     Args:
         store: Store opened at the checkpoint's URL, or at the run's.
-        step: Step or name of a checkpoint of a run. None is a checkpoint by itself, or the newest of a run.
+        step: Step or name of a checkpoint of a run. None is a checkpoint by itself, or the newest of a run; so are
+            `NEWEST_WORDS`.
         retry_seconds: Seconds for which failed requests are retried.
 
     Raises:
@@ -99,6 +100,7 @@ def read_manifest(
     """
     if step is not None and type(step) not in (int, str):
         raise wrong_step(step, "A step must be an integer, or a checkpoint's name.")
+    step = as_step(step)
     reading = RetryingStore(store, Deadline(retry_seconds))
     stored: Stored | None = None
     if step is None:
@@ -121,6 +123,11 @@ def read_manifest(
         "The next save replaces it.",
         url=store.url,
     )
+
+
+def as_step(step: int | str | None) -> int | str | None:
+    """Return None for one of `NEWEST_WORDS`, and any other step or name as it is. Pure."""
+    return None if step in NEWEST_WORDS else step
 
 
 def wrong_step(step: object, what: str) -> InvalidArgumentError:
@@ -149,16 +156,13 @@ def find_entry(catalog: Catalog, step: int | str | None, *, url: str) -> Entry:
 
     Args:
         catalog: Catalog of the run.
-        step: Step or name; None for the newest checkpoint that is not abandoned.
+        step: Step or name; None or one of `NEWEST_WORDS` for the newest checkpoint that is not abandoned.
         url: URL of the run, for the error.
 
     Raises:
         CheckpointNotFoundError: There is no such checkpoint; the error lists the steps and names that there are.
     """
-    if step is None:
-        entry = catalog.latest()
-    else:
-        entry = catalog.find_by_name(step) if isinstance(step, str) else catalog.entry_at(step)
+    entry = catalog.find(step)
     if entry is None:
         raise no_such_entry(catalog, step, url=url)
     return entry
@@ -178,14 +182,18 @@ def no_such_entry(
     steps = [other.step for other in catalog.entries if not other.abandoned][-_STEPS_NAMED_MAX:]
     if what is None:
         what = "The run has no live checkpoint of this step."
-        if step is None:
+        if as_step(step) is None:
             what = "No checkpoint is live in this run yet."
         elif isinstance(step, str):
             what = "The run has no live checkpoint of this name."
             if step.isdecimal():
                 what += " Pass a step as an integer, not as text."
+            metrics = [name for other in catalog.entries for name, _ in other.metrics]
+            if step == "best" and metrics:
+                what += f" `best({metrics[-1]!r})` finds the checkpoint with the best value of a metric."
     names = [name for other in catalog.entries for name in other.names]
-    near = difflib.get_close_matches(step, names[-_NAMES_COMPARED_MAX:], n=_NEAR_MAX) if isinstance(step, str) else []
+    known = [*names[-_NAMES_COMPARED_MAX:], *NEWEST_WORDS]
+    near = difflib.get_close_matches(step, known, n=_NEAR_MAX) if isinstance(step, str) else []
     return CheckpointNotFoundError(
         what,
         url=url,
@@ -331,12 +339,13 @@ def require_reachable(store: ObjectStore) -> None:
     """Refuse a bucket that does not exist; called where nothing was found. One request, if the store can tell.
 
     Raises:
-        CheckpointNotFoundError: There is no such bucket.
+        BucketNotFoundError: There is no such bucket.
+        StorageError: The store answers for another reason that no object is there, such as another region.
     """
     explain = getattr(store, "explain_missing", None)
-    reason = explain() if callable(explain) else None
-    if reason:
-        raise CheckpointNotFoundError(reason)
+    error = explain() if callable(explain) else None
+    if error is not None:
+        raise error
 
 
 def require_not_lost(store: ObjectStore) -> None:
@@ -378,7 +387,7 @@ def not_found(store: ObjectStore) -> CheckpointNotFoundError:
     Costs two LISTs of a page each, and perhaps one request more.
 
     Raises:
-        CheckpointNotFoundError: There is no such bucket.
+        BucketNotFoundError: There is no such bucket.
         CorruptCheckpointError: There was a run, which has lost its catalog.
     """
     return _not_found(store, "There is no committed checkpoint here (no manifest.json), and no run (no catalog.json).")
@@ -388,7 +397,7 @@ def no_run(store: ObjectStore, step: int | str) -> CheckpointNotFoundError:
     """Make the error for a step of a run where there is no run; it names what lies there. Costs as `not_found`.
 
     Raises:
-        CheckpointNotFoundError: There is no such bucket.
+        BucketNotFoundError: There is no such bucket.
         CorruptCheckpointError: There was a run, which has lost its catalog.
     """
     return _not_found(

@@ -22,7 +22,15 @@ from dcp_remote.errors import (
     UnsupportedFormatError,
 )
 from dcp_remote.format import manifest_json
-from dcp_remote.format.catalog import BeginAgainError, Catalog, Entry, retire_entries, thin_entry
+from dcp_remote.format.catalog import (
+    BeginAgainError,
+    Catalog,
+    Entry,
+    Owner,
+    require_owner,
+    retire_entries,
+    thin_entry,
+)
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.run.catalog_store import require_catalog, swap
 from dcp_remote.run.leftovers import Leftovers
@@ -127,6 +135,7 @@ class Maintenance:
         *,
         deadline: Deadline,
         catalog: Catalog | None = None,
+        owner: Owner | None = None,
     ) -> Applied:
         """Retire and thin the checkpoints that a retention does not keep (whole); nothing is deleted yet.
 
@@ -144,24 +153,29 @@ class Maintenance:
                 is called with each catalog that a swap finds.
             deadline: Deadline of all requests.
             catalog: Catalog that the caller knows to be there, which saves the first GET.
+            owner: Job whose retention this is; None for a tool.
 
         Raises:
             CheckpointNotFoundError: There is no run here.
+            FencedError: A newer job owns the run, and its retention decides; nothing was retired or thinned.
             CommitUnknownError: It is not known whether the catalog was swapped; `settle` finds out.
             StorageError: The store refused, or did not answer by the deadline.
             CorruptCheckpointError: The catalog is damaged.
             Exception: Whatever a function of the user raises; nothing was changed.
         """
         if not isinstance(retention, Retention):
-            return self._carry_out(partial(decide_by, retention), keys=(), deadline=deadline, catalog=catalog)
+            choose = partial(decide_by, retention)
+            return self._carry_out(choose, keys=(), deadline=deadline, catalog=catalog, owner=owner)
         keys = retention.optimizer_keys
 
-        def choose(now: Catalog) -> Decision:
+        def choose_by_rules(now: Catalog) -> Decision:
             return decide(retention, [self._candidate(entry, keys) for entry in now.entries])
 
-        return self._carry_out(choose, keys=keys, deadline=deadline, catalog=catalog)
+        return self._carry_out(choose_by_rules, keys=keys, deadline=deadline, catalog=catalog, owner=owner)
 
-    def retire(self, steps: Sequence[int | str], *, deadline: Deadline, force: bool = False) -> Applied:
+    def retire(
+        self, steps: Sequence[int | str], *, deadline: Deadline, force: bool = False, owner: Owner | None = None
+    ) -> Applied:
         """Retire checkpoints by their steps or names; nothing is deleted yet.
 
         Works on a damaged checkpoint, too, and beside one. Shards that an unreadable manifest may name are left to gc.
@@ -172,8 +186,10 @@ class Maintenance:
             steps: Steps or names of live checkpoints, abandoned ones included.
             deadline: Deadline of all requests.
             force: Retire pinned checkpoints, too, and the newest.
+            owner: Job that asks; None for a person or a tool.
 
         Raises:
+            FencedError: The job that asks was fenced; nothing was changed.
             CheckpointNotFoundError: No checkpoint of one of the steps or names is live; nothing was changed.
             InvalidArgumentError: One of the checkpoints is pinned, or the newest; nothing was changed.
             CommitUnknownError: It is not known whether the catalog was swapped.
@@ -190,7 +206,7 @@ class Maintenance:
                 require_expendable(now, entries)
             return Decision(retire=tuple(entry.step for entry in entries), thin=())
 
-        return self._carry_out(choose, keys=(), deadline=deadline, explicit=True)
+        return self._carry_out(choose, keys=(), deadline=deadline, owner=owner, explicit=True)
 
     def delete(
         self,
@@ -220,9 +236,11 @@ class Maintenance:
         keys: tuple[str, ...],
         deadline: Deadline,
         catalog: Catalog | None = None,
+        owner: Owner | None = None,
         explicit: bool = False,
     ) -> Applied:
         now = catalog or require_catalog(self._retrying(deadline)).catalog
+        require_owner(now, owner)
         decision = choose(now)
         if not decision.retire and not decision.thin:
             return Applied(now)
@@ -244,6 +262,7 @@ class Maintenance:
         to_thin: dict[str, Entry] = {}
 
         def change(run: Catalog) -> Catalog | None:
+            require_owner(run, owner)
             decided = choose(run)
             after = _changed(run, decided, ready)
             kept, retiring = {entry.manifest for entry in (after or run).entries}, frozenset(decided.retire)

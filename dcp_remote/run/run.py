@@ -75,7 +75,7 @@ def latest(
         timeout_seconds: Time for which one request is retried while the store fails, in seconds.
 
     Raises:
-        CheckpointNotFoundError: There is no such bucket.
+        BucketNotFoundError: There is no such bucket.
         CorruptCheckpointError: The catalog is damaged or lost; `dcp-remote recover` rebuilds it.
         StorageError: The store refused, or did not answer in time.
         InvalidArgumentError: The URL, an option or the timeout is wrong.
@@ -113,7 +113,7 @@ def catalog_of(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS
     """Return the catalog of a run; None if there is no run yet. One GET; where there is no catalog, also a LIST.
 
     Raises:
-        CheckpointNotFoundError: There is no such bucket.
+        BucketNotFoundError: There is no such bucket.
         CorruptCheckpointError: The catalog is damaged, or lost; `dcp-remote recover` rebuilds it.
         UnsupportedFormatError: A newer version wrote the catalog.
     """
@@ -130,7 +130,7 @@ def require_run(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECOND
     """Read the catalog of a run, or say why there is none; one GET, and where there is none a HEAD, a LIST and a HEAD.
 
     Raises:
-        CheckpointNotFoundError: There is no run here, or no such bucket.
+        CheckpointNotFoundError: There is no run here; `BucketNotFoundError` if there is no such bucket.
         InvalidArgumentError: This is a checkpoint by itself.
         CorruptCheckpointError: The catalog is damaged, or lost; `dcp-remote recover` rebuilds it.
         UnsupportedFormatError: A newer version wrote the catalog.

@@ -108,7 +108,7 @@ class _Outage:
         if now - self._told_seconds >= _WARNING_INTERVAL_SECONDS:
             self._told_seconds = now
             logger.warning(
-                "%s: the store has not answered for %.0f s; waiting on for a newer checkpoint, for at most %.0f s: %s",
+                "%s: the store has not answered for %.0f s; still waiting for a newer checkpoint, %.0f s at most: %s",
                 self._url,
                 now - self._since_seconds,
                 self._deadline.remaining_seconds(),

@@ -14,6 +14,7 @@ from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, ObjectStore, Version
 from dcp_remote.storage.limits import LIMIT_OPTIONS, limit_store, take_limits
 from dcp_remote.storage.local import LocalStore
+from dcp_remote.storage.local_files import require_folder
 from dcp_remote.storage.memory import MemoryStore
 from dcp_remote.storage.url import ParsedUrl, parse_url
 
@@ -57,7 +58,7 @@ def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, object
             (see `LocalStore`); for memory: none.
 
     Raises:
-        InvalidArgumentError: The URL or an option is invalid.
+        InvalidArgumentError: The URL or an option is invalid, or the URL is that of a file or lies below one.
     """
     limits, options = take_limits(storage_options or {})
     return limit_store(_open(parse_url(url), options), limits)
@@ -71,6 +72,7 @@ def _open(parsed: ParsedUrl, options: Mapping[str, object]) -> ObjectStore:
             raise InvalidArgumentError(
                 "storage_options['allow_network_replace'] must be True or False.", value=allow_network_replace
             )
+        require_folder(parsed.path, url=parsed.canonical)
         return LocalStore(parsed.path, allow_network_replace=allow_network_replace)
     if parsed.scheme == "memory":
         _check_options(options, known=(), scheme="memory")

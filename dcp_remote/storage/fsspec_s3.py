@@ -26,6 +26,7 @@ from fsspec.asyn import sync
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import (
+    BucketNotFoundError,
     DcpRemoteError,
     InvalidArgumentError,
     ObjectNotFoundError,
@@ -52,6 +53,7 @@ from dcp_remote.storage.cloud.errors import (
     describe_cause,
     get_safe_cause,
     make_answer_error,
+    make_bucket_error,
     translate,
 )
 from dcp_remote.storage.cloud.options import check_endpoint
@@ -77,6 +79,9 @@ _READ_BYTES = 1024 * 1024
 
 # Limit for asking botocore for the credentials that it found, in order to hide them in an error; most are cached.
 _SECRETS_SECONDS = 5.0
+
+# Limit for asking a client that has sent requests for its endpoint and region, which sends none.
+_META_SECONDS = 5.0
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
@@ -211,16 +216,15 @@ class FsspecStore:
             failed.update(self._delete_batch(keys[first : first + _KEYS_MAX]))
         return failed
 
-    def explain_missing(self) -> str | None:
-        """Return a sentence that says so if an object is missing because its bucket does not exist, else None.
+    def explain_missing(self) -> BucketNotFoundError | None:
+        """Return the error if an object is missing because its bucket does not exist, else None.
 
         One request, sent after a manifest was not found; never on the path of a save.
         """
         try:
             self.get(_PROBE_KEY, limit_bytes=0)
-        except ObjectNotFoundError as error:
-            if error.details.get("code") == NO_SUCH_BUCKET_CODE:
-                return str(error)
+        except BucketNotFoundError as error:
+            return error
         except DcpRemoteError:
             pass  # the store answered that the object is missing; another failure now does not explain that
         return None
@@ -295,6 +299,13 @@ class FsspecStore:
                 failed.update(dict.fromkeys([key] if key is not None else keys, failure))
         return failed
 
+    def _make_bucket_error(self) -> BucketNotFoundError:
+        endpoint_url = region_name = None
+        with suppress(Exception):  # the error is worth more than the two details
+            meta = _Client(self._connection.filesystem(), self._parsed.bucket, time.monotonic() + _META_SECONDS).meta
+            endpoint_url, region_name = str(meta.endpoint_url), meta.region_name
+        return make_bucket_error("s3", self._parsed.bucket, endpoint_url=endpoint_url, region_name=region_name)
+
     def _named(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
 
@@ -317,7 +328,10 @@ class FsspecStore:
             sent_elsewhere = error.kwargs.get("error") if isinstance(error, HTTPClientError) else None
             if isinstance(sent_elsewhere, StorageError):
                 raise sent_elsewhere from None  # raised by `_request_without_redirects`, and wrapped by aiobotocore
-            secrets = self._connection.secrets(has_answered=answer_of(error) is not None)
+            answer = answer_of(error)
+            secrets = self._connection.secrets(has_answered=answer is not None)
+            if answer is not None and _code_of(answer) == NO_SUCH_BUCKET_CODE:
+                raise self._make_bucket_error() from get_safe_cause(error, secrets)
             failure = _translate(error, verb=verb, url=self._named(key), secrets=secrets, condition=condition)
             raise failure from get_safe_cause(error, secrets)
 
@@ -533,14 +547,19 @@ def _translate(error: Exception, *, verb: str, url: str, secrets: Sequence[str],
     """Return the error of dcp_remote for an error of s3fs: by code and status of an answer, else by its class."""
     answer = answer_of(error)
     if answer is not None:
-        code = str(answer.response.get("Error", {}).get("Code", ""))
         cause = describe_cause(str(answer), secrets)
-        return make_answer_error(status_of(answer), code, verb=verb, url=url, cause=cause, condition=condition)
+        return make_answer_error(
+            status_of(answer), _code_of(answer), verb=verb, url=url, cause=cause, condition=condition
+        )
     if isinstance(error, ResponseParserError):  # a proxy's page, or half an answer
         cause = describe_cause(str(error), secrets)
         return TransientStorageError(WHAT[TransientStorageError], verb=verb, url=url, cause=cause)
     what = _NO_CREDENTIALS if isinstance(error, NoCredentialsError) else ""
     return translate(error, verb=verb, url=url, secrets=secrets, what=what)
+
+
+def _code_of(answer: ClientError) -> str:
+    return str(answer.response.get("Error", {}).get("Code", ""))
 
 
 def answer_of(error: BaseException) -> ClientError | None:

@@ -278,6 +278,33 @@ def _remove_if_stale(path: str, *, trust_locks: bool) -> None:
         _unlock(descriptor)
 
 
+def require_folder(path: str, *, url: str) -> None:
+    """Refuse a root that is a file, or lies below one; a folder that does not exist yet is as good. A few stat(2).
+
+    Raises:
+        InvalidArgumentError: There is a file where the root, or a folder above it, must be.
+    """
+    found = path
+    while True:
+        try:
+            mode = os.stat(found).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.dirname(found) == found:
+                return
+            found = os.path.dirname(found)
+        except OSError:
+            return  # no access, or too long a name: the first request says so
+        else:
+            break
+    if not stat.S_ISDIR(mode):
+        which = "is a file" if found == path else f"lies below the file {found}"
+        raise InvalidArgumentError(
+            f"The URL {which}; that of a checkpoint or run is a folder. Pass the URL of a folder, which need not exist "
+            "yet.",
+            url=url,
+        )
+
+
 # Attempts to make a folder, each of which fails if another process removes the folder above between two system calls.
 _FOLDER_RACES_MAX = 100
 

@@ -1,8 +1,8 @@
 """Outages of a store: a warning about every half minute while its requests are repeated, and one when they succeed.
 
-All stores of one URL in a process share an `Outage`, so that sixteen uploads that fail together make one line. Of a job
-of many ranks one says it: the coordinator, named by `name_speaker`; without it, the process whose environment has no
-`RANK`, or `RANK=0`. The others log the same at DEBUG.
+All stores of one URL in a process share an `Outage`, so that sixteen uploads that fail together make one line. One
+rank of a job logs warnings: the coordinator, as set by `name_speaker`; where no rank has called that, the process whose
+environment has no `RANK`, or `RANK=0`. The other ranks log the same lines at DEBUG.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Outage:
 
         Args:
             number: Identity of the request; nothing happens if it has not failed.
-            is_answered: True if the store answered. False if the request was given up, whose error says so.
+            is_answered: True if the store answered; False if the request was given up, which its error says.
         """
         with self._lock:
             if self._failing.pop(number, None) is None or self._failing:
@@ -146,7 +146,7 @@ def outage_of(url: str) -> Outage:
 
 
 def name_speaker(url: str, *, is_speaker: bool) -> None:
-    """Set whether this process is the one of its job that warns of outages of a store; the last call counts."""
+    """Set whether this process logs the warnings of its job about outages of a store; the last call counts."""
     _speakers[url] = is_speaker
 
 

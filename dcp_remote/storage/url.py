@@ -52,6 +52,13 @@ _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::(?=.*://)", re.DOTALL)
 # escape.
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9$._-]*")
 
+# Objects of a checkpoint or run, whose keys `format/keys.py` makes; a URL pasted from a listing may end in one.
+_OWN_OBJECT = re.compile(
+    r"(?P<above>.*?)/(?P<key>catalog\.json|manifest\.json|manifests/step-(?P<step>\d{12,})-\d+-[0-9a-f]{16}\.json"
+    r"|shards/[0-9a-f]{2}/[^/]+\.safetensors)",
+    re.DOTALL,
+)
+
 _BAD_PART = re.compile(r"(?:^|/)\.{0,2}(?:/|\Z)")
 # Backslashes are separators in some stores and Windows tools; surrogates cannot be encoded.
 _BAD_CHARACTER = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]")
@@ -159,7 +166,7 @@ def parse_url(url: str | os.PathLike[str]) -> ParsedUrl:
     if not text.strip():
         raise InvalidArgumentError(f"The URL is empty. Write {_KNOWN}.")
     if match := _URL.fullmatch(text):
-        return _parse_with_scheme(text, scheme=match["scheme"].lower(), rest=match["rest"])
+        return _require_no_object(_parse_with_scheme(text, scheme=match["scheme"].lower(), rest=match["rest"]))
     if match := _CHAIN.match(text):
         raise InvalidArgumentError(f"Chains of fsspec are not supported. {_FILE_SYSTEMS}", url=f"{match[0]}…")
     if _URL.match(text.strip()):
@@ -168,7 +175,19 @@ def parse_url(url: str | os.PathLike[str]) -> ParsedUrl:
         _refuse_near_miss(text, scheme=match["scheme"].lower(), mark=match["mark"], rest=match["rest"])
     if match := _URL_IN_PATH.fullmatch(text):
         _refuse_url_in_path(match["url"], scheme=match["scheme"].lower(), rest=match["rest"])
-    return _parse_path(text)
+    return _require_no_object(_parse_path(text))
+
+
+def _require_no_object(parsed: ParsedUrl) -> ParsedUrl:
+    """Refuse the URL of an object of a checkpoint or run; return any other."""
+    match = _OWN_OBJECT.fullmatch(f"/{parsed.prefix}")
+    if match is None:
+        return parsed
+    above = ParsedUrl(parsed.scheme, parsed.bucket, match["above"].lstrip("/"))
+    what = f"The URL names {match['key']}, an object of a checkpoint or run. Pass the URL above it, {above.canonical}"
+    if match["step"]:
+        what += f", and step={int(match['step'])} to read that checkpoint"
+    raise InvalidArgumentError(f"{what}.", url=parsed.canonical)
 
 
 def _parse_with_scheme(text: str, *, scheme: str, rest: str) -> ParsedUrl:

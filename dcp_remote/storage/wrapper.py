@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias, TypeVar
 
 from dcp_remote.common.arrays import Buffer
-from dcp_remote.errors import StorageError
+from dcp_remote.errors import DcpRemoteError, StorageError
 from dcp_remote.storage.base import Capabilities, Condition, Content, ObjectInfo, ObjectStore, Version
 from dcp_remote.storage.url import check_key
 
@@ -70,8 +70,8 @@ class WrappedStore:
         vars(child).update(vars(self), _store=self._store.child(prefix), _prefix=f"{self._prefix}{prefix}/")
         return child
 
-    def explain_missing(self) -> str | None:
-        """Return the wrapped store's reason why an object is missing (no such bucket); None if there is none."""
+    def explain_missing(self) -> DcpRemoteError | None:
+        """Return the wrapped store's error for a missing bucket, or another cause of missing objects; else None."""
         explain = getattr(self._store, "explain_missing", None)
         return explain() if callable(explain) else None
 

@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Path:
     """Save three steps that share a shard, and pin the second."""
     store = LocalStore(tmp_path / "run")
     for before, step in ((None, 1), (1, 2), (2, 3)):
-        save(store, step, base=before, names=("last",))
+        save(store, step, base=before, names=("stable",))
     swap(store, partial(pin_entry, step=2, pin=True), deadline=Deadline(30))
     return tmp_path / "run"
 
@@ -71,7 +71,8 @@ def test_deletes_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--step", "1", "--step", "2"], 2, "pinned"),
         (["--step", "7"], 1, "no live checkpoint of this step"),
         (["--step", "x"], 1, "no live checkpoint of this name"),
-        (["--step", "1", "--step", "last"], 2, "newest"),
+        (["--step", "1", "--step", "stable"], 2, "newest"),
+        (["--step", "1", "--step", "latest"], 2, "newest"),
     ],
 )
 @pytest.mark.parametrize("yes", [False, True])

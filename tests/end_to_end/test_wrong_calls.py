@@ -32,7 +32,8 @@ INTRODUCTION = f"""{TITLE}
 
 Written by `UPDATE_WRONG_CALLS=1 python -m pytest tests/end_to_end/test_wrong_calls.py`, which otherwise makes each call
 and compares its whole message with this page. `memory://run` has the checkpoints of steps 100 and 200, the latter named
-"best"; `memory://single` is a checkpoint by itself. Ports, ids and seconds are replaced by words in angle brackets.
+"best"; `memory://single` is a checkpoint by itself; `file` is the path of a file. Folders, ports, ids and seconds are
+replaced by words in angle brackets.
 """
 
 
@@ -132,6 +133,10 @@ CALLS = [
         'CheckpointManager("memory://rum").restore(state, must_exist=True)',
     ),
     WrongCall("A URL that was made a path", 'CheckpointManager("/data/s3:/bucket/run")'),
+    WrongCall("The URL of a file", "load(file)"),
+    WrongCall("A URL below a file", 'CheckpointManager(f"file://{file}/run")'),
+    WrongCall("The URL of a manifest", 'load("s3://bucket/run/manifests/step-000000000200-8-0123456789abcdef.json")'),
+    WrongCall("A name that means the newest", 'CheckpointManager("memory://run").save(300, state, name="latest")'),
     WrongCall("A question without a policy", 'CheckpointManager("memory://run").should_save(100)'),
     WrongCall("Files that Windows does not have", 'Files({"aux.json": b"{}", "vocab.txt": b"a", "Vocab.txt": b"A"})'),
     WrongCall(
@@ -179,10 +184,13 @@ def environment(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     }.items():
         monkeypatch.setenv(name, value)
     state = {"model": {"weight": torch.ones(3), "bias": torch.zeros(3)}, "step": 1}
+    file = tmp_path / "model.pt"
+    file.touch()
     return {
         **{name: getattr(dcp_remote, name) for name in dcp_remote.__all__},
         "Settings": Settings,
         "dcp": dcp,
+        "file": str(file),
         "now": datetime(2026, 1, 2, tzinfo=UTC),
         "os": os,
         "state": state,
@@ -240,6 +248,7 @@ def _plain(message: str) -> str:
         (r"127\.0\.0\.1:(?!9\b)\d+", "127.0.0.1:<port>"),
         (r"\b[0-9a-f]{32}\b", "<id>"),
         (r"\b(seconds=)[\d.]+", r"\1<seconds>"),
+        (r"(?<=[ '/])/\S+(?=/model\.pt)", "/<folder>"),
     ):
         message = re.sub(pattern, word, message)
     return message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from dcp_remote import CheckpointManager, PerRank, load
+from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
+    BucketNotFoundError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CommitConflictError,
@@ -22,6 +25,7 @@ from dcp_remote.format.catalog import Catalog, Entry, retire_entries
 from dcp_remote.run.catalog_store import read_catalog, swap
 from dcp_remote.run.gc import find_orphans
 from dcp_remote.storage import MemoryStore, ObjectStore
+from dcp_remote.storage.base import Condition, Version
 from dcp_remote.testing import FaultyStore, RecordingStore, nth
 from tests.support.rank_threads import managers_of, rank_threads
 
@@ -105,7 +109,7 @@ def test_a_step_saved_again() -> None:
         manager.save(2, state_of(2), metrics={"loss": 2.0}, wait=True)
         save_id = entry_of(store, 2).save_id
         store.clear()
-        manager.save(2, state_of(20), name=["best", "last"], metrics={"loss": 1.5, "score": 4}, exist_ok=True)
+        manager.save(2, state_of(20), name=["best", "stable"], metrics={"loss": 1.5, "score": 4}, exist_ok=True)
         report = manager.wait()
         assert [(verb, key) for verb, key in store.calls if verb != "get"] == [("put", "catalog.json")]
         assert store.count("get") == 2
@@ -113,7 +117,7 @@ def test_a_step_saved_again() -> None:
         assert (report.step, report.save_id, report.is_repeated, report.written_bytes) == (2, save_id, True, 0)
         assert "had saved step 2" in str(report)
         entry = entry_of(store, 2)
-        assert (entry.save_id, entry.names) == (save_id, ("best", "last"))
+        assert (entry.save_id, entry.names) == (save_id, ("best", "stable"))
         assert dict(entry.metrics) == {"loss": 1.5, "score": 4.0}
         assert entry_of(store, 1).names == ("first",)
         store.clear()
@@ -141,6 +145,27 @@ def test_notes_of_a_repeated_save(caplog: pytest.LogCaptureFixture) -> None:
         manager.save(1, state_of(1), user={"epoch": 2}, exist_ok=True, wait=True)
         assert "step 1, so that its checkpoint stays, and the notes of this save (user=) are dropped" in caplog.text
         assert manager.user(1) == {"epoch": 1}
+
+
+def test_a_missing_bucket_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore from, and save into a bucket that does not exist: the same error on every rank."""
+
+    class NoBucket(MemoryStore):
+        def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+            raise missing
+
+        def explain_missing(self) -> BucketNotFoundError:
+            return missing
+
+    missing = BucketNotFoundError("The bucket does not exist.", bucket="data")
+    with rank_threads(2) as them:
+        managers = managers_of(them, NoBucket(), monkeypatch)
+        restored = them.run(lambda ranks: managers[ranks.rank].restore(state_of(0), "latest"))
+        saved = them.run(lambda ranks: managers[ranks.rank].save(1, state_of(1), wait=True))
+        assert [type(ended.error) for ended in (*restored, *saved)] == 4 * [BucketNotFoundError]
+        assert all("bucket='data'" in str(ended.error) for ended in (*restored, *saved))
+        for manager in reversed(managers):
+            manager.close()
 
 
 def test_a_restore_of_values_that_no_rank_saved(caplog: pytest.LogCaptureFixture) -> None:

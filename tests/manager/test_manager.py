@@ -89,6 +89,34 @@ def assert_is(state: dict[str, Any], step: int) -> None:
 # ---- saving and restoring
 
 
+def test_a_fenced_manager_changes_nothing() -> None:
+    """Let a job save, and a later one: the first can neither delete, pin nor name; a manager that only looks can."""
+    store = MemoryStore()
+    with CheckpointManager(store) as first, CheckpointManager(store) as second, CheckpointManager(store) as looking:
+        first.save(1, state_of(1), wait=True)
+        first.name(1, "begin")
+        second.restore(state_of(0), "latest")
+        first.save(2, state_of(2), wait=True)
+        first.delete(1)
+        second.restore(state_of(0), "last")
+        second.save(3, state_of(3), wait=True)
+        calls: list[Callable[[], None]] = [
+            lambda: first.delete(2),
+            lambda: first.pin(2),
+            lambda: first.unpin(2),
+            lambda: first.name(2, "best"),
+            lambda: first.unname("best"),
+        ]
+        for call in calls:
+            with pytest.raises(FencedError, match="nothing was changed"):
+                call()
+        assert looking.steps() == [2, 3]
+        second.name(2, "best")
+        looking.pin(2)
+        looking.delete("best", force=True)
+        assert looking.steps() == [3]
+
+
 def test_save_and_restore() -> None:
     """Restores the newest checkpoint, one by step and one by name, with the user's metadata."""
     store = MemoryStore()
@@ -916,7 +944,7 @@ class GoOn(logging.Handler):
     """Log handler that ends the upload once the awaited line is logged."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "waiting for requests of the save of step 1; Ctrl-C ends this" in record.getMessage():
+        if "waiting for requests of the save of step 1; press Ctrl-C to stop waiting" in record.getMessage():
             InterruptedUploadStore.go_on.set()
 
 

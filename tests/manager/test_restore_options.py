@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim.swa_utils import AveragedModel
 
-from dcp_remote import CheckpointManager, Opaque, PerRank, RemoteLoadPlanner, Retention, load
+from dcp_remote import CheckpointManager, Opaque, PerRank, RemoteLoadPlanner, Retention, load, training_state
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.storage import MemoryStore
@@ -622,6 +623,19 @@ def test_an_opaque_value_is_kept() -> None:
         checkpoints.save(2, state, wait=True)
     loaded = load(store)
     assert (loaded["hp"], loaded["new"]) == ({"lr": 99}, [dt.date.min])
+
+
+def test_averaged_weights_are_evaluated_in_the_model() -> None:
+    """Restore the averaged weights into a plain model, as the README shows: theirs come, and the run stays as it is."""
+    model, plain = nn.Linear(2, 2), nn.Linear(2, 2)
+    averaged = AveragedModel(model)
+    nn.init.zeros_(model.weight)
+    with CheckpointManager(MemoryStore()) as manager:
+        manager.save(1, training_state(model=model, ema=averaged), wait=True)
+        rename = {"model": None, "ema.module": "model"}
+        assert manager.restore({"model": plain}, include="model.*", rename=rename, go_on=False) == 1
+    assert torch.equal(plain.weight, averaged.state_dict()["module.weight"])
+    assert not torch.equal(plain.weight, model.weight)
 
 
 def test_a_state_is_unchanged_after_a_mismatch() -> None:

@@ -31,6 +31,7 @@ from dcp_remote.run import catalog_store
 from dcp_remote.run.background_maintenance import BackgroundMaintenance
 from dcp_remote.run.catalog_store import read_catalog, swap
 from dcp_remote.run.maintenance import Maintenance
+from dcp_remote.run.retention import ChooseToDelete
 from dcp_remote.storage import MemoryStore, ObjectStore, retrying
 from dcp_remote.storage.wrapper import Request, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, nth
@@ -43,8 +44,10 @@ from tests.support.runs import (
     a_run,
     assert_sound,
     begin,
+    fence,
     keys,
     live,
+    manifest_at,
     named,
     save,
     shard_at,
@@ -129,6 +132,28 @@ def test_deletions_are_no_requests_of_a_save() -> None:
             assert report is not None
             requests.append(report.requests)
     assert requests[0] == requests[1]
+
+
+@pytest.mark.parametrize("retention", [Retention(keep_last=1), lambda live: [info.step for info in live]])
+def test_retention_of_a_fenced_job(retention: Retention | ChooseToDelete) -> None:
+    """Hold up the thread of a commit until a newer job has the fence: the retention of the first deletes nothing."""
+    store = a_run(1, 2, 3)
+    before = stored(store)
+    assert before is not None
+    maintenance = BackgroundMaintenance(store, retention)
+    fence(store)
+    save(store, 4, base=3)
+    shards = manifest_at(store, 3).shards.keys
+    maintenance.committed(before, before.entries[-1], shards, replaced=[], unnamed=[])
+    maintenance.finish(PATIENCE_SECONDS)
+    assert [entry.step for entry in live(store)] == [1, 2, 3, 4]
+    assert maintenance.retention_failures == 0
+    after = stored(store)
+    assert after is not None
+    maintenance.committed(after, after.entries[-1], manifest_at(store, 4).shards.keys, replaced=[], unnamed=[])
+    maintenance.finish(PATIENCE_SECONDS)
+    assert [entry.step for entry in live(store)] == [4]
+    assert_sound(store)
 
 
 # ---- one thread at a time

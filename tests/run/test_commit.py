@@ -365,7 +365,7 @@ def test_a_store_that_does_not_do_conditional_writes() -> None:
     memory = MemoryStore()
     refuse = matching(is_put, "request", persistent=True, error=lambda: ConditionFailedError("412."))
     clock = Clock()
-    with pytest.raises(StorageError, match="may not support them") as caught:
+    with pytest.raises(StorageError, match="may not support such writes") as caught:
         run(FaultyStore(memory, [refuse]), read_slot(memory), clock=clock, seconds=1800)
     assert not isinstance(caught.value, ConditionFailedError)
     assert clock.now_seconds < 120

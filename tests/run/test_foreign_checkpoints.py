@@ -92,7 +92,10 @@ def test_ours_one_level_down() -> None:
         ("run/checkpoint-5", "step=5."),
         ("run/global_step7", "step=7."),
         ("run/manifests", "The URL ends in manifests, a part of a checkpoint or run: pass memory://parts/run."),
-        ("run/catalog.json", "pass memory://parts/run."),
+        ("run/shards", "pass memory://parts/run."),
+        ("run/shards/0a", "The URL ends in shards/0a, a part of a checkpoint or run: pass memory://parts/run."),
+        ("run/model.pt", "The URL ends in model.pt, the name of a file, and that of a run is a folder's."),
+        ("run/epoch=3.ckpt", "ends in epoch=3.ckpt, the name of a file"),
     ],
 )
 def test_urls_of_parts_of_a_run(prefix: str, says: str) -> None:

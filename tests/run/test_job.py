@@ -67,7 +67,7 @@ def a_run(**note: Any) -> MemoryStore:
 
 
 @pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize(("how", "note"), [("pinned", {}), ("named", {"name": ["best", "last"]})])
+@pytest.mark.parametrize(("how", "note"), [("pinned", {}), ("named", {"name": ["best", "stable"]})])
 def test_what_is_held_is_not_replaced_after_going_back(how: str, note: dict[str, Any], *, later: bool) -> None:
     """Save over an abandoned checkpoint with a pin or a name, first or later: refused before anything is sent."""
     store = a_run(**note)
@@ -78,7 +78,7 @@ def test_what_is_held_is_not_replaced_after_going_back(how: str, note: dict[str,
         before[150] = save(job, 150).save_id
     objects = set(store.space.objects)
     with pytest.raises(CheckpointExistsError, match=r"pinned or has a name.* overwrite=True.* step=200"):
-        begin(job, 200, name="last")
+        begin(job, 200, name="stable")
     assert (live(store), set(store.space.objects)) == (before, objects)
     assert save(job, 201).save_id in live(store).values()
     assert live(store)[200] == before[200]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -12,12 +13,15 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    FencedError,
     InvalidArgumentError,
 )
-from dcp_remote.format.catalog import name_entry
+from dcp_remote.format.catalog import NEWEST_WORDS, Catalog, Owner, name_entry, take_fence
+from dcp_remote.loading.run_handle import Run
 from dcp_remote.run import catalog_store
 from dcp_remote.run.job import CheckpointLabels
 from dcp_remote.run.labels import give_names, set_pin, take_names
+from dcp_remote.run.lookup import find_entry, read_manifest
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.testing import FaultyStore, RecordingStore, nth
 from dcp_remote.testing.wrappers import Lost
@@ -76,6 +80,37 @@ def test_digits_alone_are_the_step_itself() -> None:
     assert names(store) == {1: (), 2: ("002",), 3: ()}
 
 
+@pytest.mark.parametrize("word", NEWEST_WORDS)
+def test_words_for_the_newest(word: str) -> None:
+    """Ask for "latest" and "last": each is the newest checkpoint, and none may be given as a name."""
+    store = a_run(*STEPS)
+    assert give(store, word, "best") == 3
+    assert set_pin(store, word, pin=True, deadline=deadline()) == 3
+    run = Run(store)
+    assert run.exists(word)
+    assert not Run(MemoryStore()).exists(word)
+    assert read_manifest(store, step=word).save_id == live(store)[-1].save_id
+    for refused in (
+        lambda: CheckpointLabels.of(7, name=["best", word]),
+        lambda: give(store, 2, word),
+        lambda: take_names(store, word, deadline=deadline()),
+    ):
+        with pytest.raises(InvalidArgumentError, match="means the newest checkpoint wherever a step is taken"):
+            refused()
+    with pytest.raises(CheckpointNotFoundError, match="No checkpoint is live in this run yet"):
+        find_entry(Catalog("5" * 32), word, url="memory://run")
+    with pytest.raises(CheckpointNotFoundError, match=f"near='{word}'"):
+        read_manifest(store, step=word.upper() + word)
+
+
+def test_best_without_the_name() -> None:
+    """Ask for "best" where no checkpoint has the name: the error says how to find the best by a metric."""
+    store = a_run()
+    save(store, 1, metrics=(("loss", 0.5),))
+    with pytest.raises(CheckpointNotFoundError, match=r"no live checkpoint of this name\. `best\('loss'\)` finds"):
+        read_manifest(store, step="best")
+
+
 @pytest.mark.parametrize("given", [3, None, [3], ["a", "a"], "", "a\nb", "x" * 201, ["a", b"b"]])
 def test_what_is_no_name(given: object) -> None:
     """Pass what is no name, or one name twice: refused before a request is sent."""
@@ -116,13 +151,13 @@ def test_a_name_moves_only_if_told_to() -> None:
     """Give names that others have: refused with the holders, and nothing changed; with `move`, all move at once."""
     store = a_run(*STEPS)
     give(store, 1, "best", "first")
-    give(store, 2, "last")
+    give(store, 2, "stable")
     before = stored(store)
-    with pytest.raises(CheckpointExistsError, match=r"move=True.* names='best \(step 1\), last \(step 2\)'"):
-        give(store, 3, "new", "best", "last")
+    with pytest.raises(CheckpointExistsError, match=r"move=True.* names='best \(step 1\), stable \(step 2\)'"):
+        give(store, 3, "new", "best", "stable")
     assert stored(store) == before
-    give(store, 3, "new", "best", "last", move=True)
-    assert names(store) == {1: ("first",), 2: (), 3: ("new", "best", "last")}
+    give(store, 3, "new", "best", "stable", move=True)
+    assert names(store) == {1: ("first",), 2: (), 3: ("new", "best", "stable")}
     assert revision(store) == (before.revision if before is not None else 0) + 1
     assert_sound(store)
 
@@ -131,8 +166,8 @@ def test_names_are_taken() -> None:
     """Take names from two checkpoints at once; a name that none has is refused, and nothing changed."""
     store = a_run(*STEPS)
     give(store, 1, "best", "first")
-    give(store, 2, "last")
-    take_names(store, ["best", "last"], deadline=deadline())
+    give(store, 2, "stable")
+    take_names(store, ["best", "stable"], deadline=deadline())
     assert names(store) == {1: ("first",), 2: (), 3: ()}
     with pytest.raises(CheckpointNotFoundError, match=r"no live checkpoint of this name.* near='first'"):
         take_names(store, ["first", "frist"], deadline=deadline())
@@ -201,6 +236,39 @@ def test_what_was_meant_first_stays_meant(act: Callable[[ObjectStore], object]) 
     assert busy.acted
     assert names(store)[2] == ("best",)
     assert [entry.pinned for entry in live(store)] == [act is _pin, False, False]
+
+
+@pytest.mark.parametrize("is_meanwhile", [False, True])
+def test_a_fenced_job_changes_nothing(*, is_meanwhile: bool) -> None:
+    """Take the fence before or while an earlier job pins, names or deletes: `FencedError`, and nothing is changed."""
+    calls: list[Callable[[Run], None]] = [
+        lambda run: run.pin(1),
+        lambda run: run.unpin(3),
+        lambda run: run.name(1, "best", move=True),
+        lambda run: run.unname("best"),
+        lambda run: run.delete(1),
+        lambda run: run.delete("latest", force=True),
+    ]
+    for call in calls:
+        store = a_run(*STEPS)
+        give(store, 2, "best")
+        set_pin(store, 3, pin=True, deadline=deadline())
+        before = stored(store)
+        assert before is not None
+        fence = partial(swapped, store, take_fence)
+        asked: ObjectStore = store
+        if is_meanwhile:
+            asked = MeanwhileStore(store, 2, fence)  # before its PUT, or between its first GET and the swap's
+        else:
+            fence()
+        with pytest.raises(FencedError, match="nothing was changed"):
+            call(Run(asked, owner=partial(Owner, before.run_id, before.token)))
+        after = stored(store)
+        assert after is not None
+        assert after.entries == before.entries
+        assert_sound(store)
+        call(Run(store, owner=partial(Owner, after.run_id, after.token)))
+        assert live(store) != before.entries
 
 
 def test_a_checkpoint_that_goes_meanwhile() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from dcp_remote.errors import (
-    CheckpointNotFoundError,
+    BucketNotFoundError,
     CorruptCheckpointError,
     InvalidArgumentError,
     PermissionDeniedError,
@@ -135,7 +135,7 @@ def test_an_outage_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
     assert store.count() == 64
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 21
-    assert "has not answered for 0 s; waiting on for a newer checkpoint, for at most 3570 s" in lines[0]
+    assert "has not answered for 0 s; still waiting for a newer checkpoint, 3570 s at most" in lines[0]
     assert "has not answered for 30 s" in lines[1]
     assert "An injected fault" in lines[1]
     assert lines[-1].endswith("the store answers again")
@@ -185,8 +185,8 @@ def test_a_bucket_that_does_not_exist() -> None:
     """Wait in a bucket that does not exist: an error at once, since no run will begin there."""
 
     class NoBucket(MemoryStore):
-        def explain_missing(self) -> str | None:
-            return "There is no such bucket."
+        def explain_missing(self) -> BucketNotFoundError:
+            return BucketNotFoundError("There is no such bucket.")
 
-    with pytest.raises(CheckpointNotFoundError, match="no such bucket"):
+    with pytest.raises(BucketNotFoundError, match="no such bucket"):
         wait(NoBucket(), None, Clock())

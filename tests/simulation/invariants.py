@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -17,6 +17,7 @@ from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry
 from dcp_remote.format.document import unseal
 from dcp_remote.format.keys import MANIFESTS_PREFIX
 from dcp_remote.run.retention import Candidate, Retention, decide
+from dcp_remote.run.run import CheckpointInfo
 from dcp_remote.storage.memory import MemoryObject
 from tests.simulation.world import BrokenError
 
@@ -67,9 +68,10 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Retiring and thinning by a retention."""
+    """Retiring and thinning by a retention; that of a job, or of an operator (None)."""
 
     retention: Retention
+    job: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,42 @@ class Removing:
 
     steps: tuple[int, ...]
     force: bool
+
+
+class Look(Protocol):
+    """First catalog that a call read, in which a step or name means a checkpoint."""
+
+    revision: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Deleting:
+    """Deleting a checkpoint by its step or name, by a method of `Run`; for a job, or for a person (None)."""
+
+    asked: int | str
+    force: bool
+    look: Look
+    job: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """Giving names to a checkpoint, by a method of `Run`; for a job, or for a person (None)."""
+
+    asked: int | str
+    names: tuple[str, ...]
+    move: bool
+    look: Look
+    job: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unnaming:
+    """Taking names from the checkpoints that have them, by a method of `Run`; for a job, or for a person (None)."""
+
+    names: tuple[str, ...]
+    look: Look
+    job: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +171,7 @@ class Run:
         saves: All saves that were begun, by save_id.
         lived: save_ids that were ever live, and whether each was thinned.
         refused: save_ids of which an actor was told that they are not committed.
+        gone: save_ids that were live, and are not any more.
         answers: Valid answers so far: what a reader asked for (a step, a name, or None for the newest), and its
             save_id.
         is_lost: Whether the catalog is lost and not yet recreated.
@@ -145,6 +184,7 @@ class Run:
     saves: dict[str, Save] = field(default_factory=dict)
     lived: dict[str, bool] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
+    gone: set[str] = field(default_factory=set)
     answers: set[tuple[int | str | None, str]] = field(default_factory=set)
     is_lost: bool = False
     _owners: dict[int, str] = field(default_factory=dict)
@@ -182,6 +222,41 @@ class Run:
         there = self.catalogs.get(catalog.revision)
         _require(catalog == there, f"an actor was given a catalog that never existed: {self.show(catalog)}")
 
+    def listed(self, found: Sequence[CheckpointInfo], *, since: int) -> None:
+        """Check a list that an actor was given: that of one catalog, no older than its call."""
+        catalogs = [catalog for revision, catalog in self.catalogs.items() if revision >= since]
+        _require(
+            not found or any([CheckpointInfo.of(entry) for entry in one.entries] == list(found) for one in catalogs),
+            f"an actor was given a list that no catalog since revision {since} had: {[one.step for one in found]}",
+        )
+
+    def deleted_step(self, doing: Deleting) -> None:
+        """Check a deletion of which an actor was told that it is done: the checkpoint is gone, and stays so."""
+        meant = self._meant(doing.asked, doing.look)
+        _require(meant is not None and meant.save_id in self.gone, f"reported as deleted, and it is live: {doing}")
+
+    def named_step(self, doing: Naming) -> None:
+        """Check names of which an actor was told that they are given: the checkpoint had them all at one moment."""
+        meant, first = self._meant(doing.asked, doing.look), doing.look.revision or 0
+        there = [
+            set(entry.names)
+            for revision, catalog in self.catalogs.items()
+            for entry in catalog.entries
+            if revision >= first and meant is not None and entry.save_id == meant.save_id
+        ]
+        _require(any(names.issuperset(doing.names) for names in there), f"reported as named, and it never was: {doing}")
+
+    def _meant(self, asked: int | str, look: Look) -> Entry | None:
+        """Return the checkpoint that a step or name meant in the first catalog of a call."""
+        catalog = self.catalogs.get(look.revision) if look.revision is not None else None
+        if catalog is None:
+            return None
+        if asked == "latest":
+            counting = [entry for entry in catalog.entries if not entry.abandoned]
+            return counting[-1] if counting else None
+        found = [entry for entry in catalog.entries if entry.step == asked or asked in entry.names]
+        return found[0] if found else None
+
     def loaded(self, state: State, asked: int | str | None) -> None:
         """Check what an actor loaded: a whole checkpoint that was live and is the one asked for, bit for bit."""
         found = [save for save in self.saves.values() if save.state.get("model.w") == state.get("model.w")]
@@ -200,6 +275,7 @@ class Run:
         self.is_lost = True
         self.catalogs.clear()
         self.refused.clear()
+        self.gone.clear()
         self._named = frozenset()
         if not any(key.startswith(MANIFESTS_PREFIX) for key in self.objects):
             self._owners.clear()  # no manifest is left that could name the owners: it is a new run
@@ -250,6 +326,7 @@ class Run:
             _require(old.floor <= new.floor, f"the floor went down: {said}")
             self._check(doing, old, new)
             self._check_pins_and_names(doing, old, new)
+            self.gone |= {one.save_id for one in old.entries} - {one.save_id for one in new.entries}
         self.catalog = self.catalogs[new.revision] = new
         self.is_lost = False
         self._look(new, said)
@@ -281,6 +358,8 @@ class Run:
         self._named = frozenset(named)
         late = [self._label(entry) for entry in catalog.entries if entry.save_id in self.refused]
         _require(not late, f"refused, and committed: {late}: {said}")
+        back = [self._label(entry) for entry in catalog.entries if entry.save_id in self.gone]
+        _require(not back, f"deleted, and live again: {back}: {said}")
 
     def _check(self, doing: object, old: Catalog, new: Catalog) -> None:
         """Check that a swap did what its operation is for, and nothing else."""
@@ -295,13 +374,17 @@ class Run:
                     self._owners[new.token] = job
             case Save():
                 self._check_commit(doing, old, new, told)
-            case Keeping(retention):
+            case Keeping(retention, job):
+                self._check_owner(job, old, told)
                 decision = decide(retention, [_candidate(entry) for entry in old.entries])
                 self._check_maintenance(old, new, gone=decision.retire, thin=decision.thin, told=told)
             case Removing(steps, force):
                 newest = old.latest()
                 kept = () if force else [one.step for one in old.entries if one.pinned or one == newest]
                 self._check_maintenance(old, new, gone=set(steps).difference(kept), thin=(), told=told)
+            case Deleting() | Naming() | Unnaming():
+                self._check_owner(doing.job, old, told)
+                self._check_handle(doing, old, new, told)
             case Thinning(steps):
                 self._check_maintenance(old, new, gone=(), thin=steps, told=told)
             case Collecting() | Settling():
@@ -311,6 +394,40 @@ class Run:
                 _require((new.entries, new.floor) == (entries, old.floor), told)
             case _:
                 raise BrokenError(f"an operation that must not swap the catalog did: {told}")
+
+    def _check_owner(self, job: str | None, old: Catalog, told: str) -> None:
+        owner = self._owners.get(old.token)
+        _require(job in (None, owner), f"a job that was fenced changed the run; the fence is {owner}'s: {told}")
+
+    def _check_handle(self, doing: Deleting | Naming | Unnaming, old: Catalog, new: Catalog, told: str) -> None:
+        if isinstance(doing, Deleting):
+            self._check_deletion(doing, old, new, told)
+        elif isinstance(doing, Naming):
+            self._check_naming(doing, old, new, told)
+        else:
+            holders = {meant.save_id for name in doing.names if (meant := self._meant(name, doing.look)) is not None}
+            entries = tuple(_unnamed(one, doing.names) if one.save_id in holders else one for one in old.entries)
+            _require((new.entries, new.floor) == (entries, old.floor), told)
+
+    def _check_deletion(self, doing: Deleting, old: Catalog, new: Catalog, told: str) -> None:
+        meant = self._meant(doing.asked, doing.look)
+        _require(meant is not None, f"deleted what is not there: {told}")
+        assert meant is not None
+        gone = [one for one in old.entries if one.save_id == meant.save_id]
+        _require(gone and new.entries == tuple(one for one in old.entries if one not in gone), told)
+        _require(doing.force or not (gone[0].pinned or gone[0] == old.latest()), f"deleted without force: {told}")
+
+    def _check_naming(self, doing: Naming, old: Catalog, new: Catalog, told: str) -> None:
+        meant = self._meant(doing.asked, doing.look)
+        entries: list[Entry] = []
+        for one in old.entries:
+            if meant is not None and one.save_id == meant.save_id:
+                added = tuple(name for name in doing.names if name not in one.names)
+                entries.append(replace(one, names=one.names + added))
+            else:
+                _require(doing.move or set(one.names).isdisjoint(doing.names), f"a name was moved unasked: {told}")
+                entries.append(_unnamed(one, doing.names))
+        _require((new.entries, new.floor) == (tuple(entries), old.floor), told)
 
     def _check_commit(self, save: Save, old: Catalog, new: Catalog, told: str) -> None:
         owner = self._owners.get(old.token)
@@ -349,6 +466,8 @@ class Run:
             match doing:
                 case Removing(steps) if one.step in steps:
                     continue
+                case Deleting() if there is None:  # checked by `_check_deletion`
+                    continue
                 case Save(before=before) if one.save_id == before:  # the job was told to overwrite it
                     continue
                 case Pinning(step, pin=False) if one.step == step:
@@ -358,7 +477,7 @@ class Run:
             told = f"{doing} made {self.show(new)} of {self.show(old)}"
             if one.pinned and not unpinned:
                 _require(there is not None and there.pinned, f"a pin was lost: {told}")
-            moved = doing.names if isinstance(doing, Save) else ()
+            moved = doing.names if isinstance(doing, Save | Naming | Unnaming) else ()
             kept = set(one.names).difference(moved)
             if kept and not (isinstance(doing, Keeping) and not doing.retention.keep_named):
                 _require(there is not None and kept.issubset(there.names), f"a name was lost: {told}")
@@ -389,6 +508,10 @@ class Run:
     def _label(self, entry: Entry) -> str:
         save = self.saves.get(entry.save_id)
         return save.label if save is not None else entry.save_id
+
+
+def _unnamed(entry: Entry, names: Sequence[str]) -> Entry:
+    return replace(entry, names=tuple(name for name in entry.names if name not in names))
 
 
 def _candidate(entry: Entry) -> Candidate:

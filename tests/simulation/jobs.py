@@ -2,7 +2,7 @@
 
 `world.py` decides which actor goes on and which request fails; `invariants.py` says what must hold. Here are the
 actors, which use the functions of the package: jobs that save (and overwrite, reuse shards, roll back, and continue
-although they are fenced), actors that retire, thin, pin and remove orphans, and readers.
+although they are fenced), actors that retire, thin, pin, name, delete and remove orphans, and readers.
 
     python -m tests.simulation.jobs 1234     the history of this seed, one line a request
 """
@@ -35,27 +35,32 @@ from dcp_remote.errors import (
     SaveFailedError,
     StorageError,
 )
-from dcp_remote.format import manifest_json
-from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, pin_entry
+from dcp_remote.format import catalog_json, manifest_json
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, Owner, pin_entry
 from dcp_remote.format.columns import encode_bytes
 from dcp_remote.format.document import seal, unseal
 from dcp_remote.format.keys import origin
 from dcp_remote.format.manifest import Manifest, RunInfo, TensorKind
 from dcp_remote.format.shard import HeaderEntry, ShardNames, header
 from dcp_remote.loading.load import load
+from dcp_remote.loading.run_handle import Run as RunHandle
 from dcp_remote.run.catalog_store import read_catalog, swap
 from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
-from dcp_remote.run.lookup import read_manifest_at
+from dcp_remote.run.lookup import as_step, read_manifest_at
 from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.run.recovery import recover
 from dcp_remote.run.retention import Best, Retention
+from dcp_remote.storage.base import Content
 from dcp_remote.storage.retrying import RetryingStore
+from dcp_remote.storage.wrapper import WrappedStore
 from tests.simulation import world
 from tests.simulation.invariants import (
     Collecting,
+    Deleting,
     Fencing,
     Keeping,
+    Naming,
     Pinning,
     Recovering,
     Removing,
@@ -64,6 +69,7 @@ from tests.simulation.invariants import (
     Settling,
     State,
     Thinning,
+    Unnaming,
 )
 from tests.simulation.world import Actor, BrokenError, World
 from tests.support.manifests import Layout, build
@@ -148,7 +154,7 @@ def loaded(actor: Actor | World, run: Run, step: int | str | None) -> State:
         for key, tensors in sorted(nested.items())
         for name, tensor in sorted(tensors.items())
     }
-    run.loaded(state, step)
+    run.loaded(state, as_step(step))
     return state
 
 
@@ -165,6 +171,7 @@ class Scene:
         collect: Fewest and most actors that remove orphans.
         pin: Fewest and most actors that pin.
         read: Fewest and most readers.
+        handle: Fewest and most people that delete, name and list by the methods of `Run`.
         doubles: Probability that a job runs twice, at each save.
         explicit: Probability that steps are retired and thinned by an explicit call, rather than by a retention.
         rounds: Most repetitions of each actor.
@@ -173,6 +180,7 @@ class Scene:
         thins: Probability that, while a save reuses shards, another actor thins the checkpoint that holds them; and
             that an actor that retires and thins only thins, while another one removes orphans.
         pins: Probability that, while a save replaces an abandoned checkpoint, another actor pins that one.
+        handles: Probability that a job deletes or names a checkpoint after each of its saves.
     """
 
     jobs: tuple[int, int]
@@ -180,11 +188,13 @@ class Scene:
     collect: tuple[int, int] = (0, 0)
     pin: tuple[int, int] = (0, 0)
     read: tuple[int, int] = (0, 0)
+    handle: tuple[int, int] = (0, 0)
     doubles: float = 0.0
     explicit: float = 0.5
     rounds: int = 3
     thins: float = 0.0
     pins: float = 0.0
+    handles: float = 0.0
     resumes: tuple[str, ...] = 7 * ("newest",) + 4 * ("older",) + ("none", "mistake")
 
 
@@ -201,6 +211,10 @@ SCENES = (
     Scene(jobs=(1, 1), collect=(1, 1), rounds=1),
     Scene(jobs=(1, 1), doubles=1.0, rounds=2),
     Scene(jobs=(0, 0), keep=(1, 1), explicit=0.8, read=(1, 1), rounds=1),
+    Scene(jobs=(1, 2), keep=(0, 1), collect=(0, 1), read=(0, 1), handle=(1, 2)),
+    Scene(jobs=(0, 0), handle=(2, 2), rounds=2),
+    Scene(jobs=(0, 1), collect=(0, 1), handle=(1, 1), rounds=1),
+    Scene(jobs=(2, 2), handles=0.7),
     Scene(jobs=(1, 2), pin=(0, 1), resumes=("older",), pins=0.5),
     Scene(jobs=(1, 1), rounds=1, resumes=("older",), thins=1.0),
     Scene(jobs=(0, 0), keep=(1, 1), rounds=1, thins=1.0),
@@ -220,6 +234,7 @@ class Plan:
         doubles: Probability of running twice from a save on.
         thins: Probability, as in `Scene`.
         pins: Probability, as in `Scene`.
+        handles: Probability, as in `Scene`.
         retention: Policy that the job applies; None keeps all.
     """
 
@@ -231,6 +246,7 @@ class Plan:
     doubles: float = 0.0
     thins: float = 0.0
     pins: float = 0.0
+    handles: float = 0.0
     retention: Retention | None = None
 
     @classmethod
@@ -244,6 +260,7 @@ class Plan:
             doubles=scene.doubles,
             thins=scene.thins,
             pins=scene.pins,
+            handles=scene.handles,
             retention=retention(rng) if rng.random() < 0.3 else None,
         )
 
@@ -269,6 +286,8 @@ class Trainer:
         self.step = 0
         # The step that each commit names until one succeeds, as in `JobSession`.
         self.abandons: int | None = None
+        # Job as which the last save began; kept although the job was fenced since, as by `RankSaver`.
+        self.owner: Owner | None = None
 
     def resume(self) -> None:
         """Go on from a checkpoint."""
@@ -303,6 +322,8 @@ class Trainer:
                 if not self.plan.stubborn:
                     return
             self._apply_retention()
+            if rng.random() < self.plan.handles and self.owner is not None:  # else it acts as a person does
+                record_error(actor, partial(_change_by_handle, actor, self.run, owner=self.owner, job=self.name))
             if rng.random() < 0.5:
                 actor.world.rest(actor)
 
@@ -311,8 +332,8 @@ class Trainer:
         actor, maintenance = self.actor, self.maintenance
         actor.doing = Settling()
         record_error(actor, lambda: maintenance.settle(deadline=actor.deadline(SAVE_SECONDS)))
-        if self.plan.retention is not None:
-            apply_retention(actor, maintenance, self.plan.retention)
+        if self.plan.retention is not None and self.owner is not None:
+            apply_retention(actor, maintenance, self.plan.retention, owner=self.owner, job=self.name)
         else:
             record_error(actor, lambda: maintenance.delete(deadline=actor.deadline(SAVE_SECONDS)))
 
@@ -347,7 +368,7 @@ class Trainer:
         rng = self.actor.rng
         note = CheckpointLabels.of(
             self.step,
-            name=rng.choice([None, None, "best", ("best", "last")]),
+            name=rng.choice([None, None, "best", ("best", "stable")]),
             metrics={"loss": rng.randrange(4)} if rng.random() < 0.7 else None,
             overwrite=rng.random() < self.plan.overwrites,
         )
@@ -372,6 +393,7 @@ class Trainer:
         deadline = actor.deadline(SAVE_SECONDS)
         actor.doing = Fencing(self.name)
         begun = self.job.begin(note, borrow=borrow, deadline=deadline)
+        self.owner = Owner(begun.run.run_id, begun.run.token)
         number = world.number()
         label = f"{self.name}.{number}"
         base = self._base(begun)
@@ -495,10 +517,12 @@ def keep(actor: Actor, *, scene: Scene) -> None:
             actor.world.rest(actor)
 
 
-def apply_retention(actor: Actor, maintenance: Maintenance, by: Retention) -> None:
+def apply_retention(
+    actor: Actor, maintenance: Maintenance, by: Retention, *, owner: Owner | None = None, job: str | None = None
+) -> None:
     """Apply retention and delete, as the manager does after a save."""
-    actor.doing = Keeping(by)
-    record_error(actor, lambda: maintenance.apply(by, deadline=actor.deadline(SAVE_SECONDS)))
+    actor.doing = Keeping(by, job)
+    record_error(actor, lambda: maintenance.apply(by, deadline=actor.deadline(SAVE_SECONDS), owner=owner))
     if actor.rng.random() < 0.3:
         actor.world.rest(actor)
     record_error(
@@ -588,10 +612,60 @@ def _pin(actor: Actor, step: int | None = None) -> None:
         )
 
 
+class _FirstLook(WrappedStore):
+    """Store that notes the first catalog that was read through it."""
+
+    revision: int | None = None
+
+    def get(self, key: str, *, limit_bytes: int) -> Content:
+        content = super().get(key, limit_bytes=limit_bytes)
+        if key == CATALOG_KEY and self.revision is None:
+            self.revision = catalog_json.decode(content.data).revision
+        return content
+
+
+def handle(actor: Actor, run: Run, *, rounds: int) -> None:
+    """Delete, name and list checkpoints as a person does, by the methods of `Run`."""
+    for _ in range(actor.rng.randint(1, rounds + 1)):
+        if actor.rng.random() < 0.3:
+            record_error(actor, partial(_list, actor, run))
+        else:
+            record_error(actor, partial(_change_by_handle, actor, run))
+        if rounds > 1:
+            actor.world.rest(actor)
+
+
+def _list(actor: Actor, run: Run) -> None:
+    since = run.catalog.revision if run.catalog is not None else 0
+    run.listed(RunHandle(actor.store, timeout_seconds=SAVE_SECONDS).checkpoints(), since=since)
+
+
+def _change_by_handle(actor: Actor, run: Run, *, owner: Owner | None = None, job: str | None = None) -> None:
+    """Delete a checkpoint, or give or take names, and check what the actor was told."""
+    rng, look = actor.rng, _FirstLook(actor.store)
+    by_handle = RunHandle(look, timeout_seconds=SAVE_SECONDS, owner=lambda: owner)
+    steps = [entry.step for entry in run.catalog.entries] if run.catalog is not None else []
+    known: list[int | str] = [*steps, *steps, "best", "stable", "latest"]
+    asked = rng.choice(known)
+    names = rng.choice([("best",), ("stable",), ("best", "stable")])
+    match rng.choice(["delete", "delete", "name", "unname"]):
+        case "delete":
+            actor.doing = deleting = Deleting(asked, rng.random() < 0.6, look, job)
+            by_handle.delete(asked, force=deleting.force)
+            run.deleted_step(deleting)
+        case "name":
+            actor.doing = naming = Naming(asked, names, rng.random() < 0.6, look, job)
+            by_handle.name(asked, names, move=naming.move)
+            run.named_step(naming)
+        case "unname":
+            actor.doing = Unnaming(names, look, job)
+            by_handle.unname(names)
+
+
 def read(actor: Actor, run: Run, *, rounds: int) -> None:
     """Load the newest checkpoint, or any."""
     for _ in range(actor.rng.randint(1, rounds)):
-        step: int | str | None = actor.rng.choice([None, None, "best", actor.rng.randrange(5)])
+        step: int | str | None = actor.rng.choice([None, "latest", "best", actor.rng.randrange(5)])
         record_error(actor, partial(loaded, actor, run, step))
         if rounds > 1:
             actor.world.rest(actor)
@@ -601,7 +675,7 @@ def record_error(actor: Actor, act: Callable[[], object]) -> None:
     """Call `act`, and record the error that it raises; no actor may be told that a checkpoint is damaged."""
     try:
         act()
-    except (*TOLD, InvalidArgumentError) as error:
+    except (*TOLD, CheckpointExistsError, InvalidArgumentError) as error:
         actor.say(f"    is told {type(error).__name__}: {error}")
 
 
@@ -662,6 +736,7 @@ class History:
             "collect": (scene.collect, partial(collect, rounds=rounds)),
             "pin": (scene.pin, partial(pin, rounds=rounds)),
             "read": (scene.read, partial(read, rounds=rounds, run=self.run)),
+            "handle": (scene.handle, partial(handle, rounds=rounds, run=self.run)),
         }
         for name, (how_many, play) in others.items():
             for number in range(rng.randint(*how_many)):

@@ -190,6 +190,18 @@ def deciding_once(self: Maintenance, choose: maintenance.Choose, **other: Any) -
     return CARRY_OUT(self, chosen, **other)
 
 
+def choosing_again(self: Maintenance, steps: Sequence[int | str], *, force: bool = False, **other: Any) -> object:
+    """Delete whatever a step or name means when the swap succeeds."""
+
+    def choose(now: Catalog) -> Decision:
+        entries = [lookup.find_entry(now, step, url="") for step in steps]
+        if not force:
+            maintenance.require_expendable(now, entries)
+        return Decision(retire=tuple(entry.step for entry in entries), thin=())
+
+    return self._carry_out(choose, keys=(), explicit=True, **other)
+
+
 CARRY_OUT = Maintenance._carry_out
 LIVE = gc._live
 
@@ -263,12 +275,25 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
         lambda *, revision, step: f"0-step-{step:012d}-",
     ),
     "looking again for what a reader misses": ("dcp_remote.run.lookup.read_entry", no_second_look),
+    "the token, of deleting and retention": ("dcp_remote.run.maintenance.require_owner", lambda catalog, owner: None),
+    "the token, of naming": ("dcp_remote.run.labels.require_owner", lambda catalog, owner: None),
+    "moving names only if told to": (
+        "dcp_remote.run.labels.name_entry",
+        lambda catalog, step, names, *, move: rules.name_entry(catalog, step, names, move=True),
+    ),
+    "choosing the checkpoint to delete once": (
+        "dcp_remote.run.maintenance.Maintenance.retire",
+        choosing_again,
+    ),
     "what lacks shards, of recovering": ("dcp_remote.run.recovery._why_not_whole", lambda manifest, shards: None),
 }
 
 
 # Rules whose loss shows only in histories with specific actors.
 SCENES_OF = {
+    "looking again after the floor was raised": SCENES[3:5],
+    "the store's clock": SCENES[3:5],
+    "a fresh name for a thinned manifest": SCENES[8:9],
     "raising the floor, of retiring": SCENES[2:3],
     "looking at the pin": SCENES[-3:-2],
     "looking at the reused manifest": SCENES[-2:-1],

@@ -34,7 +34,8 @@ from dcp_remote.errors import (
 )
 from dcp_remote.format import catalog_json, manifest_json
 from dcp_remote.loading import downloads
-from dcp_remote.run import job, live_shards
+from dcp_remote.run import catalog_store, job, live_shards
+from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.saving import uploads
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Condition, Version
@@ -622,6 +623,9 @@ def simulated(world: World) -> Iterator[pytest.MonkeyPatch]:
             patch.setattr(module, "Workers", _Pool)
         patch.setattr(live_shards, "Workers", _Pool)
         patch.setattr(job, "datetime", _Datetime)
+        # Methods of `Run`, which take no clock.
+        for call in (Maintenance.__init__, catalog_store.swap):
+            patch.setitem(call.__kwdefaults__, "sleep", _sleep)  # type: ignore[arg-type]  # both have keyword defaults
         # Pure, and without a cache half of a history's time.
         for module in (catalog_json, manifest_json):
             patch.setattr(module, "decode", lru_cache(maxsize=200)(module.decode))

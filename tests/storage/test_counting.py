@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_remote.errors import TransientStorageError
+from dcp_remote.errors import BucketNotFoundError, TransientStorageError
 from dcp_remote.storage import LocalStore, MemoryStore
 from dcp_remote.storage.counting import CountingStore, Counts
 from dcp_remote.testing import FaultyStore, nth
@@ -40,8 +40,9 @@ def test_pickling_resets_the_counts(tmp_path: Path) -> None:
 
 def test_explain_missing_is_forwarded() -> None:
     class Knowing(MemoryStore):
-        def explain_missing(self) -> str:
-            return "no such bucket"
+        def explain_missing(self) -> BucketNotFoundError:
+            return missing
 
-    assert CountingStore(Knowing()).explain_missing() == "no such bucket"
+    missing = BucketNotFoundError("no such bucket")
+    assert CountingStore(Knowing()).explain_missing() is missing
     assert CountingStore(MemoryStore()).explain_missing() is None

@@ -36,6 +36,7 @@ from s3fs import S3FileSystem
 from dcp_remote import RemoteReader, RemoteWriter
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
+    BucketNotFoundError,
     CheckpointNotFoundError,
     ConditionFailedError,
     CorruptCheckpointError,
@@ -404,9 +405,10 @@ def test_a_missing_bucket_is_named(s3_server: S3Server) -> None:
     """Use a bucket that does not exist, by each verb and by a load: each error says so."""
     store = open_fsspec_store(file_system(s3_server), "no-such-bucket/run")
     for call in (lambda: store.put("key", [b"x"]), lambda: store.get("key", limit_bytes=1), lambda: next(store.list())):
-        with pytest.raises(ObjectNotFoundError, match="The bucket does not exist"):
+        with pytest.raises(BucketNotFoundError, match="The bucket does not exist") as caught:
             call()
-    with pytest.raises(CheckpointNotFoundError, match="The bucket does not exist"):
+        assert caught.value.details["endpoint"] == s3_server.endpoint_url
+    with pytest.raises(BucketNotFoundError, match="The bucket does not exist"):
         read_manifest(store)
     s3_server.create_bucket("a-bucket-without-run")
     with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):

@@ -14,11 +14,13 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from dcp_remote import latest, open_run
 from dcp_remote.errors import (
     ConditionFailedError,
     CorruptCheckpointError,
@@ -55,6 +57,31 @@ class TestLocalStore(StoreSuite):
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "root", allow_network_replace=True)
+
+
+@pytest.mark.parametrize("opened", [open_store, open_run, latest])
+def test_the_url_of_a_file(opened: Callable[[str | Path], object], tmp_path: Path) -> None:
+    """Open a file, and URLs below it: refused at once, and the file is named."""
+    file = tmp_path / "x.txt"
+    file.write_text("no folder")
+    for url, says in (
+        (file.as_uri(), "The URL is a file; that of a checkpoint or run is a folder."),
+        (str(file), "The URL is a file;"),
+        (f"{file}/run", f"The URL lies below the file {file};"),
+        (f"{file.as_uri()}/a/b", f"The URL lies below the file {file};"),
+    ):
+        with pytest.raises(InvalidArgumentError, match="Pass the URL of a folder") as caught:
+            opened(url)
+        assert caught.value.what.startswith(says)
+
+
+def test_folders_may_be_new(tmp_path: Path) -> None:
+    """Open a folder, a link to one, and what does not exist yet: nothing is refused, and nothing is created."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for path in ("", "link", "link/new", "new/run", "dangling"):
+        open_store(tmp_path / path)
+    assert sorted(os.listdir(tmp_path)) == ["dangling", "link"]
 
 
 def _path(store: ObjectStore, key: str) -> Path:

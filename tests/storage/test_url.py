@@ -9,6 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.catalog import CATALOG_KEY
+from dcp_remote.format.keys import manifest_key, origin
+from dcp_remote.format.manifest import MANIFEST_KEY
+from dcp_remote.format.shard import ShardNames
 from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix, is_remote, parse_url
 
 
@@ -114,6 +118,21 @@ def test_invalid_urls(url: str | Path, advice: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         parse_url(url)
     assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize("above", ["s3://bucket", "s3://bucket/a/run", "memory://name", "file:///tmp/run"])
+def test_urls_of_objects_of_a_run(above: str) -> None:
+    """Paste the URL of an object that a save makes: refused, with the URL above it, and the step where it tells one."""
+    keys = [CATALOG_KEY, MANIFEST_KEY, manifest_key(revision=3, step=12)]
+    keys += [ShardNames(5, prefix).key(0) for prefix in ("", origin(revision=3, step=12))]
+    for key in keys:
+        with pytest.raises(InvalidArgumentError) as caught:
+            parse_url(f"{above}/{key}")
+        step = ", and step=12 to read that checkpoint" if key.startswith("manifests") else ""
+        assert f"The URL names {key}, an object of a checkpoint or run." in caught.value.what
+        assert f"Pass the URL above it, {above}{step}." in caught.value.what
+    for name in ("catalog.json.bak", "manifests", "shards", "my-manifest.json", "manifests/step-12.json"):
+        parse_url(f"{above}/{name}")
 
 
 def test_a_folder_that_looks_like_a_url_can_be_named() -> None:

@@ -14,7 +14,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from dcp_remote.errors import InvalidArgumentError, TransientStorageError
+from dcp_remote.errors import BucketNotFoundError, InvalidArgumentError, TransientStorageError
 from dcp_remote.storage.cloud.circuit_breaker import CircuitBreaker, DirectCounts, Outcome
 from dcp_remote.storage.cloud.config import (
     Timeouts,
@@ -27,7 +27,7 @@ from dcp_remote.storage.cloud.config import (
 from dcp_remote.storage.cloud.credentials import S3Credentials, find_credentials
 from dcp_remote.storage.cloud.diagnosis import Diagnosis, diagnose_s3
 from dcp_remote.storage.cloud.endpoint import S3Endpoint, resolve_s3
-from dcp_remote.storage.cloud.errors import get_safe_cause, translate
+from dcp_remote.storage.cloud.errors import get_safe_cause, make_bucket_error, translate
 from dcp_remote.storage.cloud.options import CloudOptions, GoogleOptions, S3Options, collect_secrets
 from dcp_remote.storage.cloud.range_reader import DirectRangeReader, uses_proxy
 from dcp_remote.storage.cloud.rate_limit import AdaptiveRequestLimit, shared_request_limit
@@ -77,7 +77,7 @@ class BucketClients:
         """Store the arguments; nothing is created or sent."""
         self.options = options
         self.timeouts = timeouts
-        self._bucket = parsed.bucket
+        self._scheme, self._bucket = parsed.scheme, parsed.bucket
         self._lock = threading.Lock()
         # By (download, delete_singly, request_seconds): obstore fixes these per client, and clients are cheap.
         self._clients: dict[tuple[bool, bool, float], Client] = {}
@@ -244,6 +244,11 @@ class BucketClients:
         if isinstance(self.options, GoogleOptions):
             return make_google_config(self.options).get("base_url")
         return make_azure_config(self.options).get("endpoint")
+
+    def make_bucket_error(self) -> BucketNotFoundError:
+        """Return the error for this bucket, which does not exist. Sends nothing. Errors as of `endpoint_url`."""
+        region = self._resolve_endpoint(self.options).region_name if isinstance(self.options, S3Options) else None
+        return make_bucket_error(self._scheme, self._bucket, endpoint_url=self.endpoint_url(), region_name=region)
 
     def _resolve_endpoint(self, options: S3Options) -> S3Endpoint:
         with self._lock:

@@ -12,12 +12,12 @@ from botocore.awsrequest import AWSRequest
 from botocore.httpsession import URLLib3Session
 from botocore.utils import get_environ_proxies
 
-from dcp_remote.errors import ObjectNotFoundError, PermissionDeniedError, StorageError, TransientStorageError
+from dcp_remote.errors import BucketNotFoundError, Detail, PermissionDeniedError, StorageError, TransientStorageError
 from dcp_remote.storage.cloud.endpoint import S3Endpoint, presign_s3
 from dcp_remote.storage.cloud.errors import (
     ADVICE,
     CREDENTIALS_CODES,
-    NO_SUCH_BUCKET,
+    NO_SUCH_BUCKET_CODE,
     SENT_ELSEWHERE,
     WHAT,
     CloudError,
@@ -25,6 +25,7 @@ from dcp_remote.storage.cloud.errors import (
     classify_error,
     find_error_code,
     first_match,
+    make_bucket_error,
 )
 from dcp_remote.storage.cloud.options import S3Options
 
@@ -50,10 +51,12 @@ class Diagnosis:
 
     error_class: ErrorClass
     what: str
-    details: tuple[tuple[str, str | int | None], ...] = ()
+    details: tuple[tuple[str, Detail], ...] = ()
 
     def error(self, *, verb: str, url: str) -> CloudError:
-        """Return the error for one request."""
+        """Return the error for one request; that of a missing bucket is the same for all requests."""
+        if self.error_class is BucketNotFoundError:
+            return BucketNotFoundError(self.what, **dict(self.details))
         return self.error_class(self.what, verb=verb, url=url, **dict(self.details))
 
 
@@ -147,8 +150,9 @@ def _diagnose_answer(
 ) -> Diagnosis | None:
     """Return what the store's answer to the GET shows about its bucket; None if nothing."""
     shown_endpoint = ("endpoint", endpoint.endpoint_url)
-    if code == "NoSuchBucket":
-        return Diagnosis(ObjectNotFoundError, NO_SUCH_BUCKET, (("bucket", bucket), shown_endpoint))
+    if code == NO_SUCH_BUCKET_CODE:
+        missing = make_bucket_error("s3", bucket, endpoint_url=endpoint.endpoint_url, region_name=endpoint.region_name)
+        return Diagnosis(BucketNotFoundError, missing.what, tuple(missing.details.items()))
     is_redirect = HTTPStatus.MULTIPLE_CHOICES <= status < HTTPStatus.BAD_REQUEST
     # 400 is AuthorizationHeaderMalformed: the request was signed for a region that is not the endpoint's.
     is_other_region = answered_region is not None and answered_region != endpoint.region_name

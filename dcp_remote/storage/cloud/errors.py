@@ -18,6 +18,7 @@ import botocore.exceptions as botocore_exceptions
 import obstore.exceptions as obstore_exceptions
 
 from dcp_remote.errors import (
+    BucketNotFoundError,
     ConditionFailedError,
     InvalidArgumentError,
     ObjectNotFoundError,
@@ -144,6 +145,9 @@ CREDENTIALS_CODES = frozenset(ADVICE)
 
 NO_SUCH_BUCKET_CODE = "NoSuchBucket"
 
+# The same of S3 and Google Cloud, and of Azure. obstore raises a listing's 404 as GenericError.
+NO_BUCKET_CODES = frozenset({NO_SUCH_BUCKET_CODE, "ContainerNotFound"})
+
 # Error classes by S3's error code, where the HTTP status says less; failed keys of DeleteObjects have no status.
 _CLASSES_BY_CODE: dict[str, type[StorageError]] = {
     **dict.fromkeys((*CREDENTIALS_CODES, "AccessDenied"), PermissionDeniedError),
@@ -208,10 +212,6 @@ WHAT: dict[ErrorClass, str] = {
 }
 
 SENT_ELSEWHERE = "The endpoint redirects requests: endpoint_url or region_name is not that of this bucket."
-NO_SUCH_BUCKET = (
-    "The bucket does not exist. Buckets are never created implicitly: create it, or correct the URL, the region_name "
-    "or the endpoint_url."
-)
 
 # Longest cause that an error shows; the XML body of an answer is longer.
 _CAUSE_CHARACTERS_MAX = 300
@@ -265,9 +265,40 @@ def make_answer_error(
     # 409: another conditional write of this key is in progress. 404: a swap of an object that does not exist.
     if (condition != "any" and status == HTTPStatus.CONFLICT) or (condition not in ("any", "absent") and is_missing):
         error_class = ConditionFailedError
-    what = NO_SUCH_BUCKET if code == NO_SUCH_BUCKET_CODE else _FINAL.get(code) or add_advice(WHAT[error_class], code)
+    what = _FINAL.get(code) or add_advice(WHAT[error_class], code)
     details = {"verb": verb, "url": url, "code": code, "cause": cause}
     return error_class(what, **{name: value for name, value in details.items() if value})
+
+
+def make_bucket_error(
+    scheme: str, bucket: str, *, endpoint_url: str | None = None, region_name: str | None = None
+) -> BucketNotFoundError:
+    """Return the error for a bucket that does not exist: the same for every request, with the command that creates it.
+
+    Args:
+        scheme: "s3", "gs" or "az".
+        bucket: Name of the bucket or container.
+        endpoint_url: URL of the server; None for the cloud's own.
+        region_name: Region that requests are signed for; None if the cloud has none.
+    """
+    where = "URL"
+    if scheme == "s3":
+        where = "URL, the region_name or the endpoint_url"
+        is_amazon = endpoint_url is None or ".amazonaws." in endpoint_url
+        command = f"aws s3 mb s3://{bucket}" + (f" --region {region_name}" if region_name else "")
+        command += "" if is_amazon else f" --endpoint-url {endpoint_url}"
+    elif scheme == "gs":
+        command = f"gcloud storage buckets create gs://{bucket}"
+    else:
+        where = "URL or the account_name"
+        command = f"az storage container create --name {bucket}"
+    kind = "container" if scheme == "az" else "bucket"
+    return BucketNotFoundError(
+        f"The {kind} does not exist, and is never created implicitly. Create it (`{command}`), or correct the {where}.",
+        bucket=bucket,
+        endpoint=endpoint_url,
+        region=region_name,
+    )
 
 
 def translate(error: BaseException, *, verb: str, url: str, secrets: Sequence[str], what: str = "") -> CloudError:

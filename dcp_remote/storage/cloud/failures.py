@@ -14,10 +14,11 @@ from obstore.exceptions import AlreadyExistsError, InvalidPathError
 from dcp_remote.errors import DcpRemoteError, PermissionDeniedError, StorageError, TransientStorageError
 from dcp_remote.storage.cloud.clients import FAILURES, BucketClients
 from dcp_remote.storage.cloud.errors import (
-    NO_SUCH_BUCKET,
+    NO_BUCKET_CODES,
     WHAT,
     CloudError,
     classify_error,
+    find_error_code,
     find_final_error,
     get_safe_cause,
     translate,
@@ -72,6 +73,10 @@ def _explain(
     final = find_final_error(error, verb=verb, url=url, secrets=secrets)
     if final is not None:
         return final
+    # For a PUT, 404 means that the bucket is missing: obstore turns the 404 of a swap into a failed condition.
+    is_no_bucket = isinstance(error, FileNotFoundError) and verb == "put"
+    if is_no_bucket or (verb == "list" and find_error_code(str(error)) in NO_BUCKET_CODES):
+        return clients.make_bucket_error()
     if classify_error(error) is TransientStorageError:
         if not remaining_seconds():
             return None  # the deadline has passed: a diagnosis would be too late
@@ -88,9 +93,6 @@ def _explain(
         # The answer to a HEAD has no body and so no error code: ask by a GET.
         diagnosis = clients.diagnose(request.prefix, reuse=True)
         return diagnosis.error(verb=verb, url=url) if diagnosis is not None else None
-    if isinstance(error, FileNotFoundError) and verb == "put":
-        # For a PUT, 404 means that the bucket is missing: obstore turns the 404 of a swap into a failed condition.
-        return translate(error, verb=verb, url=url, secrets=secrets, what=NO_SUCH_BUCKET)
     if isinstance(error, AlreadyExistsError) and verb == "put" and not request.is_conditional:
         # 409 to an unconditional PUT: another request for this key is under way, so a retry may pass.
         failure = translate(error, verb=verb, url=url, secrets=secrets)

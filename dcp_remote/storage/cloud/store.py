@@ -214,14 +214,14 @@ class CloudStore:
             failed.update(self._delete_batch(keys[first : first + _DELETE_KEYS_MAX]))
         return failed
 
-    def explain_missing(self) -> str | None:
-        """Return a sentence if an expected object is missing because of its bucket, else None.
+    def explain_missing(self) -> DcpRemoteError | None:
+        """Return an error if an expected object is missing because of its bucket, else None.
 
         One request to S3, sent after a manifest was not found; never on the path of a save. Google Cloud and Azure show
         a missing bucket only in the answer to a PUT, so the result for them is None.
         """
         diagnosis = self._send("get", "", lambda: self._clients.diagnose(self._parsed.prefix))
-        return str(diagnosis.error(verb="get", url=self.url)) if diagnosis is not None else None
+        return diagnosis.error(verb="get", url=self.url) if diagnosis is not None else None
 
     def find_unproven_server(self) -> str | None:
         """Return the server and bucket if conditional writes are unproven there; None for the clouds' own servers.

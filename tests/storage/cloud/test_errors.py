@@ -21,8 +21,11 @@ from pathlib import Path
 import botocore.exceptions
 import obstore.exceptions
 import pytest
+import torch
 
+import dcp_remote
 from dcp_remote.errors import (
+    BucketNotFoundError,
     ConditionFailedError,
     DcpRemoteError,
     InvalidArgumentError,
@@ -32,7 +35,7 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage.base import Version
-from dcp_remote.storage.cloud.errors import classify_error, get_safe_cause, translate
+from dcp_remote.storage.cloud.errors import classify_error, get_safe_cause, make_bucket_error, translate
 from dcp_remote.storage.cloud.options import parse_options
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
 from dcp_remote.storage.request_context import limit_requests
@@ -252,12 +255,49 @@ def catch_error(store: CloudStore, verb: str) -> DcpRemoteError:
     return info.value
 
 
-@pytest.mark.parametrize("verb", ["put", "list"])
-def test_bucket_missing_on_moto(s3_server: S3Server, verb: str) -> None:
-    """Put to and list a missing bucket: the error says so, and that buckets are never created."""
+def test_bucket_missing_on_moto(s3_server: S3Server) -> None:
+    """Read, list and save into a missing bucket: one message, with name, server, region, and how to create it."""
     store = open_cloud_store(parse_url("s3://no-such-bucket/run"), s3_server.storage_options)
-    with pytest.raises(ObjectNotFoundError, match=r"bucket does not exist\. Buckets are never created implicitly"):
-        VERBS[verb](store)
+    state = {"w": torch.zeros(2)}
+    run = dcp_remote.CheckpointManager(store)
+    calls: list[Callable[[], object]] = [
+        lambda: VERBS["put"](store),
+        lambda: store.put("key", [b"x"], condition="absent"),
+        lambda: VERBS["list"](store),
+        run.latest,
+        lambda: run.restore(state),
+        lambda: run.restore(state, "latest", must_exist=True),
+        lambda: run.save(1, state, wait=True),
+        lambda: dcp_remote.load(store),
+        lambda: dcp_remote.open_run(store).wait_for_newer(None, timeout_seconds=5),
+    ]
+    messages = set()
+    for call in calls:
+        with pytest.raises(BucketNotFoundError) as caught:
+            call()
+        messages.add(str(caught.value))
+    run.close()
+    url = s3_server.endpoint_url
+    expected = (
+        "The bucket does not exist, and is never created implicitly. Create it (`aws s3 mb s3://no-such-bucket --region"
+        f" us-east-1 --endpoint-url {url}`), or correct the URL, the region_name or the endpoint_url. "
+        f"bucket='no-such-bucket' endpoint='{url}' region='us-east-1'"
+    )
+    assert messages == {expected}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "endpoint_url", "command"),
+    [
+        ("s3", "https://s3.eu-west-1.amazonaws.com", "`aws s3 mb s3://data --region eu-west-1`"),
+        ("gs", None, "`gcloud storage buckets create gs://data`"),
+        ("az", None, "The container does not exist, and is never created implicitly. Create it (`az storage container"),
+    ],
+)
+def test_how_to_create_a_bucket(scheme: str, endpoint_url: str | None, command: str) -> None:
+    """Name the command of each cloud's own tool; Amazon's needs no endpoint for Amazon's own server."""
+    region = "eu-west-1" if scheme == "s3" else None
+    assert command in str(make_bucket_error(scheme, "data", endpoint_url=endpoint_url, region_name=region))
 
 
 def test_missing_manifest_is_explained_on_moto(s3_server: S3Server) -> None:
@@ -269,7 +309,7 @@ def test_missing_manifest_is_explained_on_moto(s3_server: S3Server) -> None:
             store.get("manifest.json", limit_bytes=10)
         reason = store.explain_missing()
         assert (reason is not None) == explained
-        assert reason is None or "The bucket does not exist" in reason
+        assert reason is None or type(reason) is BucketNotFoundError
 
 
 def test_a_missing_object_costs_one_request() -> None:

@@ -30,7 +30,7 @@ VERBS: dict[str, Callable[[ObjectStore], object]] = {
     "create": lambda store: store.put("key", [b"x"], condition="absent"),
     "list": lambda store: list(store.list()),
     "delete": lambda store: _raise_first(store.delete(["key"])),
-    "explain": lambda store: _raise_text(cast("CloudStore", store).explain_missing()),
+    "explain": lambda store: _raise_error(cast("CloudStore", store).explain_missing()),
 }
 
 
@@ -38,9 +38,9 @@ def _raise_first(failed: Mapping[str, StorageError]) -> None:
     raise next(iter(failed.values()))
 
 
-def _raise_text(text: str | None) -> None:
-    assert text is not None
-    raise StorageError(text)
+def _raise_error(error: DcpRemoteError | None) -> None:
+    assert error is not None
+    raise error
 
 
 def answer_plausibly(request: HttpRequest) -> HttpAnswer:

@@ -18,6 +18,7 @@ import boto3
 import pytest
 
 from dcp_remote.errors import (
+    BucketNotFoundError,
     ConditionFailedError,
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -451,15 +452,17 @@ class TestGoogle:
             store.head("key")
 
     def test_a_missing_bucket(self) -> None:
-        """Answer 404: the error of a put names the bucket, that of a read the object; explain_missing knows no more."""
-        with scripted_server(lambda _: HttpAnswer(404)) as server:
+        """Answer 404 to a put, a list and a get: the first two name the bucket, the last the object."""
+        body = b"<Error><Code>NoSuchBucket</Code></Error>"
+        with scripted_server(lambda request: HttpAnswer(404, body if "list" in request.path else b"")) as server:
             store = open_on(server, "gs://bucket", bearer_token="a-google-token")
-            with pytest.raises(ObjectNotFoundError, match="The bucket does not exist"):
-                store.put("key", [b"x"])
+            for call in (lambda: store.put("key", [b"x"]), lambda: next(store.list())):
+                with pytest.raises(BucketNotFoundError, match="The bucket does not exist"):
+                    call()
             with pytest.raises(ObjectNotFoundError, match="no such object"):
                 store.get("key", limit_bytes=1)
             assert store.explain_missing() is None
-            assert len(server.requests) == 2
+            assert len(server.requests) == 3
 
 
 class TestAzure:
