@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -25,23 +24,19 @@ from dcp_remote.format.shard import ShardNames
 from dcp_remote.manager.coordinator import Again, Committed, Coordinator, Labelled
 from dcp_remote.manager.progress import Progress, ProgressSetting, start_progress
 from dcp_remote.manager.reports import RankFigures, SaveReport, Seconds, SlowShard, combine
+from dcp_remote.manager.save_planning import CoordinatorPlanning, Known, Request, require_coordinator
 from dcp_remote.manager.telemetry import Operation
 from dcp_remote.run.background_maintenance import BackgroundMaintenance
 from dcp_remote.run.job import CheckpointLabels, SaveTicket
 from dcp_remote.run.lookup import read_manifest_at
 from dcp_remote.run.run import catalog_of
-from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.dedup import Baseline
 from dcp_remote.saving.manifest_assembly import Planned, require_unicode, shard_bytes_max
 from dcp_remote.saving.plan_cache import (
-    Digests,
     PlanCache,
     Proposal,
     RankPlan,
-    describe_tensors,
     digest_objects,
-    find_differing_replicas,
-    plan_all,
     plans_as_torch,
     propose,
     replica_digests,
@@ -49,12 +44,6 @@ from dcp_remote.saving.plan_cache import (
     to_rank_plan,
     to_table,
     without_torchs_cache,
-)
-from dcp_remote.saving.plan_table import Chunk, PlanTable, Share, arrange
-from dcp_remote.saving.rank_differences import (
-    ObjectDifference,
-    describe_object_differences,
-    require_equal_tensors,
 )
 from dcp_remote.saving.rank_report import RankReport
 from dcp_remote.saving.shard_writer import write_shards
@@ -129,131 +118,6 @@ class _Agreed:
     planned: Planned | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Last plans of all ranks, as the coordinator keeps them.
-
-    Attributes:
-        save_id: Save in which the ranks agreed on the plans.
-        planned: Contents of the checkpoint.
-    """
-
-    save_id: str
-    planned: Planned
-
-
-class _Request(NamedTuple):
-    """Request of a rank to begin a save: of its plan only as much as tells whether the ranks must plan anew, and how.
-
-    Attributes:
-        labels: Step, names and metrics.
-        key: Save in which the ranks agreed on the plan that this rank would write again; None if it has another one.
-        is_regular: True if a table holds this rank's plan.
-        digests: Digests of the replicas of which this rank would write parts.
-        unclear: Saves that failed here, of which this rank does not know the outcome, and the shards put for each.
-    """
-
-    labels: CheckpointLabels
-    key: str | None
-    is_regular: bool
-    digests: Digests
-    unclear: list[tuple[SaveTicket, tuple[str, ...]]]
-
-
-class _Begun(NamedTuple):
-    """Answer of the coordinator to the requests, if a save begins.
-
-    Attributes:
-        ticket: Ticket of the save.
-        is_known: True if every rank writes what it wrote in the last save.
-        in_tables: True if tables hold the plans of all ranks.
-    """
-
-    ticket: SaveTicket
-    is_known: bool
-    in_tables: bool
-
-
-class _CoordinatorPlanning:
-    """Decisions of the coordinator while the ranks plan one save. Made by every rank; called on the coordinator only.
-
-    Args:
-        coordinator: Coordinator's part; None on other ranks.
-        known: Last plans of all ranks; None if there are none, and on other ranks.
-        shard_bytes_max: Bytes of data in a shard.
-        reported: Names of objects that differ between ranks and were reported; added to.
-
-    Attributes:
-        known: Plans of all ranks, as last decided.
-    """
-
-    def __init__(
-        self, coordinator: Coordinator | None, known: _Known | None, *, shard_bytes_max: int, reported: set[str]
-    ) -> None:
-        """Begin with no replica that differs between ranks."""
-        self._coordinator = coordinator
-        self._reported = reported
-        self._shard_bytes_max = shard_bytes_max
-        self._differing = frozenset[Chunk]()
-        self.known = known
-
-    @property
-    def planned(self) -> Planned | None:
-        """Contents of the checkpoint; None on other ranks."""
-        return self.known.planned if self.known is not None else None
-
-    def begin(self, requests: list[_Request], *, collective: Collective, borrow: bool) -> _Begun | Labelled:
-        """Begin the save, and decide how the ranks plan; see `Coordinator.begin`."""
-        coordinator = _require_coordinator(self._coordinator)
-        for ticket, put in itertools.chain.from_iterable(request.unclear for request in requests):
-            coordinator.failed(ticket, put)
-        begun = coordinator.begin([request.labels for request in requests], collective, borrow=borrow)
-        if isinstance(begun, Labelled):
-            return begun
-        is_known = self.known is not None and all(request.key == self.known.save_id for request in requests)
-        is_known = self.compare_replicas([request.digests for request in requests]) and is_known
-        return _Begun(begun, is_known, in_tables=all(request.is_regular for request in requests))
-
-    def compare_replicas(self, digests: list[Digests]) -> bool:
-        """Return whether ranks that write parts of a replica hold equal values; log the replicas that differ."""
-        found = find_differing_replicas(digests)
-        for name, offsets in sorted(found):
-            logger.warning(
-                "Ranks hold different values of a tensor that is replicated; those of one rank are saved. tensor=%s "
-                "offsets=%s",
-                name,
-                offsets,
-            )
-        self._differing |= found
-        return not found
-
-    def arrange_tables(self, tables: list[PlanTable], *, ticket: SaveTicket, planner: SavePlanner) -> list[Share]:
-        """Decide which rank writes what, by tables of the plans; return the share of each rank."""
-        arrangement = arrange(
-            tables,
-            shard_bytes_max=self._shard_bytes_max,
-            unlike=self._differing,
-            to_lowest_rank=plans_as_torch(planner) and planner.dedup_save_to_lowest_rank,
-        )
-        self._report(arrangement.differing, ticket)
-        self.known = _Known(ticket.save_id, arrangement.planned)
-        return arrangement.shares
-
-    def plan_all(self, plans: list[SavePlan], *, ticket: SaveTicket, planner: SavePlanner) -> list[SavePlan]:
-        """Have the planner decide which rank writes what; return the plan of each rank."""
-        own_plans, metadata = plan_all(planner, plans)
-        require_equal_tensors([describe_tensors(plan) for plan in plans], lambda: metadata.state_dict_metadata)
-        self.known = _Known(ticket.save_id, to_columns(metadata))
-        return own_plans
-
-    def _report(self, differing: Sequence[ObjectDifference], ticket: SaveTicket) -> None:
-        """Warn of objects that differ between ranks; once for each name."""
-        new = [difference for difference in differing if difference.name not in self._reported]
-        if new:
-            logger.warning("step %d: %s", ticket.run.step, describe_object_differences(new))
-            self._reported.update(difference.name for difference in new)
-
-
 class RankSaver:
     """Saves of one rank, one after another; keeps what it wrote last, so as not to send the same bytes again.
 
@@ -297,7 +161,7 @@ class RankSaver:
         self._last: tuple[tuple[str, str], Baseline] | None = None
         # Last plans on which the ranks agreed: this rank's, and on the coordinator what they amount to.
         self._plans = PlanCache()
-        self._known: _Known | None = None
+        self._known: Known | None = None
         # Names of objects that differ between ranks, of which the coordinator has warned.
         self._reported: set[str] = set()
         self.owner: Owner | None = None
@@ -416,7 +280,7 @@ class RankSaver:
         if plans_as_torch(planner):  # a user's planner may want to know the save
             proposal = self._propose(collective, planner, task)
         plans = self._plans
-        planning = _CoordinatorPlanning(
+        planning = CoordinatorPlanning(
             self._coordinator, self._known, shard_bytes_max=self._shard_bytes_max, reported=self._reported
         )
         request = self._make_request(collective, task, planner, proposal)
@@ -456,14 +320,14 @@ class RankSaver:
 
     def _make_request(
         self, collective: Collective, task: Task, planner: SavePlanner, proposal: Proposal | None
-    ) -> _Request:
+    ) -> Request:
         """Return the request to begin the save; digests what this rank would write in parts under the plan it kept."""
         key = self._plans.key_of(proposal)
         if proposal is None or key is None:
-            return _Request(task.labels, None, proposal is not None and proposal.is_regular, {}, self._unclear[:])
+            return Request(task.labels, None, proposal is not None and proposal.is_regular, {}, self._unclear[:])
         collective.set_activity("comparing replicas")
         digests = replica_digests(self._plans.plan, planner, collective.raise_if_cancelled)
-        return _Request(task.labels, key, proposal.is_regular, digests, self._unclear[:])
+        return Request(task.labels, key, proposal.is_regular, digests, self._unclear[:])
 
     def _propose(
         self, collective: Collective, planner: SavePlanner, task: Task, *, save_id: str | None = None
@@ -485,7 +349,7 @@ class RankSaver:
         """Commit what all ranks report; called on the coordinator only."""
         began_seconds, counts = time.monotonic(), self._store.counts
         assert agreed.planned is not None, "called on the coordinator"
-        coordinator, reports = _require_coordinator(self._coordinator), [report for report, _ in parts]
+        coordinator, reports = require_coordinator(self._coordinator), [report for report, _ in parts]
         answer = coordinator.commit(collective, agreed.ticket, agreed.planned, reports, task.user)
         if isinstance(answer, Again):
             return answer
@@ -581,8 +445,3 @@ def _plan_bytes(plan: SavePlan) -> int:
     """Return the bytes of the tensors of a rank's plan."""
     tensors = (item.tensor_data for item in plan.items if item.tensor_data is not None)
     return sum(math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize for tensor in tensors)
-
-
-def _require_coordinator(coordinator: Coordinator | None) -> Coordinator:
-    assert coordinator is not None, "called on the coordinator"
-    return coordinator

@@ -73,7 +73,7 @@ def save_partitions(path: Path, wait: bool) -> tuple[list[int], int]:
     """
     partition = Partition()
     exchanged = []
-    torchs_plans = mock.patch("dcp_remote.manager.rank_save.plan_all", wraps=plan_all)
+    torchs_plans = mock.patch("dcp_remote.manager.save_planning.plan_all", wraps=plan_all)
     with managing(path) as manager, scatters_counted() as count, torchs_plans as planned:
         for step in (1, 2):
             count[0] = 0
