@@ -202,7 +202,7 @@ def test_saves_from_processes_of_their_own(rendezvous: int, s3_server: S3Server,
         assert exists[0].details["url"] == f"s3://{bucket}/1"
         assert list(missing) == [0]  # before anything is uploaded: the server's conditions are tried there
         assert isinstance(missing[0], ObjectNotFoundError)
-        assert "Buckets are never created" in str(missing[0])
+        assert "never created implicitly" in str(missing[0])
         assert SECRET not in repr([exists, missing])
     assert SECRET not in repr(RemoteWriter(f"s3://{bucket}/1", storage_options=options))
     text = log.read_text()

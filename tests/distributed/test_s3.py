@@ -315,10 +315,10 @@ def test_a_bucket_that_is_not_there(s3_server: S3Server) -> None:
         save(url, options)
     error = failure(caught.value)
     assert isinstance(error, DcpRemoteError)
-    assert "Buckets are never created" in str(error)
-    with pytest.raises(CheckpointNotFoundError, match="Buckets are never created"):
+    assert "never created implicitly" in str(error)
+    with pytest.raises(CheckpointNotFoundError, match="never created implicitly"):
         load(url, storage_options=options)
-    with pytest.raises(ObjectNotFoundError, match="Buckets are never created"):
+    with pytest.raises(ObjectNotFoundError, match="never created implicitly"):
         list(open_store(url, options).list())
 
 
