@@ -29,10 +29,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_remote import RemoteReader, RemoteWriter, load
 from dcp_remote.errors import (
+    BucketNotFoundError,
     CheckpointExistsError,
     CommitConflictError,
     InvalidArgumentError,
-    ObjectNotFoundError,
 )
 from dcp_remote.storage import LocalStore, MemoryStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
@@ -201,7 +201,7 @@ def test_saves_from_processes_of_their_own(rendezvous: int, s3_server: S3Server,
         assert isinstance(exists[0], CheckpointExistsError)
         assert exists[0].details["url"] == f"s3://{bucket}/1"
         assert list(missing) == [0]  # before anything is uploaded: the server's conditions are tried there
-        assert isinstance(missing[0], ObjectNotFoundError)
+        assert isinstance(missing[0], BucketNotFoundError)
         assert "never created implicitly" in str(missing[0])
         assert SECRET not in repr([exists, missing])
     assert SECRET not in repr(RemoteWriter(f"s3://{bucket}/1", storage_options=options))
@@ -229,7 +229,7 @@ def test_saves_from_a_thread(s3_server: S3Server, caplog: pytest.LogCaptureFixtu
     assert [type(causes.get(0)) for causes in refused.values()] == [
         type(None),
         CheckpointExistsError,
-        ObjectNotFoundError,
+        BucketNotFoundError,
         type(None),
     ]
     for number in (1, 4):
