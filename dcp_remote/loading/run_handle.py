@@ -108,20 +108,20 @@ class Run:
         entry = catalog.latest() if catalog is not None else None
         return CheckpointInfo.of(entry) if entry is not None else None
 
-    def best(self, metric: str, *, mode: str = "min") -> CheckpointInfo | None:
+    def best(self, metric: str, *, largest: bool = False) -> CheckpointInfo | None:
         """Return the checkpoint with the best value of a metric that was given to `save`; of equals the newest.
 
         One GET. Abandoned checkpoints, and those without the metric, do not count.
 
         Args:
             metric: Name of the metric.
-            mode: "min" if smaller values are better, as of a loss; "max" if larger ones are.
+            largest: True if larger values are better, as of an accuracy, and False if smaller ones are.
 
         Returns:
             The checkpoint; None if none has the metric, which is logged if they have others.
         """
         counted = [info for info in self.checkpoints() if not info.abandoned]
-        best = best_of(counted, metric, mode=mode)
+        best = best_of(counted, metric, largest=largest)
         known = sorted({name for info in counted for name in info.metrics})
         if best is None and known:
             logger.warning("%s: no checkpoint has the metric %r; they have %s", self.url, metric, ", ".join(known))

@@ -154,10 +154,10 @@ def test_the_best() -> None:
     fence(store)
     save(store, 4, abandons=3)
     run = open_run(store)
-    best = [run.best("loss"), run.best("loss", mode="max"), run.best("accuracy", mode="max"), run.best("accuracy")]
+    best = [run.best("loss"), run.best("loss", largest=True), run.best("accuracy", largest=True), run.best("accuracy")]
     assert [info.step for info in best if info is not None] == [3, 1, 2, 3]
-    with pytest.raises(InvalidArgumentError, match='"min" or "max"'):
-        run.best("loss", mode="least")
+    with pytest.raises(InvalidArgumentError, match="True or False"):
+        run.best("loss", largest="yes")  # type: ignore[arg-type]
 
 
 def test_a_metric_that_no_checkpoint_has(caplog: pytest.LogCaptureFixture) -> None:
