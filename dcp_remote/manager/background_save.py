@@ -305,7 +305,8 @@ class BackgroundSaves:
         while (background_save := self._under_way) is not None:
             if (is_interrupted or error is not None) and not background_save.is_settled:
                 until = time.strftime("%H:%M:%S", time.localtime(time.time() + background_save.remaining_seconds))
-                cause = "" if is_interrupted else f"the block ended with {type(error).__name__} ({error}); "
+                first_line = str(error).partition("\n")[0]
+                cause = "" if is_interrupted else f"the block ended with {type(error).__name__} ({first_line}); "
                 logger.warning(
                     "%s: %swaiting for %s, until %s; Ctrl-C gives it up", self._url, cause, background_save.what, until
                 )
