@@ -84,13 +84,17 @@ def no_match_error(
     pattern: str, names: Collection[str], paths: Mapping[str, Sequence[str | int]]
 ) -> InvalidArgumentError:
     """Return the error for a pattern that matches nothing; the arguments are those of `choose_names`."""
-    near = list(dict.fromkeys([*_respell(pattern, _compared(names)), *near_names(pattern, names)]))[:_NEAR_MAX]
+    group = pattern.rstrip(".") + "."
+    below = [f"{group}*"] if any(name.startswith(group) for name in names) else []
+    similar = [*_respell(pattern, _compared(names)), *near_names(pattern, names)]
+    near = list(dict.fromkeys([*below, *similar]))[:_NEAR_MAX]
     # The name of an entry at the top itself is a key of the state dict.
     tops = sorted({top_level_key(paths.get(name)) or name for name in names})
     shown = [top[:_NAME_CHARACTERS_MAX] for top in tops[:_TOP_LEVEL_MAX]]
     more = ["…"] if len(tops) > _TOP_LEVEL_MAX else []
     return InvalidArgumentError(
-        "No entry of the checkpoint has this name or matches this pattern.",
+        "No entry of the checkpoint has this name or matches this pattern."
+        + (f" Write {below[0]!r} for all entries below it." if below else ""),
         key=pattern,
         near=", ".join(near) or None,
         top_level=", ".join(shown + more),

@@ -70,10 +70,16 @@ class PrefixRename:
         """
         for prefix, given in self._given.items():
             if prefix not in self._used:
+                prefixes = _prefixes(self._names)
+                parts = prefix.split(".")
+                above = [
+                    name for depth in range(len(parts) - 1, 0, -1) if (name := ".".join(parts[:depth])) in prefixes
+                ]
+                near = near_names(prefix, [*self._names, *prefixes]) or above[:1]
                 raise InvalidArgumentError(
                     "rename takes names of the checkpoint, or their first parts up to a dot; no entry has this one.",
                     name=given,
-                    near=", ".join(near_names(prefix, [*self._names, *_prefixes(self._names)])) or None,
+                    near=", ".join(near) or None,
                 )
 
     def _replace(self, name: str, prefix: str | None) -> str | None:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.errors import CheckpointGoneError, CheckpointNotFoundError
 from dcp_remote.format.catalog import Catalog, Owner
 from dcp_remote.run.job import require_step_or_name
 from dcp_remote.run.labels import give_names, set_pin, take_names
-from dcp_remote.run.lookup import read_manifest
+from dcp_remote.run.lookup import gone_error, read_manifest
 from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.run.run import CheckpointInfo, best_of, catalog_of, require_run_url
 from dcp_remote.run.waiting import POLL_SECONDS, wait_for_newer
@@ -82,6 +83,7 @@ class Run:
     ) -> None:
         """Store the arguments; no request."""
         self._store, self._timeout_seconds, self._owner = store, timeout_seconds, owner
+        self._shown: CheckpointInfo | None = None  # last checkpoint that `latest`, `best` or `wait_for_newer` returned
 
     def __repr__(self) -> str:
         """Return the class and the URL; options, which may be secret, are left out."""
@@ -106,22 +108,23 @@ class Run:
         """Return the newest checkpoint that is not abandoned; None if there is none. Costs as `checkpoints`."""
         catalog = self._catalog()
         entry = catalog.latest() if catalog is not None else None
-        return CheckpointInfo.of(entry) if entry is not None else None
+        self._shown = CheckpointInfo.of(entry) if entry is not None else None
+        return self._shown
 
-    def best(self, metric: str, *, mode: str = "min") -> CheckpointInfo | None:
+    def best(self, metric: str, *, largest: bool = False) -> CheckpointInfo | None:
         """Return the checkpoint with the best value of a metric that was given to `save`; of equals the newest.
 
         One GET. Abandoned checkpoints, and those without the metric, do not count.
 
         Args:
             metric: Name of the metric.
-            mode: "min" if smaller values are better, as of a loss; "max" if larger ones are.
+            largest: True if larger values are better, as of an accuracy, and False if smaller ones are.
 
         Returns:
             The checkpoint; None if none has the metric, which is logged if they have others.
         """
         counted = [info for info in self.checkpoints() if not info.abandoned]
-        best = best_of(counted, metric, mode=mode)
+        self._shown = best = best_of(counted, metric, largest=largest)
         known = sorted({name for info in counted for name in info.metrics})
         if best is None and known:
             logger.warning("%s: no checkpoint has the metric %r; they have %s", self.url, metric, ", ".join(known))
@@ -152,14 +155,23 @@ class Run:
             **options: Arguments of `dcp_remote.load` by name, such as `keys`; all but URL, step and `storage_options`.
 
         Raises:
-            CheckpointGoneError: The checkpoint was deleted, replaced or thinned while it was being read; the details
-                `next` and `newest` are steps to read instead.
+            CheckpointGoneError: The checkpoint was deleted, replaced or thinned while it was being read, or deleted
+                since `latest`, `best` or `wait_for_newer` returned its step; the details `next` and `newest` are steps
+                to read instead.
             UnsafeObjectError: An object needs code to load, and `allow_pickle` is False.
         """
         # Imported here because it imports torch, which takes seconds.
         from dcp_remote.loading.load import load
 
-        return load(self._store, step=step, **{"timeout_seconds": self._timeout_seconds, **options})
+        try:
+            return load(self._store, step=step, **{"timeout_seconds": self._timeout_seconds, **options})
+        except CheckpointGoneError:
+            raise
+        except CheckpointNotFoundError as error:
+            if self._shown is None or self._shown.step != step:
+                raise
+            url, save_id = self.url, self._shown.save_id
+            raise gone_error(self._catalog(), save_id=save_id, step=self._shown.step, url=url) from error
 
     def wait_for_newer(
         self, step: int | None, *, timeout_seconds: float, poll_seconds: float = POLL_SECONDS
@@ -180,7 +192,8 @@ class Run:
         Raises:
             PermissionDeniedError: The catalog may not be read.
         """
-        return wait_for_newer(self._store, step, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds)
+        self._shown = wait_for_newer(self._store, step, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds)
+        return self._shown
 
     # ---- writing
 

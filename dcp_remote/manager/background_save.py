@@ -272,10 +272,12 @@ class BackgroundSaves:
                     self._under_way = None
         return self.report
 
-    def close(self, *, is_interrupted: bool) -> None:
+    def close(self, *, is_interrupted: bool, error: BaseException | None = None) -> None:
         """Wait for the save under way, and for its deletion of old checkpoints.
 
         Args:
+            error: Error that ended the block of the manager. Python shows it only after the wait, during which a
+                launcher may kill the process; so this method logs it before it waits.
             is_interrupted: True if Ctrl-C was pressed already. If so, this method logs at once what it waits for, and
                 until when; if not, the next Ctrl-C does. A further Ctrl-C gives the save up.
 
@@ -285,7 +287,7 @@ class BackgroundSaves:
         """
         seconds = math.inf
         try:
-            self._wait_to_close(is_interrupted=is_interrupted)
+            self._wait_to_close(is_interrupted=is_interrupted, error=error)
         except KeyboardInterrupt:
             seconds = 0.0
             raise
@@ -299,18 +301,20 @@ class BackgroundSaves:
                     )
                 newest.finish(min(seconds, self._preemption.working_seconds()))
 
-    def _wait_to_close(self, *, is_interrupted: bool) -> None:
+    def _wait_to_close(self, *, is_interrupted: bool, error: BaseException | None) -> None:
         while (background_save := self._under_way) is not None:
-            if is_interrupted and not background_save.is_settled:
+            if (is_interrupted or error is not None) and not background_save.is_settled:
                 until = time.strftime("%H:%M:%S", time.localtime(time.time() + background_save.remaining_seconds))
+                first_line = str(error).partition("\n")[0]
+                cause = "" if is_interrupted else f"the block ended with {type(error).__name__} ({first_line}); "
                 logger.warning(
-                    "%s: waiting for %s, until %s; Ctrl-C gives it up", self._url, background_save.what, until
+                    "%s: %swaiting for %s, until %s; Ctrl-C gives it up", self._url, cause, background_save.what, until
                 )
             try:
                 self.wait()
-            except KeyboardInterrupt as error:
+            except KeyboardInterrupt as interrupt:
                 if is_interrupted:
-                    background_save.abandon(error)
+                    background_save.abandon(interrupt)
                     raise
                 is_interrupted = True
 

@@ -224,7 +224,7 @@ class CheckpointManager:
     ) -> None:
         """Close the manager; raise the error of the last save, unless the block raises an error itself."""
         try:
-            self._close(is_interrupted=kind is KeyboardInterrupt, is_missed=error is not None)
+            self._close(is_interrupted=kind is KeyboardInterrupt, error=error)
         except Exception:
             if error is None:
                 raise
@@ -552,9 +552,9 @@ class CheckpointManager:
         """Return the steps of all live checkpoints that are not abandoned, ascending. One GET."""
         return [info.step for info in self._run.checkpoints() if not info.abandoned]
 
-    def best(self, metric: str, *, mode: str = "min") -> CheckpointInfo | None:
+    def best(self, metric: str, *, largest: bool = False) -> CheckpointInfo | None:
         """Return the checkpoint with the best value of a metric; None if there is none. One GET; see `Run.best`."""
-        return self._run.best(metric, mode=mode)
+        return self._run.best(metric, largest=largest)
 
     def exists(self, step: int | str) -> bool:
         """Return whether a checkpoint of this step or name is live. One GET; see `Run.exists`."""
@@ -621,14 +621,14 @@ class CheckpointManager:
 
     # ---- internals
 
-    def _close(self, *, is_interrupted: bool, is_missed: bool = False) -> None:
+    def _close(self, *, is_interrupted: bool, error: BaseException | None = None) -> None:
         if self._closed:
             return
         self._closed = True
         self._at_exit.cancel()
         gives_up = False
         try:
-            self._background_saves.close(is_interrupted=is_interrupted)
+            self._background_saves.close(is_interrupted=is_interrupted, error=error)
         except KeyboardInterrupt:
             gives_up = True
             raise
@@ -640,7 +640,7 @@ class CheckpointManager:
             self._preemption.close()
             if self._schedule is not None:
                 self._schedule.close()
-            self._ranks.close(math.inf if seconds is None else seconds / 2, is_missed=is_missed)
+            self._ranks.close(math.inf if seconds is None else seconds / 2, is_missed=error is not None)
 
     def _copied(
         self,

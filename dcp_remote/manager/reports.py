@@ -199,12 +199,12 @@ class LoadReport:
     left_out_values: int = 0
 
     def __str__(self) -> str:
-        """Return `loaded step 1000: read 4.1 GiB in 3.2 s, one of 3 ranks; 8 ranks had saved it`."""
+        """Return `loaded step 1000: read 4.1 GiB in 3.2 s as one of 3 ranks; 8 ranks had saved it`."""
         parts = [f"loaded step {self.step}: read {human_bytes(self.read_bytes)} in {self.seconds.total:.1f} s"]
         if self.world_size > 1:
-            parts.append(f", one of {self.world_size} ranks")
+            parts.append(f" as one of {self.world_size} ranks")
         if self.received_bytes:
-            parts.append(f", which gave it {human_bytes(self.received_bytes)}")
+            parts.append(f", received {human_bytes(self.received_bytes)} from the others")
         if self.retries:
             parts.append(f", {self.retries} of {self.requests} requests repeated")
         if self.rereads:

@@ -49,8 +49,9 @@ def training_state(
         loader: Data loader with `state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader`, or several by
             name. Each rank saves its own position: `per_rank.<rank>.loader`, or `loader.<name>`.
         scaler: Gradient scaler, as `torch.amp.GradScaler`: `scaler.…`.
-        ema: Module of averaged weights, as `torch.optim.swa_utils.AveragedModel`, or an object with `state_dict` and
-            `load_state_dict`, or such by name: `ema.…`.
+        ema: Module of averaged weights, as `torch.optim.swa_utils.AveragedModel` (made before `fully_shard`, which its
+            `module` needs, too: FSDP2 cannot be copied), or an object with `state_dict` and `load_state_dict`, or such
+            by name: `ema.…`. A dict of tensors goes into `extra`.
         random_states: True for the random states of each rank under `random`; `RandomStates(name=generator)` for those
             of generators of your own as well.
         extra: Further entries, as they are: tensors, objects, `Stateful`s, `PerRank` values. A restore replaces those

@@ -216,7 +216,9 @@ class BackgroundMaintenance:
             logger.info("%s: retention was not applied: a newer job owns the run", self._store.url)
             return
         if applied.retired or applied.thinned:
-            logger.info("%s: retired %s, thinned %s", self._store.url, applied.retired, applied.thinned)
+            deleted = [f"step {step}" for step in applied.retired]
+            deleted += [f"the optimizer of step {step}" for step in applied.thinned]
+            logger.info("%s: retention deletes %s", self._store.url, ", ".join(deleted))
 
     def _try(self, act: Callable[[], object]) -> bool:
         """Run an act, log its failure, and return whether it succeeded; the next round repeats what failed."""

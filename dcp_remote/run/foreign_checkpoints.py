@@ -174,7 +174,8 @@ _KINDS = (
     ),
     _Kind(
         "A checkpoint of torch's own writer lies there",
-        "load it with torch.distributed.checkpoint.FileSystemReader (FsspecReader for a URL), then save it once.",
+        "load it with torch.distributed.checkpoint.FileSystemReader (FsspecReader for a URL) into a dict of"
+        " ModelState(model) and OptimizerState(model, optimizer), then save it once.",
         _matching(r"\.metadata|__\d+_\d+\.distcp"),
     ),
     _Kind(

@@ -167,8 +167,10 @@ def require_step(step: object) -> None:
 
 
 def _number(name: str, value: SupportsFloat) -> float:
+    # torch warns of the conversion of a loss that still requires a gradient; this module does not import torch.
+    detach = getattr(value, "detach", None)
     try:
-        return float(value)  # a numpy scalar, a tensor of one element
+        return float(detach() if callable(detach) else value)  # a numpy scalar, a tensor of one element
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InvalidArgumentError(
             "A metric must be one number. Of a tensor of several elements, pass the mean.", metric=name, value=value

@@ -233,7 +233,7 @@ def fetch_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANG
         seen = read_catalog(asking)
         if seen is None or entry.manifest not in {live.manifest for live in seen.catalog.entries}:
             catalog = seen.catalog if seen is not None else None
-            raise _gone(catalog, save_id=entry.save_id, step=entry.step, url=store.url) from error
+            raise gone_error(catalog, save_id=entry.save_id, step=entry.step, url=store.url) from error
         raise CorruptCheckpointError(
             "The manifest of a checkpoint of the run is missing. Use another checkpoint.",
             url=store.url,
@@ -310,10 +310,10 @@ def explain_missing_shard(
     if any((entry.save_id, entry.thinned) == (manifest.save_id, manifest.run.thinned) for entry in entries):
         return None
     catalog = seen.catalog if seen is not None else None
-    return _gone(catalog, save_id=manifest.save_id, step=manifest.run.step, url=store.url)
+    return gone_error(catalog, save_id=manifest.save_id, step=manifest.run.step, url=store.url)
 
 
-def _gone(catalog: Catalog | None, *, save_id: str, step: int, url: str) -> CheckpointGoneError:
+def gone_error(catalog: Catalog | None, *, save_id: str, step: int, url: str) -> CheckpointGoneError:
     """Make the error for a checkpoint of a run that is not live any more, or not as it was read. Pure."""
     live = catalog.entries if catalog is not None else ()
     above = [entry.step for entry in live if entry.step > step and not entry.abandoned]

@@ -86,26 +86,26 @@ def latest(
     return CheckpointInfo.of(entry) if entry is not None else None
 
 
-def best_of(checkpoints: Iterable[CheckpointInfo], metric: str, *, mode: str = "min") -> CheckpointInfo | None:
+def best_of(checkpoints: Iterable[CheckpointInfo], metric: str, *, largest: bool = False) -> CheckpointInfo | None:
     """Return the checkpoint with the best value of a metric; of equals the newest. Pure.
 
     Args:
         checkpoints: Checkpoints; abandoned ones, and those without the metric, do not count.
         metric: Name of the metric.
-        mode: "min" if smaller values are better, as of a loss; "max" if larger ones are.
+        largest: True if larger values are better, as of an accuracy, and False if smaller ones are.
 
     Returns:
         The checkpoint; None if no checkpoint that counts has the metric.
 
     Raises:
-        InvalidArgumentError: `mode` is neither "min" nor "max", or the metric is no text.
+        InvalidArgumentError: `largest` is no bool, or the metric is no text.
     """
     if not isinstance(metric, str):
         raise InvalidArgumentError("metric must be a text, such as best('loss').", metric=metric)
-    if mode not in ("min", "max"):
-        raise InvalidArgumentError('mode must be "min" or "max".', mode=mode)
+    if not isinstance(largest, bool):
+        raise InvalidArgumentError("largest must be True or False.", largest=largest)
     known = [info for info in checkpoints if not info.abandoned and metric in info.metrics]
-    sign = 1 if mode == "max" else -1
+    sign = 1 if largest else -1
     return max(known, key=lambda info: (sign * info.metrics[metric], info.step), default=None)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dcp_remote.common.deadline import Deadline, jitter
+from dcp_remote.common.text import format_count
 from dcp_remote.errors import PermissionDeniedError, StorageError, TransientStorageError
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.retrying import RetryingStore
@@ -123,8 +124,12 @@ class DeletionQueue:
                 self._sleep(pause_seconds)
         given_up, self._given_up = self._given_up, 0
         if removed or failed or given_up:
-            form = "%s: deleted %d objects, %d failed, %d left to gc for lack of permission"
-            logger.info(form, self._store.url, removed, len(failed), given_up)
+            parts = [f"deleted {format_count(removed, 'object')}"]
+            if failed:
+                parts.append(f"failed to delete {len(failed)}")
+            if given_up:
+                parts.append(f"left {given_up} to `dcp-remote gc` for lack of permission")
+            logger.info("%s: %s", self._store.url, ", ".join(parts))
         return Deleted(removed=removed, failed=failed, left=len(self._keys), given_up=given_up)
 
     def _leave_to_gc(self, error: StorageError) -> None:

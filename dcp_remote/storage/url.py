@@ -241,6 +241,9 @@ def _parse_path(path: str) -> ParsedUrl:
     if path == "~" or path.startswith("~/"):
         # A folder named `~` would be a mistake, and deleting it (`rm -r ~`) a worse one.
         raise InvalidArgumentError("`~` is not expanded: pass os.path.expanduser(path).", path=path)
+    if re.match(r"\$(?:[A-Za-z_]\w*|\{\w+\})(?:/|$)", path):
+        # Configuration files do not expand variables: the job would save into a folder named `$SCRATCH`.
+        raise InvalidArgumentError("Variables are not expanded: pass os.path.expandvars(path).", path=path)
     # Not `Path.resolve`, which follows symbolic links and would show the user another path.
     absolute = os.path.abspath(path)
     return ParsedUrl("file", "", absolute.lstrip("/"))

@@ -49,6 +49,14 @@ def test_error_says_what_is_near_and_what_is_at_the_top() -> None:
     }
 
 
+@pytest.mark.parametrize("key", ["model", "model."])
+def test_the_name_of_a_group_says_how_to_ask_for_its_entries(key: str) -> None:
+    """A key above entries matches none of them; the error gives the pattern that does."""
+    with pytest.raises(InvalidArgumentError, match=r"Write 'model\.\*' for all entries below it\.") as caught:
+        choose_names(["model.weight", "optim.lr"], [key], paths={})
+    assert str(caught.value.details["near"]).startswith("model.*")
+
+
 @pytest.mark.parametrize(
     ("pattern", "near"),
     [

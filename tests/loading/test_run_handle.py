@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import dcp_remote
-from dcp_remote import CheckpointManager, RemoteReader, Retention, Run, load, open_run
+from dcp_remote import CheckpointInfo, CheckpointManager, RemoteReader, Retention, Run, load, open_run
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import RetryPolicy
 from dcp_remote.errors import (
@@ -154,10 +154,10 @@ def test_the_best() -> None:
     fence(store)
     save(store, 4, abandons=3)
     run = open_run(store)
-    best = [run.best("loss"), run.best("loss", mode="max"), run.best("accuracy", mode="max"), run.best("accuracy")]
+    best = [run.best("loss"), run.best("loss", largest=True), run.best("accuracy", largest=True), run.best("accuracy")]
     assert [info.step for info in best if info is not None] == [3, 1, 2, 3]
-    with pytest.raises(InvalidArgumentError, match='"min" or "max"'):
-        run.best("loss", mode="least")
+    with pytest.raises(InvalidArgumentError, match="True or False"):
+        run.best("loss", largest="yes")  # type: ignore[arg-type]
 
 
 def test_a_metric_that_no_checkpoint_has(caplog: pytest.LogCaptureFixture) -> None:
@@ -226,6 +226,26 @@ def test_what_is_read_and_goes_names_the_next(between: str) -> None:
         assert isinstance(error, CheckpointNotFoundError)
         assert "retired (deleted) while it was being read. Load another one, or step 4." in str(error)
         assert (error.details["step"], error.details["next"], error.details["newest"]) == (2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "show",
+    [lambda run: run.wait_for_newer(4, timeout_seconds=1), Run.latest, lambda run: run.best("loss")],
+    ids=["wait_for_newer", "latest", "best"],
+)
+def test_what_goes_between_the_listing_and_the_load_is_gone(show: Callable[[Run], CheckpointInfo]) -> None:
+    """A checkpoint that was shown and then deleted is gone, with the newest step; a step that was not is not found."""
+    store = MemoryStore()
+    trained(store, 1, 2, 4, 8)
+    run = open_run(store)
+    shown = show(run)
+    open_run(store).delete(shown.step, force=True)
+    with pytest.raises(CheckpointGoneError) as caught:
+        run.load(shown.step)
+    assert (caught.value.details["step"], caught.value.details["newest"]) == (shown.step, 4 if shown.step == 8 else 8)
+    with pytest.raises(CheckpointNotFoundError) as missed:
+        run.load(7)
+    assert not isinstance(missed.value, CheckpointGoneError)
 
 
 def test_what_is_read_and_goes_in_other_ways() -> None:

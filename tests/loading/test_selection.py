@@ -42,6 +42,7 @@ def test_renamed(rename: Any, expected: Mapping[str, str | None]) -> None:
     ("rename", "details"),
     [
         ({"model.lm_haed": "model.head"}, {"name": "model.lm_haed", "near": f"model.lm_head, {HEADER}, {HEAD}"}),
+        ({"ema.module": "model"}, {"name": "ema.module", "near": "ema"}),
         ({"model.lm_he": "x"}, {"name": "model.lm_he", "near": f"model.lm_head, {HEADER}, {HEAD}"}),
         ({"ema": "model"}, {"name": "model.a.weight", "entries": "model.a.weight, ema.a.weight"}),
         ({"ema.a.weight": ""}, {"name": "ema.a.weight"}),

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -322,6 +323,15 @@ def test_a_metric_that_is_not_finite(caplog: pytest.LogCaptureFixture) -> None:
     assert "metric=loss" in caplog.text
 
 
+def test_a_metric_that_requires_a_gradient() -> None:
+    """A loss is a metric as it is: torch warns of the conversion of a tensor that requires a gradient."""
+    store = MemoryStore()
+    with warnings.catch_warnings(), CheckpointManager(store) as checkpoints:
+        warnings.simplefilter("error")
+        checkpoints.save(1, state_of(1), metrics={"loss": torch.tensor(0.5, requires_grad=True) * 2}, wait=True)
+        assert [dict(info.metrics) for info in checkpoints.checkpoints()] == [{"loss": 1.0}]
+
+
 def test_notes_are_copied() -> None:
     """Changes to metadata and metrics after the call are not saved."""
     store = MemoryStore()
@@ -611,6 +621,19 @@ def test_the_generators_of_a_training_are_its_own() -> None:
 
 
 # ---- retention
+
+
+def test_retention_says_what_it_deletes(caplog: pytest.LogCaptureFixture) -> None:
+    """One line names the steps that retention deletes, and the steps that lose their optimizer."""
+    caplog.set_level(logging.INFO)
+    store = MemoryStore()
+    with CheckpointManager(store, retention=Retention(keep_last=2, keep_optimizer_last=1)) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {**state_of(step), "optim": {"m": torch.full((9,), float(step))}}, wait=True)
+    lines = [record.getMessage().partition(": ")[2] for record in caplog.records]
+    assert "retention deletes the optimizer of step 1" in lines
+    assert "retention deletes step 1, the optimizer of step 2" in lines
+    assert "deleted 2 objects" in lines, "zeros are left out"
 
 
 def test_retention() -> None:
@@ -1079,6 +1102,43 @@ def test_leaving_the_block() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         fails()
+
+
+class AwaitLine(logging.Handler):
+    """Log handler that lets an upload go on once the error of the block is logged."""
+
+    def __init__(self, go_on: threading.Event) -> None:
+        """Keep the event."""
+        super().__init__()
+        self.go_on = go_on
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "the block ended with KeyError ('mine'); waiting for the save of step 1, until " in record.getMessage():
+            self.go_on.set()
+
+
+def test_an_error_of_the_block_is_logged_before_the_wait() -> None:
+    """The error of the block is logged before the wait for the save: without the line the shard is never uploaded."""
+    go_on = threading.Event()
+
+    class WaitingStore(WrappedStore):
+        def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+            assert not key.startswith("shards/") or go_on.wait(60)
+            return super().put(key, buffers, condition=condition)
+
+    def fails() -> None:
+        with CheckpointManager(WaitingStore(store)) as checkpoints:
+            checkpoints.save(1, state_of(1))
+            raise KeyError("mine")
+
+    store, handler = MemoryStore(), AwaitLine(go_on)
+    logging.getLogger("dcp_remote.manager.background_save").addHandler(handler)
+    try:
+        with pytest.raises(KeyError, match="mine"):
+            fails()
+    finally:
+        logging.getLogger("dcp_remote.manager.background_save").removeHandler(handler)
+    assert_is(load(store), 1)
 
 
 def test_a_state_dict_that_raises() -> None:

@@ -113,11 +113,14 @@ REPORT = replace(
         ),
         (
             LoadReport(1000, SAVE_ID, 8, 3, 4 * GiB + 100 * MiB, LoadSeconds(0.2, 3.0), 520, 0),
-            "loaded step 1000: read 4.1 GiB in 3.2 s, one of 3 ranks; 8 ranks had saved it",
+            "loaded step 1000: read 4.1 GiB in 3.2 s as one of 3 ranks; 8 ranks had saved it",
         ),
         (
             LoadReport(1000, SAVE_ID, 8, 3, 4 * GiB, LoadSeconds(0.2, 3.0), 520, 0, received_bytes=8 * GiB),
-            "loaded step 1000: read 4.0 GiB in 3.2 s, one of 3 ranks, which gave it 8.0 GiB; 8 ranks had saved it",
+            (
+                "loaded step 1000: read 4.0 GiB in 3.2 s as one of 3 ranks, received 8.0 GiB from the others"
+                "; 8 ranks had saved it"
+            ),
         ),
         (
             LoadReport(0, SAVE_ID, 1, 1, 10, LoadSeconds(0.0, 0.04), 2, 1),

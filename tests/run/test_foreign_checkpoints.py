@@ -27,7 +27,7 @@ URL = "s3://bucket/run"
             "A checkpoint of torch's own writer lies there (.metadata, __0_0",
         ),
         (["epoch-1/.metadata"], "torch's own writer lies there (epoch-1/.metadata): load it with torch.distributed"),
-        (["__0_0.distcp"], "FileSystemReader (FsspecReader for a URL), then save it once."),
+        (["__0_0.distcp"], "FsspecReader for a URL) into a dict of ModelState(model) and OptimizerState(model"),
         (
             [
                 "global_step5/mp_rank_00_model_states.pt",

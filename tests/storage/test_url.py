@@ -47,7 +47,8 @@ def test_valid_urls(url: str | Path, expected: ParsedUrl, canonical: str) -> Non
 def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parse relative paths, also those that look a little like URLs: made absolute at once."""
     monkeypatch.chdir(tmp_path)
-    for path in ("run", "./run", "run:7/x", "a//b", "~x", "s3/bucket", "./s3:/bucket", "a/run:/x", "a/s3:", "a/s3:b"):
+    like_urls = ("./s3:/bucket", "a/run:/x", "a/s3:", "a/s3:b")
+    for path in ("run", "./run", "./$x", "$5.00", "run:7/x", "a//b", "~x", "s3/bucket", *like_urls):
         assert parse_url(path).path == str(tmp_path / PurePosixPath(path))
     assert parse_url("../x").path == str(tmp_path.parent / "x")
 
@@ -111,6 +112,8 @@ def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("a\0b", "NUL"),
         ("a\udcffb", "not valid Unicode"),
         ("~/x", "os.path.expanduser"),
+        ("$SCRATCH/x", "os.path.expandvars"),
+        ("${SCRATCH}", "os.path.expandvars"),
     ],
 )
 def test_invalid_urls(url: str | Path, advice: str) -> None:
