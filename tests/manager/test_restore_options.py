@@ -248,6 +248,33 @@ def test_the_model_alone(store: RecordingStore) -> None:
     assert (own.value.calls, count.calls, state["step"]) == (0, 0, 0)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ({}, {"include": "w"}),
+        ({"exclude": "b"}, {}),
+        ({}, {"must_exist": True}),
+        ({"rename": {"b": None}, "missing": "keep"}, {"rename": {"w": None}, "missing": "keep"}),
+    ],
+)
+def test_ranks_with_different_options(
+    store: RecordingStore, monkeypatch: pytest.MonkeyPatch, options: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    """An error on all ranks: else one rank would keep what the others load."""
+    save(store, {"w": torch.ones(2), "b": torch.ones(2)})
+    states: list[State] = [{"w": torch.zeros(2), "b": torch.zeros(2)} for _ in range(2)]
+    with rank_threads(2) as them:
+        managers = managers_of(them, store, monkeypatch)
+        ended = them.run(lambda ranks: managers[ranks.rank].restore(states[ranks.rank], **options[ranks.rank]))
+        for manager in managers:
+            manager.close()
+    for one in ended:
+        assert isinstance(one.error, InvalidArgumentError)
+        assert "different options" in one.error.what
+        assert "rank 1: {" in str(one.error)
+    assert not any(value.any() for state in states for value in state.values())
+
+
 def test_an_older_layout(store: RecordingStore) -> None:
     """`rename`: a model that was saved under other names, from a checkpoint with averages beside it."""
     old, average = Net(classes=2), Net(classes=2)
