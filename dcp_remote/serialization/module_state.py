@@ -338,7 +338,7 @@ class OptimizerState:
                     found.append(f"{option} of group {position} ({texts} in the saved groups {places})")
         if found:
             raise StateMismatchError(
-                "The optimizer has parameters in one group that were saved in several groups with different options, of "
+                "The optimizer has parameters in one group that were saved in several with different options, of "
                 "which some would be lost; other values were already loaded. Make the groups as they were saved, "
                 'or keep the options of the optimizer: exclude="optim.param_groups*", by its name in the state.',
                 options="; ".join(found[:_NAMES_SHOWN_MAX]),
