@@ -20,12 +20,13 @@ from dcp_remote.common.text import format_count
 from dcp_remote.common.units import MiB
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
-from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.format.catalog import Entry
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.loading.chunk_list import local_plan
 from dcp_remote.loading.dcp_metadata import SourceMeta, to_dcp_metadata
 from dcp_remote.loading.engine import Target, read_targets
+from dcp_remote.loading.overlapping_templates import find_lost_values
 from dcp_remote.loading.peer_exchange import PeerExchange, cohorts_of
 from dcp_remote.loading.peer_sockets import RankSockets
 from dcp_remote.loading.peers import host_towards
@@ -365,7 +366,25 @@ def _plan(
         verdict = _agree(collective, ranks, planner, url=url, step=entry.step)
     elif not inherits_methods(planner, DefaultLoadPlanner, ("create_global_plan",)):
         plan = collective.scatter(plan, planner.create_global_plan)
-    return planner.finish_plan(plan), verdict
+    plan = planner.finish_plan(plan)
+    if inherits_methods(planner, RemoteLoadPlanner, ("lookup_tensor", "resolve_tensor", "transform_tensor")):
+        _require_no_lost_values(manifest, plan, planner, url=url, step=entry.step)
+    return plan, verdict
+
+
+def _require_no_lost_values(
+    manifest: Manifest, plan: LoadPlan, planner: RemoteLoadPlanner, *, url: str, step: int
+) -> None:
+    lost = find_lost_values(manifest, plan, planner.lookup_tensor)
+    if lost:
+        raise StateMismatchError(
+            "Tensors of the state share their memory, as tied weights do, and were saved with different values, of "
+            'which one would be lost; nothing was loaded. Untie them, or leave one of them out: exclude="<its name>".',
+            names="; ".join(f"{first} and {second}" for first, second in lost[:10]),
+            found=len(lost),
+            url=url,
+            step=step,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,11 @@ def make_template(
             its state before its first step.
     """
     _require_state(state)
+    if not isinstance(state, MutableMapping):
+        raise InvalidArgumentError(
+            "The state of a restore must be a dict that can be changed, as dict(state): loaded values are put into it.",
+            type=type(state).__name__,
+        )
     reader = _StateReader(state, saved=saved, keep=keep, made=made)
     own = [key for key in state if isinstance(state[key], PerRank)]
     template = {key: reader.read(state[key], (key,)) for key in sorted(state) if key not in own}

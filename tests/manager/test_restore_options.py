@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import datetime as dt
 import logging
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -246,6 +247,35 @@ def test_the_model_alone(store: RecordingStore) -> None:
     assert equal(new.state_dict(), old.state_dict())
     assert optimizer.state[new.body.weight]["step"] == 1
     assert (own.value.calls, count.calls, state["step"]) == (0, 0, 0)
+
+
+def test_different_values_for_one_memory(store: RecordingStore) -> None:
+    """Save two layers and restore them into tied ones: an error that names both; equal values are restored."""
+    untied = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+    save(store, {"model": untied, "view": torch.ones(9)})
+    tied = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+    weight = tied["b"].weight = tied["a"].weight
+    state: State = {"model": tied, "view": torch.zeros(9)}
+    before = weight.detach().clone()
+    with pytest.raises(StateMismatchError, match=r"share their memory.*'model\.a\.weight and model\.b\.weight'"):
+        restore(store, state)
+    assert torch.equal(weight, before)
+    assert not state["view"].any()
+    restore(store, state, exclude="model.b.weight")
+    assert torch.equal(weight, untied["a"].weight)
+    untied["b"].weight.data.copy_(untied["a"].weight)
+    again = RecordingStore(MemoryStore())
+    save(again, {"model": untied})
+    restore(again, {"model": tied})
+
+
+def test_a_state_that_cannot_be_changed(store: RecordingStore) -> None:
+    """It is refused before anything is loaded."""
+    save(store, {"w": torch.ones(2), "step": 3})
+    state: Any = MappingProxyType({"w": torch.zeros(2), "step": 0})
+    with pytest.raises(InvalidArgumentError, match=r"can be changed.*dict\(state\)"):
+        restore(store, state)
+    assert not state["w"].any()
 
 
 @pytest.mark.parametrize(
