@@ -547,7 +547,29 @@ def test_planner_and_options(store: RecordingStore) -> None:
         restore(store, {"v": torch.zeros(2)}, planner=DefaultLoadPlanner())
 
 
+def test_states_without_a_shape_or_an_end(store: RecordingStore) -> None:
+    """A nested tensor, and containers that hold themselves, are refused by name."""
+    ring: list[Any] = []
+    ring.append({"again": ring})
+    parts = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for value, text in ((ring, "contains itself.*Opaque.*key='x'"), ([parts], r"unbind.*tensor='x\.0'")):
+        with pytest.raises(InvalidArgumentError, match=text):
+            save(store, {"x": value})
+
+
 # ---- several ranks
+
+
+def test_structures_that_differ_between_ranks(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value on one rank and a dict on the other: an error that names both places, and no damaged manifest."""
+    states: list[State] = [{"x": 5, "w": torch.ones(2)}, {"x": {"a": torch.ones(1)}, "w": torch.ones(2)}]
+    with rank_threads(2) as them:
+        managers = managers_of(them, store, monkeypatch)
+        ended = them.run(lambda ranks: managers[ranks.rank].save(1, states[ranks.rank], wait=True))
+        for manager in managers:
+            manager.close()
+    assert {type(one.error) for one in ended} == {InvalidArgumentError}
+    assert all("names='x and x.a' found=1" in str(one.error) for one in ended)
 
 
 def test_ranks_agree(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
