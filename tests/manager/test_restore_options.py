@@ -251,22 +251,23 @@ def test_the_model_alone(store: RecordingStore) -> None:
 
 def test_different_values_for_one_memory(store: RecordingStore) -> None:
     """Save two layers and restore them into tied ones: an error that names both; equal values are restored."""
-    untied = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
-    save(store, {"model": untied, "view": torch.ones(9)})
-    tied = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
-    weight = tied["b"].weight = tied["a"].weight
-    state: State = {"model": tied, "view": torch.zeros(9)}
-    before = weight.detach().clone()
+    first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    untied = {"model": nn.ModuleDict({"a": first, "b": second}), "view": torch.ones(9)}
+    save(store, untied)
+    layer, tied = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    tied.weight = layer.weight
+    state: State = {"model": nn.ModuleDict({"a": layer, "b": tied}), "view": torch.zeros(9)}
+    before = layer.weight.detach().clone()
     with pytest.raises(StateMismatchError, match=r"share their memory.*'model\.a\.weight and model\.b\.weight'"):
         restore(store, state)
-    assert torch.equal(weight, before)
+    assert torch.equal(layer.weight, before)
     assert not state["view"].any()
     restore(store, state, exclude="model.b.weight")
-    assert torch.equal(weight, untied["a"].weight)
-    untied["b"].weight.data.copy_(untied["a"].weight)
+    assert torch.equal(layer.weight, first.weight)
+    second.weight.data.copy_(first.weight)
     again = RecordingStore(MemoryStore())
-    save(again, {"model": untied})
-    restore(again, {"model": tied})
+    save(again, untied)
+    restore(again, state)
 
 
 def test_a_state_that_cannot_be_changed(store: RecordingStore) -> None:
