@@ -167,7 +167,7 @@ class InvalidArgumentError(DcpRemoteError, ValueError):
 
 
 class StateMismatchError(InvalidArgumentError):
-    """The checkpoint does not fit the state, and no tensor was read.
+    """The checkpoint does not fit the state; no tensor was read, unless the message says so.
 
     The message lists missing and unexpected names, shapes, dtypes and kinds, and the options that allow them; the
     details count them.

@@ -7,11 +7,14 @@ after another, and the last one wins, as with a sequential reader.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
+from dcp_remote.format.manifest import Manifest
 from dcp_remote.serialization.tensors import is_plain
 
 
@@ -64,6 +67,45 @@ def assign_layers(templates: Sequence[torch.Tensor]) -> list[int]:
             earlier = (layers[other.number] for other in cluster[:position] if other.shares_memory(extent))
             layers[extent.number] = 1 + max(earlier, default=-1)
     return layers
+
+
+def find_lost_values(
+    manifest: Manifest, plan: LoadPlan, template_of: Callable[[MetadataIndex], torch.Tensor]
+) -> list[tuple[str, str]]:
+    """Return pairs of names in the state that are one memory, as tied weights are, but were saved with other values.
+
+    The digests in the manifest decide; tensors that were cut into pieces in other places count as equal.
+    """
+    first_of: dict[tuple[object, ...], tuple[str, str]] = {}
+    found: dict[tuple[str, str], None] = {}
+    for item in plan.items:
+        if item.type == LoadItemType.BYTE_IO:
+            continue
+        template = template_of(item.dest_index)
+        if not _has_memory(template):
+            continue
+        place = (template.device, template.data_ptr(), template.dtype, template.shape, template.stride())
+        here = (item.dest_index.fqn, item.storage_index.fqn)
+        name, saved = first_of.setdefault(place, here)
+        if name != here[0] and _have_other_values(manifest, saved, here[1]):
+            found[name, here[0]] = None
+    return list(found)
+
+
+def _have_other_values(manifest: Manifest, name: str, other: str) -> bool:
+    tensors, pieces = manifest.tensors, manifest.pieces
+    ranges: list[range] = []
+    layouts: list[tuple[object, ...]] = []
+    for tensor in (tensors.index[name], tensors.index[other]):
+        chunks = [int(number) for number in tensors.chunk_first[tensor : tensor + 2]]
+        first, stop = (int(tensors.piece_first[number]) for number in chunks)
+        ranges.append(range(first, stop))
+        offsets, sizes = tensors.boxes_of(tensor)
+        lengths = pieces.length[first:stop].tolist()
+        layouts.append((tensors.kind_of(tensor), offsets.tolist(), sizes.tolist(), lengths))
+    if layouts[0] != layouts[1]:
+        return False
+    return any(pieces.digest(piece) != pieces.digest(twin) for piece, twin in zip(*ranges, strict=True))
 
 
 def _has_memory(template: torch.Tensor) -> bool:

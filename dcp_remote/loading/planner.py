@@ -55,7 +55,8 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
             dict has names for these; a function is called for their names as well.
         missing: "keep" to keep values of the state that the checkpoint lacks; "error" to refuse.
         unexpected: "ignore" to leave out entries that no rank has a value for; "error" to refuse.
-        dtype: "convert" to convert tensors to the dtypes of the state, as `Tensor.copy_` does; "error" to refuse.
+        dtype: "convert" to convert tensors to the dtypes of the state, as `Tensor.copy_` does; not complex numbers to
+            real ones, floating-point numbers to integers, or integers to narrower ones. "error" to refuse.
 
     Raises:
         InvalidArgumentError: An option has a wrong value.
@@ -90,6 +91,11 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
     def _compared(self) -> Comparison:
         assert self._comparison is not None, "set_up_planner comes first"
         return self._comparison
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Options that differ from their defaults, without functions."""
+        return self._selection.shared
 
     @property
     def has_rename_mapping(self) -> bool:

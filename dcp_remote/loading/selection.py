@@ -69,6 +69,12 @@ class Selection:
         """Names of the options that differ from their defaults."""
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
+    @property
+    def shared(self) -> dict[str, object]:
+        """Options that differ from their defaults and can be compared between ranks: all but functions."""
+        values = {name: getattr(self, name) for name in self.given if not callable(getattr(self, name))}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+
     def rename_entries(self, names: Collection[str], links: Sequence[NameLink] = ()) -> dict[str, str]:
         """Return the name in the state of each entry; entries that are renamed to None are left out.
 

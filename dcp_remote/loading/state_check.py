@@ -22,6 +22,9 @@ from dcp_remote.serialization.name_links import NameLink
 from dcp_remote.serialization.state_dict import PER_RANK_KEY
 from dcp_remote.serialization.tensors import dtype_name
 
+# End of the text of a dtype to which a conversion would lose more than precision.
+NOT_CONVERTIBLE = ", which cannot hold such values"
+
 # Names of each kind that a rank sends to the others.
 LISTED_MAX = 1_000
 
@@ -157,7 +160,7 @@ def compare_state(
             missing.append(name)
             continue
         sources[name] = origins[name]
-        misfits += _misfits(name, entries[origins[name]], value, is_dtype_free=selection.dtype == "convert")
+        misfits += _misfits(name, entries[origins[name]], value, converts=selection.dtype == "convert")
     left = np.zeros(len(entries), dtype=np.bool_)
     own_left: list[str] = []
     excluded: list[str] = []
@@ -196,7 +199,7 @@ def compare_state(
     )
 
 
-def _misfits(name: str, entry: STORAGE_TYPES, value: Any, *, is_dtype_free: bool) -> list[Misfit]:
+def _misfits(name: str, entry: STORAGE_TYPES, value: Any, *, converts: bool) -> list[Misfit]:
     is_tensor = isinstance(value, torch.Tensor) or hasattr(value, "__create_chunk_list__")
     if not isinstance(entry, TensorStorageMetadata):
         return [Misfit("kind", name, "an object", "a tensor")] if is_tensor else []
@@ -206,9 +209,24 @@ def _misfits(name: str, entry: STORAGE_TYPES, value: Any, *, is_dtype_free: bool
     if tuple(value.size()) != tuple(entry.size):
         found.append(Misfit("shape", name, str(tuple(entry.size)), str(tuple(value.size()))))
     dtype = getattr(value, "dtype", None)
-    if not is_dtype_free and isinstance(dtype, torch.dtype) and dtype != entry.properties.dtype:
-        found.append(Misfit("dtype", name, dtype_name(entry.properties.dtype), dtype_name(dtype)))
+    saved = entry.properties.dtype
+    if isinstance(dtype, torch.dtype) and dtype != saved:
+        is_convertible = _is_convertible(saved, dtype)
+        if not (converts and is_convertible):
+            here = dtype_name(dtype) + ("" if is_convertible else NOT_CONVERTIBLE)
+            found.append(Misfit("dtype", name, dtype_name(saved), here))
     return found
+
+
+def _is_convertible(saved: torch.dtype, dtype: torch.dtype) -> bool:
+    """Return whether a conversion rounds at most: no imaginary part, fraction or high bits are lost."""
+    if not torch.can_cast(saved, dtype):
+        return False
+    try:
+        torch.iinfo(saved), torch.iinfo(dtype)
+    except TypeError:  # at least one of them holds no integers
+        return True
+    return torch.iinfo(dtype).min <= torch.iinfo(saved).min and torch.iinfo(saved).max <= torch.iinfo(dtype).max
 
 
 def _owner(name: str) -> tuple[str, str] | None:

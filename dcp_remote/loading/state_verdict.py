@@ -13,7 +13,14 @@ from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatc
 from dcp_remote.format.entry_names import near_names, no_match_error
 from dcp_remote.loading.key_renames import find_key_renames
 from dcp_remote.loading.selection import Selection
-from dcp_remote.loading.state_check import LISTED_MAX, Comparison, StateCheck, compress_bits, decompress_bits
+from dcp_remote.loading.state_check import (
+    LISTED_MAX,
+    NOT_CONVERTIBLE,
+    Comparison,
+    StateCheck,
+    compress_bits,
+    decompress_bits,
+)
 from dcp_remote.serialization.state_dict import PER_RANK_KEY
 
 # Bounds of the message: names of each kind, characters of a name, ranks.
@@ -229,7 +236,7 @@ class _Findings:
             yield 'unexpected="ignore" leaves out what the state lacks'
         if missing and unexpected:
             yield 'rename={"name in the checkpoint": "name in the state"} takes names or their first parts'
-        if any(misfit.kind == "dtype" for misfit in self._misfits):
+        if any(misfit.kind == "dtype" and not misfit.state.endswith(NOT_CONVERTIBLE) for misfit in self._misfits):
             yield 'dtype="convert" converts to the dtypes of the state'
         yield 'exclude="pattern" leaves values as they are, whether saved or not'
 

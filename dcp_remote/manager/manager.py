@@ -398,7 +398,7 @@ class CheckpointManager:
                 parameter that a dict renames is also renamed below its optimizers and averages.
             missing: "keep" to keep values that the checkpoint lacks, with a warning; `last_load` has their names.
             unexpected: "ignore" to leave out entries that no rank has a value for, in the same way.
-            dtype: "convert" to convert tensors to the dtypes of the state.
+            dtype: "convert" to convert tensors to the dtypes of the state, unless more than precision would be lost.
             must_exist: True to raise where there is no checkpoint, instead of starting from nothing.
             go_on: False to change nothing of the run: the next save goes on from where the job was.
             planner: Planner of torch in place of these options; None is a `RemoteLoadPlanner` with them.

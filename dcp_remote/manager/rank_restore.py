@@ -9,7 +9,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -20,12 +20,13 @@ from dcp_remote.common.text import format_count
 from dcp_remote.common.units import MiB
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
-from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.format.catalog import Entry
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.loading.chunk_list import local_plan
 from dcp_remote.loading.dcp_metadata import SourceMeta, to_dcp_metadata
 from dcp_remote.loading.engine import Target, read_targets
+from dcp_remote.loading.overlapping_templates import find_lost_values
 from dcp_remote.loading.peer_exchange import PeerExchange, cohorts_of
 from dcp_remote.loading.peer_sockets import RankSockets
 from dcp_remote.loading.peers import host_towards
@@ -101,7 +102,7 @@ def load_rank(
         memory_budget_bytes: Bound of the buffers beyond the state, in bytes.
         progress: Progress of the restore.
         sockets: Network of the sockets between ranks; None for no sockets.
-        must_exist: True to raise if the run has no checkpoint; the coordinator's counts.
+        must_exist: True to raise if the run has no checkpoint.
         go_on: True if the next save goes on from this checkpoint; a warning names those that it will abandon.
 
     Returns:
@@ -115,7 +116,10 @@ def load_rank(
     with operation.phase("planning"), MadeStates() as made:
         collective.set_activity("asking which checkpoint to restore")
         choose = partial(_choose, store, deadline=collective.deadline, must_exist=must_exist, go_on=go_on)
-        chosen = collective.gather(step, lambda steps: collective.run_in_thread(partial(choose, steps)))
+        chosen = collective.gather(
+            _Request.of(step, planner, must_exist=must_exist),
+            lambda requests: collective.run_in_thread(partial(choose, requests)),
+        )
         if chosen is None:
             return None
         entry = chosen.entry
@@ -269,6 +273,25 @@ def _require_no_failure(_answers: Sequence[None]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _Request:
+    """Arguments of a rank's restore.
+
+    Attributes:
+        step: Step or name of the checkpoint; None is the newest.
+        options: Options that are given, by name; functions are left out.
+    """
+
+    step: int | str | None
+    options: Mapping[str, object]
+
+    @classmethod
+    def of(cls, step: int | str | None, planner: LoadPlanner, *, must_exist: bool) -> Self:
+        """Return the arguments of this rank."""
+        options = planner.options if isinstance(planner, RemoteLoadPlanner) else {}
+        return cls(step, options | ({"must_exist": True} if must_exist else {}))
+
+
+@dataclass(frozen=True, slots=True)
 class _Chosen:
     """Checkpoint to restore.
 
@@ -287,13 +310,22 @@ def _retry_seconds(deadline: Deadline) -> float:
 
 
 def _choose(
-    store: ObjectStore, steps: Sequence[int | str | None], *, deadline: Deadline, must_exist: bool, go_on: bool
+    store: ObjectStore, requests: Sequence[_Request], *, deadline: Deadline, must_exist: bool, go_on: bool
 ) -> _Chosen | None:
     """Choose the checkpoint that all ranks ask for; called on the coordinator only."""
+    steps = [request.step for request in requests]
     if any(step != steps[0] for step in steps):
         raise InvalidArgumentError(
             "Ranks restore different steps; nothing was restored. Call restore with one step on all ranks.",
             steps=str(steps[:16]),
+        )
+    # Otherwise a rank would keep values that the others load, such as a part of a replicated model.
+    other = next((rank for rank, request in enumerate(requests) if request.options != requests[0].options), None)
+    if other is not None:
+        raise InvalidArgumentError(
+            "Ranks restore with different options; nothing was restored. Call restore with the same options on all "
+            "ranks.",
+            options=f"rank 0: {dict(requests[0].options)}; rank {other}: {dict(requests[other].options)}",
         )
     # Refused before training begins, because the first save would be refused hours later.
     require_no_checkpoint_by_itself(RetryingStore(store, Deadline(_retry_seconds(deadline))))
@@ -334,7 +366,25 @@ def _plan(
         verdict = _agree(collective, ranks, planner, url=url, step=entry.step)
     elif not inherits_methods(planner, DefaultLoadPlanner, ("create_global_plan",)):
         plan = collective.scatter(plan, planner.create_global_plan)
-    return planner.finish_plan(plan), verdict
+    plan = planner.finish_plan(plan)
+    if inherits_methods(planner, RemoteLoadPlanner, ("lookup_tensor", "resolve_tensor", "transform_tensor")):
+        _require_no_lost_values(manifest, plan, planner, url=url, step=entry.step)
+    return plan, verdict
+
+
+def _require_no_lost_values(
+    manifest: Manifest, plan: LoadPlan, planner: RemoteLoadPlanner, *, url: str, step: int
+) -> None:
+    lost = find_lost_values(manifest, plan, planner.lookup_tensor)
+    if lost:
+        raise StateMismatchError(
+            "Tensors of the state share their memory, as tied weights do, and were saved with different values, of "
+            'which one would be lost; nothing was loaded. Untie them, or leave one of them out: exclude="<its name>".',
+            names="; ".join(f"{first} and {second}" for first, second in lost[:10]),
+            found=len(lost),
+            url=url,
+            step=step,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -378,10 +378,31 @@ def assemble_manifest(
         # A manifest that readers would refuse must not be committed.
         manifest_json.decode(body)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        nested = _nested_names(manifest)
+        if nested:
+            raise InvalidArgumentError(
+                "A rank has a value where another rank has a dict or list of values; nothing was committed. Give the "
+                "state the same structure on all ranks, or wrap values that differ in PerRank(...).",
+                names=", ".join(f"{name} and {inner}" for name, inner in nested[:5]),
+                found=len(nested),
+            ) from error
         raise SaveFailedError(
             "The ranks' reports do not make up a valid manifest; nothing was committed.", cause=error
         ) from error
     return manifest, body
+
+
+def _nested_names(manifest: Manifest) -> list[tuple[str, str]]:
+    """Return the names of entries of which the first is at a place above the second."""
+    flatten = manifest.flatten or {}
+    names = [*manifest.tensors.names, *manifest.inline, *(stored.name for stored in manifest.stored)]
+    name_of = {flatten[name]: name for name in names if name in flatten}
+    return [
+        (name_of[path[:length]], name)
+        for path, name in name_of.items()
+        for length in range(1, len(path))
+        if path[:length] in name_of
+    ]
 
 
 def _is_unicode(text: str) -> bool:

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatchError
 
 # Children by which `torch.compile` and activation checkpointing wrap a module.
 _WRAPPED_CHILDREN = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -124,7 +124,7 @@ class OptimizerState:
         optimizer: Optimizer, or several with parameters of their own, whose states are joined as torch joins them.
 
     Raises:
-        InvalidArgumentError: The optimizer has parameters that the model does not have.
+        InvalidArgumentError: The optimizer has parameters that the model does not have, or two have the same.
     """
 
     def __init__(self, model: nn.Module | Mapping[str, nn.Module], optimizer: Optimizer | Iterable[Optimizer]) -> None:
@@ -142,6 +142,7 @@ class OptimizerState:
         self._model: nn.Module = joined
         self._optimizers: tuple[Optimizer, ...] = given
         self._require_names()
+        self._require_own_parameters()
 
     def __repr__(self) -> str:
         return f"OptimizerState({', '.join(type(optimizer).__name__ for optimizer in self._optimizers)})"
@@ -300,6 +301,7 @@ class OptimizerState:
         names, states, groups = self._require_names(), values["state"], values["param_groups"]
         group_of = {name: number for number, group in enumerate(groups) for name in group.get("params", ())}
         matched = {group_of[name] for name in map(names.__getitem__, map(id, self._parameters())) if name in group_of}
+        self._require_options_of_one_group(names, group_of, groups)
         position = 0
         for optimizer in self._optimizers:
             packed_groups: list[dict[str, Any]] = []
@@ -319,6 +321,29 @@ class OptimizerState:
                 number += len(own)
                 position += 1
             optimizer.load_state_dict({"state": packed_states, "param_groups": packed_groups})
+
+    def _require_options_of_one_group(
+        self, names: Mapping[int, str], group_of: Mapping[str, int], saved: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Require that the parameters of each group were saved with the same options, of which a group has one set."""
+        found: list[str] = []
+        for position, group in enumerate(chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)):
+            own = (names[id(parameter)] for parameter in group["params"])
+            numbers = sorted({group_of[name] for name in own if name in group_of})
+            for option in sorted({option for number in numbers for option in saved[number]} - {"params"}):
+                values = [saved[number].get(option) for number in numbers]
+                if not all(_is_equal(value, values[0]) for value in values):
+                    texts = ", ".join(f"{value!r:.60}" for value in values)
+                    places = ", ".join(map(str, numbers))
+                    found.append(f"{option} of group {position} ({texts} in the saved groups {places})")
+        if found:
+            raise StateMismatchError(
+                "The optimizer has parameters in one group that were saved in several with different options, of "
+                "which some would be lost; other values were already loaded. Make the groups as they were saved, "
+                'or keep the options of the optimizer: exclude="optim.param_groups*", by its name in the state.',
+                options="; ".join(found[:_NAMES_SHOWN_MAX]),
+                found=len(found),
+            )
 
     def _values(self, names: Mapping[int, str]) -> dict[str, Any]:
         if _is_fsdp1(self._model):
@@ -372,6 +397,26 @@ class OptimizerState:
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return chain.from_iterable(_parameters_of(optimizer) for optimizer in self._optimizers)
+
+    def _require_own_parameters(self) -> None:
+        """Require that no two optimizers have one parameter: their states would have the same names."""
+        first_of: dict[int, Optimizer] = {}
+        shared = [
+            parameter
+            for optimizer in self._optimizers
+            for parameter in _parameters_of(optimizer)
+            if first_of.setdefault(id(parameter), optimizer) is not optimizer
+        ]
+        given = len({id(optimizer) for optimizer in self._optimizers})
+        if shared or given < len(self._optimizers):
+            names = self._require_names()
+            raise InvalidArgumentError(
+                "Several optimizers that are saved as one have the same parameters, so that their states would have "
+                "the same names. Save each under a name of its own: optimizer={'first': first, 'second': second} in "
+                "training_state, or an OptimizerState for each.",
+                optimizers=", ".join(type(optimizer).__name__ for optimizer in self._optimizers),
+                parameters=", ".join(names[id(parameter)] for parameter in shared[:_NAMES_SHOWN_MAX]),
+            )
 
     def _require_names(self) -> dict[int, str]:
         """Return the canonical names of the model's parameters, by `id`; each parameter of the optimizer has one."""
@@ -481,6 +526,13 @@ def names_parameters_itself(optimizer: Optimizer) -> bool:
         isinstance(number, int) for group in groups for number in group.get("params", ())
     )
     return not is_numbered
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    """Return whether two options of groups are equal."""
+    if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(value, other)
+    return bool(value == other)
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:

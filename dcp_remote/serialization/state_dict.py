@@ -126,6 +126,11 @@ def make_template(
             its state before its first step.
     """
     _require_state(state)
+    if not isinstance(state, MutableMapping):
+        raise InvalidArgumentError(
+            "The state of a restore must be a dict that can be changed, as dict(state): loaded values are put into it.",
+            type=type(state).__name__,
+        )
     reader = _StateReader(state, saved=saved, keep=keep, made=made)
     own = [key for key in state if isinstance(state[key], PerRank)]
     template = {key: reader.read(state[key], (key,)) for key in sorted(state) if key not in own}
@@ -233,6 +238,14 @@ def _require_state(state: object) -> None:
         )
 
 
+def _require_shape(value: object, path: _Path) -> None:
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        raise InvalidArgumentError(
+            "A nested tensor has no shape that could be saved. Save its parts: list(tensor.unbind()).",
+            tensor=_text(path),
+        )
+
+
 class _StateReader:
     """Reader of the values of one state, at any depth of its dicts and lists.
 
@@ -260,7 +273,18 @@ class _StateReader:
 
     def read(self, value: Any, path: _Path) -> Any:
         """Return what is saved of a value, or loaded into; a container without `Stateful`s is returned itself."""
+        try:
+            return self._read(value, path)
+        except RecursionError as error:
+            raise InvalidArgumentError(
+                "A dict or list of the state contains itself, or is nested too deeply. Put the value into Opaque(...), "
+                "or leave it out.",
+                key=path[0],
+            ) from error
+
+    def _read(self, value: Any, path: _Path) -> Any:
         if type(value) in _LEAVES or isinstance(value, torch.Tensor):
+            _require_shape(value, path)
             return value
         if isinstance(value, PerRank):
             if len(path) > 1:
@@ -276,10 +300,10 @@ class _StateReader:
         if stateful is not None:
             return self._values_of(stateful, path)
         if isinstance(value, dict):
-            read = {key: self.read(inner, (*path, str(key))) for key, inner in value.items()}
+            read = {key: self._read(inner, (*path, str(key))) for key, inner in value.items()}
             return read if any(read[key] is not inner for key, inner in value.items()) else value
         if isinstance(value, list):
-            items = [self.read(inner, (*path, number)) for number, inner in enumerate(value)]
+            items = [self._read(inner, (*path, number)) for number, inner in enumerate(value)]
             return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
         if is_reserved(value):
             self.reserved.append(_text(path))

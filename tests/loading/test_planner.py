@@ -221,6 +221,47 @@ def test_other_dtypes(store: RecordingStore) -> None:
         assert equal(state["model"]["embed"], torch.ones(4, 3, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize(
+    ("saved", "dtype"),
+    [
+        (torch.tensor([1.5]), torch.int64),
+        (torch.tensor([0.3]), torch.bool),
+        (torch.tensor([1 + 2j]), torch.float32),
+        (torch.tensor([300]), torch.int8),
+        (torch.tensor([-1]), torch.uint64),
+    ],
+)
+def test_conversions_that_lose_more_than_precision(saved: torch.Tensor, dtype: torch.dtype) -> None:
+    """They are refused with `dtype="convert"`, too, and this option is not advised."""
+    store = RecordingStore(MemoryStore())
+    save_as_ranks([{"a": saved}], lambda: RemoteWriter(store))
+    state = {"a": torch.zeros(1, dtype=dtype)}
+    for options in ({}, {"dtype": "convert"}):
+        with pytest.raises(StateMismatchError, match=r"cannot hold such values") as caught:
+            load_by(store, state, **options)
+        assert "dtype=" not in caught.value.what
+    assert not state["a"].any()
+
+
+@pytest.mark.parametrize(
+    ("saved", "dtype"),
+    [
+        (torch.tensor([3], dtype=torch.int8), torch.int64),
+        (torch.tensor([3]), torch.float32),
+        (torch.tensor([True]), torch.int64),
+        (torch.tensor([3.0]), torch.complex64),
+        (torch.tensor([3.0]), torch.float8_e4m3fn),
+    ],
+)
+def test_conversions_that_keep_values(saved: torch.Tensor, dtype: torch.dtype) -> None:
+    """Wider integers, and numbers that are at most rounded."""
+    store = RecordingStore(MemoryStore())
+    save_as_ranks([{"a": saved}], lambda: RemoteWriter(store))
+    state = {"a": torch.zeros(1, dtype=dtype)}
+    load_by(store, state, dtype="convert")
+    assert equal(state["a"], saved.to(dtype))
+
+
 @pytest.mark.parametrize(("option", "pattern"), [("include", "modle.*"), ("exclude", "model.lm_haed")])
 def test_a_pattern_that_matches_nothing(store: RecordingStore, option: str, pattern: str) -> None:
     """It is refused with similar names, unless it matches something on another rank."""

@@ -428,6 +428,58 @@ def test_a_sequence_of_optimizers_is_saved_as_one() -> None:
         assert equal(one.state_dict(), two.state_dict())
 
 
+def test_optimizers_that_share_parameters_are_not_saved_as_one() -> None:
+    """Two states of one parameter would have one name; under names of their own both are restored."""
+
+    def parts(seed: int, steps: int) -> tuple[Any, list[Optimizer]]:
+        model, _ = made(seed=seed)
+        optimizers = [momentum(model), Adam(model.parameters())]
+        for optimizer in optimizers:
+            train(model, optimizer, steps=steps)
+        return model, optimizers
+
+    model, optimizers = parts(1, 2)
+    for given in (optimizers, optimizers[:1] * 2):
+        with pytest.raises(InvalidArgumentError, match=r"same parameters.*optimizer={'first': first"):
+            training_state(model=model, optimizer=given)
+        with pytest.raises(InvalidArgumentError, match="same parameters"):
+            OptimizerState(model, given)
+    named = dict(zip("ab", optimizers, strict=True))
+    store = saved(training_state(model=model, optimizer=named, random_states=False))
+    other, fresh = parts(2, 0)
+    restored(store, training_state(model=other, optimizer=dict(zip("ab", fresh, strict=True)), random_states=False))
+    for one, two in zip(optimizers, fresh, strict=True):
+        assert equal(one.state_dict(), two.state_dict())
+
+
+@pytest.mark.parametrize("rates", [(0.1, 0.5), (torch.tensor(0.1), torch.tensor(0.5)), (0.1, 0.1)])
+def test_groups_that_were_merged_or_split_otherwise(rates: tuple[Any, Any]) -> None:
+    """A group of parameters of two saved groups cannot have both groups' options: an error, unless they are equal."""
+
+    def parts(cut: int, rates: tuple[Any, Any]) -> tuple[nn.Module, Optimizer]:
+        model, _ = made(seed=1)
+        parameters = list(model.parameters())
+        groups: list[Any] = [{"params": parameters[:cut], "lr": rates[0]}, {"params": parameters[cut:], "lr": rates[1]}]
+        return model, Adam(groups, foreach=False)
+
+    model, optimizer = parts(2, rates)
+    train(model, optimizer)
+    store = saved({"model": model, "optim": optimizer})
+    blank = tuple(rate * 0 for rate in rates)
+    model, optimizer = parts(1, blank)
+    if rates[0] == rates[1]:
+        restored(store, {"model": model, "optim": optimizer})
+        assert [group["lr"] for group in optimizer.param_groups] == list(rates)
+        return
+    with pytest.raises(StateMismatchError, match=r"different options.*'lr of group 1 \(.*0\.1.*0\.5.* groups 0, 1\)'"):
+        restored(store, {"model": model, "optim": optimizer})
+    store_state = {"model": model, "optim": optimizer}
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.restore(store_state, exclude="optim.param_groups*")
+    assert [group["lr"] for group in optimizer.param_groups] == list(blank)
+    assert optimizer.state[next(model.parameters())]["step"] == 1
+
+
 def test_an_optimizer_of_no_model_is_refused() -> None:
     """Give an optimizer that was made before its model was replaced, and one without a model: errors that say so."""
     model, (_, stale) = Net(), made(seed=1)
