@@ -1,0 +1,140 @@
+"""`python -m dcp_remote.run`: the command, its environment, signals and exit status. No framework is needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+URL = "s3://bucket/run"
+NOTHING = f"nothing was saved to {URL}."
+
+# A framework whose import enables an integration that says how it was called.
+FRAMEWORK = """
+    import sys, types
+    fake = types.ModuleType("dcp_remote.integrations.{name}")
+    fake.enable = lambda *args, **settings: print("{name}", args, settings, flush=True)
+    sys.modules[fake.__name__] = fake
+    print("imported", flush=True)
+"""
+
+
+def run(*arguments: str, code: int = 0, path: Path | None = None, **environment: str) -> tuple[str, str]:
+    """Run the command, and return what it wrote to both outputs."""
+    known = {name: value for name, value in os.environ.items() if not name.startswith("DCP_REMOTE_")}
+    if path is not None:
+        known["PYTHONPATH"] = os.pathsep.join([str(path), known.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "dcp_remote.run", *arguments]
+    done = subprocess.run(command, env=known | environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
+
+
+def write(folder: Path, module: str, source: str) -> None:
+    """Write a module, and the packages above it."""
+    *packages, name = module.split(".")
+    for package in packages:
+        folder /= package
+        folder.mkdir(exist_ok=True)
+        (folder / "__init__.py").touch()
+    (folder / f"{name}.py").write_text(textwrap.dedent(source))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "called"),
+    [
+        ("transformers.trainer", "transformers", f"('{URL}',) {{'resume': True, 'storage_options': None}}"),
+        ("accelerate.accelerator", "accelerate", "() {'storage_options': None}"),
+        ("deepspeed.runtime.engine", "deepspeed", "() {'storage_options': None}"),
+    ],
+)
+def test_an_import_enables_the_integration(module: str, name: str, called: str, tmp_path: Path) -> None:
+    """Also in processes that the command starts; once, when the framework's own module is complete."""
+    write(tmp_path, module, FRAMEWORK.format(name=name))
+    program = f"import {module} as m; import {module}; print(m.__spec__.name)"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}], check=True)"
+    out, err = run(sys.executable, "-c", outer, path=tmp_path, DCP_REMOTE_URL=URL)
+    assert out.splitlines() == ["imported", f"{name} {called}", module]
+    assert err == ""
+
+
+def test_options_of_the_store_and_of_resuming(tmp_path: Path) -> None:
+    write(tmp_path, "transformers.trainer", FRAMEWORK.format(name="transformers"))
+    options = '{"endpoint_url": "http://localhost:9000"}'
+    program = "import transformers.trainer"
+    expected = "{'resume': False, 'storage_options': {'endpoint_url': 'http://localhost:9000'}}"
+    given = ["--url", URL, "--storage-options", options, "--no-resume"]
+    out, _ = run(*given, sys.executable, "-c", program, path=tmp_path, DCP_REMOTE_URL="s3://other/run")
+    assert out.splitlines()[-1] == f"transformers ('{URL}',) {expected}"
+    environment = {"DCP_REMOTE_URL": URL, "DCP_REMOTE_STORAGE_OPTIONS": options, "DCP_REMOTE_RESUME": "never"}
+    out, _ = run(sys.executable, "-c", program, path=tmp_path, **environment)
+    assert out.splitlines()[-1] == f"transformers ('{URL}',) {expected}"
+
+
+def test_an_integration_that_fails_ends_the_program(tmp_path: Path) -> None:
+    """A training whose checkpoints would go nowhere does not begin."""
+    write(tmp_path, "transformers.trainer", "")  # has no Trainer
+    _, err = run(sys.executable, "-c", "import transformers.trainer", code=1, path=tmp_path, DCP_REMOTE_URL=URL)
+    assert "ImportError" in err
+
+
+def test_a_program_without_a_framework_is_told() -> None:
+    """Its output and exit status are its own."""
+    out, err = run(sys.executable, "-c", "print('trained'); raise SystemExit(3)", code=3, DCP_REMOTE_URL=URL)
+    assert out == "trained\n"
+    assert NOTHING in err
+    _, err = run(sys.executable, "-I", "-c", "", DCP_REMOTE_URL=URL)  # reads no PYTHONPATH
+    assert NOTHING in err
+
+
+def test_a_sitecustomize_of_the_environment_runs(tmp_path: Path) -> None:
+    write(tmp_path, "sitecustomize", "print('site')")
+    out, _ = run(sys.executable, "-c", "import dcp_remote", path=tmp_path, DCP_REMOTE_URL=URL)
+    assert out == "site\nsite\n"  # in the process of dcp_remote.run, and in the command's
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "said"),
+    [
+        ([], {}, "which run? Set DCP_REMOTE_URL"),
+        ([], {"DCP_REMOTE_URL": URL}, "which command?"),
+        (["true"], {"DCP_REMOTE_URL": "s3:/bucket/run"}, "s3://bucket/run"),
+        (["true"], {"DCP_REMOTE_URL": URL, "DCP_REMOTE_STORAGE_OPTIONS": "{endpoint"}, "is no JSON"),
+        (["true"], {"DCP_REMOTE_URL": URL, "DCP_REMOTE_STORAGE_OPTIONS": "[]"}, "must be a JSON object"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], environment: dict[str, str], said: str) -> None:
+    _, err = run(*arguments, code=2, **environment)
+    assert said in err
+
+
+def test_a_command_that_is_not_there() -> None:
+    _, err = run("llamafactory-cIi", "train", code=127, DCP_REMOTE_URL=URL)
+    assert "there is no command 'llamafactory-cIi'" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_go_to_the_command(number: signal.Signals) -> None:
+    """A notice that the job will be killed reaches the training; its exit status is that of the whole."""
+    program = f"""
+        import signal, sys, time
+        signal.signal({int(number)}, lambda *_: sys.exit(7))
+        print("ready", flush=True)
+        time.sleep(60)
+    """
+    command = [sys.executable, "-m", "dcp_remote.run", "--url", URL, sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(30) == 7
+
+
+def test_a_command_that_a_signal_ends() -> None:
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    run(sys.executable, "-c", program, code=128 + signal.SIGKILL, DCP_REMOTE_URL=URL)
