@@ -134,6 +134,8 @@ class Collective:
             self._member.note_left_keys(keys.number, [keys.failed, *verdicts, *self._answer_keys, *unread])
             if not outcome.has_met:
                 self._member.note_verdict(keys.number, keys.verdict)
+            if self._heartbeat is not None and self._heartbeat.is_asked:
+                self._heartbeat.enqueue(self._heartbeat.stop_asking)
             if error is not None and self._heartbeat is not None:
                 # An operation that fails before its first round deletes nothing by itself.
                 self._heartbeat.enqueue(lambda client: self._member.delete_left_keys(client, keys.number - 1))

@@ -15,6 +15,10 @@ from dcp_remote.coordination.outcome import Outcome, format_ranks
 # Ranks whose positions an error shows.
 _POSITIONS = 16
 
+# Time after which an operation asks where the ranks are that have not begun it, and its share of `arrival_seconds`.
+_ASK_SECONDS = 5.0
+_ASK_SHARE = 0.25
+
 
 class FailureDetector:
     """Ends an operation by an error that names the ranks which keep it from going on.
@@ -41,6 +45,7 @@ class FailureDetector:
         # On the coordinator: the round, and the ranks whose contributions to it are not read yet.
         self._missing: tuple[int, Sequence[int]] = (1, range(1, member.world_size))
         self.is_waiting = False
+        self._has_asked = False
         # On the coordinator, by rank: the heartbeat in which a rank was first seen in another operation of this number.
         self._elsewhere: dict[int, int] = {}
 
@@ -59,6 +64,7 @@ class FailureDetector:
         outcome.check_time_and_store()
         if outcome.has_left or outcome.error is not None:
             return
+        self._ask_positions(client)
         if not self._member.is_coordinator:
             status = outcome.coordinator_status()
             if not outcome.read_verdict(client) and status is not None:
@@ -71,6 +77,15 @@ class FailureDetector:
             self._end_if_absent(client, self._missing[1])
             if outcome.time_limit.expired():
                 self._end_as_late(client)
+
+    def _ask_positions(self, client: Client) -> None:
+        """Ask once where the others are, if they do not come soon; whoever is in a call of this package is coming."""
+        seconds = self._outcome.time_limit.elapsed_seconds()
+        if not self._has_asked and not self._outcome.has_met:
+            assert self._heartbeat is not None, "called by the heartbeat"
+            if seconds >= min(_ASK_SECONDS, _ASK_SHARE * self._arrival_seconds):
+                self._has_asked = True
+                self._heartbeat.ask_positions(client)
 
     def _end_if_silent(self) -> None:
         """End the operation if a watched rank has fallen silent."""

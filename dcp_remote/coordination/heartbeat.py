@@ -90,8 +90,9 @@ class RankStatus:
         is_inside: True until the rank leaves that operation.
         is_closed: True if this is the rank's last heartbeat.
         note: Activity of the rank, for error messages.
-        where: Position of the rank's thread in the code of its user; "" while the rank is in an operation.
-        is_calling: True if that thread is in a call of this package, outside an operation.
+        where: Position of the rank's thread in the code of its user; "" unless another rank asks for it, and while the
+            rank is in an operation.
+        is_calling: True if that thread is in a call of this package, outside an operation; known as `where` is.
     """
 
     count: int
@@ -166,6 +167,7 @@ class Heartbeat:
 
     Attributes:
         delay_seconds_max: Delay of a heartbeat, in seconds, beyond which its rank is not just a little late.
+        is_asked: True while a rank asks where the others are; then each heartbeat outside of operations says so.
     """
 
     def __init__(
@@ -201,6 +203,7 @@ class Heartbeat:
         self._outbox: deque[Callable[[Client], None]] = deque()
         self._wake = threading.Event()
         self._logged: str | None = None
+        self.is_asked = False
         self._is_closing = False
         self._farewell_end = 0.0
         self._says_goodbye = True
@@ -317,6 +320,16 @@ class Heartbeat:
         """Stop calling a function that `add_hook` added."""
         self._hooks = [kept for kept in self._hooks if kept != hook]
 
+    @staticmethod
+    def ask_positions(client: Client) -> None:
+        """Ask all ranks of the group that are in no operation where they are; one operation on the store."""
+        client.put(_ASKED_KEY, b"1")
+
+    @staticmethod
+    def stop_asking(client: Client) -> None:
+        """Take the question back; one operation on the store."""
+        client.delete([_ASKED_KEY])
+
     def read(self, client: Client, ranks: Sequence[int]) -> dict[int, RankStatus]:
         """Return the status of those ranks that ever had a heartbeat; in the thread only."""
         unheard = [rank for rank in ranks if rank not in self._heard]
@@ -372,10 +385,14 @@ class Heartbeat:
         status = self._status
         self._empty_outbox(client)
         self._count += 1
-        position = CallPosition() if status.is_inside else position_of(self._caller)
+        is_asked = self.is_asked and not status.is_inside
+        position = position_of(self._caller) if is_asked else CallPosition()
         status = replace(status, count=self._count, where=one_line(position.where), is_calling=position.is_calling)
         client.put(_status_key(self._rank), status.encode())
-        client.has([_status_key(self._rank)])  # a stopped host takes what is put, but does not answer
+        # Each heartbeat needs an answer: a stopped host takes what is put, and gives none.
+        was_asked, self.is_asked = self.is_asked, client.has([_ASKED_KEY])
+        if self.is_asked and not was_asked:
+            self._wake.set()  # the next heartbeat, which has the position, follows at once
         monitor = self._monitor
         self._watched_at = self._watch_clock()
         if monitor is not None:
@@ -431,6 +448,10 @@ def read_statuses(client: Client, ranks: Iterable[int]) -> dict[int, RankStatus]
     present = list(client.present(list(keys)))
     values = client.get_many(present)
     return {keys[key]: RankStatus.decode(value) for key, value in zip(present, values, strict=True) if value}
+
+
+# Exists while a rank asks where the others are.
+_ASKED_KEY = "beat/asked"
 
 
 def _status_key(rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from tests.support.rank_threads import (
     join,
     rank_threads,
     together,
+    wait_until,
 )
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
@@ -177,8 +179,41 @@ def test_a_contribution_shows_that_a_rank_has_come() -> None:
     assert ended[0].error.details["last"] == "1: no heartbeat yet"
 
 
-def test_positions() -> None:
-    """The innermost line of a user's code, and whether the thread is in a call of this package."""
+def test_nobody_looks_where_training_is_unless_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between operations, and in one to which all come at once; after one that asked, nobody looks any more."""
+    looked: list[str] = []
+
+    def look(thread: threading.Thread) -> CallPosition:
+        looked.append(thread.name)
+        return CallPosition("evaluate (train.py:1)")
+
+    def beat_on() -> None:
+        beating = [ranks.heartbeat for ranks in them.ranks if ranks.heartbeat is not None]
+        assert len(beating) == 2
+        for heartbeat in beating:
+            count = heartbeat._count
+            wait_until(lambda heartbeat=heartbeat, count=count: heartbeat._count > count + 3)  # type: ignore[misc]
+
+    monkeypatch.setattr("dcp_remote.coordination.heartbeat.position_of", look)
+    with rank_threads(2) as them:
+        assert [result.value for result in them.run(together)] == expected(2)
+        beat_on()
+        assert not looked
+        (ended,) = them.run(lambda ranks: together(ranks, arrival_seconds=1.0), ranks=[0])
+        assert isinstance(ended.error, SaveTimeoutError)
+        assert ended.error.details["now"] == "1: evaluate (train.py:1)"
+        beat_on()
+        looked.clear()
+        beat_on()
+        assert not looked
+
+
+def test_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The innermost line of a user's code, and whether the thread is in a call of this package.
+
+    Without frame objects: to walk those of a running thread crashed Python 3.11 in `f_back`.
+    """
+    monkeypatch.setattr(sys, "_current_frames", lambda: pytest.fail("frames of running threads"))
     arrived, go_on = threading.Event(), threading.Event()
 
     def evaluate(*, by_helper: bool) -> None:
