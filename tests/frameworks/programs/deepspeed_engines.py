@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import chain
 from typing import Any
 
 import deepspeed
@@ -153,16 +154,31 @@ def _full(engine: Any, parameter: nn.Parameter, key: str) -> torch.Tensor:
     if isinstance(optimizer, torch.optim.Optimizer):
         value = parameter.data if key == "fp32" else optimizer.state[parameter][key]
     elif hasattr(optimizer, "fp32_groups"):  # stage 0 in 16 bits
-        masters = [
-            m for ps, ms in zip(optimizer.fp16_groups, optimizer.fp32_groups) for p, m in zip(ps, ms) if p is parameter
-        ]
-        value = masters[0].data if key == "fp32" else optimizer.optimizer.state[masters[0]][key]
+        pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
+        masters = next(master for one, master in pairs if one is parameter)
+        value = masters.data if key == "fp32" else optimizer.optimizer.state[masters][key]
+    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+        value = _full_of_partitions(optimizer, parameter, key)
     elif key == "fp32":
         value = safe_get_full_fp32_param(parameter)
     else:
         value = safe_get_full_optimizer_state(parameter, key)
     assert isinstance(value, torch.Tensor)
     return value.float()
+
+
+def _full_of_partitions(optimizer: Any, parameter: nn.Parameter, key: str) -> torch.Tensor:
+    """Gather the partitions of ZeRO-1 and 2, and find the parameter by its memory in the 16-bit buffer.
+
+    With `round_robin_gradients`, DeepSpeed's own functions return elements of other parameters.
+    """
+    group = next(n for n, ones in enumerate(optimizer.bit16_groups) if any(one is parameter for one in ones))
+    masters, copies = optimizer.single_partition_of_fp32_groups[group], optimizer.bit16_groups_flat[group]
+    part = masters.detach() if key == "fp32" else optimizer.optimizer.state[masters][key]
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part.contiguous())
+    offset = (parameter.data_ptr() - copies.data_ptr()) // copies.element_size()
+    return torch.cat(parts)[offset : offset + parameter.numel()]
 
 
 def digests(state: dict[str, torch.Tensor]) -> dict[str, str]:
