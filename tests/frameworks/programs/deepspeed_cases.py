@@ -6,6 +6,8 @@ deepspeed_cases.py <url> <names of cases, by commas>
 from __future__ import annotations
 
 import inspect
+import os
+import signal
 import sys
 import time
 import traceback
@@ -358,6 +360,54 @@ def incident_0(url: str) -> None:
     assert info.names == ("global_step1",)
 
 
+def incident_4_saved(url: str) -> None:
+    """Save by DeepSpeed into a folder, and with us; `incident_4_loaded` runs at another number of ranks."""
+    engine = make_engine(**KINDS["2"])
+    train(engine, 2)
+    engine.save_checkpoint(str(Path("incident-4").absolute()))
+    attach(engine, wait=True, progress=False)
+    engine.save_checkpoint(url)
+    report(saved=digests(full_state(engine)))
+
+
+def incident_4_loaded(url: str) -> None:
+    engine = make_engine(seed=6, **KINDS["2"])
+    message = raised(engine.load_checkpoint, str(Path("incident-4").absolute()))
+    assert message.startswith("ZeRORuntimeException"), message
+    engine = make_engine(seed=6, **KINDS["2"])
+    attach(engine, progress=False)
+    engine.load_checkpoint(url.replace("loaded", "saved"))
+    report(loaded=digests(full_state(engine)))
+
+
+# ---- a job that is killed
+
+
+def is_not_killed(url: str) -> None:
+    report(losses=train(make_engine(**KINDS["3"]), 6))
+
+
+def is_killed(url: str) -> None:
+    """All ranks are killed while the second save is under way, which is slowed down."""
+    engine = make_engine(**KINDS["3"])
+    attach(engine, progress=False, storage_options={"upload_bytes_per_second": 3_000})
+    losses = train(engine, 2)
+    engine.save_checkpoint(url)
+    manager_of(url).wait()
+    losses += train(engine, 2)
+    engine.save_checkpoint(url)
+    report(losses=losses)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def goes_on(url: str) -> None:
+    engine = make_engine(seed=3, **KINDS["3"])
+    attach(engine, progress=False)
+    path, _ = engine.load_checkpoint(url.replace("goes_on", "is_killed"))
+    report(path=path, step=engine.global_steps, losses=train(engine, 6 - engine.global_steps))
+
+
 CASES = {
     function.__name__: function
     for function in (
@@ -372,6 +422,11 @@ CASES = {
         a_rank_that_does_not_come,
         parallelism_is_refused,
         incident_0,
+        incident_4_saved,
+        incident_4_loaded,
+        is_not_killed,
+        is_killed,
+        goes_on,
     )
 }
 
