@@ -383,16 +383,22 @@ class _StateReader:
             return self._without_imitations(stateful.saved_values() if is_optimizer else stateful.state_dict(), path)
         if isinstance(stateful, (Opaque, Files)):
             return _unread(stateful)
+        if isinstance(stateful, ModelState):
+            return stateful.template(where=_text(path))
+        make_template: Any = getattr(stateful, "make_template", None)
+        if not isinstance(stateful, OptimizerState) and not callable(make_template):
+            return stateful.state_dict()
+        prefix = f"{_text(path)}."
+        names = [name.removeprefix(prefix) for name in self._saved_names if name.startswith(prefix)]
+
+        def keep(below: Collection[str]) -> list[str]:
+            return [name.removeprefix(prefix) for name in self._keep([prefix + name for name in below])]
+
         if isinstance(stateful, OptimizerState):
-            prefix = f"{_text(path)}."
-            names = [name.removeprefix(prefix) for name in self._saved_names if name.startswith(prefix)]
-            return stateful.template(
-                names,
-                lambda below: [name.removeprefix(prefix) for name in self._keep([prefix + name for name in below])],
-                others=[name for name in self._saved_names if not name.startswith(prefix)],
-                made=self._made,
-            )
-        return stateful.template(where=_text(path)) if isinstance(stateful, ModelState) else stateful.state_dict()
+            others = [name for name in self._saved_names if not name.startswith(prefix)]
+            return stateful.template(names, keep, others=others, made=self._made)
+        kept = set(keep(names))
+        return make_template([name for name in names if name not in kept])
 
     def _without_imitations(self, values: Any, path: _Path) -> Any:
         """Return the values of a `state_dict()`, and note the names of imitations of entries with a mark."""
