@@ -172,7 +172,9 @@ def _saved_state(accelerator: Any) -> dict[str, Any]:
         "custom": [value.state_dict() for value in accelerator._custom_objects],
     }
     positions = [loader.state_dict() if _is_stateful(loader) else None for loader in accelerator._dataloaders]
-    return {**_training(accelerator), ABOUT_KEY: Opaque(about), LOADERS_KEY: PerRank(Opaque(positions))}
+    state = {**_training(accelerator), LOADERS_KEY: PerRank(Opaque(positions))}
+    # Of an object that several ranks give, any rank's may be stored; as in Accelerate, the main process's is.
+    return state | {ABOUT_KEY: Opaque(about)} if accelerator.is_main_process else state
 
 
 def _apply(accelerator: Any, about: Mapping[str, Any], positions: Sequence[Any] | None, url: str) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import transformers
 import transformers.trainer as trainer_module
 from torch import nn
 from transformers import Trainer, TrainerCallback
@@ -432,20 +433,23 @@ class _RemoteRun:
             write_files()
         finally:
             state.best_global_step, state.best_model_checkpoint = best
-        files = Files()
+        training = self._training(trainer)
+        # Of an object that several ranks give, any rank's may be stored: of these, whose values differ, one rank's.
+        own: dict[str, Any] = {}
         if trainer.args.process_index == 0:
             _write_files(trainer, folder)
             found = Files.read(folder)
-            files = Files({name: found[name] for name in found if name not in _LEFT_OUT_FILES})
+            own[FILES_KEY] = Files({name: found[name] for name in found if name not in _LEFT_OUT_FILES})
+            own[ABOUT_KEY] = Opaque(
+                {
+                    "entries": sorted(training),
+                    "world_size": trainer.args.world_size,
+                    "global_batch": _global_batch(trainer),
+                    "transformers": transformers.__version__,
+                }
+            )
         shutil.rmtree(folder, ignore_errors=True)
-        training = self._training(trainer)
-        about = {
-            "entries": sorted(training),
-            "world_size": trainer.args.world_size,
-            "global_batch": _global_batch(trainer),
-            "transformers": trainer_module.__version__,
-        }
-        return {**training, FILES_KEY: files, ABOUT_KEY: Opaque(about)}
+        return training | own
 
     def _training(self, trainer: Any) -> dict[str, Any]:
         """Return the state of model, optimizer, scheduler, scaler and random states; the same to save and to load."""

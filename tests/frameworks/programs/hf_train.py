@@ -1,4 +1,4 @@
-"""Train a small Llama with a Trainer, with remote checkpoints, as an option file says; report losses and digests."""
+"""Train a small Llama with a Trainer, once for each job of an option file; report losses and digests by job."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from hf_models import make_data, make_model, model_digest, optimizer_digest, random_digest, use_gloo_ranks
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from dcp_remote.errors import DcpRemoteError
+from dcp_remote.integrations.runs import close_managers
 from dcp_remote.integrations.transformers import remote
 from tests.support.rank_programs import report
 
@@ -74,16 +74,32 @@ class Watch(TrainerCallback):
             threading.Timer(self.options.get("kill_seconds", 0.3), os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-def main() -> None:
-    """Train."""
-    options: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-    world_size, mode = int(os.environ["WORLD_SIZE"]), options.get("mode", "plain")
-    if mode != "plain":
-        use_gloo_ranks()
-    else:
-        assert world_size == 1
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            del os.environ[name]
+class SideFileTrainer(Trainer):
+    """Trainer that writes a file of its own into each checkpoint, as Axolotl's does."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write the file, then let `Trainer` save."""
+        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokens_state.json").write_text("{}")
+        super()._save_checkpoint(model, trial)
+
+
+class Warnings(logging.Handler):
+    """Handler that keeps the texts of warnings."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a text."""
+        self.texts.append(record.getMessage())
+
+
+def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train as a job's options say; return what the test compares."""
     output = Path(f"output-{os.getpid()}")
     given: dict[str, Any] = {
         "output_dir": str(output),
@@ -95,60 +111,78 @@ def main() -> None:
         "learning_rate": 1e-2,
         "lr_scheduler_type": "cosine",
         "report_to": [],
-        "use_cpu": True,
+        "use_cpu": mode in ("plain", "ddp"),
         "disable_tqdm": True,
+        "restore_callback_states_from_checkpoint": True,
         **options.get("arguments", {}),
     }
-    if mode == "fsdp2":
-        given |= {
-            "fsdp": "full_shard auto_wrap",
-            "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "min_num_params": 0},
-        }
-        del given["fsdp_config"]["min_num_params"]
     if mode != "plain":
         given["ddp_backend"] = "gloo"
+    if mode == "fsdp2":
+        given["fsdp"] = "full_shard auto_wrap"
+        given["fsdp_config"] = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
     model: Any = make_model(tied=options.get("tied", False))
     if options.get("lora"):
         from peft import LoraConfig, get_peft_model
 
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
-    watch, counter = Watch(options), Counter()
-    data = make_data()
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(**given),
-        train_dataset=data,
-        eval_dataset=data[:8],
-        callbacks=[watch, counter],
-    )
+    watch, data = Watch(options), make_data()
+    kind = SideFileTrainer if options.get("has_side_file") else Trainer
+    warned = Warnings()
+    logging.getLogger("dcp_remote").addHandler(warned)
     began_seconds = time.monotonic()
+    result: dict[str, Any] = {}
+    trainer: Any = None
     try:
+        trainer = kind(
+            model=model,
+            args=TrainingArguments(**given),
+            train_dataset=data,
+            eval_dataset=data[:8],
+            callbacks=[watch, Counter()],
+        )
         if options.get("url"):
             trainer = remote(trainer, options["url"], **options.get("settings", {}))
-        for resume in options.get("trainings", [options.get("resume")]):
-            trainer.train(resume_from_checkpoint=resume)
-    except (DcpRemoteError, ValueError) as error:
-        report(error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - began_seconds)
-        if options.get("expects_error"):
-            return
-        raise
-    state = trainer.state
-    watch.note(trainer.model, trainer.optimizer, state)
-    counts = [callback.count for callback in trainer.callback_handler.callbacks if isinstance(callback, Counter)]
-    report(
-        losses={entry["step"]: entry["loss"] for entry in state.log_history if "loss" in entry},
-        digests=watch.digests,
-        step=state.global_step,
-        count=counts[0],
-        best=state.best_model_checkpoint,
-        final_model=model_digest(trainer.model),
-        world=dist.get_world_size() if dist.is_initialized() else 1,
-        local=sorted(path.name for path in output.rglob("checkpoint-*")) if output.exists() else [],
-        type=type(trainer).__name__,
-        wrapped=type(trainer.model_wrapped).__name__,
-    )
+        for training in options.get("trainings", [{"resume": options.get("resume")}]):
+            trainer.args.max_steps = training.get("max_steps", trainer.args.max_steps)
+            trainer.train(resume_from_checkpoint=training["resume"])
+            result.setdefault("best_after", []).append(trainer.state.best_model_checkpoint)
+            result.setdefault("models_after", []).append(model_digest(trainer.model))
+    except (DcpRemoteError, ValueError, OSError) as error:
+        if not options.get("expects_error"):
+            raise
+        result |= {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began_seconds}
+    finally:
+        logging.getLogger("dcp_remote").removeHandler(warned)
+    result |= {"warnings": warned.texts, "digests": watch.digests}
+    if trainer is not None:
+        state, callbacks = trainer.state, trainer.callback_handler.callbacks
+        result |= {
+            "losses": {entry["step"]: entry["loss"] for entry in state.log_history if "loss" in entry},
+            "eval_losses": {entry["step"]: entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry},
+            "step": state.global_step,
+            "count": next(callback.count for callback in callbacks if isinstance(callback, Counter)),
+            "local": sorted(path.name for path in output.rglob("checkpoint-*")),
+            "wrapped": type(trainer.model_wrapped).__name__,
+        }
     shutil.rmtree(output, ignore_errors=True)
+    return result
+
+
+def main() -> None:
+    """Train once for each job of the file."""
+    options: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    mode = options["mode"]
+    if mode == "plain":
+        assert os.environ["WORLD_SIZE"] == "1"
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+    elif mode != "ddp":
+        use_gloo_ranks()
+    for name, job in options["jobs"].items():
+        report(**{name: train(mode, job)})
+        close_managers()
 
 
 main()
