@@ -247,6 +247,11 @@ class RemoteCheckpointMixin(_Base):  # type: ignore[misc]  # Transformers may no
         if not self._remote.is_own(output_dir):
             super()._save_rng_state(output_dir)
 
+    def store_flos(self) -> None:
+        """Add up the operations of all ranks, by a collective of torch; not inside of a save, where a rank may fail."""
+        if not self._remote.is_collecting:
+            super().store_flos()
+
     # ---- loading
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -339,7 +344,7 @@ class _AdapterState(ModelState):
         return {name: value for name, value in values.items() if name in kept}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        missing = self._kept_names().difference(state_dict)
+        missing = self.state_dict().keys() - state_dict.keys()
         if missing:
             raise StateMismatchError("The state of an adapter lacks values.", names=", ".join(sorted(missing)[:5]))
         # In place of the values that were read, which share memory with the model.
@@ -369,6 +374,7 @@ class _RemoteRun:
         folder: Temporary folder of this rank, removed with this object; the files of one checkpoint at a time.
         random: Random states of this rank.
         best_url: URL of the best checkpoint so far, as read from the resumed checkpoint; None if there is none.
+        is_collecting: True while the state of a checkpoint is collected.
     """
 
     def __init__(
@@ -381,6 +387,7 @@ class _RemoteRun:
         self.folder = Path(self._temporary.name)
         self.random = _HeldRandomStates()
         self.best_url: str | None = None
+        self.is_collecting = False
         self._read_from: tuple[CheckpointManager, int] | None = None
         self._read_entries: frozenset[str] = frozenset()
         self._saved_step: int | None = None
@@ -411,6 +418,7 @@ class _RemoteRun:
         step: int = trainer.state.global_step
         if trainer.state.best_global_step == step:
             trainer.state.best_model_checkpoint = f"{self.url}/checkpoint-{step}"
+        trainer.store_flos()
         self.manager.save(
             step,
             lambda: self._collect(trainer, step, write_files),
@@ -429,9 +437,11 @@ class _RemoteRun:
         best = state.best_global_step, state.best_model_checkpoint
         # With a best step Trainer waits in a collective of torch, in which a rank would wait for one that has failed.
         state.best_global_step = None
+        self.is_collecting = True
         try:
             write_files()
         finally:
+            self.is_collecting = False
             state.best_global_step, state.best_model_checkpoint = best
         training = self._training(trainer)
         # Of an object that several ranks give, any rank's may be stored: of these, whose values differ, one rank's.
@@ -491,27 +501,27 @@ class _RemoteRun:
             return
         manager, checkpoint = self._locate(resume_from)
         files, about = Files(), Opaque[Any](None)
-        step = manager.restore(
-            {FILES_KEY: files, ABOUT_KEY: about},
-            checkpoint,
-            missing="keep",
-            unexpected="ignore",
-            go_on=False,
-            must_exist=resume_from is not True,
-        )
+        try:
+            step = manager.restore(
+                {FILES_KEY: files, ABOUT_KEY: about},
+                checkpoint,
+                unexpected="ignore",
+                go_on=False,
+                must_exist=resume_from is not True,
+            )
+        except StateMismatchError as error:
+            raise InvalidArgumentError(
+                "This checkpoint was not saved by a Trainer: training cannot resume from it. Load its weights by "
+                "dcp_remote.integrations.transformers.load_weights(model, url), and train from the beginning.",
+                url=manager.url,
+                checkpoint=checkpoint,
+            ) from error
         if manager is not self.manager:
             self._require_start(trainer)
         if step is None:
             logger.warning("%s: there is no checkpoint yet: training starts from the beginning", self.url)
             yield None
             return
-        if _STATE_FILE not in files.names or not isinstance(about.value, dict):
-            raise InvalidArgumentError(
-                "This checkpoint was not saved by a Trainer: training cannot resume from it. Load its weights by "
-                "dcp_remote.integrations.transformers.load_weights(model, url), and train from the beginning.",
-                url=manager.url,
-                step=step,
-            )
         self._read_from, self._read_entries = (manager, step), frozenset(about.value["entries"])
         _report_changes(trainer, about.value, manager.url, step)
         folder = self.folder / "resumed" / f"checkpoint-{step}"
@@ -574,13 +584,16 @@ class _RemoteRun:
         declares = self._settings.get("start_over") or self._settings.get("resumed_from") is not None
         if trainer.args.save_strategy == "no" or (declares and not self._has_saved):
             return
-        step = self.manager.restore({ABOUT_KEY: Opaque(None)}, missing="keep", unexpected="ignore", go_on=False)
-        if step is not None:
+        try:
+            found = self.manager.restore({ABOUT_KEY: Opaque(None)}, unexpected="ignore", go_on=False)
+        except StateMismatchError:  # of another framework
+            found = -1
+        if found is not None:
             raise InvalidArgumentError(
                 "This run has checkpoints already. Pass resume_from_checkpoint=True to go on from the newest; or "
                 "start_over=True to remote(), once, to leave them behind; or use another URL.",
                 url=self.url,
-                newest=step,
+                newest=found if found >= 0 else None,
             )
 
 

@@ -19,7 +19,7 @@ from transformers.trainer_callback import ExportableState
 
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations.runs import close_managers
-from dcp_remote.integrations.transformers import remote
+from dcp_remote.integrations.transformers import enable, remote
 from tests.support.rank_programs import report
 
 logging.basicConfig(level=logging.INFO)
@@ -66,7 +66,9 @@ class Watch(TrainerCallback):
         if state.global_step in self.options.get("digest_at", []):
             self.note(kwargs["model"], kwargs["optimizer"], state)
         if self.options.get("slow_rank") == args.process_index:
-            time.sleep(self.options["slow_seconds"])
+            time.sleep(0.4)
+        if state.global_step == self.options.get("stop_at"):
+            control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Die while the save that has begun goes on."""
@@ -77,11 +79,15 @@ class Watch(TrainerCallback):
 class SideFileTrainer(Trainer):
     """Trainer that writes a file of its own into each checkpoint, as Axolotl's does."""
 
+    fails_at: tuple[int, int] | None = None
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write the file, then let `Trainer` save."""
         folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokens_state.json").write_text("{}")
+        if self.fails_at == (self.args.process_index, self.state.global_step):
+            raise ValueError("boo")
         super()._save_checkpoint(model, trial)
 
 
@@ -135,6 +141,8 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     trainer: Any = None
     try:
+        if options.get("is_enabled"):
+            enable(options["url"])
         trainer = kind(
             model=model,
             args=TrainingArguments(**given),
@@ -142,7 +150,9 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:
             eval_dataset=data[:8],
             callbacks=[watch, Counter()],
         )
-        if options.get("url"):
+        if options.get("fails_at"):
+            trainer.fails_at = tuple(options["fails_at"])
+        if options.get("url") and not options.get("is_enabled"):
             trainer = remote(trainer, options["url"], **options.get("settings", {}))
         for training in options.get("trainings", [{"resume": options.get("resume")}]):
             trainer.args.max_steps = training.get("max_steps", trainer.args.max_steps)
