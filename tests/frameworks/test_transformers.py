@@ -207,7 +207,7 @@ def test_adapters(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
 def test_ranks_rotation_and_a_late_rank(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
     """A save at every step, one checkpoint kept, a rank late: each save commits, where folders were renamed in a race.
 
-    Then a rank that fails in a save: all raise at once, and nothing is committed.
+    Then a rank that fails in a save: the others hear of it at once, and nothing is committed.
     """
     given = {"save_steps": 1, "save_total_limit": 1, "max_steps": 5}
     jobs = {f"late_{rank}": {"url": f"{bucket_url}/late-{rank}", "slow_rank": rank, "arguments": given} for rank in (0, 2)}
@@ -218,9 +218,10 @@ def test_ranks_rotation_and_a_late_rank(train: Jobs, bucket_url: str, s3_server:
         url = f"{bucket_url}/{name.replace('_', '-')}"
         run = open_run(url, storage_options=s3_server.storage_options)
         assert [info.names for info in run.checkpoints()] == [("checkpoint-5",)]
-    errors = [report["failing"]["error"] for report in ranks.reports]
-    assert errors[1] == "ValueError: boo"
-    assert all("boo" in error for error in errors), errors
-    assert max(report["failing"]["seconds"] for report in ranks.reports) < 30
+    failed = [report["failing"] for report in ranks.reports]
+    assert failed[1]["error"] == "ValueError: boo"
+    for other in (failed[0], failed[2]):  # in the next step of training, whose collective lacks a rank, or in the save
+        assert "Rank 1 failed; the save of step 3 was given up" in other["error"] + other.get("save_error", "")
+    assert max(one["seconds"] for one in failed) < 60
     failing_run = open_run(str(failing["url"]), storage_options=s3_server.storage_options)
     assert [info.step for info in failing_run.checkpoints()] == [2]

@@ -159,10 +159,14 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:
             trainer.train(resume_from_checkpoint=training["resume"])
             result.setdefault("best_after", []).append(trainer.state.best_model_checkpoint)
             result.setdefault("models_after", []).append(model_digest(trainer.model))
-    except (DcpRemoteError, ValueError, OSError) as error:
+    except (DcpRemoteError, ValueError, OSError, RuntimeError) as error:
         if not options.get("expects_error"):
             raise
         result |= {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began_seconds}
+        try:
+            close_managers()
+        except DcpRemoteError as save_error:
+            result["save_error"] = str(save_error)
     finally:
         logging.getLogger("dcp_remote").removeHandler(warned)
     result |= {"warnings": warned.texts, "digests": watch.digests}
