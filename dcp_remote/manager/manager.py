@@ -386,7 +386,9 @@ class CheckpointManager:
         rank that gets nothing over its socket reads the range from the store.
 
         Args:
-            state: State as for `save`; its keys and shapes say what is loaded.
+            state: State as for `save`; its keys and shapes say what is loaded. A `Stateful` with a method
+                `make_template(names)` is asked by it, in place of `state_dict()`, for the values to load into: `names`
+                are those of the checkpoint below it that are to be loaded.
             step: Step or name of the checkpoint; None is the newest.
             include: Names or patterns to load; None is all. The others stay as they are.
             exclude: Names or patterns that stay as they are.

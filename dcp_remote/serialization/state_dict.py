@@ -300,14 +300,19 @@ class _StateReader:
             return stateful.saved_values() if isinstance(stateful, OptimizerState) else stateful.state_dict()
         if isinstance(stateful, (Opaque, Files)):
             return UNREAD
+        make_template = getattr(stateful, "make_template", None)
+        if not isinstance(stateful, OptimizerState) and not callable(make_template):
+            return stateful.state_dict()
+        prefix = f"{_text(path)}."
+        names = [name.removeprefix(prefix) for name in self._saved_names if name.startswith(prefix)]
+
+        def keep(below: Collection[str]) -> list[str]:
+            return [name.removeprefix(prefix) for name in self._keep([prefix + name for name in below])]
+
         if isinstance(stateful, OptimizerState):
-            prefix = f"{_text(path)}."
-            names = [name.removeprefix(prefix) for name in self._saved_names if name.startswith(prefix)]
-            return stateful.template(
-                names,
-                lambda below: [name.removeprefix(prefix) for name in self._keep([prefix + name for name in below])],
-            )
-        return stateful.state_dict()
+            return stateful.template(names, keep)
+        kept = set(keep(names))
+        return make_template([name for name in names if name not in kept])
 
     @cached_property
     def _models(self) -> dict[str, nn.Module]:

@@ -6,9 +6,10 @@ as a URL in it: `s3:` is where frameworks write that take a URL for a path.
 
 from __future__ import annotations
 
+import functools
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,9 @@ def bucket_url(s3_server: S3Server) -> str:
     return f"s3://{name}"
 
 
-@pytest.fixture
-def run_program(s3_server: S3Server, tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
-    """Return a function that runs a program of `programs/` on several ranks: `run_program("x.py", 2, *arguments)`.
-
-    Keyword arguments are those of `run_ranks`. The environment names the server, so that programs pass a URL alone.
-    """
+@pytest.fixture(scope="session")
+def program_environment(s3_server: S3Server) -> dict[str, str]:
+    """Return the variables by which programs find the server, so that they pass a URL alone."""
     environment = {
         "AWS_ENDPOINT_URL": s3_server.endpoint_url,
         "AWS_REGION": "us-east-1",
@@ -46,13 +44,27 @@ def run_program(s3_server: S3Server, tmp_path: Path) -> Iterator[Callable[..., R
     }
     # DeepSpeed compiles an extension in its first run, for a minute or two: kept, where the caller names a folder.
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if extensions:
-        environment["TORCH_EXTENSIONS_DIR"] = extensions
+    return environment | ({"TORCH_EXTENSIONS_DIR": extensions} if extensions else {})
 
-    def run(program: str, world_size: int, *arguments: object, **options: Any) -> Ranks:
-        options["environment"] = environment | dict(options.get("environment") or {})
-        return run_ranks(PROGRAMS / program, world_size, *arguments, **{"folder": tmp_path, **options})
 
-    yield run
-    named_as_urls = [path for path in tmp_path.rglob("*:") if path.is_dir()]
-    assert not named_as_urls, "A framework took a URL for a path of a folder."
+@pytest.fixture(scope="session")
+def run_program_in(program_environment: dict[str, str]) -> Callable[..., Ranks]:
+    """Return a function that runs a program of `programs/`: `run_program_in(folder, "x.py", 2, *arguments)`.
+
+    Keyword arguments are those of `run_ranks`. No folder that is named as a URL may lie in `folder` afterwards.
+    """
+
+    def run(folder: Path, program: str, world_size: int, *arguments: object, **options: Any) -> Ranks:
+        options["environment"] = program_environment | dict(options.get("environment") or {})
+        ranks = run_ranks(PROGRAMS / program, world_size, *arguments, folder=folder, **options)
+        named_as_urls = [path for path in folder.rglob("*:") if path.is_dir()]
+        assert not named_as_urls, "A framework took a URL for a path of a folder."
+        return ranks
+
+    return run
+
+
+@pytest.fixture
+def run_program(run_program_in: Callable[..., Ranks], tmp_path: Path) -> Callable[..., Ranks]:
+    """Return a function that runs a program in the test's folder: `run_program("x.py", 2, *arguments)`."""
+    return functools.partial(run_program_in, tmp_path)

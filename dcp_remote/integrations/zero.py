@@ -1,0 +1,306 @@
+"""Layout of DeepSpeed's optimizers: which part of which parameter lies where in the flat partitions of this rank.
+
+| stage | optimizer of DeepSpeed | partition of a rank |
+|---|---|---|
+| 0, 16-bit | `FP16_Optimizer`, `FP16_UnfusedOptimizer` | whole master copies, the same on all ranks |
+| 1, 2 | `DeepSpeedZeroOptimizer`, `BF16_Optimizer` | an equal part of the flattened parameters of each group |
+| 3 | `DeepSpeedZeroOptimizer_Stage3` | an equal part of each parameter, padded, one sub-group after another |
+
+Stage 0 in fp32 has no copies: there the optimizer's parameters are those of the module.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from dcp_remote import LocalBoxes
+from dcp_remote.errors import InvalidArgumentError
+
+# Parts of names that wrappers add: `torch.compile`, activation checkpointing.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Part of a parameter in a partition.
+
+    Attributes:
+        name: Canonical name of the parameter; the first one of a tied parameter.
+        parameter: Parameter of the module.
+        shape: Shape of the whole parameter.
+        start: Number of the part's first element in the flattened parameter.
+        offset: Number of the part's first element in the partition.
+        elements: Number of elements; 0 if this rank has no part of the parameter.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    start: int
+    offset: int
+    elements: int
+
+    def boxes_in(self, flat: torch.Tensor) -> LocalBoxes:
+        """Return the part in a tensor of the partition's layout, as a view of that tensor."""
+        return LocalBoxes.from_flat(self.shape, self.start, flat.view(-1)[self.offset : self.offset + self.elements])
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Master copies in one tensor, under which the base optimizer keeps its state.
+
+    Attributes:
+        masters: Master copies; shape [elements], or that of a parameter.
+        group: Number of the group of the base optimizer.
+        fragments: Parts in the partition, with those of no elements: one of each parameter of the group or sub-group.
+    """
+
+    masters: torch.Tensor
+    group: int
+    fragments: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout of an engine's optimizer, read anew for each save and restore.
+
+    Attributes:
+        optimizer: Base optimizer, whose state has the partitions' `masters` as keys.
+        partitions: Partitions of this rank.
+        frozen: Shards of parameters without a master copy in ZeRO-3, by name: (shape, first element, elements).
+        refresh: Function that copies the masters into the parameters of the module; a collective of torch in ZeRO.
+    """
+
+    optimizer: Any
+    partitions: tuple[Partition, ...]
+    frozen: dict[str, LocalBoxes]
+    refresh: Callable[[], None]
+
+    def masters(self) -> Iterator[tuple[Fragment, LocalBoxes]]:
+        """Yield the parts with their master copies."""
+        for partition in self.partitions:
+            for fragment in partition.fragments:
+                yield fragment, fragment.boxes_in(partition.masters.detach())
+
+
+def canonical(name: str) -> str:
+    """Return a name without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def names_of(module: nn.Module) -> dict[int, list[str]]:
+    """Return the canonical names of each parameter by its `id`: several if it is tied."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(canonical(name))
+    return names
+
+
+def has_layout(engine: Any) -> bool:
+    """Return whether the engine's optimizer keeps master copies or partitions, which a plain optimizer does not."""
+    return engine.optimizer is not None and not isinstance(engine.optimizer, torch.optim.Optimizer)
+
+
+def read_layout(engine: Any) -> Layout:
+    """Return the layout of an engine's optimizer; copies nothing and calls no collective.
+
+    Raises:
+        InvalidArgumentError: The optimizer is of a class that is not known here, or keeps partitions on NVMe.
+    """
+    optimizer, names = engine.optimizer, names_of(engine.module)
+    kind = type(optimizer)
+    if kind is DeepSpeedZeroOptimizer_Stage3:
+        _require_in_memory(optimizer)
+        return _read_stage3(engine.module, optimizer, names)
+    if kind is DeepSpeedZeRoOffload:
+        return Layout(None, (), _shards(engine.module.parameters(), names), lambda: _refresh_shards(optimizer))
+    if kind is DeepSpeedZeroOptimizer:
+        partitions = _read_flat_groups(
+            optimizer.round_robin_bit16_groups,
+            optimizer.single_partition_of_fp32_groups,
+            optimizer.real_dp_process_group,
+            names,
+            # Since parameters may be aligned to 16 bytes, with padding between them.
+            offsets=getattr(optimizer, "round_robin_bit16_offsets", None),
+        )
+        return Layout(optimizer.optimizer, partitions, {}, lambda: _refresh_flat(optimizer))
+    if kind is BF16_Optimizer:
+        partitions = _read_flat_groups(
+            optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, optimizer.real_dp_process_group, names
+        )
+        return Layout(optimizer.optimizer, partitions, {}, lambda: _refresh_flat(optimizer))
+    if kind is FP16_Optimizer:
+        pairs = enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True))
+        partitions = tuple(_whole_partition(group, flat, parameters, names) for group, (parameters, flat) in pairs)
+        return Layout(optimizer.optimizer, partitions, {}, lambda: _refresh_whole(partitions))
+    if kind is FP16_UnfusedOptimizer:
+        partitions = tuple(
+            _whole_partition(group, master, [parameter], names)
+            for group, (parameters, masters) in enumerate(
+                zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+            )
+            for parameter, master in zip(parameters, masters, strict=True)
+        )
+        return Layout(optimizer.optimizer, partitions, {}, lambda: _refresh_whole(partitions))
+    raise InvalidArgumentError(
+        "The layout of this optimizer of DeepSpeed is not known: ZeRO stages 0 to 3 and CPU offload are supported; "
+        "MiCS, ZenFlow and SuperOffload are not. Save to a local folder with DeepSpeed's own checkpoints.",
+        optimizer=f"{kind.__module__}.{kind.__qualname__}",
+    )
+
+
+def _require_in_memory(optimizer: Any) -> None:
+    swaps_parameters = getattr(optimizer, "params_in_nvme_and_cpu", False)
+    if getattr(optimizer, "swap_optimizer", False) or swaps_parameters:
+        raise InvalidArgumentError(
+            "Partitions on NVMe are not supported. Use offload to the CPU, or DeepSpeed's own checkpoints in a local "
+            "folder.",
+            swapped="parameters" if swaps_parameters else "optimizer",
+        )
+    if getattr(optimizer, "partial_offload", 1.0) < 1.0:
+        raise InvalidArgumentError(
+            "Partial offload, whose states are in two optimizers, is not supported. Set offload_optimizer.ratio to 1.",
+            ratio=optimizer.partial_offload,
+        )
+
+
+def _read_stage3(module: nn.Module, optimizer: Any, names: dict[int, list[str]]) -> Layout:
+    partitions = []
+    for number, (parameters, flat) in enumerate(
+        zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    ):
+        offset, fragments = 0, []
+        for parameter in parameters:
+            start, elements, padded = _shard_range(parameter)
+            fragments.append(
+                Fragment(_name(parameter, names), parameter, tuple(parameter.ds_shape), start, offset, elements)
+            )
+            offset += padded
+        partitions.append(Partition(flat, optimizer.sub_group_to_group_id[number], tuple(fragments)))
+    trained = {id(parameter) for parameters in optimizer.fp16_groups for parameter in parameters}
+    frozen = _shards((parameter for parameter in module.parameters() if id(parameter) not in trained), names)
+    return Layout(optimizer.optimizer, tuple(partitions), frozen, lambda: _refresh_stage3(optimizer))
+
+
+def _shard_range(parameter: Any) -> tuple[int, int, int]:
+    """Return the first element of this rank's shard of a parameter of ZeRO-3, its elements, and those with padding."""
+    padded = parameter.partition_numel()
+    rank = dist.get_rank(parameter.ds_process_group)
+    start = min(rank * padded, parameter.ds_numel)
+    return start, min(padded, parameter.ds_numel - start), padded
+
+
+def _shards(parameters: Iterable[Any], names: dict[int, list[str]]) -> dict[str, LocalBoxes]:
+    """Return the shards of parameters of ZeRO-3, under all their names, as views of DeepSpeed's memory."""
+    shards = {}
+    for parameter in parameters:
+        start, elements, _ = _shard_range(parameter)
+        shard = parameter.ds_tensor
+        if not shard.is_floating_point() or shard.numel() < elements:
+            raise InvalidArgumentError(
+                "This shard of a frozen parameter is quantized or swapped out, which is not supported.",
+                parameter=_name(parameter, names),
+                dtype=str(shard.dtype),
+            )
+        boxes = LocalBoxes.from_flat(tuple(parameter.ds_shape), start, shard.detach().view(-1)[:elements])
+        shards.update(dict.fromkeys(names[id(parameter)], boxes))
+    return shards
+
+
+def _read_flat_groups(
+    groups: Iterable[list[nn.Parameter]],
+    flats: Iterable[torch.Tensor],
+    process_groups: Iterable[Any],
+    names: dict[int, list[str]],
+    *,
+    offsets: Iterable[list[int]] | None = None,
+) -> tuple[Partition, ...]:
+    """Return the partitions of ZeRO-1 and 2: each rank has an equal range of the flattened group."""
+    partitions = []
+    given = offsets if offsets is not None else itertools.repeat(None)
+    for group, (parameters, flat, process_group, own_offsets) in enumerate(
+        zip(groups, flats, process_groups, given)  # noqa: B905  # `given` may be endless
+    ):
+        first = dist.get_rank(process_group) * flat.numel()
+        numels = [parameter.numel() for parameter in parameters]
+        begins = own_offsets if own_offsets is not None else [0, *itertools.accumulate(numels)][:-1]
+        fragments = []
+        for parameter, begin, elements in zip(parameters, begins, numels, strict=True):
+            start = min(max(first - begin, 0), elements)
+            stop = min(max(first + flat.numel() - begin, 0), elements)
+            offset = max(begin - first, 0) if stop > start else 0
+            fragments.append(
+                Fragment(_name(parameter, names), parameter, tuple(parameter.shape), start, offset, stop - start)
+            )
+        partitions.append(Partition(flat, group, tuple(fragments)))
+    return tuple(partitions)
+
+
+def _whole_partition(
+    group: int, masters: torch.Tensor, parameters: list[nn.Parameter], names: dict[int, list[str]]
+) -> Partition:
+    """Return a partition that has whole parameters, one after another."""
+    begins = [0, *itertools.accumulate(parameter.numel() for parameter in parameters)]
+    fragments = tuple(
+        Fragment(_name(parameter, names), parameter, tuple(parameter.shape), 0, begin, parameter.numel())
+        for parameter, begin in zip(parameters, begins[:-1], strict=True)
+    )
+    return Partition(masters, group, fragments)
+
+
+def _name(parameter: nn.Parameter, names: dict[int, list[str]]) -> str:
+    if id(parameter) not in names:
+        raise InvalidArgumentError(
+            "The optimizer has a parameter that the module does not have. Make the optimizer after the module.",
+            shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),
+        )
+    return names[id(parameter)][0]
+
+
+# ---- from the master copies to the parameters of the module
+
+
+@torch.no_grad()
+def _refresh_flat(optimizer: Any) -> None:
+    optimizer.update_lp_params()
+    # Views of the states by parameter, which DeepSpeed makes after the first step only, and then of one group.
+    masters = getattr(optimizer, "single_partition_of_fp32_groups", None) or optimizer.fp32_groups_flat_partition
+    if all(optimizer.optimizer.state.get(flat) for flat in masters):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
+@torch.no_grad()
+def _refresh_whole(partitions: Iterable[Partition]) -> None:
+    for partition in partitions:
+        for fragment in partition.fragments:
+            part = partition.masters.detach().view(-1)[fragment.offset : fragment.offset + fragment.elements]
+            fragment.parameter.data.copy_(part.view(fragment.shape))
+
+
+def _refresh_shards(optimizer: Any) -> None:
+    optimizer.partition_all_parameters()
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+@torch.no_grad()
+def _refresh_stage3(optimizer: Any) -> None:
+    optimizer.checkpoint_event_prologue()  # small parameters, which are kept gathered, are made shards again
+    for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
+        optimizer.fp16_partitioned_groups_flat[number].data.copy_(flat.data)
+        optimizer._unflatten_partitioned_parameters(number)
+    optimizer.checkpoint_event_epilogue()

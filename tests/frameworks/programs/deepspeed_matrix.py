@@ -1,0 +1,57 @@
+"""Saves of several kinds of engines, or loads of several runs into each kind; reports digests of the full states.
+
+deepspeed_matrix.py save <url> <kinds>          saves <url>/<kind>-<ranks>, reports a result by kind
+deepspeed_matrix.py load <url> <kinds> <runs>   reports a result by "<run> <kind>"
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed_engines import KINDS, digests, evaluate, full_state, make_engine, steps_of, train
+
+from dcp_remote.integrations.deepspeed import attach
+from dcp_remote.integrations.runs import close_managers
+from tests.support.rank_programs import report
+
+
+def result_of(engine: Any) -> dict[str, Any]:
+    return {
+        "digests": digests(full_state(engine)),
+        "steps": steps_of(engine),
+        "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps],
+        "rates": [group["lr"] for group in engine.optimizer.param_groups],
+        "scheduler": engine.lr_scheduler.last_epoch,
+        "loss": evaluate(engine),
+    }
+
+
+def main() -> None:
+    command, url, kinds, *runs = sys.argv[1:]
+    deepspeed.init_distributed("gloo")
+    for kind in kinds.split(","):
+        if command == "save":
+            engine = make_engine(seed=KINDS[kind]["stage"], **KINDS[kind])
+            attach(engine, wait=True, progress=False)
+            train(engine, 3)
+            engine.save_checkpoint(f"{url}/{kind}-{dist.get_world_size()}", client_state={"kind": kind})
+            result = result_of(engine)
+            report(**{kind: result | {"next": train(engine, 2)}})
+            engine.destroy()
+            continue
+        for run in runs[0].split(","):
+            engine = make_engine(seed=50, **KINDS[kind])
+            attach(engine, progress=False)
+            path, client_state = engine.load_checkpoint(f"{url}/{run}")
+            assert path is not None
+            result = result_of(engine)
+            report(**{f"{run} {kind}": result | {"next": train(engine, 2), "client_state": client_state}})
+            engine.destroy()
+    close_managers()
+
+
+if __name__ == "__main__":
+    main()
