@@ -113,7 +113,9 @@ def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False
     _require_supported(accelerator, accelerator._load_model_state_pre_hook)
     manager = manager_of(path.run_url, **settings)
     if weights_only:
-        state = {"model": _numbered([ModelState(model) for model in accelerator._models])}
+        models = [ModelState(model) for model in accelerator._models]
+        is_deepspeed = _is_deepspeed(accelerator)
+        state = {"model": _engine_state(accelerator)["model"] if is_deepspeed else _numbered(models)}
         step = manager.restore(
             state, path.checkpoint, unexpected="ignore", dtype="convert", go_on=False, must_exist=True
         )
@@ -152,6 +154,14 @@ def disable() -> None:
 
 def _training(accelerator: Any) -> dict[str, Any]:
     """Return the state of models, optimizers, schedulers, scaler and random states; the same to save and to load."""
+    if _is_deepspeed(accelerator):
+        state = _engine_state(accelerator)
+        schedulers = [one for one in accelerator._schedulers if type(one).__name__ != "DeepSpeedSchedulerWrapper"]
+        own = training_state(
+            scheduler=_numbered(schedulers) if schedulers and "scheduler" not in state else None,
+            random_states=RandomStates(),
+        )
+        return state | own
     scaler = accelerator.scaler
     optimizers = [_unwrap(optimizer) for optimizer in accelerator._optimizers]
     return training_state(
@@ -161,6 +171,22 @@ def _training(accelerator: Any) -> dict[str, Any]:
         scaler=scaler if scaler is not None and scaler.is_enabled() else None,
         random_states=RandomStates(),
     )
+
+
+def _engine_state(accelerator: Any) -> dict[str, Any]:
+    from dcp_remote.integrations.deepspeed import engine_state
+
+    if len(accelerator._models) != 1:
+        raise InvalidArgumentError(
+            "An accelerator with DeepSpeed is saved with one model. Save each engine by "
+            "dcp_remote.integrations.deepspeed.attach(engine).",
+            models=len(accelerator._models),
+        )
+    return engine_state(accelerator._models[0])
+
+
+def _is_deepspeed(accelerator: Any) -> bool:
+    return str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)) == "DEEPSPEED"
 
 
 def _saved_state(accelerator: Any) -> dict[str, Any]:

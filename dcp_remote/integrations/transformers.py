@@ -466,6 +466,12 @@ class _RemoteRun:
         model = self._model_state(trainer)
         if self._saves_only_model:
             return {"model": model}
+        own: dict[str, Any] = {"random": PerRank(self.random)}
+        if trainer.is_deepspeed_enabled:
+            state = self._engine_state(trainer)
+            if "scheduler" not in state:  # the engine does not know a scheduler that Trainer has made
+                state["scheduler"] = trainer.lr_scheduler
+            return state | own
         scaler = getattr(trainer.accelerator, "scaler", None)
         state = training_state(
             model=trainer.model,
@@ -473,13 +479,25 @@ class _RemoteRun:
             scheduler=trainer.lr_scheduler,
             scaler=scaler if scaler is not None and scaler.is_enabled() else None,
             random_states=False,
-            extra={"random": PerRank(self.random)},
+            extra=own,
         )
-        return {**state, "model": model}
+        return state | {"model": model}
 
-    def _model_state(self, trainer: Any) -> ModelState:
+    def _model_state(self, trainer: Any) -> Any:
+        if trainer.is_deepspeed_enabled:
+            return self._engine_state(trainer)["model"]
         is_adapter = _is_peft(trainer.model) and not self._saves_frozen_base
         return _AdapterState(trainer.model) if is_adapter else ModelState(trainer.model)
+
+    def _engine_state(self, trainer: Any) -> dict[str, Any]:
+        from dcp_remote.integrations.deepspeed import engine_state
+
+        is_peft = _is_peft(trainer.model)
+        return engine_state(
+            trainer.model_wrapped,
+            exclude_frozen_parameters=is_peft and not self._saves_frozen_base,
+            is_strict=not is_peft,
+        )
 
     # ---- loading
 
@@ -548,7 +566,14 @@ class _RemoteRun:
             logger.warning(
                 "%s: step %d was saved without %s: they start anew", manager.url, step, ", ".join(left_out)
             )
-        manager.restore(state, step, unexpected="ignore", go_on=manager is self.manager, must_exist=True)
+        manager.restore(
+            state,
+            step,
+            unexpected="ignore",
+            dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model
+            go_on=manager is self.manager,
+            must_exist=True,
+        )
 
     def load_best(self, trainer: Any) -> None:
         """Read the weights of the best checkpoint into the model; the run goes on from where it was."""
@@ -558,7 +583,12 @@ class _RemoteRun:
         name = url.rpartition("/")[2]
         logger.info("%s: loading the best model from %s (score: %s)", manager.url, name, trainer.state.best_metric)
         manager.restore(
-            {"model": self._model_state(trainer)}, name, unexpected="ignore", go_on=False, must_exist=True
+            {"model": self._model_state(trainer)},
+            name,
+            unexpected="ignore",
+            dtype="convert",
+            go_on=False,
+            must_exist=True,
         )
 
     def _locate(self, resume_from: Any) -> tuple[CheckpointManager, str | int | None]:

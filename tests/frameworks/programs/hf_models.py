@@ -92,3 +92,21 @@ def random_digest() -> str:
     return digest_values(
         {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": str(np.random.get_state()[1].tolist())}
     )
+
+
+def forbid_gathers() -> None:
+    """Make every way in which the frameworks gather a sharded model on one rank for a checkpoint raise an error."""
+    import deepspeed
+    from accelerate import Accelerator
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from torch.distributed.checkpoint import state_dict as torch_state_dict
+
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise AssertionError("a save or a load gathers the model")
+
+    DeepSpeedEngine._zero3_consolidated_16bit_state_dict = refuse
+    DeepSpeedEngine.save_checkpoint = refuse
+    DeepSpeedEngine.load_checkpoint = refuse
+    Accelerator.get_state_dict = refuse
+    deepspeed.zero.GatheredParameters.__enter__ = refuse
+    torch_state_dict._gather_state_dict = refuse
