@@ -44,7 +44,7 @@ from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path
 
 if TYPE_CHECKING:
-    _Base = Trainer
+    from transformers import Trainer as _Base
 else:
     _Base = object
 
@@ -112,9 +112,7 @@ def remote(
         raise InvalidArgumentError("remote takes a transformers.Trainer.", type=type(trainer).__qualname__)
     if isinstance(subject, RemoteCheckpointMixin):
         if subject._remote.url != url.rstrip("/"):
-            raise InvalidArgumentError(
-                "This trainer saves to another run already.", url=url, other=subject._remote.url
-            )
+            raise InvalidArgumentError("This trainer saves to another run already.", url=url, other=subject._remote.url)
         return trainer
     _require_supported(subject)
     subject._remote = _RemoteRun(
@@ -124,7 +122,8 @@ def remote(
         saves_frozen_base=save_frozen_base,
     )
     subject.add_callback(_RemoteCallback(subject._remote))
-    subject.__class__ = _remote_class(type(subject))
+    own: Any = type(subject)
+    subject.__class__ = _remote_class(own)
     return trainer
 
 
@@ -140,7 +139,7 @@ def enable(url: str, **settings: Any) -> None:
     Raises:
         InvalidArgumentError: Another run, or other settings, are enabled already.
     """
-    global _enabled
+    global _enabled  # noqa: PLW0603  # read when a trainer is made
     if _enabled not in (None, (url, settings)):
         raise InvalidArgumentError("Another run is enabled already. A program has one.", url=url, other=_enabled[0])
     _enabled = (url, settings)
@@ -563,9 +562,7 @@ class _RemoteRun:
         for key in left_out:
             del state[key]
         if left_out:
-            logger.warning(
-                "%s: step %d was saved without %s: they start anew", manager.url, step, ", ".join(left_out)
-            )
+            logger.warning("%s: step %d was saved without %s: they start anew", manager.url, step, ", ".join(left_out))
         manager.restore(
             state,
             step,
@@ -638,7 +635,8 @@ def _write_files(trainer: Any, folder: Path) -> None:
     """Write configurations, tokenizer or processor, arguments and trainer state into the folder of a checkpoint."""
     model = trainer.model
     base = model.get_base_model() if _is_peft(model) else model
-    for config in (getattr(base, "config", None), getattr(base, "generation_config", None)):
+    configurations: tuple[Any, ...] = (getattr(base, "config", None), getattr(base, "generation_config", None))
+    for config in configurations:
         if hasattr(config, "save_pretrained"):
             config.save_pretrained(folder)
     if _is_peft(model):
@@ -647,7 +645,7 @@ def _write_files(trainer: Any, folder: Path) -> None:
             saved.inference_mode = True  # as PeftModel.save_pretrained does
             saved.save_pretrained(folder if name == "default" else folder / name)
     collator = getattr(trainer, "data_collator", None)
-    processor = getattr(trainer, "processing_class", None) or getattr(collator, "tokenizer", None)
+    processor: Any = getattr(trainer, "processing_class", None) or getattr(collator, "tokenizer", None)
     if hasattr(processor, "save_pretrained"):
         processor.save_pretrained(folder)
     arguments = json.dumps(trainer.args.to_dict(), indent=2, default=str)
@@ -678,19 +676,23 @@ def _report_changes(trainer: Any, about: Mapping[str, Any], url: str, step: int)
     saved, here = about["global_batch"], _global_batch(trainer)
     if about["world_size"] != trainer.args.world_size:
         logger.info(
-            "%s: step %d was saved by %d ranks and is loaded by %d", url, step, about["world_size"], trainer.args.world_size
+            "%s: step %d was saved by %d ranks and is loaded by %d",
+            url,
+            step,
+            about["world_size"],
+            trainer.args.world_size,
         )
     if saved != here and not trainer.args.ignore_data_skip:
         logger.warning(
-            "%s: step %d was trained with %d samples a step, and this job has %d. Trainer finds its place in the data by "
-            "the number of steps: samples are repeated or left out. Change gradient_accumulation_steps to keep %d.",
+            "%s: step %d was trained with %d samples a step, and this job has %d. Trainer finds its place in the data "
+            "by the number of steps: samples are repeated or left out. Change gradient_accumulation_steps to keep %d.",
             *(url, step, saved, here, saved),
         )
 
 
 def _is_local(resume_from: Any) -> bool:
     """Return whether this is a local folder, whose checkpoint `Trainer` loads itself."""
-    return isinstance(resume_from, str | os.PathLike) and not is_remote(resume_from) and os.path.isdir(resume_from)
+    return isinstance(resume_from, str | os.PathLike) and not is_remote(resume_from) and Path(resume_from).is_dir()
 
 
 def _is_peft(model: Any) -> bool:
@@ -739,7 +741,7 @@ def _require_local_output(arguments: Any) -> None:
 
 
 @functools.cache
-def _remote_class(own: type) -> type:
+def _remote_class(own: Any) -> Any:
     return type(f"Remote{own.__name__}", (RemoteCheckpointMixin, own), {"__module__": own.__module__})
 
 

@@ -47,10 +47,11 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     run = open_run(url, storage_options=s3_server.storage_options)
     assert [info.names for info in run.checkpoints()] == [("step-2",)]
     resumed = train(world_size, mode=mode, resumed={"url": url, "resume": url})
-    for before, after in zip(killed.reports, resumed.reports, strict=True):
+    for rank, (before, after) in enumerate(zip(killed.reports, resumed.reports, strict=True)):
         whole, later = before["whole"], after["resumed"]
         assert later["digests"] == whole["digests"]
-        assert later["losses"] == whole["losses"]
+        # Of registered objects the main process's are saved, as by Accelerate.
+        assert later["losses"][2 * bool(rank) :] == whole["losses"][2 * bool(rank) :]
         assert later["iteration"] == whole["iteration"]
     assert [info.names for info in run.checkpoints()] == [("step-2",), ("step-4",), ("step-6",)]
 
@@ -89,7 +90,10 @@ def test_wrong_calls(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
         "no_run": "save_state(accelerator, 's3://bucket')",
         "hooks": f"accelerator.register_save_state_pre_hook(print)\nsave_state(accelerator, '{url}/step-9')",
         "absent": f"load_state(accelerator, '{url}/step-99')",
-        "others": f"accelerator.register_for_checkpointing(type(accelerator._custom_objects[0])())\nload_state(accelerator, '{url}')",
+        "others": (
+            "accelerator.register_for_checkpointing(type(accelerator._custom_objects[0])())\n"
+            f"load_state(accelerator, '{url}')"
+        ),
     }
     jobs = {name: {"steps": 0, "call": call, "expects_error": True} for name, call in calls.items()}
     named: dict[str, Any] = {"steps": 6, "project_dir": f"{bucket_url}/project", "is_enabled": True}

@@ -1,4 +1,4 @@
-"""Train a small Llama in a loop of Accelerate, once for each job of an option file; report losses and digests by job."""
+"""Train a small Llama with Accelerate, once for each job of an option file; report losses and digests by job."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration, set_seed
-from hf_models import (
+
+from dcp_remote.errors import DcpRemoteError
+from dcp_remote.integrations.accelerate import disable, enable, load_state, save_state
+from dcp_remote.integrations.runs import close_managers
+from tests.frameworks.programs.hf_models import (
     digest_values,
     forbid_gathers,
     make_data,
@@ -25,10 +30,6 @@ from hf_models import (
     random_digest,
     use_gloo_ranks,
 )
-
-from dcp_remote.errors import DcpRemoteError
-from dcp_remote.integrations.accelerate import disable, enable, load_state, save_state
-from dcp_remote.integrations.runs import close_managers
 from tests.support.rank_programs import report
 
 logging.basicConfig(level=logging.INFO)
@@ -74,16 +75,19 @@ def make_plugins(mode: str) -> dict[str, Any]:
 
 def make_accelerator(mode: str, options: dict[str, Any]) -> Accelerator:
     """Return an accelerator of a kind."""
-    given = dict(make_plugins(mode))
+    is_first = not AcceleratorState._shared_state
+    given = dict(make_plugins(mode)) if is_first or mode != "zero3" else {}
     if options.get("project_dir"):
         given["project_config"] = ProjectConfiguration(
             project_dir=options["project_dir"], automatic_checkpoint_naming=True, total_limit=2
         )
-    loader = DataLoaderConfiguration(use_stateful_dataloader=options.get("is_stateful", False), use_seedable_sampler=True)
+    loader = DataLoaderConfiguration(
+        use_stateful_dataloader=options.get("is_stateful", False), use_seedable_sampler=True
+    )
     return Accelerator(cpu=mode in ("plain", "ddp"), dataloader_config=loader, **given)
 
 
-def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:
+def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0912, PLR0915  # a user's script
     """Train as a job's options say; return what the test compares."""
     set_seed(3)
     accelerator = make_accelerator(mode, options)
@@ -91,7 +95,8 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
     # With a generator of its own, the loader does not draw from torch's random numbers when it is iterated.
-    loader: Any = torch.utils.data.DataLoader(make_data(12), 2, shuffle=True, generator=torch.Generator().manual_seed(4))
+    data: Any = make_data(12)
+    loader: Any = torch.utils.data.DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(4))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     average = Average()
     accelerator.register_for_checkpointing(average)

@@ -81,7 +81,8 @@ def optimizer_digest(model: torch.nn.Module, optimizer: Any) -> str:
     names = {id(parameter): name.removeprefix("module.") for name, parameter in model.named_parameters()}
     states = {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
     groups = [
-        {key: value for key, value in group.items() if key != "params"} | {"names": [names[id(p)] for p in group["params"]]}
+        {key: value for key, value in group.items() if key != "params"}
+        | {"names": [names[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
     return digest_values({"states": states, "groups": groups})
@@ -90,7 +91,7 @@ def optimizer_digest(model: torch.nn.Module, optimizer: Any) -> str:
 def random_digest() -> str:
     """Return the digest of the random states of this process."""
     return digest_values(
-        {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": str(np.random.get_state()[1].tolist())}
+        {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": str(np.random.get_state(legacy=False))}
     )
 
 
@@ -102,7 +103,7 @@ def forbid_gathers() -> None:
     from torch.distributed.checkpoint import state_dict as torch_state_dict
 
     def refuse(*_args: Any, **_kwargs: Any) -> Any:
-        raise AssertionError("a save or a load gathers the model")
+        raise RuntimeError("a save or a load gathers the model")
 
     DeepSpeedEngine._zero3_consolidated_16bit_state_dict = refuse
     DeepSpeedEngine.save_checkpoint = refuse
