@@ -64,6 +64,9 @@ _ARGUMENTS_FILE = "training_args.json"
 # Written around a checkpoint by Trainer's own handler of SIGTERM.
 _LEFT_OUT_FILES = frozenset({"checkpoint-is-incomplete.txt"})
 
+# Beginning of the name of a trainer's temporary folder.
+_FOLDER_PREFIX = "dcp_remote-trainer-"
+
 # Settings of the manager that are about saving, and do not apply to another run that is only read.
 _SAVING_SETTINGS = frozenset({"retention", "resumed_from", "start_over", "save_policy", "notice_seconds"})
 
@@ -149,7 +152,7 @@ def load_weights(model: nn.Module, url: str, *, storage_options: Mapping[str, ob
     """Load the weights of a checkpoint into a model, in place; called by every rank. Returns the step.
 
     The checkpoint may be another framework's: names are canonical, and dtypes are converted. Weights of the model that
-    the checkpoint lacks stay as they are, such as a frozen base below adapters; a warning says how many.
+    the checkpoint lacks stay as they are, such as a frozen base below adapters; the log names the first of them.
 
     Args:
         model: Model, plain or wrapped (DDP, FSDP, PEFT).
@@ -382,7 +385,7 @@ class _RemoteRun:
         self.url = url
         self._settings = settings
         self._saves_only_model, self._saves_frozen_base = saves_only_model, saves_frozen_base
-        self._temporary = tempfile.TemporaryDirectory(prefix="dcp_remote-trainer-")
+        self._temporary = tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX)
         self.folder = Path(self._temporary.name)
         self.random = _HeldRandomStates()
         self.best_url: str | None = None
@@ -764,7 +767,7 @@ def _init(self: Any, *args: Any, **kwargs: Any) -> None:
 @functools.wraps(_load_engine)
 def _load_engine_if_local(engine: Any, checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
     """Leave a remote checkpoint to `_load_optimizer_and_scheduler`, which follows."""
-    if Path(checkpoint_path).parent.name == "resumed" and "dcp_remote-trainer-" in checkpoint_path:
+    if any(part.startswith(_FOLDER_PREFIX) for part in Path(checkpoint_path).parts):
         return None
     return _load_engine(engine, checkpoint_path, *args, **kwargs)
 

@@ -118,3 +118,13 @@ def test_other_numbers_of_ranks_load_the_same_state(train: Jobs, bucket_url: str
         loaded = train(world_size, mode=mode, loaded={"resume": url, "steps": 3}).reports[0]["loaded"]
         for part in ("model", "optimizer", "scheduler"):
             assert loaded["digests"]["2"][part] == saved["digests"]["2"][part], (mode, part)
+
+
+def test_the_example(run_program: Callable[..., Ranks], bucket_url: str, s3_server: S3Server) -> None:
+    """Two ranks, then one, which goes on where they stopped."""
+    url, example = f"{bucket_url}/run", Path(__file__).parents[2] / "examples" / "accelerate_fsdp2.py"
+    run_program(example, 2, "--url", url, "--steps", 10)
+    resumed = run_program(example, 1, "--url", url, "--steps", 20)
+    assert "loaded step 10" in resumed.outputs[0]
+    checkpoints = open_run(url, storage_options=s3_server.storage_options).checkpoints()
+    assert [info.step for info in checkpoints] == [10, 20]

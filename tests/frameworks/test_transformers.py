@@ -112,7 +112,7 @@ def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server:
         manager.save(3, {"model": {"weight": torch.zeros(2)}})
     given = {"lr_scheduler_type": "constant", "max_steps": 4}
     jobs: dict[str, Any] = {
-        "first": {"url": url, "has_side_file": True, "arguments": given, "digest_at": [2]},
+        "first": {"url": url, "has_side_file": True, "arguments": given, "digest_at": [2, 3]},
         "into_another_run": {"url": other, "resume": f"{url}/checkpoint-2", "arguments": given},
         "back": {"url": url, "resume": f"{url}/2", "arguments": {**given, "max_steps": 3, "save_steps": 3}},
         "by_name": {
@@ -131,6 +131,13 @@ def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server:
             "expects_error": True,
             "settings": {"retention": "mine"},
             "arguments": {**given, "save_total_limit": 1},
+        },
+        "evaluated": {"weights_from": f"{url}/checkpoint-3", "arguments": {**given, "max_steps": 1}},
+        "noticed": {
+            "url": f"{bucket_url}/noticed",
+            "notice_at": 3,
+            "settings": {"notice_seconds": 60},
+            "arguments": {**given, "max_steps": 50, "save_steps": 100},
         },
         "enabled": {"url": f"{bucket_url}/enabled", "is_enabled": True, "has_side_file": True, "arguments": given},
     }
@@ -154,6 +161,14 @@ def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server:
     assert reports["from_weights"]["step"] == 4
     assert any("saved without optim, random, scheduler" in text for text in reports["from_weights"]["warnings"])
 
+    assert reports["evaluated"]["digests"]["0"]["model"] == first["digests"]["3"]["model"]
+
+    # SIGTERM saves and stops.
+    step = reports["noticed"]["step"]
+    assert 3 <= step < 50
+    noticed = open_run(f"{bucket_url}/noticed", storage_options=s3_server.storage_options)
+    assert [info.step for info in noticed.checkpoints()] == [step]
+
     messages = {
         "fresh": "InvalidArgumentError: This run has checkpoints already. Pass resume_from_checkpoint=True",
         "absent": "CheckpointNotFoundError",
@@ -170,7 +185,7 @@ def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server:
 
 @pytest.mark.timeout(600)  # four programs, each of which imports the frameworks
 def test_other_numbers_of_ranks_and_other_wrappers_load_the_same_state(train: Jobs, bucket_url: str) -> None:
-    """FSDP2 on two ranks, with tied weights; into FSDP2 on three, DDP on two, one process. State is equal to the bit."""
+    """FSDP2 on two ranks, tied weights; into FSDP2 on three, DDP on two, one process. State is equal to the bit."""
     url = f"{bucket_url}/run"
     job: dict[str, Any] = {"url": url, "tied": True, "stop_at": 2, "digest_at": [2]}
     saved = train(2, mode="fsdp2", saved=job).reports[0]["saved"]
@@ -237,3 +252,30 @@ def test_ranks_rotation_and_a_late_rank(train: Jobs, bucket_url: str, s3_server:
     assert max(one["seconds"] for one in failed) < 60
     failing_run = open_run(str(failing["url"]), storage_options=s3_server.storage_options)
     assert [info.step for info in failing_run.checkpoints()] == [2]
+
+
+@pytest.mark.timeout(600)  # three programs, each of which imports the frameworks
+def test_deepspeed_and_other_wrappers_load_each_other(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
+    """DDP into ZeRO-3 goes on as DDP does, but for the order of sums; ZeRO-3 into one process gives equal weights."""
+    ddp, zero = f"{bucket_url}/ddp", f"{bucket_url}/zero"
+    given = {"per_device_train_batch_size": 2}
+    before = train(2, mode="ddp", whole={"arguments": given}, saved={"url": ddp, "stop_at": 2, "arguments": given})
+    middle = train(2, mode="zero3", resumed={"url": zero, "resume": ddp, "stop_at": 4, "arguments": given})
+    whole, resumed = before.reports[0]["whole"]["losses"], middle.reports[0]["resumed"]["losses"]
+    assert resumed == pytest.approx({step: whole[step] for step in resumed}, abs=1e-4)
+    assert sorted(resumed) == ["1", "2", "3", "4"]
+    look = {"url": f"{bucket_url}/other", "resume": zero, "arguments": {"max_steps": 5, "save_strategy": "no"}}
+    after = train(1, loaded={**look, "shows_weight": "lm_head.weight"}).reports[0]["loaded"]
+    saved = open_run(zero, storage_options=s3_server.storage_options).load(keys="model.*")["model"]
+    assert after["shown"] == saved["lm_head.weight"].double().sum().item()
+    assert after["warnings"] != []  # another global batch
+
+
+def test_the_example(run_program: Callable[..., Ranks], bucket_url: str, s3_server: S3Server) -> None:
+    """Two ranks, then one, which goes on where they stopped."""
+    url, example = f"{bucket_url}/run", Path(__file__).parents[2] / "examples" / "hf_trainer.py"
+    run_program(example, 2, "--url", url, "--steps", 10)
+    resumed = run_program(example, 1, "--url", url, "--steps", 20)
+    assert "loaded step 10" in resumed.outputs[0]
+    checkpoints = open_run(url, storage_options=s3_server.storage_options).checkpoints()
+    assert [info.step for info in checkpoints] == [10, 20]

@@ -18,7 +18,7 @@ from transformers.trainer_callback import ExportableState
 
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations.runs import close_managers
-from dcp_remote.integrations.transformers import enable, remote
+from dcp_remote.integrations.transformers import enable, load_weights, remote
 from tests.frameworks.programs.hf_models import (
     forbid_gathers,
     make_data,
@@ -55,6 +55,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # may not be installed
     def __init__(self, options: dict[str, Any], *, is_deepspeed: bool) -> None:
         """Take the options of the program."""
         self.options, self.is_deepspeed = options, is_deepspeed
+        self.shown: float | None = None
         self.digests: dict[int, dict[str, str]] = {}
 
     def note(self, model: Any, optimizer: Any, state: Any) -> None:
@@ -69,6 +70,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # may not be installed
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the state that was loaded."""
         self.note(kwargs["model"], kwargs["optimizer"], state)
+        if self.options.get("shows_weight"):
+            self.shown = dict(kwargs["model"].named_parameters())[self.options["shows_weight"]].double().sum().item()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the state."""
@@ -76,6 +79,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # may not be installed
             self.note(kwargs["model"], kwargs["optimizer"], state)
         if self.options.get("slow_rank") == args.process_index:
             time.sleep(0.4)
+        if state.global_step == self.options.get("notice_at"):
+            os.kill(os.getpid(), signal.SIGTERM)
         if state.global_step == self.options.get("stop_at"):
             control.should_training_stop = True
 
@@ -149,6 +154,8 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, 
             "zero_allow_untested_optimizer": True,
         }
     model: Any = make_model(tied=options.get("tied", False))
+    if options.get("weights_from"):
+        load_weights(model, options["weights_from"])
     if options.get("lora"):
         from peft import LoraConfig, get_peft_model
 
@@ -191,7 +198,7 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, 
             result["save_error"] = str(save_error)
     finally:
         logging.getLogger("dcp_remote").removeHandler(warned)
-    result |= {"warnings": warned.texts, "digests": watch.digests}
+    result |= {"warnings": warned.texts, "digests": watch.digests, "shown": watch.shown}
     if trainer is not None:
         state, callbacks = trainer.state, trainer.callback_handler.callbacks
         result |= {
