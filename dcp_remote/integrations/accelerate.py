@@ -16,9 +16,18 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from dcp_remote import ModelState, Opaque, PerRank, RandomStates, Retention, is_remote, training_state
+from dcp_remote import (
+    CheckpointManager,
+    ModelState,
+    Opaque,
+    PerRank,
+    RandomStates,
+    Retention,
+    is_remote,
+    training_state,
+)
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path
+from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
 
 logger = logging.getLogger(__name__)
 
@@ -109,21 +118,27 @@ def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False
             hooks that read files, or is of an unsupported kind.
     """
     options = {"storage_options": settings["storage_options"]} if "storage_options" in settings else {}
+    wait_for_saves()
     path = find_checkpoint(url, **options)
     _require_supported(accelerator, accelerator._load_model_state_pre_hook)
-    manager = manager_of(path.run_url, **settings)
     if weights_only:
         models = [ModelState(model) for model in accelerator._models]
-        is_deepspeed = _is_deepspeed(accelerator)
-        state = {"model": _engine_state(accelerator)["model"] if is_deepspeed else _numbered(models)}
-        step = manager.restore(
-            state, path.checkpoint, unexpected="ignore", dtype="convert", go_on=False, must_exist=True
-        )
-        assert step is not None
-        return step
+        state = {"model": _engine_state(accelerator)["model"] if _is_deepspeed(accelerator) else _numbered(models)}
+        # A manager of its own: a save into this run may follow, with its settings.
+        with CheckpointManager(path.run_url, **settings) as looking:
+            loaded = looking.restore(
+                state, path.checkpoint, unexpected="ignore", dtype="convert", go_on=False, must_exist=True
+            )
+        assert loaded is not None
+        return loaded
+    manager = manager_of(path.run_url, **settings)
     about, loaders = Opaque[Any](None), Opaque[Any](None)
     step = manager.restore(
-        {**_training(accelerator), ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)}, path.checkpoint, must_exist=True
+        {**_training(accelerator), ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)},
+        path.checkpoint,
+        rename=None if _is_deepspeed(accelerator) else _leave_out_engine,
+        dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model
+        must_exist=True,
     )
     assert step is not None
     _apply(accelerator, about.value, loaders.value, url)
@@ -183,6 +198,11 @@ def _engine_state(accelerator: Any) -> dict[str, Any]:
             models=len(accelerator._models),
         )
     return engine_state(accelerator._models[0])
+
+
+def _leave_out_engine(name: str) -> str | None:
+    """Return the name of an entry in the state; None for those of an engine of DeepSpeed that saved."""
+    return None if name.startswith("deepspeed.") else name
 
 
 def _is_deepspeed(accelerator: Any) -> bool:

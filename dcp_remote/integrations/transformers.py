@@ -41,7 +41,7 @@ from dcp_remote import (
     training_state,
 )
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
-from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path
+from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -164,18 +164,19 @@ def load_weights(model: nn.Module, url: str, *, storage_options: Mapping[str, ob
         StateMismatchError: No weight of the model is in the checkpoint, or shapes differ.
     """
     options: dict[str, Any] = {} if storage_options is None else {"storage_options": storage_options}
+    wait_for_saves()
     path = find_checkpoint(url, **options)
-    manager = manager_of(path.run_url, **options)
-    state = {"model": ModelState(model)}
-    step = manager.restore(
-        state,
-        path.checkpoint,
-        missing="keep",
-        unexpected="ignore",
-        dtype="convert",
-        go_on=False,
-        must_exist=True,
-    )
+    # A manager of its own: a trainer may open the run afterwards, with its settings.
+    with CheckpointManager(path.run_url, **options) as manager:
+        step = manager.restore(
+            {"model": ModelState(model)},
+            path.checkpoint,
+            missing="keep",
+            unexpected="ignore",
+            dtype="convert",
+            go_on=False,
+            must_exist=True,
+        )
     assert step is not None
     return step
 
@@ -600,6 +601,7 @@ class _RemoteRun:
         if "/" not in name:
             return self.manager, int(name) if name.isdecimal() else name
         options = {name: self._settings[name] for name in ("storage_options",) if name in self._settings}
+        wait_for_saves()
         path = find_checkpoint(text, **options)
         return self._manager_of(path.run_url), path.checkpoint
 
