@@ -67,6 +67,9 @@ _LEFT_OUT_FILES = frozenset({"checkpoint-is-incomplete.txt"})
 # Beginning of the name of a trainer's temporary folder.
 _FOLDER_PREFIX = "dcp_remote-trainer-"
 
+# Modules by which `torch.compile` and activation checkpointing wrap others, left out of names.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
 # Settings of the manager that are about saving, and do not apply to another run that is only read.
 _SAVING_SETTINGS = frozenset({"retention", "resumed_from", "start_over", "save_policy", "notice_seconds"})
 
@@ -343,8 +346,8 @@ class _AdapterState(ModelState):
     """State of a PEFT model without its frozen base: adapters, trained parameters and buffers."""
 
     def state_dict(self) -> dict[str, Any]:
-        values, kept = super().state_dict(), self._kept_names()
-        return {name: value for name, value in values.items() if name in kept}
+        left_out = self._base_names()
+        return {name: value for name, value in super().state_dict().items() if name not in left_out}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         missing = self.state_dict().keys() - state_dict.keys()
@@ -353,14 +356,15 @@ class _AdapterState(ModelState):
         # In place of the values that were read, which share memory with the model.
         self.model.load_state_dict(state_dict, strict=False)
 
-    def _kept_names(self) -> set[str]:
+    def _base_names(self) -> set[str]:
+        """Return the names of frozen parameters that are no part of an adapter, without those of wrappers."""
         prefixes = _adapter_prefixes(self.model)
-        parameters = {
-            name
-            for name, parameter in self.model.named_parameters(remove_duplicate=False)
-            if parameter.requires_grad or any(part.startswith(prefixes) for part in name.split("."))
-        }
-        return parameters | {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        names = set()
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            parts = [part for part in name.split(".") if part not in _WRAPPERS]
+            if not parameter.requires_grad and not any(part.startswith(prefixes) for part in parts):
+                names.add(".".join(parts))
+        return names
 
 
 class _RemoteRun:

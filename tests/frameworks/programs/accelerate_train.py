@@ -22,6 +22,7 @@ from dcp_remote.integrations.accelerate import disable, enable, load_state, save
 from dcp_remote.integrations.runs import close_managers
 from tests.frameworks.programs.hf_models import (
     digest_values,
+    engine_digests,
     forbid_gathers,
     make_data,
     make_model,
@@ -103,10 +104,14 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, 
     url, step, found = options.get("url"), 0, {}
     settings = options.get("settings", {})
 
+    def digest_parts() -> dict[str, str]:
+        if mode == "zero3":
+            return engine_digests(model)
+        return {"model": model_digest(model), "optimizer": optimizer_digest(model, optimizer)}
+
     def note() -> None:
         found[step] = {
-            "model": model_digest(model) if mode != "zero3" else "",
-            "optimizer": optimizer_digest(model, optimizer) if mode != "zero3" else "",
+            **digest_parts(),
             "scheduler": digest_values(scheduler.state_dict()),
             "random": random_digest(),
         }

@@ -13,6 +13,8 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dcp_remote import LocalBoxes
+
 VOCABULARY = 64
 
 
@@ -55,6 +57,8 @@ def digest_values(values: Any) -> str:
         if isinstance(value, dict):
             for key in sorted(value, key=str):
                 add(f"{name}.{key}", value[key])
+        elif isinstance(value, LocalBoxes):
+            add(name, [(offsets, tensor) for offsets, tensor in value.boxes])
         elif isinstance(value, list | tuple):
             for number, item in enumerate(value):
                 add(f"{name}.{number}", item)
@@ -86,6 +90,17 @@ def optimizer_digest(model: torch.nn.Module, optimizer: Any) -> str:
         for group in optimizer.param_groups
     ]
     return digest_values({"states": states, "groups": groups})
+
+
+def engine_digests(engine: Any) -> dict[str, str]:
+    """Return the digests of this rank's part of an engine of DeepSpeed: masters, states of the optimizer."""
+    from dcp_remote.integrations.deepspeed import engine_state
+
+    state = engine_state(engine)
+    return {
+        "model": digest_values(state["model"].state_dict()),
+        "optimizer": digest_values(state["optim"].state_dict()["state"]),
+    }
 
 
 def random_digest() -> str:

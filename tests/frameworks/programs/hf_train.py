@@ -20,6 +20,7 @@ from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations.runs import close_managers
 from dcp_remote.integrations.transformers import enable, load_weights, remote
 from tests.frameworks.programs.hf_models import (
+    engine_digests,
     forbid_gathers,
     make_data,
     make_model,
@@ -56,16 +57,16 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # may not be installed
         """Take the options of the program."""
         self.options, self.is_deepspeed = options, is_deepspeed
         self.shown: float | None = None
+        self.trainer: Any = None
         self.digests: dict[int, dict[str, str]] = {}
 
     def note(self, model: Any, optimizer: Any, state: Any) -> None:
         """Note the state after a step."""
-        self.digests[state.global_step] = {
-            # Sharded by DeepSpeed, whose own tests compare the masters; here losses tell.
-            "model": model_digest(model) if not self.is_deepspeed else "",
-            "optimizer": optimizer_digest(model, optimizer) if not self.is_deepspeed else "",
-            "random": random_digest(),
-        }
+        if self.is_deepspeed:
+            digests = engine_digests(self.trainer.model_wrapped)
+        else:
+            digests = {"model": model_digest(model), "optimizer": optimizer_digest(model, optimizer)}
+        self.digests[state.global_step] = {**digests, "random": random_digest()}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the state that was loaded."""
@@ -178,6 +179,7 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, 
             eval_dataset=data[:8],
             callbacks=[watch, Counter()],
         )
+        watch.trainer = trainer
         if options.get("fails_at"):
             trainer.fails_at = tuple(options["fails_at"])
         if options.get("url") and not options.get("is_enabled"):
