@@ -23,10 +23,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install lint format typecheck pytest test campaign torture demo bench clean
+.PHONY: help install lint format typecheck pytest test test-frameworks campaign torture demo bench clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Make .venv with torch's CPU build, this package (editable) and the pinned tools
 
@@ -60,6 +60,27 @@ pytest: $(INSTALLED) ## Run the tests alone; ARGS="-k manifest -x" goes to pytes
 # The types are checked beside the tests.
 test: lint ## Check style, types and tests: what every change must pass
 	@$(MAKE) --no-print-directory --jobs 2 typecheck pytest
+
+# The frameworks pin what our tools do not, so they have an environment of their own, which outlives `make clean`, and
+# with it the extension that DeepSpeed compiles in its first run, in one to three minutes.
+FRAMEWORKS := .venv-frameworks
+FRAMEWORKS_INSTALLED := $(FRAMEWORKS)/.installed
+
+$(FRAMEWORKS_INSTALLED): VENV := $(FRAMEWORKS)
+$(FRAMEWORKS_INSTALLED): PYTHON := $(FRAMEWORKS)/bin/python
+$(FRAMEWORKS_INSTALLED): PIP := $(FRAMEWORKS)/bin/python -m pip --disable-pip-version-check
+$(FRAMEWORKS_INSTALLED): pyproject.toml tests/frameworks/requirements.txt
+	@$(make_venv)
+	@echo "== $(TORCH) =="
+	@$(install_torch)
+	@echo "== the frameworks =="
+	$(PIP) install "$(TORCH)" --editable . --requirement tests/frameworks/requirements.txt
+	@$(PYTHON) -c '$(check_torch)'
+	@touch $@
+
+test-frameworks: $(FRAMEWORKS_INSTALLED) ## Test with DeepSpeed, Transformers and others; ARGS="-m torture" runs the long ones
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/$(FRAMEWORKS)/torch_extensions $(FRAMEWORKS)/bin/python -m pytest \
+	    -m "not torture" tests/frameworks $(ARGS)
 
 campaign: $(INSTALLED) ## Run every case of the campaign, briefly (17 minutes); CI runs it after `make test`
 	$(PYTHON) -m pytest --numprocesses 3 --dist loadgroup -m torture $(ARGS)

@@ -44,6 +44,9 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 _NAMES_SHOWN_MAX = 10
 
+# Attribute of the methods that `attach` and `enable` set.
+_MARK = "_dcp_remote"
+
 # The methods as DeepSpeed has them, while `enable` is in force.
 _originals: dict[str, Callable[..., Any]] = {}
 
@@ -214,20 +217,22 @@ def _methods(settings: Mapping[str, Any], *, is_waiting: bool) -> dict[str, Call
             )
         return _original(self, "save_16bit_model")(self, save_dir, *arguments, **options)
 
-    methods = {
+    methods: dict[str, Callable[..., Any]] = {
         "save_checkpoint": save_checkpoint,
         "load_checkpoint": load_checkpoint,
         "save_16bit_model": save_16bit_model,
     }
     for name, method in methods.items():
-        functools.update_wrapper(method, _originals.get(name) or getattr(DeepSpeedEngine, name))
+        original: Callable[..., Any] = _originals.get(name) or getattr(DeepSpeedEngine, name)
+        functools.update_wrapper(method, original)
+        setattr(method, _MARK, True)
     return methods
 
 
 def _original(engine: Any, name: str) -> Callable[..., Any]:
-    """Return DeepSpeed's own method, or that of a subclass of the user."""
+    """Return DeepSpeed's own method in place of the one of `enable`, or that of a subclass."""
     method: Callable[..., Any] = getattr(type(engine), name)
-    return _originals.get(name, method) if method.__module__ == __name__ else inspect.unwrap(method)
+    return inspect.unwrap(method) if getattr(method, _MARK, False) else method
 
 
 def _load(
@@ -245,6 +250,8 @@ def _load(
     part.is_setting_counters = not is_module_only
     if not loads_optimizer:
         state.pop("optim", None)
+    elif isinstance(state.get("optim"), _OptimizerParts):
+        state["optim"].is_required = True
     if not loads_scheduler:
         state.pop("scheduler", None)
     step = manager.restore(
@@ -366,11 +373,15 @@ class _OptimizerParts:
     """State of the base optimizer, whose parameters are flat partitions, under the names of the parameters.
 
     Every parameter of a partition has the partition's step. A `Stateful`.
+
+    Attributes:
+        is_required: True if a restore refuses a checkpoint without an optimizer.
     """
 
     def __init__(self, engine: Any) -> None:
         """Keep the engine."""
         self._engine = engine
+        self.is_required = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's parts; before the first step no parameter has a state, and none is made.
@@ -393,28 +404,41 @@ class _OptimizerParts:
         return {"state": state, "param_groups": self._groups(layout)}
 
     def make_template(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the values to load into; states are made if the checkpoint has them and the optimizer does not."""
+        """Return the values to load into; states are made if the checkpoint has them and the optimizer does not.
+
+        Raises:
+            StateMismatchError: The checkpoint has no optimizer, and `is_required` is true.
+            InvalidArgumentError: The optimizer cannot make its state before its first step.
+        """
+        if self.is_required and not names:
+            raise StateMismatchError(
+                "The checkpoint has no state of the optimizer; nothing was loaded. To load the rest, pass "
+                "load_optimizer_states=False."
+            )
         layout = read_layout(self._engine)
-        if not names:
-            return {"state": {}, "param_groups": []}
-        own = {fragment.name for partition in layout.partitions for fragment in partition.fragments}
         saved = {name.removeprefix("state.").rpartition(".")[0] for name in names if name.startswith("state.")}
-        if not own.isdisjoint(saved):
+        own = [fragment.name for partition in layout.partitions for fragment in partition.fragments]
+        states: dict[str, Any] = {}
+        if not saved.isdisjoint(own):
             for partition in layout.partitions:
                 _make_state(layout.optimizer, partition.masters, partition.group)
-        values = self.state_dict() if not own.isdisjoint(saved) else {"state": {}}
-        # A value of its own for each parameter, since each is read.
-        for state in values["state"].values():
-            state |= {key: value.clone() for key, value in state.items() if not isinstance(value, LocalBoxes)}
+            states = self.state_dict()["state"]
+        lacking = [name for name in states if name not in saved]
+        if lacking:
+            logger.warning("the checkpoint has no optimizer state of %s", ", ".join(lacking[:_NAMES_SHOWN_MAX]))
+        # A number of its own for each parameter, since each is read.
+        states = {
+            name: {key: value if isinstance(value, LocalBoxes) else value.clone() for key, value in state.items()}
+            for name, state in states.items()
+            if name in saved
+        }
         groups: dict[int, dict[str, Any]] = {}
         for number, key in _split_groups(names):
             known = layout.optimizer.param_groups
             value = known[number].get(key) if number < len(known) and key != "params" else None
             groups.setdefault(number, {})[key] = value.clone() if isinstance(value, torch.Tensor) else value
-        return {
-            "state": values["state"],
-            "param_groups": [groups.get(n, {}) for n in range(max(groups, default=-1) + 1)],
-        }
+        numbers = range(max(groups, default=-1) + 1)
+        return {"state": states, "param_groups": [groups.get(number, {}) for number in numbers]}
 
     @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Any]) -> None:

@@ -300,7 +300,7 @@ class _StateReader:
             return stateful.saved_values() if isinstance(stateful, OptimizerState) else stateful.state_dict()
         if isinstance(stateful, (Opaque, Files)):
             return UNREAD
-        make_template = getattr(stateful, "make_template", None)
+        make_template: Any = getattr(stateful, "make_template", None)
         if not isinstance(stateful, OptimizerState) and not callable(make_template):
             return stateful.state_dict()
         prefix = f"{_text(path)}."

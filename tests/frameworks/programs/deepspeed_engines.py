@@ -50,6 +50,7 @@ class Net(nn.Module):
         self.gain = nn.Parameter(torch.ones(1))
         self.head = nn.Linear(10, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(3))
         with torch.no_grad():
             for parameter in self.parameters():
@@ -64,7 +65,15 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
 
 
-def make_engine(stage: int, *, seed: int = 0, precision: str = "bf16", offload: bool = False, **zero: Any) -> Any:
+def make_engine(
+    stage: int,
+    *,
+    seed: int = 0,
+    precision: str = "bf16",
+    offload: bool = False,
+    clipping: float = 1.0,
+    **zero: Any,
+) -> Any:
     """Return an engine with two groups of parameters, a scheduler, and small sub-groups in stage 3."""
     if precision == "fp16":
         type(get_accelerator()).is_fp16_supported = lambda _: True  # torch computes in it on the CPU, if slowly
@@ -77,7 +86,9 @@ def make_engine(stage: int, *, seed: int = 0, precision: str = "bf16", offload: 
     optimizer = torch.optim.AdamW(groups, lr=0.02)
     settings: dict[str, Any] = {"stage": stage, **zero}
     if stage == 3:
-        settings |= {"sub_group_size": 100, "stage3_param_persistence_threshold": 12, **zero}
+        # DeepSpeed's own linear layer, by default that of the whole process, rounds otherwise than torch's.
+        own = {"sub_group_size": 100, "stage3_param_persistence_threshold": 12, "memory_efficient_linear": False}
+        settings |= own | zero
     if offload:
         settings["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     config = {
@@ -86,7 +97,7 @@ def make_engine(stage: int, *, seed: int = 0, precision: str = "bf16", offload: 
         "zero_optimization": settings,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": clipping,
         "steps_per_print": 1_000_000,
         **({} if precision == "fp32" else {precision: {"enabled": True}}),
     }

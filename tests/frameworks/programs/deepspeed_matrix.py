@@ -11,10 +11,10 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
-from deepspeed_engines import KINDS, digests, evaluate, full_state, make_engine, steps_of, train
 
 from dcp_remote.integrations.deepspeed import attach
 from dcp_remote.integrations.runs import close_managers
+from deepspeed_engines import KINDS, digests, evaluate, full_state, make_engine, steps_of, train
 from tests.support.rank_programs import report
 
 
