@@ -279,3 +279,27 @@ def test_the_example(run_program: Callable[..., Ranks], bucket_url: str, s3_serv
     assert "loaded step 10" in resumed.outputs[0]
     checkpoints = open_run(url, storage_options=s3_server.storage_options).checkpoints()
     assert [info.step for info in checkpoints] == [10, 20]
+
+
+@pytest.mark.timeout(600)
+def test_adapters_and_the_best_model_under_zero_3(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
+    """Adapters alone are saved and go on to the bit; the best model is read into the engine. Nothing is gathered."""
+    url, best_url = f"{bucket_url}/adapters", f"{bucket_url}/best"
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2}
+    best |= {"metric_for_best_model": "eval_loss", "greater_is_better": True, "lr_scheduler_type": "constant"}
+    jobs: dict[str, Any] = {
+        "whole": {"lora": True, "digest_at": [2, 6], "arguments": {"save_strategy": "no"}},
+        "begun": {"url": url, "lora": True, "stop_at": 2},
+        "resumed": {"url": url, "lora": True, "resume": True, "digest_at": [6]},
+        "best": {"url": best_url, "digest_at": [2, 4, 6], "arguments": {**best, "learning_rate": 0.3}},
+    }
+    reports = train(2, mode="zero3", **jobs).reports
+    for report in reports:
+        whole, resumed = report["whole"], report["resumed"]
+        assert resumed["losses"] == whole["losses"]
+        assert resumed["digests"]["6"] == whole["digests"]["6"]
+        step = report["best"]["best_after"][0].rpartition("-")[2]
+        assert report["best"]["models_after"] == [report["best"]["digests"][step]["model"]]
+    saved = open_run(url, storage_options=s3_server.storage_options).load(2, keys="model.*")["model"]
+    assert saved
+    assert all("lora_" in name for name in saved)

@@ -188,8 +188,8 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, 
             trainer.args.max_steps = training.get("max_steps", trainer.args.max_steps)
             trainer.train(resume_from_checkpoint=training["resume"])
             result.setdefault("best_after", []).append(trainer.state.best_model_checkpoint)
-            if mode != "zero3":
-                result.setdefault("models_after", []).append(model_digest(trainer.model))
+            after = engine_digests(trainer.model_wrapped)["model"] if mode == "zero3" else model_digest(trainer.model)
+            result.setdefault("models_after", []).append(after)
     except (DcpRemoteError, ValueError, OSError, RuntimeError) as error:
         if not options.get("expects_error"):
             raise
