@@ -20,7 +20,7 @@ from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration, set_seed
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations.accelerate import disable, enable, load_state, save_state
 from dcp_remote.integrations.runs import close_managers
-from tests.frameworks.programs.hf_models import (
+from hf_models import (
     digest_values,
     engine_digests,
     forbid_gathers,

@@ -19,7 +19,7 @@ from transformers.trainer_callback import ExportableState
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations.runs import close_managers
 from dcp_remote.integrations.transformers import enable, load_weights, remote
-from tests.frameworks.programs.hf_models import (
+from hf_models import (
     engine_digests,
     forbid_gathers,
     make_data,
