@@ -15,6 +15,9 @@ from tests.support.rank_programs import Ranks
 
 Jobs = Callable[..., Ranks]
 
+# `make test-frameworks` leaves out what the others hold nearly as well: importing the frameworks takes a while.
+LONG = pytest.mark.torture(smoke=False)
+
 
 @pytest.fixture
 def train(run_program: Callable[..., Ranks], tmp_path: Path) -> Jobs:
@@ -33,7 +36,9 @@ def killed_job(url: str) -> dict[str, Any]:
     return {"url": url, "kill_at": 5, "settings": {"storage_options": {"upload_bytes_per_second": 100_000}}, "steps": 9}
 
 
-@pytest.mark.parametrize(("mode", "world_size"), [("plain", 1), ("ddp", 2), ("fsdp2", 2), ("zero3", 2)])
+@pytest.mark.parametrize(
+    ("mode", "world_size"), [("plain", 1), pytest.param("ddp", 2, marks=LONG), ("fsdp2", 2), ("zero3", 2)]
+)
 def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     train: Jobs, bucket_url: str, s3_server: S3Server, mode: str, world_size: int
 ) -> None:
@@ -108,6 +113,17 @@ def test_wrong_calls(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
         assert message in reports[name]["error"], name
     project = open_run(f"{bucket_url}/project/checkpoints", storage_options=s3_server.storage_options)
     assert [info.names for info in project.checkpoints()] == [("checkpoint_1",), ("checkpoint_2",)]
+
+
+def test_a_save_on_the_main_process_alone(train: Jobs, bucket_url: str) -> None:
+    """It ends within 40 s by an error that names the rank which did not come."""
+    url = f"{bucket_url}/run"
+    call = f"if accelerator.is_main_process:\n    save_state(accelerator, '{url}/step-3', wait=True)"
+    ranks = train(2, mode="ddp", alone={"steps": 2, "url": url, "call": call, "expects_error": True}).reports
+    assert "SaveTimeoutError" in ranks[0]["alone"]["error"]
+    assert "rank 1" in ranks[0]["alone"]["error"].lower()
+    assert ranks[0]["alone"]["seconds"] < 40
+    assert "error" not in ranks[1]["alone"]
 
 
 def test_other_numbers_of_ranks_load_the_same_state(train: Jobs, bucket_url: str) -> None:

@@ -37,7 +37,10 @@ def killed_job(url: str) -> dict[str, Any]:
     return {"url": url, "kill_at": 4, "settings": {"storage_options": {"upload_bytes_per_second": 100_000}}}
 
 
-MODES = [("plain", 1), ("ddp", 2), ("fsdp2", 2), ("zero3", 2)]
+# `make test-frameworks` leaves out what the others hold nearly as well: importing the frameworks takes a while.
+LONG = pytest.mark.torture(smoke=False)
+
+MODES = [("plain", 1), pytest.param("ddp", 2, marks=LONG), ("fsdp2", 2), ("zero3", 2)]
 
 
 @pytest.mark.parametrize(("mode", "world_size"), MODES)
@@ -254,6 +257,7 @@ def test_ranks_rotation_and_a_late_rank(train: Jobs, bucket_url: str, s3_server:
     assert [info.step for info in failing_run.checkpoints()] == [2]
 
 
+@LONG
 @pytest.mark.timeout(600)  # three programs, each of which imports the frameworks
 def test_deepspeed_and_other_wrappers_load_each_other(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
     """DDP into ZeRO-3 goes on as DDP does, but for the order of sums; ZeRO-3 into one process gives equal weights."""
@@ -281,6 +285,7 @@ def test_the_example(run_program: Callable[..., Ranks], bucket_url: str, s3_serv
     assert [info.step for info in checkpoints] == [10, 20]
 
 
+@LONG
 @pytest.mark.timeout(600)
 def test_adapters_and_the_best_model_under_zero_3(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
     """Adapters alone are saved and go on to the bit; the best model is read into the engine. Nothing is gathered."""

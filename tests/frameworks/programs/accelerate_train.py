@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, 
         }
 
     result: dict[str, Any] = {"digests": found}
+    began_seconds = time.monotonic()
     try:
         if options.get("resume"):
             step = load_state(accelerator, options["resume"], **settings)
@@ -149,12 +151,13 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, 
                     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
                 if step == options.get("steps", 6):
                     break
+        began_seconds = time.monotonic()
         if options.get("call"):
             exec(options["call"], {"accelerator": accelerator, "save_state": save_state, "load_state": load_state})
     except (DcpRemoteError, ValueError) as error:
         if not options.get("expects_error"):
             raise
-        result["error"] = f"{type(error).__name__}: {error}"
+        result |= {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began_seconds}
     finally:
         close_managers()
         disable()
