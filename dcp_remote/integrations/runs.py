@@ -89,6 +89,14 @@ def close_managers() -> None:
         raise errors[0]
 
 
+def wait_for_saves() -> None:
+    """Wait until no save of this process is under way, so that what was just saved is found; raise a save's error."""
+    with _lock:
+        managers = [one.manager for one in _opened.values()]
+    for manager in managers:
+        manager.wait()
+
+
 def split_path(url: str) -> CheckpointPath:
     """Split the URL of a checkpoint to save, `<run>/<name>`; no request.
 

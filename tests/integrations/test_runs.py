@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
-from dcp_remote.integrations.runs import CheckpointPath, close_managers, find_checkpoint, manager_of, split_path
+from dcp_remote.integrations.runs import (
+    CheckpointPath,
+    close_managers,
+    find_checkpoint,
+    manager_of,
+    split_path,
+    wait_for_saves,
+)
 
 RUN = "memory://integrations/run"
 
@@ -28,6 +35,13 @@ def test_a_run_has_one_manager() -> None:
         manager_of(RUN, timeout_seconds=61, dedup=False)
     close_managers()
     assert manager_of(RUN) is not manager
+
+
+def test_what_was_just_saved_is_found() -> None:
+    """`find_checkpoint` reads the catalog, which knows what is committed alone."""
+    manager_of(RUN).save(7, {"x": torch.zeros(3)}, name="seven")
+    wait_for_saves()
+    assert find_checkpoint(f"{RUN}/seven") == CheckpointPath(RUN, "seven")
 
 
 def test_an_error_of_a_save_is_raised_when_all_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,357 @@
+"""Accelerate: `save_state` and `load_state` with object storage in place of folders.
+
+    save_state(accelerator, "s3://bucket/run/step-100")
+    load_state(accelerator, "s3://bucket/run")
+
+Or `enable()`, after which `accelerator.save_state` and `accelerator.load_state` take such URLs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accelerate import Accelerator
+
+from dcp_remote import (
+    CheckpointManager,
+    ModelState,
+    Opaque,
+    PerRank,
+    RandomStates,
+    Retention,
+    is_remote,
+    training_state,
+)
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
+
+logger = logging.getLogger(__name__)
+
+# Entries of a checkpoint beside those of `training_state`.
+ABOUT_KEY = "accelerate"
+LOADERS_KEY = "loaders"
+
+_SUPPORTED = frozenset({"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "FSDP", "DEEPSPEED"})
+
+
+def save_state(
+    accelerator: Accelerator,
+    url: str,
+    step: int | None = None,
+    *,
+    wait: bool = False,
+    overwrite: bool = False,
+    **settings: Any,
+) -> str:
+    """Save the state of an accelerator in the background, as one checkpoint of a run; every rank calls this.
+
+    Saved are all models, optimizers, schedulers and data loaders that `prepare` has returned, the scaler, the random
+    states of each rank, the objects of `register_for_checkpointing`, and the accelerator's count of steps: one commit,
+    without a gather. Requests, and what survives a crash, are as of `CheckpointManager.save`.
+
+    Args:
+        accelerator: Accelerator.
+        url: URL of the checkpoint: that of the run, and a name, such as `s3://bucket/run/step-100`.
+        step: Number of finished steps, which ascends from one checkpoint of the run to the next; None is the number at
+            the end of the name.
+        wait: True to return only when the checkpoint is committed. Otherwise an error is raised by the next call, or
+            when the process ends.
+        overwrite: True to replace a checkpoint of the same step.
+        settings: Keyword arguments of `CheckpointManager` for the run, such as `retention` and `storage_options`.
+
+    Returns:
+        The URL.
+
+    Raises:
+        InvalidArgumentError: The URL names no checkpoint in a run, its name ends in no number and there is no `step`,
+            or the accelerator has hooks that write files, or is of an unsupported kind.
+        CheckpointExistsError: The run has checkpoints that this job has not loaded, or this step; see
+            `CheckpointManager.save`, also for other errors.
+    """
+    path = split_path(url)
+    if step is None:
+        number = re.search(r"\d+\Z", str(path.checkpoint))
+        if number is None:
+            raise InvalidArgumentError(
+                "A checkpoint has a step: end its name in the number of finished steps, as step-100, or pass step=.",
+                url=url,
+            )
+        step = int(number[0])
+    _require_supported(accelerator, accelerator._save_model_state_pre_hook)
+    manager_of(path.run_url, **settings).save(
+        step,
+        lambda: _saved_state(accelerator),
+        name=str(path.checkpoint),
+        overwrite=overwrite,
+        wait=wait,
+    )
+    accelerator.project_configuration.iteration += 1
+    return url
+
+
+def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False, **settings: Any) -> int:
+    """Load a checkpoint into all that an accelerator has prepared, in place; every rank calls this.
+
+    The number of ranks may be another than that of the save. Then ranks that saved no random states keep their own, and
+    the position of a stateful data loader, which counts batches of a rank, is left out with a warning.
+
+    Costs one to four requests per rank to find the checkpoint, and those of `CheckpointManager.restore`.
+
+    Args:
+        accelerator: Accelerator, after `prepare` and `register_for_checkpointing`.
+        url: URL of a run, for its newest checkpoint, or of a checkpoint in a run.
+        weights_only: True to load models alone, with dtypes converted; the checkpoint may be another framework's. The
+            next save does not go on from there.
+        settings: Keyword arguments of `CheckpointManager` for the run.
+
+    Returns:
+        The step of the checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint; lists those of the run.
+        StateMismatchError: The checkpoint has other entries than the accelerator; see `CheckpointManager.restore`.
+        InvalidArgumentError: Another number of objects or data loaders was saved than there are, or the accelerator has
+            hooks that read files, or is of an unsupported kind.
+    """
+    options = {"storage_options": settings["storage_options"]} if "storage_options" in settings else {}
+    wait_for_saves()
+    path = find_checkpoint(url, **options)
+    _require_supported(accelerator, accelerator._load_model_state_pre_hook)
+    if weights_only:
+        models = [ModelState(model) for model in accelerator._models]
+        state = {"model": _engine_state(accelerator)["model"] if _is_deepspeed(accelerator) else _numbered(models)}
+        # A manager of its own: a save into this run may follow, with its settings.
+        with CheckpointManager(path.run_url, **settings) as looking:
+            loaded = looking.restore(
+                state, path.checkpoint, unexpected="ignore", dtype="convert", go_on=False, must_exist=True
+            )
+        assert loaded is not None
+        return loaded
+    manager = manager_of(path.run_url, **settings)
+    about, loaders = Opaque[Any](None), Opaque[Any](None)
+    step = manager.restore(
+        {**_training(accelerator), ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)},
+        path.checkpoint,
+        rename=None if _is_deepspeed(accelerator) else _leave_out_engine,
+        dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model
+        must_exist=True,
+    )
+    assert step is not None
+    _apply(accelerator, about.value, loaders.value, url)
+    return step
+
+
+def enable(**settings: Any) -> None:
+    """Make `Accelerator.save_state` and `load_state` take URLs of object storage; folders work as before.
+
+    Without this Accelerate takes `s3://bucket/run/step-100` for a path, writes to a local folder `s3:`, and reads from
+    it. An accelerator whose `project_dir` is a URL saves with `automatic_checkpoint_naming` to the run
+    `<project_dir>/checkpoints`, and keeps `total_limit` checkpoints. `save_state(url, step=…)` passes a step on.
+
+    Args:
+        settings: Keyword arguments of `CheckpointManager` for all runs.
+    """
+    Accelerator.save_state = _wrap_save(_save_locally, settings)
+    Accelerator.load_state = _wrap_load(_load_locally, settings)
+
+
+def disable() -> None:
+    """Give `Accelerator.save_state` and `load_state` back as Accelerate defines them."""
+    Accelerator.save_state, Accelerator.load_state = _save_locally, _load_locally
+
+
+# ---- the state
+
+
+def _training(accelerator: Any) -> dict[str, Any]:
+    """Return the state of models, optimizers, schedulers, scaler and random states; the same to save and to load."""
+    if _is_deepspeed(accelerator):
+        state = _engine_state(accelerator)
+        schedulers = [one for one in accelerator._schedulers if type(one).__name__ != "DeepSpeedSchedulerWrapper"]
+        own = training_state(
+            scheduler=_numbered(schedulers) if schedulers and "scheduler" not in state else None,
+            random_states=RandomStates(),
+        )
+        return state | own
+    scaler = accelerator.scaler
+    optimizers = [_unwrap(optimizer) for optimizer in accelerator._optimizers]
+    return training_state(
+        model=_numbered(accelerator._models) or None,
+        optimizer=_numbered(optimizers) or None,
+        scheduler=_numbered(accelerator._schedulers) or None,
+        scaler=scaler if scaler is not None and scaler.is_enabled() else None,
+        random_states=RandomStates(),
+    )
+
+
+def _engine_state(accelerator: Any) -> dict[str, Any]:
+    from dcp_remote.integrations.deepspeed import engine_state
+
+    if len(accelerator._models) != 1:
+        raise InvalidArgumentError(
+            "An accelerator with DeepSpeed is saved with one model. Save each engine by "
+            "dcp_remote.integrations.deepspeed.attach(engine).",
+            models=len(accelerator._models),
+        )
+    return engine_state(accelerator._models[0])
+
+
+def _leave_out_engine(name: str) -> str | None:
+    """Return the name of an entry in the state; None for those of an engine of DeepSpeed that saved."""
+    return None if name.startswith("deepspeed.") else name
+
+
+def _is_deepspeed(accelerator: Any) -> bool:
+    return str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)) == "DEEPSPEED"
+
+
+def _saved_state(accelerator: Any) -> dict[str, Any]:
+    about = {
+        "step": accelerator.step,
+        "iteration": accelerator.project_configuration.iteration,
+        "world_size": accelerator.num_processes,
+        "loaders": [_loader_state(loader) for loader in accelerator._dataloaders],
+        "custom": [value.state_dict() for value in accelerator._custom_objects],
+    }
+    positions = [loader.state_dict() if _is_stateful(loader) else None for loader in accelerator._dataloaders]
+    state = {**_training(accelerator), LOADERS_KEY: PerRank(Opaque(positions))}
+    # Of an object that several ranks give, any rank's may be stored; as in Accelerate, the main process's is.
+    return state | {ABOUT_KEY: Opaque(about)} if accelerator.is_main_process else state
+
+
+def _apply(accelerator: Any, about: Mapping[str, Any], positions: Sequence[Any] | None, url: str) -> None:
+    """Set what was loaded, but for what `restore` has set itself."""
+    for name, own in (("custom", accelerator._custom_objects), ("loaders", accelerator._dataloaders)):
+        if len(about[name]) != len(own):
+            raise InvalidArgumentError(
+                "The checkpoint has another number of these than the accelerator. Prepare and register the same ones.",
+                url=url,
+                of="registered objects" if name == "custom" else "data loaders",
+                saved=len(about[name]),
+                here=len(own),
+            )
+    for value, saved in zip(accelerator._custom_objects, about["custom"], strict=True):
+        value.load_state_dict(saved)
+    for loader, saved in zip(accelerator._dataloaders, about["loaders"], strict=True):
+        _load_loader(loader, saved)
+    accelerator.step = about["step"]
+    accelerator.project_configuration.iteration = about["iteration"] + 1
+    has_positions = any(_is_stateful(loader) for loader in accelerator._dataloaders)
+    if has_positions and about["world_size"] != accelerator.num_processes:
+        logger.warning(
+            "%s: was saved by %d ranks and is loaded by %d: stateful data loaders begin anew. Use skip_first_batches.",
+            *(url, about["world_size"], accelerator.num_processes),
+        )
+    elif has_positions and positions is not None:
+        for loader, position in zip(accelerator._dataloaders, positions, strict=True):
+            if _is_stateful(loader) and position is not None:
+                loader.load_state_dict(position)
+
+
+def _loader_state(loader: Any) -> dict[str, Any]:
+    """Return the epoch of a data loader, and how its sampler shuffles; equal on all ranks."""
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    generator = getattr(sampler, "generator", None)
+    return {
+        "iteration": getattr(loader, "iteration", None),
+        "epoch": getattr(sampler, "epoch", None),
+        "seed": getattr(sampler, "initial_seed", None),
+        "generator": generator.get_state() if generator is not None else None,
+    }
+
+
+def _load_loader(loader: Any, saved: Mapping[str, Any]) -> None:
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    if saved["iteration"] is not None and hasattr(loader, "iteration"):
+        loader.iteration = saved["iteration"]
+    for name, value in (("epoch", saved["epoch"]), ("initial_seed", saved["seed"])):
+        if value is not None and hasattr(sampler, name):
+            setattr(sampler, name, value)
+    generator = getattr(sampler, "generator", None)
+    if saved["generator"] is not None and generator is not None:
+        generator.set_state(saved["generator"])
+
+
+def _is_stateful(loader: Any) -> bool:
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _numbered(values: Sequence[Any]) -> Any:
+    """Return a value alone, or several by number; {} if there is none."""
+    return values[0] if len(values) == 1 else {str(number): value for number, value in enumerate(values)}
+
+
+def _unwrap(optimizer: Any) -> Any:
+    """Return the optimizer inside of Accelerate's wrappers."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _require_supported(accelerator: Any, hooks: Mapping[Any, Any]) -> None:
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind not in _SUPPORTED:
+        raise InvalidArgumentError("Accelerators of this kind are not supported.", distributed_type=kind)
+    if hooks:
+        raise InvalidArgumentError(
+            "Hooks of register_save_state_pre_hook and register_load_state_pre_hook work on files of a local folder, "
+            "which does not exist here. Remove the hooks, and register objects by register_for_checkpointing.",
+            hooks=", ".join(getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks.values()),
+        )
+
+
+# ---- changes of Accelerate itself, made by `enable`
+
+_save_locally, _load_locally = Accelerator.save_state, Accelerator.load_state
+
+
+def _wrap_save(save: Any, settings: Mapping[str, Any]) -> Any:
+    @functools.wraps(save)
+    def wrapped(self: Any, output_dir: Any = None, *args: Any, step: int | None = None, **kwargs: Any) -> Any:
+        run_url = _automatic_run(self)
+        if run_url is not None:
+            limit = self.project_configuration.total_limit
+            keeps = {"retention": Retention(keep_last=limit, keep_named=False)} if limit is not None else {}
+            iteration = self.project_configuration.iteration
+            return save_state(self, f"{run_url}/checkpoint_{iteration}", **{**keeps, **settings})
+        if not is_remote(output_dir):
+            if step is not None:
+                kwargs["step"] = step  # may be an option of the function that saves the model
+            return save(self, output_dir, *args, **kwargs)
+        if kwargs:
+            raise InvalidArgumentError(
+                "save_state to object storage takes no options of the functions that write folders.",
+                options=", ".join(kwargs),
+            )
+        return save_state(self, str(output_dir), step, **settings)
+
+    return wrapped
+
+
+def _wrap_load(load: Any, settings: Mapping[str, Any]) -> Any:
+    @functools.wraps(load)
+    def wrapped(self: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        url = _automatic_run(self) if input_dir is None else input_dir
+        if not is_remote(url):
+            return load(self, input_dir, *args, **kwargs)
+        if kwargs or any(args):
+            raise InvalidArgumentError(
+                "load_state from object storage takes no options of the functions that read folders.",
+                options=", ".join(kwargs) or "load_kwargs",
+            )
+        load_state(self, str(url), **settings)
+        return None
+
+    return wrapped
+
+
+def _automatic_run(accelerator: Any) -> str | None:
+    """Return the URL of the run that `automatic_checkpoint_naming` makes below a `project_dir`; None for a folder."""
+    configuration = accelerator.project_configuration
+    if not configuration.automatic_checkpoint_naming or not is_remote(accelerator.project_dir):
+        return None
+    return f"{str(accelerator.project_dir).rstrip('/')}/checkpoints"

@@ -1,0 +1,310 @@
+"""`remote(trainer, url)` with the real Trainer: one process, DDP and FSDP2 on gloo ranks, against an S3 server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_remote import CheckpointManager, open_run
+from dcp_remote.testing.servers import S3Server
+from tests.support.rank_programs import Ranks
+
+Jobs = Callable[..., Ranks]
+
+
+@pytest.fixture
+def train(run_program: Callable[..., Ranks], tmp_path: Path) -> Jobs:
+    """Return a function that runs jobs of `programs/hf_train.py` on some ranks, one after the other in each process.
+
+    Importing the frameworks takes longer than the trainings, so that a process runs several.
+    """
+
+    def run(world_size: int = 1, *, mode: str = "plain", is_checked: bool = True, **jobs: dict[str, Any]) -> Ranks:
+        path = tmp_path / f"options-{len(list(tmp_path.glob('options-*')))}.json"
+        path.write_text(json.dumps({"mode": mode, "jobs": jobs}))
+        return run_program("hf_train.py", world_size, path, is_checked=is_checked)
+
+    return run
+
+
+def killed_job(url: str) -> dict[str, Any]:
+    """Return the options of a job that is killed in the middle of its second save, which a slow link makes long."""
+    return {"url": url, "kill_at": 4, "settings": {"storage_options": {"upload_bytes_per_second": 100_000}}}
+
+
+# `make test-frameworks` leaves out what the others hold nearly as well: importing the frameworks takes a while.
+LONG = pytest.mark.torture(smoke=False)
+
+MODES = [("plain", 1), pytest.param("ddp", 2, marks=LONG), ("fsdp2", 2), ("zero3", 2)]
+
+
+@pytest.mark.parametrize(("mode", "world_size"), MODES)
+def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
+    train: Jobs, bucket_url: str, s3_server: S3Server, mode: str, world_size: int
+) -> None:
+    """Losses, state, random states and callbacks are equal to the bit to those of an uninterrupted training.
+
+    Under ZeRO-3 every function that gathers fails, and so do the engine's own saves, of which Trainer makes several.
+    """
+    url = f"{bucket_url}/run"
+    jobs: dict[str, Any] = {"whole": {"digest_at": [2, 6], "arguments": {"save_strategy": "no"}}}
+    if mode == "zero3":  # what Trainer does by itself
+        jobs["alone"] = {"arguments": {"max_steps": 2}, "expects_error": True}
+    killed = train(world_size, mode=mode, **jobs, killed=killed_job(url), is_checked=False)
+    assert killed.exit_codes == [-9] * world_size, killed.show()
+    run = open_run(url, storage_options=s3_server.storage_options)
+    assert [info.names for info in run.checkpoints()] == [("checkpoint-2",)]
+    resumed = train(world_size, mode=mode, resumed={"url": url, "resume": True, "digest_at": [6]})
+    for before, after in zip(killed.reports, resumed.reports, strict=True):
+        assert mode != "zero3" or "gathers the model" in before["alone"]["error"]
+        whole, later = before["whole"], after["resumed"]
+        for part in ("model", "optimizer"):
+            assert later["digests"]["2"][part] == whole["digests"]["2"][part], part
+        assert later["digests"]["6"] == whole["digests"]["6"]
+        assert later["losses"] == whole["losses"]
+        assert later["count"] == whole["count"] == 6  # of a callback with a state
+        assert later["local"] == []
+    assert [info.names for info in run.checkpoints()] == [("checkpoint-2",), ("checkpoint-4",), ("checkpoint-6",)]
+    names = set(run.load(keys="files")["files"].names)
+    assert {"config.json", "generation_config.json", "trainer_state.json", "training_args.json"} <= names
+
+
+def test_old_checkpoints_go_and_the_best_stays(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
+    """`save_total_limit` and `load_best_model_at_end`; training goes on after the best model was loaded.
+
+    The largest loss counts as the best, so that an early checkpoint is.
+    """
+    url = f"{bucket_url}/run"
+    given = {"learning_rate": 0.3, "lr_scheduler_type": "constant"}
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2}
+    best |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    jobs: dict[str, Any] = {
+        "whole": {
+            "arguments": {**given, "max_steps": 10, "eval_strategy": "steps", "eval_steps": 2},
+            "digest_at": [2, 4, 6, 8],
+        },
+        "rotated": {
+            "url": url,
+            "arguments": {**given, **best},
+            "trainings": [{"resume": None, "max_steps": 8}, {"resume": True, "max_steps": 10}],
+        },
+    }
+    (reports,) = train(**jobs).reports
+    whole, rotated = reports["whole"], reports["rotated"]
+    step = int(max(whole["eval_losses"], key=whole["eval_losses"].__getitem__))
+    assert step < 8, "a checkpoint that rotation would delete"
+    assert rotated["best_after"] == [f"{url}/checkpoint-{step}"] * 2
+    assert rotated["models_after"] == [whole["digests"][str(step)]["model"]] * 2
+    assert rotated["losses"] == whole["losses"]
+    run = open_run(url, storage_options=s3_server.storage_options)
+    assert [info.step for info in run.checkpoints()] == [step, 10]
+    metrics = run.checkpoints()[-1].metrics
+    assert metrics["best_global_step"] == step
+    assert metrics["eval_loss"] == whole["eval_losses"]["10"]
+
+
+def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
+    """One process: by the URL of a checkpoint, from another run, by a name; a model alone; and wrong calls."""
+    url, other, weights, foreign = (f"{bucket_url}/{name}" for name in ("run", "other", "weights", "foreign"))
+    with CheckpointManager(foreign, storage_options=s3_server.storage_options) as manager:
+        manager.save(3, {"model": {"weight": torch.zeros(2)}})
+    given = {"lr_scheduler_type": "constant", "max_steps": 4}
+    jobs: dict[str, Any] = {
+        "first": {"url": url, "has_side_file": True, "arguments": given, "digest_at": [2, 3]},
+        "into_another_run": {"url": other, "resume": f"{url}/checkpoint-2", "arguments": given},
+        "back": {"url": url, "resume": f"{url}/2", "arguments": {**given, "max_steps": 3, "save_steps": 3}},
+        "by_name": {
+            "url": f"{url}/",
+            "resume": "checkpoint-3",
+            "arguments": {**given, "per_device_train_batch_size": 4},
+        },
+        "weights": {"url": weights, "arguments": {**given, "max_steps": 2, "save_only_model": True}},
+        "from_weights": {"url": weights, "resume": weights, "arguments": given},
+        "fresh": {"url": url, "expects_error": True, "arguments": given},
+        "absent": {"url": url, "resume": f"{url}/checkpoint-99", "expects_error": True, "arguments": given},
+        "foreign": {"url": foreign, "resume": True, "expects_error": True, "arguments": given},
+        "output": {"expects_error": True, "arguments": {**given, "output_dir": f"{url}/output"}},
+        "limits": {
+            "url": url,
+            "expects_error": True,
+            "settings": {"retention": "mine"},
+            "arguments": {**given, "save_total_limit": 1},
+        },
+        "evaluated": {"weights_from": f"{url}/checkpoint-3", "arguments": {**given, "max_steps": 1}},
+        "noticed": {
+            "url": f"{bucket_url}/noticed",
+            "notice_at": 3,
+            "settings": {"notice_seconds": 60},
+            "arguments": {**given, "max_steps": 50, "save_steps": 100},
+        },
+        "enabled": {"url": f"{bucket_url}/enabled", "is_enabled": True, "has_side_file": True, "arguments": given},
+    }
+    (reports,) = train(**jobs).reports
+    first = reports["first"]
+    run = open_run(url, storage_options=s3_server.storage_options)
+    assert "tokens_state.json" in run.load(2, keys="files")["files"].names
+
+    for part in ("model", "optimizer"):  # random states are set later, once Trainer has skipped the batches
+        assert reports["into_another_run"]["digests"]["2"][part] == first["digests"]["2"][part]
+    assert reports["into_another_run"]["losses"] == first["losses"]
+    assert [info.step for info in open_run(other, storage_options=s3_server.storage_options).checkpoints()] == [4]
+
+    # Step 4 was abandoned by going back to 2, and was saved again.
+    assert reports["back"]["losses"] == {step: first["losses"][step] for step in ("1", "2", "3")}
+    assert [(info.step, info.abandoned) for info in run.checkpoints()] == [(2, False), (3, False), (4, False)]
+    assert any("trained with 2 samples a step, and this job has 4" in text for text in reports["by_name"]["warnings"])
+
+    entries = open_run(weights, storage_options=s3_server.storage_options).load(2)
+    assert sorted(entries) == ["files", "model", "trainer"]
+    assert reports["from_weights"]["step"] == 4
+    assert any("saved without optim, random, scheduler" in text for text in reports["from_weights"]["warnings"])
+
+    assert reports["evaluated"]["digests"]["0"]["model"] == first["digests"]["3"]["model"]
+
+    # SIGTERM saves and stops.
+    step = reports["noticed"]["step"]
+    assert 3 <= step < 50
+    noticed = open_run(f"{bucket_url}/noticed", storage_options=s3_server.storage_options)
+    assert [info.step for info in noticed.checkpoints()] == [step]
+
+    messages = {
+        "fresh": "InvalidArgumentError: This run has checkpoints already. Pass resume_from_checkpoint=True",
+        "absent": "CheckpointNotFoundError",
+        "foreign": "InvalidArgumentError: This checkpoint was not saved by a Trainer",
+        "output": "InvalidArgumentError: output_dir must be a local folder",
+        "limits": "InvalidArgumentError: save_total_limit and retention exclude each other",
+    }
+    for name, message in messages.items():
+        assert message in reports[name]["error"], name
+    enabled = open_run(f"{bucket_url}/enabled", storage_options=s3_server.storage_options)
+    assert [info.step for info in enabled.checkpoints()] == [2, 4]
+    assert "tokens_state.json" in enabled.load(keys="files")["files"].names
+
+
+@pytest.mark.timeout(600)  # four programs, each of which imports the frameworks
+def test_other_numbers_of_ranks_and_other_wrappers_load_the_same_state(train: Jobs, bucket_url: str) -> None:
+    """FSDP2 on two ranks, tied weights; into FSDP2 on three, DDP on two, one process. State is equal to the bit."""
+    url = f"{bucket_url}/run"
+    job: dict[str, Any] = {"url": url, "tied": True, "stop_at": 2, "digest_at": [2]}
+    saved = train(2, mode="fsdp2", saved=job).reports[0]["saved"]
+    look: dict[str, Any] = {
+        "url": url,
+        "tied": True,
+        "resume": True,
+        "arguments": {"max_steps": 3, "save_strategy": "no"},
+    }
+    for mode, world_size in (("fsdp2", 3), ("ddp", 2), ("plain", 1)):
+        loaded = train(world_size, mode=mode, loaded=look).reports[0]["loaded"]
+        for part in ("model", "optimizer"):
+            assert loaded["digests"]["2"][part] == saved["digests"]["2"][part], (mode, part)
+        changed = [text for text in loaded["warnings"] if "samples a step" in text]
+        assert bool(changed) == (world_size != 2), mode
+
+
+def test_adapters(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
+    """LoRA: adapters are saved and go on to the bit; with `save_frozen_base` the base is in the checkpoint, too."""
+    url, whole_url = f"{bucket_url}/adapters", f"{bucket_url}/with-base"
+    jobs: dict[str, Any] = {
+        "whole": {"lora": True, "digest_at": [2, 6]},
+        "begun": {"url": url, "lora": True, "stop_at": 2},
+        "resumed": {"url": url, "lora": True, "resume": True, "digest_at": [6]},
+        "with_base": {"url": whole_url, "lora": True, "stop_at": 2, "settings": {"save_frozen_base": True}},
+        "from_base": {"url": whole_url, "lora": True, "resume": True, "digest_at": [6]},
+    }
+    (reports,) = train(**jobs).reports
+    whole = reports["whole"]
+    for name in ("resumed", "from_base"):
+        assert reports[name]["digests"]["2"]["model"] == whole["digests"]["2"]["model"], name
+        assert reports[name]["digests"]["6"] == whole["digests"]["6"], name
+        assert reports[name]["losses"] == whole["losses"], name
+    saved = open_run(url, storage_options=s3_server.storage_options).load(2)
+    assert saved["model"]
+    assert all("lora_" in name for name in saved["model"])
+    assert {"adapter_config.json", "config.json"} <= set(saved["files"].names)
+    with_base = open_run(whole_url, storage_options=s3_server.storage_options).load(2, keys="model.*")["model"]
+    assert "base_model.model.lm_head.weight" in with_base
+    sharded = train(2, mode="fsdp2", loaded={**jobs["resumed"], "url": f"{url}-2", "resume": f"{url}/checkpoint-2"})
+    assert sharded.reports[0]["loaded"]["digests"]["2"]["model"] == whole["digests"]["2"]["model"]
+
+
+def test_ranks_rotation_and_a_late_rank(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
+    """A save at every step, one checkpoint kept, a rank late: each save commits, where folders were renamed in a race.
+
+    Then a rank that fails in a save: the others hear of it at once, and nothing is committed.
+    """
+    given = {"save_steps": 1, "save_total_limit": 1, "max_steps": 5}
+    jobs = {
+        f"late_{rank}": {"url": f"{bucket_url}/late-{rank}", "slow_rank": rank, "arguments": given} for rank in (0, 2)
+    }
+    failing = {"url": f"{bucket_url}/failing", "has_side_file": True, "fails_at": [1, 3], "expects_error": True}
+    ranks = train(3, mode="ddp", **jobs, failing={**failing, "arguments": given})
+    for name in jobs:
+        assert [report[name]["step"] for report in ranks.reports] == [5, 5, 5]
+        url = f"{bucket_url}/{name.replace('_', '-')}"
+        run = open_run(url, storage_options=s3_server.storage_options)
+        assert [info.names for info in run.checkpoints()] == [("checkpoint-5",)]
+    failed = [report["failing"] for report in ranks.reports]
+    assert failed[1]["error"] == "ValueError: boo"
+    for other in (failed[0], failed[2]):  # in the next step of training, whose collective lacks a rank, or in the save
+        assert "Rank 1 failed; the save of step 3 was given up" in other["error"] + other.get("save_error", "")
+    assert max(one["seconds"] for one in failed) < 60
+    failing_run = open_run(str(failing["url"]), storage_options=s3_server.storage_options)
+    assert [info.step for info in failing_run.checkpoints()] == [2]
+
+
+@LONG
+@pytest.mark.timeout(600)  # three programs, each of which imports the frameworks
+def test_deepspeed_and_other_wrappers_load_each_other(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
+    """DDP into ZeRO-3 goes on as DDP does, but for the order of sums; ZeRO-3 into one process gives equal weights."""
+    ddp, zero = f"{bucket_url}/ddp", f"{bucket_url}/zero"
+    given = {"per_device_train_batch_size": 2}
+    before = train(2, mode="ddp", whole={"arguments": given}, saved={"url": ddp, "stop_at": 2, "arguments": given})
+    middle = train(2, mode="zero3", resumed={"url": zero, "resume": ddp, "stop_at": 4, "arguments": given})
+    whole, resumed = before.reports[0]["whole"]["losses"], middle.reports[0]["resumed"]["losses"]
+    assert resumed == pytest.approx({step: whole[step] for step in resumed}, abs=1e-4)
+    assert sorted(resumed) == ["1", "2", "3", "4"]
+    look = {"url": f"{bucket_url}/other", "resume": zero, "arguments": {"max_steps": 5, "save_strategy": "no"}}
+    after = train(1, loaded={**look, "shows_weight": "lm_head.weight"}).reports[0]["loaded"]
+    saved = open_run(zero, storage_options=s3_server.storage_options).load(keys="model.*")["model"]
+    assert after["shown"] == saved["lm_head.weight"].double().sum().item()
+    assert after["warnings"] != []  # another global batch
+
+
+def test_the_example(run_program: Callable[..., Ranks], bucket_url: str, s3_server: S3Server) -> None:
+    """Two ranks, then one, which goes on where they stopped."""
+    url, example = f"{bucket_url}/run", Path(__file__).parents[2] / "examples" / "hf_trainer.py"
+    run_program(example, 2, "--url", url, "--steps", 10)
+    resumed = run_program(example, 1, "--url", url, "--steps", 20)
+    assert "loaded step 10" in resumed.outputs[0]
+    checkpoints = open_run(url, storage_options=s3_server.storage_options).checkpoints()
+    assert [info.step for info in checkpoints] == [10, 20]
+
+
+@LONG
+@pytest.mark.timeout(600)
+def test_adapters_and_the_best_model_under_zero_3(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
+    """Adapters alone are saved and go on to the bit; the best model is read into the engine. Nothing is gathered."""
+    url, best_url = f"{bucket_url}/adapters", f"{bucket_url}/best"
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2}
+    best |= {"metric_for_best_model": "eval_loss", "greater_is_better": True, "lr_scheduler_type": "constant"}
+    jobs: dict[str, Any] = {
+        "whole": {"lora": True, "digest_at": [2, 6], "arguments": {"save_strategy": "no"}},
+        "begun": {"url": url, "lora": True, "stop_at": 2},
+        "resumed": {"url": url, "lora": True, "resume": True, "digest_at": [6]},
+        "best": {"url": best_url, "digest_at": [2, 4, 6], "arguments": {**best, "learning_rate": 0.3}},
+    }
+    reports = train(2, mode="zero3", **jobs).reports
+    for report in reports:
+        whole, resumed = report["whole"], report["resumed"]
+        assert resumed["losses"] == whole["losses"]
+        assert resumed["digests"]["6"] == whole["digests"]["6"]
+        step = report["best"]["best_after"][0].rpartition("-")[2]
+        assert report["best"]["models_after"] == [report["best"]["digests"][step]["model"]]
+    saved = open_run(url, storage_options=s3_server.storage_options).load(2, keys="model.*")["model"]
+    assert saved
+    assert all("lora_" in name for name in saved)
