@@ -20,7 +20,7 @@ from dcp_remote.integrations.transformers import remote
 logger = logging.getLogger(__name__)
 
 
-class RemoteCheckpointArgs(BaseModel):  # type: ignore[misc]  # pydantic comes with Axolotl
+class RemoteCheckpointArgs(BaseModel):
     """Keys of the YAML.
 
     Attributes:

@@ -78,6 +78,7 @@ def remote(
     trainer: TrainerT,
     url: str,
     *,
+    resume: bool = False,
     save_only_model: bool | None = None,
     save_frozen_base: bool = False,
     **settings: Any,
@@ -104,6 +105,8 @@ def remote(
     Args:
         trainer: `transformers.Trainer`, or an instance of a subclass whose `_save_checkpoint` calls that of its base.
         url: URL of the run, as for `CheckpointManager`.
+        resume: True to resume from the newest checkpoint where `train` is not told from which, for programs that do not
+            pass `resume_from_checkpoint`.
         save_only_model: True to save no optimizer, scheduler and random states; None is `args.save_only_model`.
         save_frozen_base: True to save the frozen parameters of a PEFT model as well, so that the checkpoint can be
             loaded without the base model; they are sent once. False saves adapters and what is trained.
@@ -126,6 +129,7 @@ def remote(
         _with_retention(subject.args.save_total_limit, settings),
         saves_only_model=subject.args.save_only_model if save_only_model is None else save_only_model,
         saves_frozen_base=save_frozen_base,
+        resumes=resume,
     )
     subject.add_callback(_RemoteCallback(subject._remote))
     own: Any = type(subject)
@@ -375,6 +379,7 @@ class _RemoteRun:
         settings: Keyword arguments of the manager.
         saves_only_model: True to save models alone.
         saves_frozen_base: True to save the frozen base of a PEFT model.
+        resumes: True to resume from the newest checkpoint unless `train` is told otherwise.
 
     Attributes:
         url: URL of the run.
@@ -385,9 +390,16 @@ class _RemoteRun:
     """
 
     def __init__(
-        self, url: str, settings: Mapping[str, Any], *, saves_only_model: bool, saves_frozen_base: bool
+        self,
+        url: str,
+        settings: Mapping[str, Any],
+        *,
+        saves_only_model: bool,
+        saves_frozen_base: bool,
+        resumes: bool,
     ) -> None:
         self.url = url
+        self._resumes = resumes
         self._settings = settings
         self._saves_only_model, self._saves_frozen_base = saves_only_model, saves_frozen_base
         self._temporary = tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX)
@@ -519,6 +531,8 @@ class _RemoteRun:
         """
         self._saved_step, self.best_url, self._read_from = None, None, None
         self.random = _HeldRandomStates()
+        if resume_from is None and self._resumes and not self._has_saved:
+            resume_from = True
         is_asked = resume_from is not None and resume_from is not False
         if not is_asked or (not self._is_own_url(resume_from) and _is_local(resume_from)):
             self._require_start(trainer)

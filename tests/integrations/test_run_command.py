@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,15 @@ FRAMEWORK = """
 """
 
 
-def run(*arguments: str, code: int = 0, path: Path | None = None, **environment: str) -> tuple[str, str]:
+def run(
+    *arguments: str, code: int = 0, path: Path | None = None, environment: Mapping[str, str] | None = None
+) -> tuple[str, str]:
     """Run the command, and return what it wrote to both outputs."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("DCP_REMOTE_")}
     if path is not None:
         known["PYTHONPATH"] = os.pathsep.join([str(path), known.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "dcp_remote.run", *arguments]
-    done = subprocess.run(command, env=known | environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=known | dict(environment or {}), capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
 
@@ -58,7 +61,7 @@ def test_an_import_enables_the_integration(module: str, name: str, called: str, 
     write(tmp_path, module, FRAMEWORK.format(name=name))
     program = f"import {module} as m; import {module}; print(m.__spec__.name)"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}], check=True)"
-    out, err = run(sys.executable, "-c", outer, path=tmp_path, DCP_REMOTE_URL=URL)
+    out, err = run(sys.executable, "-c", outer, path=tmp_path, environment={"DCP_REMOTE_URL": URL})
     assert out.splitlines() == ["imported", f"{name} {called}", module]
     assert err == ""
 
@@ -69,32 +72,36 @@ def test_options_of_the_store_and_of_resuming(tmp_path: Path) -> None:
     program = "import transformers.trainer"
     expected = "{'resume': False, 'storage_options': {'endpoint_url': 'http://localhost:9000'}}"
     given = ["--url", URL, "--storage-options", options, "--no-resume"]
-    out, _ = run(*given, sys.executable, "-c", program, path=tmp_path, DCP_REMOTE_URL="s3://other/run")
+    out, _ = run(*given, sys.executable, "-c", program, path=tmp_path, environment={"DCP_REMOTE_URL": "s3://other/run"})
     assert out.splitlines()[-1] == f"transformers ('{URL}',) {expected}"
     environment = {"DCP_REMOTE_URL": URL, "DCP_REMOTE_STORAGE_OPTIONS": options, "DCP_REMOTE_RESUME": "never"}
-    out, _ = run(sys.executable, "-c", program, path=tmp_path, **environment)
+    out, _ = run(sys.executable, "-c", program, path=tmp_path, environment=environment)
     assert out.splitlines()[-1] == f"transformers ('{URL}',) {expected}"
 
 
 def test_an_integration_that_fails_ends_the_program(tmp_path: Path) -> None:
     """A training whose checkpoints would go nowhere does not begin."""
     write(tmp_path, "transformers.trainer", "")  # has no Trainer
-    _, err = run(sys.executable, "-c", "import transformers.trainer", code=1, path=tmp_path, DCP_REMOTE_URL=URL)
+    _, err = run(
+        sys.executable, "-c", "import transformers.trainer", code=1, path=tmp_path, environment={"DCP_REMOTE_URL": URL}
+    )
     assert "ImportError" in err
 
 
 def test_a_program_without_a_framework_is_told() -> None:
     """Its output and exit status are its own."""
-    out, err = run(sys.executable, "-c", "print('trained'); raise SystemExit(3)", code=3, DCP_REMOTE_URL=URL)
+    out, err = run(
+        sys.executable, "-c", "print('trained'); raise SystemExit(3)", code=3, environment={"DCP_REMOTE_URL": URL}
+    )
     assert out == "trained\n"
     assert NOTHING in err
-    _, err = run(sys.executable, "-I", "-c", "", DCP_REMOTE_URL=URL)  # reads no PYTHONPATH
+    _, err = run(sys.executable, "-I", "-c", "", environment={"DCP_REMOTE_URL": URL})  # reads no PYTHONPATH
     assert NOTHING in err
 
 
 def test_a_sitecustomize_of_the_environment_runs(tmp_path: Path) -> None:
     write(tmp_path, "sitecustomize", "print('site')")
-    out, _ = run(sys.executable, "-c", "import dcp_remote", path=tmp_path, DCP_REMOTE_URL=URL)
+    out, _ = run(sys.executable, "-c", "import dcp_remote", path=tmp_path, environment={"DCP_REMOTE_URL": URL})
     assert out == "site\nsite\n"  # in the process of dcp_remote.run, and in the command's
 
 
@@ -109,12 +116,12 @@ def test_a_sitecustomize_of_the_environment_runs(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments(arguments: list[str], environment: dict[str, str], said: str) -> None:
-    _, err = run(*arguments, code=2, **environment)
+    _, err = run(*arguments, code=2, environment=environment)
     assert said in err
 
 
 def test_a_command_that_is_not_there() -> None:
-    _, err = run("llamafactory-cIi", "train", code=127, DCP_REMOTE_URL=URL)
+    _, err = run("llamafactory-cIi", "train", code=127, environment={"DCP_REMOTE_URL": URL})
     assert "there is no command 'llamafactory-cIi'" in err
 
 
@@ -137,4 +144,4 @@ def test_signals_go_to_the_command(number: signal.Signals) -> None:
 
 def test_a_command_that_a_signal_ends() -> None:
     program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    run(sys.executable, "-c", program, code=128 + signal.SIGKILL, DCP_REMOTE_URL=URL)
+    run(sys.executable, "-c", program, code=128 + signal.SIGKILL, environment={"DCP_REMOTE_URL": URL})
