@@ -52,8 +52,8 @@ def write(folder: Path, module: str, source: str) -> None:
     ("module", "name", "called"),
     [
         ("transformers.trainer", "transformers", f"('{URL}',) {{'resume': True, 'storage_options': None}}"),
-        ("accelerate.accelerator", "accelerate", "() {'storage_options': None}"),
-        ("deepspeed.runtime.engine", "deepspeed", "() {'storage_options': None}"),
+        ("accelerate", "accelerate", "() {'storage_options': None}"),
+        ("deepspeed", "deepspeed", "() {'storage_options': None}"),
     ],
 )
 def test_an_import_enables_the_integration(module: str, name: str, called: str, tmp_path: Path) -> None:

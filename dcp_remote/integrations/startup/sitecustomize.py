@@ -38,11 +38,11 @@ def _enable_deepspeed() -> None:
     deepspeed.enable(storage_options=_storage_options())
 
 
-# By the module whose import makes a framework ready.
+# By the module that is complete when the framework can be imported from: packages import their own parts first.
 _ENABLE: dict[str, Callable[[], None]] = {
     "transformers.trainer": _enable_transformers,
-    "accelerate.accelerator": _enable_accelerate,
-    "deepspeed.runtime.engine": _enable_deepspeed,
+    "accelerate": _enable_accelerate,
+    "deepspeed": _enable_deepspeed,
 }
 
 
