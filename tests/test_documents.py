@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dcp_remote"
 PAGES = [PACKAGE / "ARCHITECTURE.md", PACKAGE / "run" / "PROTOCOL.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

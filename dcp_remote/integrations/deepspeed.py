@@ -351,7 +351,7 @@ class _ModelState:
 
     @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Copy the masters into the parameters of the module; a collective of torch in ZeRO."""
+        """Copy the masters, which were read in place, into the parameters of the module; a collective in ZeRO."""
         module = self._engine.module
         current = {canonical(name): value for name, value in module.state_dict().items()}
         extra = {}
@@ -367,12 +367,7 @@ class _ModelState:
             if name in extra:
                 child.set_extra_state(extra[name])
         if has_layout(self._engine):
-            layout = read_layout(self._engine)
-            boxes = {name: value for name, value in values.items() if isinstance(value, LocalBoxes)}
-            for partition in layout.partitions:
-                with partition.in_memory(is_changed=True):
-                    partition.write(partition.masters, boxes)
-            layout.refresh()
+            read_layout(self._engine).refresh()
 
 
 class _OptimizerParts:
@@ -398,14 +393,14 @@ class _OptimizerParts:
         layout = read_layout(self._engine)
         state: dict[str, dict[str, Any]] = {}
         for partition in layout.partitions:
+            flat_state = layout.optimizer.state.get(partition.masters) or {}
             shaped, steps = {}, {}
-            with partition.in_memory():
-                for key, value in (layout.optimizer.state.get(partition.masters) or {}).items():
-                    if isinstance(value, torch.Tensor) and value.shape == partition.masters.shape:
-                        shaped[key] = partition.kept(value)
-                    else:
-                        steps[key] = _to_scalar(key, value, partition.masters.shape)
-            for fragment in partition.fragments if shaped or steps else ():
+            for key, value in flat_state.items():
+                if isinstance(value, torch.Tensor) and value.shape == partition.masters.shape:
+                    shaped[key] = value
+                else:
+                    steps[key] = _to_scalar(key, value, partition.masters.shape)
+            for fragment in partition.fragments if flat_state else ():
                 state[fragment.name] = {key: fragment.boxes_in(value) for key, value in shaped.items()} | steps
         return {"state": state, "param_groups": self._groups(layout)}
 
@@ -427,9 +422,7 @@ class _OptimizerParts:
         states: dict[str, Any] = {}
         if not saved.isdisjoint(own):
             for partition in layout.partitions:
-                if not layout.optimizer.state.get(partition.masters):
-                    with partition.in_memory(is_changed=True):
-                        _make_state(layout.optimizer, partition.masters, partition.group)
+                _make_state(layout.optimizer, partition.masters, partition.group)
             states = self.state_dict()["state"]
         lacking = [name for name in states if name not in saved]
         if lacking:
@@ -450,23 +443,21 @@ class _OptimizerParts:
 
     @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Set steps and options of the groups; other states were read in place, but for those on NVMe."""
+        """Set steps and options of the groups; the other states were read in place."""
         layout = read_layout(self._engine)
         for partition in layout.partitions:
-            saved = {
-                fragment.name: values["state"][fragment.name]
-                for fragment in partition.fragments
-                if fragment.name in values["state"]
-            }
-            with partition.in_memory(is_changed=bool(saved)):
-                flat_state = layout.optimizer.state.get(partition.masters) or {}
-                for key, value in flat_state.items():
-                    found = {name: state[key] for name, state in saved.items() if key in state}
-                    if isinstance(value, torch.Tensor) and value.shape == partition.masters.shape:
-                        partition.write(value, found)
-                    elif found:
-                        numbers = sorted(map(float, found.values()))
-                        flat_state[key] = _like(value, numbers[-1], key=key, count=len(set(numbers)))
+            flat_state = layout.optimizer.state.get(partition.masters) or {}
+            saved = [
+                values["state"][fragment.name] for fragment in partition.fragments if fragment.name in values["state"]
+            ]
+            for key, value in flat_state.items():
+                if isinstance(value, torch.Tensor) and value.shape == partition.masters.shape:
+                    continue
+                found = [state[key] for state in saved if key in state]
+                if found:
+                    flat_state[key] = _like(
+                        value, max(found, key=float), key=key, count=len({float(one) for one in found})
+                    )
         groups = values["param_groups"]
         group_of = {name: number for number, group in enumerate(groups) for name in group.get("params") or ()}
         for number, group in enumerate(layout.optimizer.param_groups):
@@ -516,16 +507,18 @@ def _to_scalar(key: str, value: Any, shape: Any) -> torch.Tensor:
     )
 
 
-def _like(current: Any, number: float, *, key: str, count: int) -> Any:
+def _like(current: Any, value: torch.Tensor, *, key: str, count: int) -> Any:
     """Return a loaded number in the form in which the optimizer keeps it."""
     if count > 1:
         logger.warning(
             "parameters of one flat partition have %d different values of %s: the largest, %g, counts for all of them",
             count,
             key,
-            number,
+            float(value),
         )
-    return current.fill_(number) if isinstance(current, torch.Tensor) else type(current)(number)
+    if isinstance(current, torch.Tensor):
+        return current.copy_(value)
+    return type(current)(float(value))
 
 
 def _split_groups(names: Collection[str]) -> Iterator[tuple[int, str]]:
@@ -541,11 +534,13 @@ def _split_groups(names: Collection[str]) -> Iterator[tuple[int, str]]:
 
 
 def _make_state(optimizer: Any, masters: torch.Tensor, group: int) -> None:
-    """Make the state of a partition, by a step with zero gradients and a learning rate of zero.
+    """Make the state of a partition that has none, by a step with zero gradients and a learning rate of zero.
 
     Raises:
         InvalidArgumentError: The optimizer cannot make such a step.
     """
+    if optimizer.state.get(masters):
+        return
     groups, gradient = optimizer.param_groups, masters.grad
     rate = groups[group].get("lr", 0.0)
     zero = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0

@@ -12,8 +12,7 @@ Stage 0 in fp32 has no copies: there the optimizer's parameters are those of the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,42 +63,14 @@ class Partition:
     """Master copies in one tensor, under which the base optimizer keeps its state.
 
     Attributes:
-        masters: Master copies; shape [elements], or that of a parameter. Empty while the partition is on NVMe.
+        masters: Master copies; shape [elements], or that of a parameter.
         group: Number of the group of the base optimizer.
         fragments: Parts in the partition, with those of no elements: one of each parameter of the group or sub-group.
-        swap: Pair of functions for a partition on NVMe, to bring it into memory, and to release it (True writes it
-            back first); None for a partition in memory.
     """
 
     masters: torch.Tensor
     group: int
     fragments: tuple[Fragment, ...]
-    swap: tuple[Callable[[], None], Callable[[bool], None]] | None = None
-
-    @contextmanager
-    def in_memory(self, *, is_changed: bool = False) -> Iterator[None]:
-        """Keep the partition in memory during the block; `is_changed` writes it back to NVMe at the end."""
-        if self.swap is None:
-            yield
-            return
-        bring, release = self.swap
-        bring()
-        try:
-            yield
-        finally:
-            release(is_changed)
-
-    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the partition, as a copy if its memory is released at the end of the block."""
-        return tensor.detach() if self.swap is None else tensor.detach().clone()
-
-    def write(self, tensor: torch.Tensor, boxes: Mapping[str, LocalBoxes]) -> None:
-        """Copy parts of parameters, by name, into a tensor of the partition, if they are not its own memory."""
-        for fragment in self.fragments if self.swap is not None else ():
-            if fragment.name in boxes:
-                own = fragment.boxes_in(tensor.detach())
-                for (_, target), (_, source) in zip(own.boxes, boxes[fragment.name].boxes, strict=True):
-                    target.copy_(source)
 
 
 @dataclass(frozen=True)
@@ -121,10 +92,8 @@ class Layout:
     def masters(self) -> Iterator[tuple[Fragment, LocalBoxes]]:
         """Yield the parts with their master copies."""
         for partition in self.partitions:
-            with partition.in_memory():
-                masters = partition.kept(partition.masters)
             for fragment in partition.fragments:
-                yield fragment, fragment.boxes_in(masters)
+                yield fragment, fragment.boxes_in(partition.masters.detach())
 
 
 def canonical(name: str) -> str:
@@ -149,12 +118,12 @@ def read_layout(engine: Any) -> Layout:
     """Return the layout of an engine's optimizer; copies nothing and calls no collective.
 
     Raises:
-        InvalidArgumentError: The optimizer is of a class that is not known here, or parameters are on NVMe.
+        InvalidArgumentError: The optimizer is of a class that is not known here, or keeps partitions on NVMe.
     """
     optimizer, names = engine.optimizer, names_of(engine.module)
     kind = type(optimizer)
     if kind is DeepSpeedZeroOptimizer_Stage3:
-        _require_known_offload(optimizer)
+        _require_in_memory(optimizer)
         return _read_stage3(engine.module, optimizer, names)
     if kind is DeepSpeedZeRoOffload:
         return Layout(None, (), _shards(engine.module.parameters(), names), lambda: _refresh_shards(optimizer))
@@ -193,11 +162,13 @@ def read_layout(engine: Any) -> Layout:
     )
 
 
-def _require_known_offload(optimizer: Any) -> None:
-    if getattr(optimizer, "params_in_nvme_and_cpu", False):
+def _require_in_memory(optimizer: Any) -> None:
+    swaps_parameters = getattr(optimizer, "params_in_nvme_and_cpu", False)
+    if getattr(optimizer, "swap_optimizer", False) or swaps_parameters:
         raise InvalidArgumentError(
-            "Parameters on NVMe are not supported; the optimizer may be there. Use offload_param to the CPU, or "
-            "DeepSpeed's own checkpoints in a local folder."
+            "Partitions on NVMe are not supported. Use offload to the CPU, or DeepSpeed's own checkpoints in a local "
+            "folder.",
+            swapped="parameters" if swaps_parameters else "optimizer",
         )
     if getattr(optimizer, "partial_offload", 1.0) < 1.0:
         raise InvalidArgumentError(
@@ -218,25 +189,10 @@ def _read_stage3(module: nn.Module, optimizer: Any, names: dict[int, list[str]])
                 Fragment(_name(parameter, names), parameter, tuple(parameter.ds_shape), start, offset, elements)
             )
             offset += padded
-        group = optimizer.sub_group_to_group_id[number]
-        partitions.append(Partition(flat, group, tuple(fragments), _swap_of(optimizer, number)))
+        partitions.append(Partition(flat, optimizer.sub_group_to_group_id[number], tuple(fragments)))
     trained = {id(parameter) for parameters in optimizer.fp16_groups for parameter in parameters}
     frozen = _shards((parameter for parameter in module.parameters() if id(parameter) not in trained), names)
     return Layout(optimizer.optimizer, tuple(partitions), frozen, lambda: _refresh_stage3(optimizer))
-
-
-def _swap_of(optimizer: Any, number: int) -> tuple[Callable[[], None], Callable[[bool], None]] | None:
-    """Return the functions that swap a sub-group of ZeRO-3 in and out; None if it stays in memory."""
-    if not optimizer._swappable_optimizer_subgroup(number):
-        return None
-
-    def release(is_changed: bool) -> None:  # noqa: FBT001
-        if is_changed:
-            optimizer._optimizer_states_and_gradient_swap_out(number)
-        else:
-            optimizer._release_swap_buffers(number)
-
-    return lambda: optimizer._optimizer_states_and_gradient_swap_in(number), release
 
 
 def _shard_range(parameter: Any) -> tuple[int, int, int]:
@@ -344,10 +300,7 @@ def _refresh_shards(optimizer: Any) -> None:
 @torch.no_grad()
 def _refresh_stage3(optimizer: Any) -> None:
     optimizer.checkpoint_event_prologue()  # small parameters, which are kept gathered, are made shards again
-    if optimizer.swap_optimizer:
-        optimizer.reset_swap_buffers()
-    else:
-        for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
-            optimizer.fp16_partitioned_groups_flat[number].data.copy_(flat.data)
-            optimizer._unflatten_partitioned_parameters(number)
+    for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
+        optimizer.fp16_partitioned_groups_flat[number].data.copy_(flat.data)
+        optimizer._unflatten_partitioned_parameters(number)
     optimizer.checkpoint_event_epilogue()

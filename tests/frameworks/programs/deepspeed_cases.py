@@ -324,56 +324,6 @@ def linear_layers_of_stage_3(url: str) -> None:
     assert evaluate(engine) == evaluate(other) != loss
 
 
-def make_swapped(seed: int, *, device: str) -> Any:
-    """Return an engine of stage 3 with layers that are large enough to be swapped, and small ones."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 8))
-    offload = {"device": device} | ({"nvme_path": str(Path("nvme").absolute())} if device == "nvme" else {})
-    config = {
-        "train_batch_size": dist.get_world_size(),
-        "zero_optimization": {"stage": 3, "sub_group_size": 300_000, "offload_optimizer": offload},
-        "bf16": {"enabled": True},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 1_000_000,
-    }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
-    attach(engine, progress=False)
-    return engine
-
-
-def train_swapped(engine: Any, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        x = torch.randn(1, 1024, generator=torch.Generator().manual_seed(engine.global_steps)).bfloat16()
-        loss = engine(x).float().square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-def partitions_on_nvme(url: str) -> None:
-    """Saved and loaded with the optimizer's partitions in files, and from and to partitions in memory."""
-    for source, target in (("nvme", "nvme"), ("nvme", "cpu"), ("cpu", "nvme")):
-        engine = make_swapped(0, device=source)
-        train_swapped(engine, 2)
-        if source == "nvme":
-            swapped = [flat.numel() for flat in engine.optimizer.fp32_partitioned_groups_flat]
-            assert 0 in swapped, swapped
-        engine.save_checkpoint(f"{url}/{source}-{target}")
-        expected = digests(full_state(engine)), train_swapped(engine, 3)
-        engine.destroy()
-        for trained in (0, 1):  # before its first step, an optimizer has no states to load into
-            other = make_swapped(1, device=target)
-            train_swapped(other, trained)
-            assert other.load_checkpoint(f"{url}/{source}-{target}")[0] is not None
-            assert digests(full_state(other)) == expected[0], (source, target)
-            assert train_swapped(other, 3) == expected[1], (source, target)
-            other.destroy()
-        close_managers()
-
-
 # ---- failures
 
 
@@ -426,6 +376,12 @@ def parallelism_is_refused(url: str) -> None:
     finally:
         disable()
     assert "deepspeed.initialize" in raised(attach, module)
+    engine = make_engine(**KINDS["3"])
+    train(engine, 1)
+    attach(engine, wait=True, progress=False)
+    engine.optimizer.swap_optimizer = True
+    assert "NVMe" in raised(engine.save_checkpoint, url)
+    assert open_run(url).latest() is None
 
 
 # ---- the incidents
@@ -515,7 +471,6 @@ CASES = {
         a_rank_that_raises,
         a_rank_that_does_not_come,
         parallelism_is_refused,
-        partitions_on_nvme,
         stages_go_on_alike,
         linear_layers_of_stage_3,
         incident_0,
