@@ -118,11 +118,13 @@ def test_wrong_calls(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
 def test_a_save_on_the_main_process_alone(train: Jobs, bucket_url: str) -> None:
     """It ends within 40 s by an error that names the rank which did not come."""
     url = f"{bucket_url}/run"
-    call = f"if accelerator.is_main_process:\n    save_state(accelerator, '{url}/step-3', wait=True)"
+    call = (
+        f"import time\nif accelerator.is_main_process:\n    save_state(accelerator, '{url}/step-3', wait=True)\n"
+        "else:\n    time.sleep(45)"
+    )
     ranks = train(2, mode="ddp", alone={"steps": 2, "url": url, "call": call, "expects_error": True}).reports
-    assert "SaveTimeoutError" in ranks[0]["alone"]["error"]
     assert "rank 1" in ranks[0]["alone"]["error"].lower()
-    assert ranks[0]["alone"]["seconds"] < 40
+    assert 25 < ranks[0]["alone"]["seconds"] < 40
     assert "error" not in ranks[1]["alone"]
 
 
