@@ -131,7 +131,7 @@ def test_every_stage_at_every_size(bucket_url: str, run_program_in: RunProgramIn
     [
         ("options_of_a_load", "saves_in_the_background", "frozen_parameters_are_left_out", "every_class_is_patched"),
         ("nothing_is_gathered", "others_load_it", "a_rank_that_raises", "a_rank_that_does_not_come", "incident_0"),
-        ("stages_go_on_alike", "linear_layers_of_stage_3", "parallelism_is_refused"),
+        ("stages_go_on_alike", "linear_layers_of_stage_3", "partitions_on_nvme_are_refused", "parallelism_is_refused"),
     ],
     ids=lambda cases: cases[0],
 )
