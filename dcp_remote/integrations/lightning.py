@@ -1,0 +1,419 @@
+"""Trainer of Lightning: strategies whose checkpoints go to runs in object storage.
+
+    trainer = Trainer(
+        strategy=RemoteModelParallelStrategy(),  # or RemoteFSDPStrategy, RemoteDeepSpeedStrategy(stage=3), RemoteDDPStrategy
+        callbacks=[ModelCheckpoint(dirpath="s3://bucket/run", save_last=True)],
+    )
+    trainer.fit(module, ckpt_path="last")
+
+`dirpath` is the URL of the run, and the name of a file is a name of a checkpoint in it. Local folders stay Lightning's
+own affair.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from lightning.pytorch.trainer.states import TrainerFn
+
+from dcp_remote import CheckpointManager, ModelState, Opaque, PerRank, RandomStates, is_remote, training_state
+from dcp_remote.errors import CheckpointNotFoundError, DcpRemoteError, InvalidArgumentError, StateMismatchError
+from dcp_remote.integrations import lightning_files
+from dcp_remote.integrations.entries import keep_only
+from dcp_remote.integrations.lightning_files import note_name, to_url
+from dcp_remote.integrations.lightning_values import HYPERPARAMETER_KEYS, to_plain
+from dcp_remote.integrations.runs import CheckpointPath, find_checkpoint, manager_of, wait_for_saves
+
+__all__ = [
+    "RemoteDDPStrategy",
+    "RemoteDeepSpeedStrategy",
+    "RemoteFSDPStrategy",
+    "RemoteModelParallelStrategy",
+    "RemoteSingleDeviceStrategy",
+]
+
+logger = logging.getLogger(__name__)
+
+# Entries of a checkpoint beside those of `training_state`: what Lightning writes beside the tensors, and the positions
+# of each rank in its data.
+ABOUT_KEY = "lightning"
+LOADERS_KEY = "loaders"
+
+_SMALL_KEYS = (ABOUT_KEY, LOADERS_KEY)
+_LOADER_STATES = "combined_loader"
+
+
+class RemoteStrategy:
+    """Methods of a strategy that save to and load from runs; they come before those of Lightning's strategy.
+
+    A checkpoint is one commit of model, optimizers, schedulers, loops, callbacks, precision, hyperparameters, the
+    random states of each rank and the positions of each rank's stateful data loaders. Its step is `global_step`, its
+    name that of the file that `ModelCheckpoint` or `Trainer.save_checkpoint` asks for; a second name in the same step
+    uploads nothing. Each rank writes and reads its own part of the tensors; nothing is gathered, also with
+    `state_dict_type="full"` or `save_distributed_checkpoint=False`, which apply to local folders.
+
+    `Trainer.save_checkpoint` returns when every rank has copied its state, and uploads in the background. A rank that
+    does not call it within 30 s, or raises meanwhile, is an error on all ranks that did. An error of the upload is
+    raised by the next save, or when `fit` ends; `fit` returns when the last checkpoint is committed. After a kill at
+    any moment the run has the checkpoints that it had, and perhaps the new one, each whole.
+
+    Args:
+        arguments: Arguments of Lightning's strategy.
+        checkpoint_settings: Keyword arguments of `CheckpointManager` for all runs of this trainer, such as
+            `storage_options`, `notice_seconds`, `start_over` and `allow_pickle`.
+        options: Keyword arguments of Lightning's strategy.
+    """
+
+    def __init__(self, *arguments: Any, checkpoint_settings: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """Make Lightning's strategy; no request is sent."""
+        super().__init__(*arguments, **options)
+        self._settings = dict(checkpoint_settings or {})
+        lightning_files.open_options.update(
+            {name: value for name, value in self._settings.items() if name == "storage_options"}
+        )
+        self._is_collecting = False
+        self._loaded_urls: set[str] = set()
+        # Names that Lightning has removed; taken once the checkpoint that replaces theirs is committed.
+        self._removed: list[CheckpointPath] = []
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: tensors are read into the model as the strategy has set it up."""
+        return True
+
+    # ---- saving
+
+    def setup(self, trainer: Any) -> None:
+        """Set up model and optimizers, and let `trainer.save_checkpoint` take URLs."""
+        super().setup(trainer)  # type: ignore[misc]  # the strategy that comes after this class
+        own = type(trainer).save_checkpoint.__get__(trainer)
+
+        @functools.wraps(own)
+        def save_checkpoint(filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+            if not is_remote(to_url(filepath)):
+                own(filepath, weights_only, storage_options)
+                return
+            if storage_options is not None:
+                raise InvalidArgumentError("Pass storage_options in checkpoint_settings of the strategy.")
+            with trainer.profiler.profile("save_checkpoint"):
+                self._save(trainer, to_url(filepath), weights_only=bool(weights_only))
+
+        trainer.save_checkpoint = save_checkpoint
+
+    def on_train_start(self) -> None:
+        """Refuse to train where a save would be refused: in a run that has checkpoints, from which no state was loaded.
+
+        Raises:
+            InvalidArgumentError: There is such a run, on all ranks.
+        """
+        super().on_train_start()  # type: ignore[misc]  # as above
+        declares = self._settings.get("start_over") or self._settings.get("resumed_from") is not None
+        trainer = self._trainer
+        urls = {to_url(one.dirpath) for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)}
+        for url in sorted(url for url in urls if is_remote(url)):
+            manager = self._manager(url)
+            if declares or url in self._loaded_urls or manager.last_save is not None:
+                continue
+            found = self._find_newest(manager)
+            if found is not None:
+                raise InvalidArgumentError(
+                    "This run has checkpoints already. Pass ckpt_path='last' to fit to go on from there; or "
+                    "checkpoint_settings={'start_over': True} to the strategy, once, to leave them behind; or use "
+                    "another dirpath.",
+                    url=url,
+                    newest=found,
+                )
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the tensors of the model: sharded, without a copy, while a checkpoint for a run is collected."""
+        if self._is_collecting:
+            return {} if self._engine is not None else dict(ModelState(self._wrapped).state_dict())
+        return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]  # as above
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of an optimizer; {} while a checkpoint for a run is collected, which has its own."""
+        return {} if self._is_collecting else super().optimizer_state(optimizer)  # type: ignore[misc, no-any-return]  # as above
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save to a local path, as Lightning does; `trainer.save_checkpoint` saves to URLs.
+
+        Raises:
+            InvalidArgumentError: The path is a URL.
+        """
+        if is_remote(to_url(filepath)):
+            raise InvalidArgumentError("Call trainer.save_checkpoint, which saves to URLs.", url=filepath)
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]  # as above
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Take the name of a checkpoint, and delete the checkpoint if it has no other; after the next commit."""
+        if not is_remote(to_url(filepath)):
+            super().remove_checkpoint(filepath)  # type: ignore[misc]  # as above
+            return
+        path = self._path_of(to_url(filepath))
+        assert isinstance(path.checkpoint, str)
+        note_name(path.run_url, path.checkpoint, is_given=False)
+        self._removed.append(path)
+
+    def teardown(self) -> None:
+        """Wait for the last checkpoint, and raise its error; unless the training has failed, then log it."""
+        has_failed = sys.exc_info()[0] is not None
+        try:
+            wait_for_saves()
+            self._take_removed_names()
+        except DcpRemoteError:
+            if not has_failed:
+                raise
+            logger.exception("The last save failed as well.")
+        finally:
+            super().teardown()  # type: ignore[misc]  # as above
+
+    def _save(self, trainer: Any, url: str, *, weights_only: bool) -> None:
+        path = self._path_of(url)
+        manager = self._manager(path.run_url)
+        manager.wait()
+        self._take_removed_names()
+        assert isinstance(path.checkpoint, str)
+        manager.save(
+            trainer.global_step,
+            lambda: self._collect(trainer, weights_only=weights_only),
+            name=path.checkpoint,
+            metrics=_metrics_of(trainer),
+            exist_ok=True,
+            wait="begun",
+        )
+        note_name(path.run_url, path.checkpoint, is_given=True)
+
+    def _collect(self, trainer: Any, *, weights_only: bool) -> dict[str, Any]:
+        """Return the state to save. Called on all ranks, which have all come: hooks may use collectives of torch."""
+        self._is_collecting = True
+        try:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
+        finally:
+            self._is_collecting = False
+        state = self._tensors(is_training="optimizer_states" in checkpoint)
+        if self._engine is None:
+            state["model"] = checkpoint["state_dict"]  # which hooks may have changed
+        rest = {key: value for key, value in checkpoint.items() if key not in {"state_dict", "optimizer_states"}}
+        positions = rest.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop(_LOADER_STATES, None)
+        rest["has_optimizers"] = "optimizer_states" in checkpoint
+        rest["world_size"] = self.world_size  # type: ignore[attr-defined]  # of the strategy
+        about = Opaque(to_plain(rest, is_strict=not self._settings.get("allow_pickle")))
+        state[LOADERS_KEY] = PerRank(Opaque(positions))
+        # Of an object that several ranks give, any rank's may be stored; as in Lightning, that of rank 0 is.
+        return state | {ABOUT_KEY: about} if self.is_global_zero else state  # type: ignore[attr-defined]  # as above
+
+    def _take_removed_names(self) -> None:
+        removed, self._removed = self._removed, []
+        for path in removed if self.is_global_zero else []:  # type: ignore[attr-defined]  # of the strategy
+            manager = self._manager(path.run_url)
+            info = next((one for one in manager.checkpoints() if path.checkpoint in one.names), None)
+            if info is None:
+                continue
+            if len(info.names) == 1 and not info.pinned and info != manager.latest():
+                manager.delete(info.step)
+            else:
+                manager.unname(str(path.checkpoint))
+
+    # ---- loading
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint: tensors into model and optimizers, in place; return the rest, as Lightning writes it.
+
+        A checkpoint that no Trainer of Lightning has saved gives its weights, outside of `fit`.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint; lists those of the run.
+            InvalidArgumentError: Training cannot resume from the checkpoint of another framework.
+            StateMismatchError: The checkpoint has other entries than model and optimizers.
+        """
+        url = to_url(checkpoint_path)
+        if not is_remote(url):
+            return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc, no-any-return]  # as above
+        trainer = self._trainer
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        wait_for_saves()
+        path = self._locate(url)
+        manager = self._manager(path.run_url)
+        about, loaders = Opaque[Any](None), Opaque[Any](None)
+        small = {ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)}
+        try:
+            manager.restore(
+                small, path.checkpoint, rename=keep_only(*_SMALL_KEYS), missing="keep", go_on=False, must_exist=True
+            )
+        except StateMismatchError as error:
+            if is_fitting:
+                raise InvalidArgumentError(
+                    "This checkpoint was not saved by Lightning: fit cannot resume from it. Load its weights by "
+                    "trainer.validate(ckpt_path=…) or dcp_remote.load(url, keys='model.*').",
+                    url=url,
+                ) from error
+            about.value = {}
+        rest = dict(about.value)
+        has_optimizers = is_fitting and rest.pop("has_optimizers", False)
+        is_strict = bool(self.lightning_module.strict_loading)  # type: ignore[attr-defined]  # of the strategy
+        state = self._tensors(is_training=has_optimizers)
+        manager.restore(
+            state,
+            path.checkpoint,
+            rename=keep_only(*state),
+            missing="error" if is_strict else "keep",
+            unexpected="error" if is_strict else "ignore",
+            dtype="convert",
+            go_on=is_fitting,
+            must_exist=True,
+        )
+        if is_fitting:
+            self._loaded_urls.add(path.run_url)
+        return self._as_lightning(rest, loaders.value, url, has_optimizers=has_optimizers)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002  # Lightning's signature
+        """Load the model, unless it was loaded from a run."""
+        if "state_dict" in checkpoint:
+            super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]  # as above
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers, unless they were loaded from a run."""
+        if checkpoint["optimizer_states"] or self._engine is not None:
+            super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]  # as above
+
+    def _as_lightning(
+        self, rest: dict[str, Any], positions: Any, url: str, *, has_optimizers: bool
+    ) -> dict[str, Any]:
+        """Return the parts of a checkpoint as Lightning's own would have them."""
+        saved_size = rest.pop("world_size", None)
+        loop = rest.get("loops", {}).get("fit_loop", {}).get("state_dict")
+        if loop is not None and positions is not None:
+            if saved_size == self.world_size:  # type: ignore[attr-defined]  # of the strategy
+                loop[_LOADER_STATES] = positions
+            else:
+                logger.warning(
+                    "%s was saved by %s ranks, and this job has %d: stateful data loaders begin the epoch anew.",
+                    *(url, saved_size, self.world_size),  # type: ignore[attr-defined]  # as above
+                )
+        if has_optimizers:
+            rest["optimizer_states"] = []  # which Lightning asks for; they are loaded
+            rest["lr_schedulers"] = [config.scheduler.state_dict() for config in self._trainer.lr_scheduler_configs]
+        return rest
+
+    def _locate(self, url: str) -> CheckpointPath:
+        dirpaths = {to_url(one.dirpath) for one in self._trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)}
+        for dirpath in dirpaths:
+            if url.startswith(f"{dirpath}/"):
+                name = url.removeprefix(f"{dirpath}/")
+                return CheckpointPath(dirpath, int(name) if name.isdecimal() else name)
+        return find_checkpoint(url, **lightning_files.open_options)
+
+    # ---- parts
+
+    @property
+    def _trainer(self) -> Any:
+        return self.lightning_module.trainer  # type: ignore[attr-defined]  # of the strategy
+
+    @property
+    def _wrapped(self) -> Any:
+        return self.model  # type: ignore[attr-defined]  # of the strategy
+
+    @property
+    def _engine(self) -> Any:
+        """Engine of DeepSpeed; None for other strategies."""
+        return None
+
+    def _manager(self, run_url: str) -> CheckpointManager:
+        return manager_of(run_url, **self._settings)
+
+    def _path_of(self, url: str) -> CheckpointPath:
+        """Return the run and the name of a file: below the `dirpath` of a callback, a name may have slashes."""
+        dirpaths = {to_url(one.dirpath) for one in self._trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)}
+        run_url = next((one for one in dirpaths if url.startswith(f"{one}/")), url.rpartition("/")[0])
+        return CheckpointPath(run_url, url.removeprefix(f"{run_url}/"))
+
+    def _tensors(self, *, is_training: bool) -> dict[str, Any]:
+        """Return the state of model, optimizers, schedulers and random states; the same to save and to load."""
+        if not is_training:
+            return {"model": ModelState(self._wrapped)}
+        optimizers = list(self._trainer.optimizers)
+        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        return training_state(
+            model=self._wrapped,
+            optimizer=optimizers[0] if len(optimizers) == 1 else _by_number(optimizers),
+            scheduler=schedulers[0] if len(schedulers) == 1 else _by_number(schedulers),
+            random_states=RandomStates(),
+        )
+
+    def _find_newest(self, manager: CheckpointManager) -> int | None:
+        """Return the newest step of a run; one GET of rank 0, whose error all ranks raise."""
+        found: Any = None
+        if self.is_global_zero:  # type: ignore[attr-defined]  # of the strategy
+            try:
+                info = manager.latest()
+                found = None if info is None else info.step
+            except DcpRemoteError as error:
+                found = error
+        found = self.broadcast(found)  # type: ignore[attr-defined]  # as above
+        if isinstance(found, DcpRemoteError):
+            raise found
+        return found  # type: ignore[no-any-return]  # what rank 0 has found
+
+
+class RemoteFSDPStrategy(RemoteStrategy, FSDPStrategy):  # type: ignore[misc]  # Lightning may not be installed
+    """`FSDPStrategy` with checkpoints in runs; see `RemoteStrategy`."""
+
+
+class RemoteModelParallelStrategy(RemoteStrategy, ModelParallelStrategy):  # type: ignore[misc]  # as above
+    """`ModelParallelStrategy` (FSDP2, tensor parallelism) with checkpoints in runs; see `RemoteStrategy`."""
+
+
+class RemoteDDPStrategy(RemoteStrategy, DDPStrategy):  # type: ignore[misc]  # as above
+    """`DDPStrategy` with checkpoints in runs; see `RemoteStrategy`."""
+
+
+class RemoteSingleDeviceStrategy(RemoteStrategy, SingleDeviceStrategy):  # type: ignore[misc]  # as above
+    """`SingleDeviceStrategy` with checkpoints in runs; see `RemoteStrategy`."""
+
+
+class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):  # type: ignore[misc]  # as above
+    """`DeepSpeedStrategy` with checkpoints in runs, of any stage for any other; see `RemoteStrategy`."""
+
+    @property
+    def _engine(self) -> Any:
+        """Engine of DeepSpeed."""
+        return self.deepspeed_engine
+
+    def _tensors(self, *, is_training: bool) -> dict[str, Any]:
+        from dcp_remote.integrations.deepspeed import engine_state
+
+        state = engine_state(self._engine, exclude_frozen_parameters=bool(self.exclude_frozen_parameters))
+        if not is_training:
+            return {"model": state["model"]}
+        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        own = training_state(
+            scheduler=schedulers[0] if len(schedulers) == 1 else _by_number(schedulers), random_states=RandomStates()
+        )
+        return state | own
+
+
+def _by_number(values: list[Any]) -> dict[str, Any] | None:
+    return {str(number): value for number, value in enumerate(values)} or None
+
+
+def _metrics_of(trainer: Any) -> dict[str, float]:
+    """Return the numbers that were logged, without those that are not finite."""
+    numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if _is_number(value)}
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
+
+
+def _is_number(value: Any) -> bool:
+    return getattr(value, "numel", lambda: 1)() == 1

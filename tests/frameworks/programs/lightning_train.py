@@ -1,0 +1,295 @@
+"""Train a small module with Lightning's Trainer, once for each job of an option file; report losses and digests."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.utils.data import DataLoader, TensorDataset
+
+from dcp_remote.errors import DcpRemoteError
+from dcp_remote.integrations.runs import close_managers
+from tests.support.rank_programs import report
+
+logging.basicConfig(level=logging.INFO)
+
+
+@dataclass
+class Width:
+    """Hyperparameter that is no plain value."""
+
+    hidden: int = 5
+
+
+class Module(pl.LightningModule):  # type: ignore[misc]  # Lightning may not be installed
+    """Two layers of odd sizes, so that shards are uneven and one is empty."""
+
+    def __init__(self, width: Width, activation: Any, *, sharding: str) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, width.hidden), nn.Linear(width.hidden, 2, bias=False)
+        self.activation, self.sharding = activation, sharding
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.sharding == "fsdp2" and not hasattr(self, "is_sharded"):
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = self.device_mesh["data_parallel"]
+            for layer in (self.first, self.second):
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self, mesh=mesh)
+            self.is_sharded = True
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.second(self.activation(self.first(batch[0]))).square().mean() + torch.rand(()) * 0
+        self.losses.append(loss.item())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+
+
+class StatefulLoader:
+    """Data loader whose position differs between ranks, as torchdata's `StatefulDataLoader`."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count, self.position = rank, count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Any:
+        while self.position < self.count:
+            self.position += 1
+            generator = torch.Generator().manual_seed(100 * self.rank + self.position)
+            yield [torch.randn(3, 8, generator=generator)]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": self.rank, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["rank"] == self.rank, "the position of another rank"
+        self.position = state["position"]
+
+
+class Counter(Callback):  # type: ignore[misc]  # Lightning may not be installed
+    """Callback with a state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_train_batch_end(self, *arguments: Any, **options: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class Watch(Callback):  # type: ignore[misc]  # Lightning may not be installed
+    """Callback that notes digests, and kills this process in the middle of a save."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.digests: dict[int, dict[str, str]] = {}
+
+    def note(self, trainer: Any) -> None:
+        self.digests[trainer.global_step] = digests_of(trainer)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.note(trainer)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
+        step = trainer.global_step
+        if step in self.options.get("digest_at", []):
+            self.note(trainer)
+        if step == self.options.get("kill_at"):
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if step == self.options.get("save_on_rank_0_at") and trainer.is_global_zero:
+            trainer.save_checkpoint(f"{self.options['url']}/alone.ckpt")
+        if step == self.options.get("fail_at") and trainer.global_rank == 1:
+            raise ValueError("boo")
+
+
+def digests_of(trainer: Any) -> dict[str, str]:
+    """Return digests of whole tensors; gathers, which a test may."""
+    if "DeepSpeed" in type(trainer.strategy).__name__:
+        from hf_models import engine_digests
+
+        return dict(engine_digests(trainer.strategy.deepspeed_engine))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model = trainer.strategy.model
+    values = {"model": get_model_state_dict(model, options=options)}
+    if trainer.optimizers:
+        values["optimizer"] = get_optimizer_state_dict(model, trainer.optimizers, options=options)["state"]
+    return {name: _digest(value) for name, value in values.items()}
+
+
+def _digest(values: Any) -> str:
+    if isinstance(values, dict):
+        text = "".join(f"{name.removeprefix('module.')}:{_digest(values[name])}" for name in sorted(values))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+    if isinstance(values, torch.Tensor):
+        return hashlib.sha256(values.double().numpy().tobytes()).hexdigest()[:16]
+    return repr(values)
+
+
+def make_strategy(mode: str, settings: dict[str, Any] | None) -> Any:
+    """Return a strategy by name; Lightning's own without settings of checkpoints."""
+    from dcp_remote.integrations import lightning as remote_strategies
+    from lightning.pytorch import strategies
+
+    name = {
+        "ddp": "DDPStrategy",
+        "fsdp1": "FSDPStrategy",
+        "fsdp2": "ModelParallelStrategy",
+        "zero": "DeepSpeedStrategy",
+        "plain": "SingleDeviceStrategy",
+    }[mode.rstrip("0123456789") if mode.startswith("zero") else mode]
+    base = getattr(strategies, name) if settings is None else getattr(remote_strategies, f"Remote{name}")
+    options: dict[str, Any] = {} if settings is None else {"checkpoint_settings": settings}
+    if mode == "plain":
+        return base(device="cpu", **options)
+    if mode == "fsdp1":
+        base = _on_cpu(base)
+        options |= {"auto_wrap_policy": {nn.Linear}, "state_dict_type": "full"}
+    if mode.startswith("zero"):
+        return _deepspeed_on_cpu(base, int(mode[-1]), options)
+    if mode == "fsdp2":
+        options |= {"data_parallel_size": int(os.environ["WORLD_SIZE"]), "tensor_parallel_size": 1}
+    return base(process_group_backend="gloo", **options)
+
+
+def _on_cpu(base: Any) -> Any:
+    """Return a class of FSDP1 that runs without an accelerator, which torch refuses."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    init = FullyShardedDataParallel.__init__
+
+    def on_cpu(self: Any, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **{**options, "device_id": torch.device("cpu")})
+
+    FullyShardedDataParallel.__init__ = on_cpu  # type: ignore[method-assign]  # for this process
+    return type(base.__name__, (base,), {})
+
+
+def _deepspeed_on_cpu(base: Any, stage: int, options: dict[str, Any]) -> Any:
+    from lightning.pytorch.accelerators import CUDAAccelerator
+
+    class Pretended(CUDAAccelerator):  # type: ignore[misc]  # Lightning may not be installed
+        """Accelerator that DeepSpeed's strategy takes for CUDA."""
+
+        def setup_device(self, device: Any) -> None:
+            return None
+
+    strategy_class = type(
+        base.__name__,
+        (base,),
+        {
+            "_validate_device_index_selection": lambda self: None,
+            "root_device": property(lambda self: torch.device("cpu")),
+        },
+    )
+    config = {
+        "zero_optimization": {"stage": stage},
+        "train_micro_batch_size_per_gpu": 3,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    strategy = strategy_class(
+        accelerator=Pretended(), process_group_backend="gloo", config=config, logging_batch_size_per_gpu=3, **options
+    )
+    return strategy
+
+
+def run(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train once; return what the test compares."""
+    torch.manual_seed(7 + int(os.environ.get("RANK", "0")))
+    mode, url, rank = options["mode"], options.get("url"), int(os.environ.get("RANK", "0"))
+    world_size = 1 if mode == "plain" else int(os.environ["WORLD_SIZE"])
+    is_remote = url is not None and not options.get("stock")
+    strategy = make_strategy(mode, dict(options.get("settings") or {}) if is_remote else None)
+    watch, counter = Watch(options), Counter()
+    callbacks: list[Any] = [counter, watch]
+    saver = None
+    if url is not None:
+        saver = ModelCheckpoint(dirpath=url, **{"every_n_train_steps": 2, "save_top_k": -1, **options.get("saver", {})})
+        callbacks.append(saver)
+    if options.get("without_counter"):
+        callbacks.remove(counter)
+    trainer = pl.Trainer(
+        accelerator="cpu" if not mode.startswith("zero") else strategy.accelerator,
+        devices=world_size if not mode.startswith("zero") else "auto",
+        strategy=strategy,
+        callbacks=callbacks,
+        max_steps=options.get("max_steps", 6),
+        logger=False,
+        enable_checkpointing=url is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=str(folder),
+    )
+    module = Module(Width(), partial(torch.nn.functional.leaky_relu, negative_slope=0.1), sharding=mode)
+    if options.get("stateful"):
+        data: Any = StatefulLoader(rank, 8)
+    else:
+        generator = torch.Generator().manual_seed(rank if world_size > 1 else 0)
+        data = DataLoader(TensorDataset(torch.randn(24, 8, generator=generator)), batch_size=3)
+    outcome: dict[str, Any] = {}
+    try:
+        if options.get("validate"):
+            strategy.connect(module)
+        trainer.fit(module, data, ckpt_path=options.get("ckpt_path"))
+    except (DcpRemoteError, ValueError) as error:
+        if not options.get("expects_error"):
+            raise
+        outcome["error"] = f"{type(error).__name__}: {error}"
+    return outcome | {
+        "losses": module.losses,
+        "digests": watch.digests,
+        "count": counter.count,
+        "best": saver.best_model_path if saver is not None else None,
+        "local": sorted(str(path.relative_to(folder)) for path in folder.rglob("*.ckpt")),
+    }
+
+
+def main() -> None:
+    """Run the jobs of the option file, each reported by its name."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("options", type=Path)
+    jobs = json.loads(parser.parse_args().options.read_text())
+    for name, options in jobs.items():
+        folder = Path(f"job-{name}-{os.environ.get('RANK', '0')}")
+        folder.mkdir()
+        report(**{name: run(options, folder)})
+        close_managers()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
