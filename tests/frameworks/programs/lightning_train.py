@@ -140,7 +140,7 @@ def digests_of(trainer: Any) -> dict[str, str]:
         from hf_models import engine_digests
 
         return dict(engine_digests(trainer.strategy.deepspeed_engine))
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    options = StateDictOptions(full_state_dict=True)
     model = trainer.strategy.model
     values = {"model": get_model_state_dict(model, options=options)}
     if trainer.optimizers:
