@@ -289,9 +289,7 @@ class RemoteStrategy:
         if checkpoint["optimizer_states"] or self._engine is not None:
             super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]  # as above
 
-    def _as_lightning(
-        self, rest: dict[str, Any], positions: Any, url: str, *, has_optimizers: bool
-    ) -> dict[str, Any]:
+    def _as_lightning(self, rest: dict[str, Any], positions: Any, url: str, *, has_optimizers: bool) -> dict[str, Any]:
         """Return the parts of a checkpoint as Lightning's own would have them."""
         saved_size = rest.pop("world_size", None)
         loop = rest.get("loops", {}).get("fit_loop", {}).get("state_dict")
@@ -309,7 +307,9 @@ class RemoteStrategy:
         return rest
 
     def _locate(self, url: str) -> CheckpointPath:
-        dirpaths = {to_url(one.dirpath) for one in self._trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)}
+        dirpaths = {
+            to_url(one.dirpath) for one in self._trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)
+        }
         for dirpath in dirpaths:
             if url.startswith(f"{dirpath}/"):
                 name = url.removeprefix(f"{dirpath}/")
@@ -336,7 +336,9 @@ class RemoteStrategy:
 
     def _path_of(self, url: str) -> CheckpointPath:
         """Return the run and the name of a file: below the `dirpath` of a callback, a name may have slashes."""
-        dirpaths = {to_url(one.dirpath) for one in self._trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)}
+        dirpaths = {
+            to_url(one.dirpath) for one in self._trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)
+        }
         run_url = next((one for one in dirpaths if url.startswith(f"{one}/")), url.rpartition("/")[0])
         return CheckpointPath(run_url, url.removeprefix(f"{run_url}/"))
 

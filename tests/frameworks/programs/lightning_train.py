@@ -29,6 +29,10 @@ from tests.support.rank_programs import report
 
 logging.basicConfig(level=logging.INFO)
 
+# Lightning removes the variables when a training has ended.
+ENVIRONMENT = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+WORLD_SIZE, RANK = int(ENVIRONMENT["WORLD_SIZE"]), int(ENVIRONMENT["RANK"])
+
 
 @dataclass
 class Width:
@@ -179,7 +183,7 @@ def make_strategy(mode: str, settings: dict[str, Any] | None) -> Any:
     if mode.startswith("zero"):
         return _deepspeed_on_cpu(base, int(mode[-1]), options)
     if mode == "fsdp2":
-        options |= {"data_parallel_size": int(os.environ["WORLD_SIZE"]), "tensor_parallel_size": 1}
+        options |= {"data_parallel_size": WORLD_SIZE, "tensor_parallel_size": 1}
     return base(process_group_backend="gloo", **options)
 
 
@@ -227,9 +231,10 @@ def _deepspeed_on_cpu(base: Any, stage: int, options: dict[str, Any]) -> Any:
 
 def run(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train once; return what the test compares."""
-    torch.manual_seed(7 + int(os.environ.get("RANK", "0")))
-    mode, url, rank = options["mode"], options.get("url"), int(os.environ.get("RANK", "0"))
-    world_size = 1 if mode == "plain" else int(os.environ["WORLD_SIZE"])
+    os.environ.update(ENVIRONMENT)
+    torch.manual_seed(7 + RANK)
+    mode, url = options["mode"], options.get("url")
+    world_size = 1 if mode == "plain" else WORLD_SIZE
     is_remote = url is not None and not options.get("stock")
     strategy = make_strategy(mode, dict(options.get("settings") or {}) if is_remote else None)
     watch, counter = Watch(options), Counter()
@@ -255,9 +260,9 @@ def run(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     )
     module = Module(Width(), partial(torch.nn.functional.leaky_relu, negative_slope=0.1), sharding=mode)
     if options.get("stateful"):
-        data: Any = StatefulLoader(rank, 8)
+        data: Any = StatefulLoader(RANK, 8)
     else:
-        generator = torch.Generator().manual_seed(rank if world_size > 1 else 0)
+        generator = torch.Generator().manual_seed(RANK)
         data = DataLoader(TensorDataset(torch.randn(24, 8, generator=generator)), batch_size=3)
     outcome: dict[str, Any] = {}
     try:
@@ -283,7 +288,7 @@ def main() -> None:
     parser.add_argument("options", type=Path)
     jobs = json.loads(parser.parse_args().options.read_text())
     for name, options in jobs.items():
-        folder = Path(f"job-{name}-{os.environ.get('RANK', '0')}")
+        folder = Path(f"job-{name}-{RANK}")
         folder.mkdir()
         report(**{name: run(options, folder)})
         close_managers()
