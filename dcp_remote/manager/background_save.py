@@ -85,7 +85,7 @@ class BackgroundSave:
         Raises:
             RuntimeError: No thread can be started.
         """
-        self._task, self._step = task, task.labels.step
+        self._task, self._step, self._begun = task, task.labels.step, task.begun
         # A daemon, because a stuck thread must not keep the process alive; `AtExit` waits for the thread.
         threading.Thread(target=self._run, name="dcp_remote-save", daemon=True).start()
 
@@ -123,8 +123,25 @@ class BackgroundSave:
         Raises:
             DcpRemoteError: The save failed, or was given up.
         """
+        self._wait_for(self._settled, left_seconds)
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None, "settled without an error"
+        return self._report
+
+    def wait_until_begun(self, left_seconds: Callable[[], float] = _no_end) -> None:
+        """Wait until all ranks have come with their states and the run takes the step, or the save has failed.
+
+        Args:
+            left_seconds: Gives the seconds until this process is killed.
+        """
+        self._wait_for(self._begun, left_seconds)
+
+    def _wait_for(self, event: threading.Event, left_seconds: Callable[[], float]) -> None:
         last_seconds: float | None = None
-        while not self._settled.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
+        while not event.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
+            if self._settled.is_set():
+                return
             self._collective.check_time_and_store()
             cancelled = self._collective.cancelled
             if cancelled is None:
@@ -134,10 +151,6 @@ class BackgroundSave:
                 last_seconds = now + min(_UNWIND_SECONDS, _UNWIND_SHARE * left_seconds())
             if now > last_seconds:
                 self._give_up(cancelled)
-        if self._error is not None:
-            raise self._error
-        assert self._report is not None, "settled without an error"
-        return self._report
 
     def _give_up(self, error: DcpRemoteError) -> None:
         """Set the error of the save, and leave its thread behind, which is stuck in a request."""
@@ -216,6 +229,7 @@ class BackgroundSave:
         # Frees the copy of the state, because the next save makes another.
         del self._task
         self._settled.set()
+        self._begun.set()
 
 
 class BackgroundSaves:
@@ -271,6 +285,18 @@ class BackgroundSaves:
                 if background_save.is_settled:
                     self._under_way = None
         return self.report
+
+    def wait_until_begun(self) -> None:
+        """Wait until all ranks have come to the save under way and the run takes its step.
+
+        Raises:
+            DcpRemoteError: The save has failed. Each failure is raised once.
+        """
+        background_save = self._under_way
+        if background_save is not None:
+            background_save.wait_until_begun(self._left_seconds)
+            if background_save.is_settled:
+                self.wait()
 
     def close(self, *, is_interrupted: bool, error: BaseException | None = None) -> None:
         """Wait for the save under way, and for its deletion of old checkpoints.

@@ -263,7 +263,7 @@ class CheckpointManager:
         overwrite: bool = False,
         exist_ok: bool = False,
         planner: SavePlanner | None = None,
-        wait: bool = False,
+        wait: bool | Literal["begun"] = False,
     ) -> None:
         """Save a state in the background; called by every rank.
 
@@ -292,14 +292,17 @@ class CheckpointManager:
                 coordinator's argument counts.
             planner: Planner of torch; None is `DefaultSavePlanner()`. A planner with methods of its own plans each save
                 anew, and its replicas are written by one rank. torch's plan cache (`enable_plan_caching`) is not used.
-            wait: True to return only when the checkpoint is committed. The state is then not copied.
+            wait: True to return only when the checkpoint is committed. The state is then not copied. "begun" to return
+                when every rank has called `save` and copied its state, and the run takes the step: an error of any rank
+                until then, and one that does not come, is raised by this call on all ranks. Every loop that would wait
+                in a collective of torch for a rank that failed should pass this. Costs two messages per rank.
 
         Raises:
             InvalidArgumentError: A step, name, metric, note, or the state is wrong. Raised as the errors below if the
                 step is older than the newest checkpoint, or if ranks have tensors of different shapes or dtypes under
                 one name. Of objects that differ, one rank's is saved; a warning names them once.
 
-        Raised by this call with `wait`, else by the next `save`, `restore` or `wait`, or at the end of the block:
+        Raised by this call with `wait=True`, else by the next `save`, `restore` or `wait`, or at the end of the block:
             CheckpointExistsError: The run has a checkpoint of this step, or checkpoints that this job does not go on
                 from; see `JobSession.begin`.
             FencedError: A newer job owns the run. Stop this job.
@@ -315,6 +318,8 @@ class CheckpointManager:
         self._preemption.forget_expired_notice()
         labels = CheckpointLabels.of(step, name=name, metrics=metrics, overwrite=overwrite, exist_ok=exist_ok)
         noted = checked_user(user or {})
+        if wait not in [False, True, "begun"]:
+            raise InvalidArgumentError('wait must be False, True or "begun".', wait=wait)
         operation = self._telemetry.save(self._store, step=step, rank=self._ranks.rank)
         background_save: BackgroundSave | None = None
         try:
@@ -328,7 +333,7 @@ class CheckpointManager:
             )
             self._ranks.begin(collective)
             with operation.phase("staging"):
-                copied = self._copied(collective, state, stage=not wait)
+                copied = self._copied(collective, state, stage=wait is not True)
             task = Task(
                 labels=labels,
                 state=copied,
@@ -339,10 +344,12 @@ class CheckpointManager:
                 staging_seconds=time.monotonic() - called_seconds - waiting_seconds,
                 seconds=seconds,
                 operation=operation,
-                background=not wait,
+                background=wait is not True,
             )
             self._background_saves.start(background_save, task)
-            if wait:
+            if wait == "begun":
+                self._background_saves.wait_until_begun()
+            elif wait:
                 self.wait()
             if self._schedule is not None:
                 self._schedule.note_saved(step)

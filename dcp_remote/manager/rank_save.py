@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -82,6 +83,7 @@ class Task:
         seconds: Seconds from the beginning of the collective operation to its deadline.
         operation: Operation of telemetry.
         background: True if training goes on meanwhile.
+        begun: Event that is set once all ranks have come with their states, and the run takes the step.
         uncommitted: Ticket and figures of the attempt that waits for the answer to its commit; empty at other times.
             Kept here because the thread of an earlier save may be stuck, with a task of its own.
     """
@@ -96,6 +98,7 @@ class Task:
     seconds: float
     operation: Operation
     background: bool
+    begun: threading.Event = field(default_factory=threading.Event, init=False)
     uncommitted: list[tuple[SaveTicket, RankFigures]] = field(default_factory=list, init=False)
 
 
@@ -289,6 +292,7 @@ class RankSaver:
             request, lambda requests: planning.begin(requests, collective=collective, borrow=borrow)
         )
         del self._unclear[: len(request.unclear)]  # the thread of an earlier save may have added more
+        task.begun.set()
         if isinstance(begun, Labelled):
             return begun
         ticket = begun.ticket

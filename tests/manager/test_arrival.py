@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from dcp_remote import CheckpointManager
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
 from dcp_remote.storage import MemoryStore
+from dcp_remote.storage.wrapper import Request, WrappedStore
 from dcp_remote.testing import RecordingStore
 from tests.support.rank_threads import Ended, RankThreads, managers_of, rank_threads, wait_until
 
@@ -54,15 +55,18 @@ def assert_not_called(result: Ended[Any], what: str, kind: type[DcpRemoteError] 
     assert "if rank == 0" in str(result.error)
 
 
+@pytest.mark.parametrize("wait", [True, "begun"])
 @pytest.mark.parametrize("present", [[0], [1], [0, 1], [1, 2]])
-def test_a_save_under_a_condition_on_the_rank(present: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_under_a_condition_on_the_rank(
+    present: list[int], wait: Literal[True, "begun"], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It fails where it was called, and uploads nothing; later where it was not; then saves and restores work."""
     absent = [rank for rank in range(3) if rank not in present]
     with rank_threads(3) as them:
         managers = Managers(them, monkeypatch)
-        for result in managers.run(lambda one: one.save(1, state_of(1), wait=True), *present):
+        for result in managers.run(lambda one: one.save(1, state_of(1), wait=wait), *present):
             assert_not_called(result, "the save of step 1")
-        for result in managers.run(lambda one: one.save(1, state_of(1), wait=True), *absent):
+        for result in managers.run(lambda one: one.save(1, state_of(1), wait=wait), *absent):
             assert_not_called(result, "the save of step 1")
         assert managers.store.requests == []
         state = [state_of(0) for _ in range(3)]
@@ -84,6 +88,37 @@ def test_a_save_in_the_background_under_a_condition(monkeypatch: pytest.MonkeyPa
             assert_not_called(second, f"the save of step {step}")
         assert [one.error for one in managers.run(lambda one: one.save(4, state_of(4), wait=True))] == [None] * 3
         managers.close()
+
+
+def test_a_save_that_waits_for_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call returns while the store holds every upload; it raises at once if the run refuses the step."""
+    go_on = threading.Event()
+
+    class Held(WrappedStore):
+        def _request(self, request: Request, send: Callable[[], Any]) -> Any:
+            if request.verb == "put" and request.key.startswith("shards/"):
+                assert go_on.wait(60)
+            return send()
+
+    with rank_threads(2) as them:
+        store = MemoryStore()
+        managers = managers_of(them, Held(store), monkeypatch)
+        for step in (5, 3):
+            ended = them.run(lambda group, step=step: managers[group.rank].save(step, state_of(step), wait="begun"))  # type: ignore[misc]  # mypy infers no default
+            if step == 5:
+                assert [one.error for one in ended] == [None, None]
+                assert managers[0].steps() == []
+                go_on.set()
+            else:
+                assert all(isinstance(one.error, InvalidArgumentError) for one in ended), ended
+        assert managers[0].steps() == [5]
+        for manager in reversed(managers):
+            manager.close()
+    alone = CheckpointManager(MemoryStore())
+    alone.save(1, state_of(1), wait="begun")
+    with pytest.raises(InvalidArgumentError, match="begun"):
+        alone.save(2, state_of(2), wait="started")  # type: ignore[arg-type]  # a typo
+    alone.close()
 
 
 def test_a_restore_under_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +192,11 @@ def test_how_long_ranks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- a function that returns the state
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [True, False, "begun"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_state_that_one_rank_cannot_collect(victim: int, *, wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_one_rank_cannot_collect(
+    victim: int, wait: bool | Literal["begun"], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That rank raises its own error, the others one that names the rank; nothing is uploaded; the next save works."""
     with rank_threads(3) as them:
         managers = Managers(them, monkeypatch)
@@ -172,7 +209,8 @@ def test_a_state_that_one_rank_cannot_collect(victim: int, *, wait: bool, monkey
         def save(group: RankGroup) -> None:
             manager = managers.managers[group.rank]
             manager.save(1, lambda: collect(group.rank), wait=wait)
-            manager.wait()
+            if not wait:
+                manager.wait()
 
         for rank, result in enumerate(them.run(save)):
             if rank == victim:
