@@ -277,8 +277,9 @@ class CheckpointManager:
             step: Number of finished training steps.
             state: State to save, as of `training_state`: nested dicts and lists of tensors, objects, modules,
                 optimizers and other `Stateful`s, and `PerRank` values. A bare module is saved as `{"model": module}`.
-                Or a function that returns the state, called here on every rank: if it raises on one rank, that rank
-                raises the error unchanged, the others hear of it at once, and nothing is uploaded.
+                Or a function that returns the state, called on every rank once all have called `save`, so that it may
+                use collectives of torch. If it raises on one rank, that rank raises the error unchanged, the others
+                hear of it at once, and nothing is uploaded. Costs two messages per rank.
             name: Name or names by which the checkpoint can be asked for; a name moves to the newest checkpoint that is
                 given it. "latest" and "last" are refused: they mean the newest checkpoint wherever a step is taken.
             metrics: Numbers by name, for `Retention(keep_best=…)`. A number that is not finite is left out, with a
@@ -661,6 +662,8 @@ class CheckpointManager:
         made: Any = state
         # A module is callable, too.
         if callable(made) and not isinstance(made, Mapping) and not hasattr(made, "state_dict"):
+            # Not before all ranks have come: collectives of torch in this function would wait for an absent rank.
+            collective.gather(None, lambda _nothing: None)
             collective.set_activity("collecting the state")
             made = made()
         copied = build_saved_state(as_state(made), self._ranks.rank)

@@ -77,6 +77,26 @@ def test_a_save_under_a_condition_on_the_rank(
         managers.close()
 
 
+def test_a_function_is_not_called_before_all_ranks_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its collectives of torch would wait for an absent rank; the save fails in the call itself, also without wait."""
+    called: list[int] = []
+
+    def make(rank: int) -> dict[str, Any]:
+        called.append(rank)
+        return state_of(1)
+
+    with rank_threads(3) as them:
+        managers = Managers(them, monkeypatch)
+        ended = them.run(lambda group: managers.managers[group.rank].save(1, lambda: make(group.rank)), ranks=[0, 2])
+        for result in ended:
+            assert_not_called(result, "the save of step 1")
+        assert called == []
+        ended = them.run(lambda group: managers.managers[group.rank].save(2, lambda: make(group.rank)))
+        assert [one.error for one in ended] == [None] * 3
+        assert sorted(called) == [0, 1, 2]
+        managers.close()
+
+
 def test_a_save_in_the_background_under_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call returns, and the next one raises; the ranks that never came save with the others."""
     with rank_threads(3) as them:
