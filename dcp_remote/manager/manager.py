@@ -289,7 +289,8 @@ class CheckpointManager:
             overwrite: True to replace the live checkpoint of this step, if there is one, with its names and its pin.
             exist_ok: True to keep the live checkpoint of this step if this job wrote it, or has saved nothing since it
                 went on from it: names and metrics are added to it in the catalog, and nothing is uploaded. Costs two
-                GETs and a PUT; one GET if there is nothing to add. After a crash all of them are added or none. The
+                GETs and a PUT; one GET if there is nothing to add. After a crash all of them are added or none. An
+                abandoned checkpoint of this step is replaced also if it has names, which the new one gets. The
                 coordinator's argument counts.
             planner: Planner of torch; None is `DefaultSavePlanner()`. A planner with methods of its own plans each save
                 anew, and its replicas are written by one rank. torch's plan cache (`enable_plan_caching`) is not used.

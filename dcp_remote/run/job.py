@@ -216,7 +216,7 @@ def _describe_abandoned(entries: Sequence[Entry]) -> str:
         ", ".join(str(entry.step) for entry in listed[-_STEPS_NAMED_MAX:])
         for listed in (entries, [entry for entry in entries if not entry.is_replaceable_by(())])
     )
-    note = " (pinned or named, and so not replaced unless a save is given the name, or overwrite=True: "
+    note = " (pinned or named, and so not replaced unless a save is given the name, exist_ok or overwrite: "
     return steps + (f"{note}{held})" if held else "")
 
 
@@ -349,8 +349,11 @@ class JobSession:
     def _begin_in(self, catalog: Catalog, note: CheckpointLabels, *, borrow: bool) -> SaveTicket:
         there = catalog.entry_at(note.step)
         self._require_progress(note, catalog)
+        names = note.names
         if there is not None and not note.overwrite:
-            self._require_replaceable(there, note)
+            if note.exist_ok:  # the names of an abandoned checkpoint do not keep the checkpoint, but go on to the new one
+                names = tuple(dict.fromkeys((*names, *there.names)))
+            self._require_replaceable(there, names, note.step)
         self._has_open_attempt = True
         base = self._newest(catalog) if borrow else None
         return SaveTicket(
@@ -360,7 +363,7 @@ class JobSession:
                 step=note.step,
                 token=catalog.token,
                 revision=catalog.revision,
-                names=note.names,
+                names=names,
                 metrics=note.metrics,
             ),
             reused=(base.save_id, base.manifest) if base is not None else None,
@@ -482,21 +485,21 @@ class JobSession:
         """Return whether this job wrote a checkpoint, or has saved nothing since it resumed from the checkpoint."""
         return there.token == self._token or there.step == self._resumed_from
 
-    def _require_replaceable(self, there: Entry, note: CheckpointLabels) -> None:
+    def _require_replaceable(self, there: Entry, names: Iterable[str], step: int) -> None:
         if not (there.abandoned or self._abandons(there)):
             raise CheckpointExistsError(
                 "Checkpoint already exists at this step. Save another step, or pass overwrite=True to replace it.",
                 url=self._store.url,
-                step=note.step,
+                step=step,
                 save_id=there.save_id,
             )
-        if not there.is_replaceable_by(note.names):
+        if not there.is_replaceable_by(names):
             raise CheckpointExistsError(
                 "Checkpoint already exists at this step: it was abandoned, and stays because it is pinned or has a "
                 "name. Save another step; or unpin it (`dcp-remote pin --undo`) and give this save its names; or pass "
                 "overwrite=True to replace it.",
                 url=self._store.url,
-                step=note.step,
+                step=step,
                 save_id=there.save_id,
                 pinned=there.pinned,
                 names=", ".join(there.names) or None,

@@ -225,6 +225,24 @@ def test_an_abandoned_step_is_saved_anew() -> None:
     assert load(store, step=2)["step"] == 22
 
 
+def test_an_abandoned_step_with_names_is_saved_anew() -> None:
+    """As by a framework that names each checkpoint; a pin still keeps the checkpoint."""
+    store = MemoryStore()
+    with CheckpointManager(store) as manager:
+        manager.save(1, state_of(1), name="step-1")
+        manager.save(2, state_of(2), name=["step-2", "last.ckpt"])
+        manager.restore(state_of(0), "step-1")
+        with pytest.raises(CheckpointExistsError, match="has a name"):
+            manager.save(2, state_of(22), name="step-2", wait=True)
+        manager.save(2, state_of(22), name="step-2", exist_ok=True, wait=True)
+        assert entry_of(store, 2).names == ("step-2", "last.ckpt")
+        manager.restore(state_of(0), 1)
+        manager.pin(2)
+        with pytest.raises(CheckpointExistsError, match="pinned"):
+            manager.save(2, state_of(222), name="step-2", exist_ok=True, wait=True)
+    assert load(store, step="last.ckpt")["step"] == 22
+
+
 def test_a_fenced_job_adds_no_names() -> None:
     """A newer job owns the run: nothing is added, and the job stays fenced."""
     store = MemoryStore()

@@ -517,7 +517,7 @@ def test_restoring_an_older_step_says_what_that_abandons(caplog: pytest.LogCaptu
         checkpoints.restore(state_of(0), 10)
         (warning,) = (record for record in caplog.records if "abandons" in record.message)
         assert "restores step 10: the next save abandons 20, 30" in warning.message
-        assert "(pinned or named, and so not replaced unless a save is given the name, or overwrite=True: 20)" in (
+        assert "(pinned or named, and so not replaced unless a save is given the name, exist_ok or overwrite: 20)" in (
             warning.message
         )
         assert "dcp_remote.load(url, step=10)" in warning.message
