@@ -238,16 +238,18 @@ class BackgroundSaves:
     Args:
         url: URL of the run, for the log.
         preemption: Preemption of the manager, which bounds waiting by the time before the process is killed.
+        is_requesting: Returns whether a request to the store is under way.
 
     Attributes:
         report: Report of the last save that was committed and waited for.
         newest: Last save that was begun; it may still be deleting old checkpoints.
     """
 
-    def __init__(self, url: str, preemption: Preemption) -> None:
+    def __init__(self, url: str, preemption: Preemption, is_requesting: Callable[[], bool]) -> None:
         """Begin without a save."""
         self._url = url
         self._preemption = preemption
+        self._is_requesting = is_requesting
         self._under_way: BackgroundSave | None = None  # until `wait` has given its result
         self.report: SaveReport | None = None
         self.newest: BackgroundSave | None = None
@@ -320,8 +322,8 @@ class BackgroundSaves:
         finally:
             newest, self.newest = self.newest, None
             if newest is not None:
-                if is_interrupted and not newest.has_ended:
-                    # A store that does not answer holds the thread for as long as one request may take.
+                if is_interrupted and (not newest.has_ended or self._is_requesting()):
+                    # A store that does not answer holds the process for as long as one request may take.
                     logger.warning(
                         "%s: waiting for requests of %s; press Ctrl-C to stop waiting", self._url, newest.what
                     )

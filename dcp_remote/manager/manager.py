@@ -206,7 +206,9 @@ class CheckpointManager:
         self._run = Run(self._store.uncounted, owner=lambda: self._saver.owner)
         self._stager = Stager()
         self._telemetry = Telemetry()
-        self._background_saves = BackgroundSaves(self._store.url, self._preemption)
+        self._background_saves = BackgroundSaves(
+            self._store.url, self._preemption, lambda: self._store.requests_under_way > 0
+        )
         self._last_load: LoadReport | None = None
         self._closed = False
         self._at_exit = AtExit(self._store.url, self._close)

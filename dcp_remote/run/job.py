@@ -351,7 +351,9 @@ class JobSession:
         self._require_progress(note, catalog)
         names = note.names
         if there is not None and not note.overwrite:
-            if note.exist_ok:  # the names of an abandoned checkpoint do not keep the checkpoint, but go on to the new one
+            if (
+                note.exist_ok
+            ):  # the names of an abandoned checkpoint do not keep the checkpoint, but go on to the new one
                 names = tuple(dict.fromkeys((*names, *there.names)))
             self._require_replaceable(there, names, note.step)
         self._has_open_attempt = True

@@ -60,6 +60,7 @@ class _Tally:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.counts = Counts()
+        self.under_way = 0
 
     def __reduce__(self) -> tuple[object, ...]:
         return _Tally, ()
@@ -84,18 +85,27 @@ class CountingStore(WrappedStore):
         with self._tally.lock:
             return self._tally.counts
 
+    @property
+    def requests_under_way(self) -> int:
+        """Number of requests that have begun and not ended."""
+        with self._tally.lock:
+            return self._tally.under_way
+
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
         put_bytes, got_bytes = (request.size_bytes, 0) if request.verb == "put" else (0, request.size_bytes)
-        self._count(Counts(requests=1, put_bytes=put_bytes, got_bytes=got_bytes, reread=int(is_reread())))
+        self._count(Counts(requests=1, put_bytes=put_bytes, got_bytes=got_bytes, reread=int(is_reread())), begun=1)
         try:
             answer = send()
         except TransientStorageError:
             self._count(Counts(failed=1))
             raise
+        finally:
+            self._count(Counts(), begun=-1)
         if isinstance(answer, Content):
             self._count(Counts(got_bytes=len(answer.data)))
         return answer
 
-    def _count(self, more: Counts) -> None:
+    def _count(self, more: Counts, *, begun: int = 0) -> None:
         with self._tally.lock:
             self._tally.counts = self._tally.counts.plus(more)
+            self._tally.under_way += begun

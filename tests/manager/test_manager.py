@@ -46,6 +46,7 @@ from dcp_remote.errors import (
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, thin_entry
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.format.manifest_json import encode
+from dcp_remote.manager.background_save import BackgroundSaves
 from dcp_remote.run.catalog_store import read_catalog, swap
 from dcp_remote.run.gc import find_orphans
 from dcp_remote.run.lookup import read_manifest
@@ -56,6 +57,7 @@ from dcp_remote.storage import LocalStore, MemoryStore
 from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.wrapper import Request, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from tests.support.rank_threads import wait_until
 from tests.support.simulated_ranks import load_as_ranks, save_as_ranks
 
 
@@ -955,11 +957,13 @@ class InterruptedUploadStore(WrappedStore):
     """Store that raises Ctrl-C while a shard is uploaded, and ends the upload when the test says so."""
 
     go_on = threading.Event()
+    is_first = threading.Lock()
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         if key.startswith("shards/"):
-            os.kill(os.getpid(), signal.SIGINT)
-            assert self.go_on.wait(60)
+            if InterruptedUploadStore.is_first.acquire(blocking=False):  # another would be a second Ctrl-C
+                os.kill(os.getpid(), signal.SIGINT)
+            assert InterruptedUploadStore.go_on.wait(60)
         return super().put(key, buffers, condition=condition)
 
 
@@ -972,8 +976,22 @@ class GoOn(logging.Handler):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
-def test_ctrl_c_in_a_save_says_what_is_waited_for() -> None:
-    """Ctrl-C logs what is waited for before it waits: without the line the shard would never be uploaded."""
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_ctrl_c_in_a_save_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch, *, has_ended: bool) -> None:
+    """Ctrl-C logs what is waited for before it waits: without the line the shard would never be uploaded.
+
+    Also if the thread of the save has ended by then, since the request goes on in another one.
+    """
+    close = BackgroundSaves.close
+
+    def close_later(saves: BackgroundSaves, **options: Any) -> None:
+        if has_ended:
+            wait_until(lambda: saves.newest is not None and saves.newest.has_ended)
+        close(saves, **options)
+
+    monkeypatch.setattr(BackgroundSaves, "close", close_later)
+    monkeypatch.setattr(InterruptedUploadStore, "go_on", threading.Event())
+    monkeypatch.setattr(InterruptedUploadStore, "is_first", threading.Lock())
     handler = GoOn()
     logging.getLogger("dcp_remote.manager.background_save").addHandler(handler)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
