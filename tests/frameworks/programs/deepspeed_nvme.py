@@ -36,7 +36,7 @@ OFFLOADS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def make_swapped(name: str, *, seed: int) -> Any:
-    """Return an engine of stage 3 with layers that are large enough to be swapped, one of them frozen, and small ones."""
+    """Return an engine of stage 3 with layers large enough to be swapped, one of them frozen, and small ones."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 8))
     model[1].requires_grad_(requires_grad=False)
