@@ -228,7 +228,7 @@ class EngineState:
     def make_template(self, names: Collection[str]) -> dict[str, Any]:
         """Return the values to load into: those that the checkpoint has."""
         self.client_state, self.has_counters = {}, "global_steps" in names
-        return _pick(self.state_dict(), names)
+        return _pick(self.state_dict(), [name for name in names if self.takes(f"deepspeed.{name}")])
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Set the engine; a micro step within an accumulation goes back to the accumulation's first."""

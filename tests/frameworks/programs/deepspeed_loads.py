@@ -17,7 +17,7 @@ from dcp_remote.errors import CheckpointNotFoundError, StateMismatchError
 from dcp_remote.integrations.deepspeed import attach, engine_state
 from dcp_remote.integrations.runs import close_managers, manager_of
 from deepspeed_checks import raised, warnings_of
-from deepspeed_engines import KINDS, SAMPLES, Net, batch, digests, evaluate, full_state, make_engine, train
+from deepspeed_engines import KINDS, SAMPLES, Net, base_of, batch, digests, evaluate, full_state, make_engine, train
 
 
 def options_of_a_load(url: str) -> None:
@@ -121,8 +121,8 @@ def what_is_missing_is_an_error(url: str) -> None:
         assert message.startswith(StateMismatchError.__name__), (name, message)
         assert expected in message, (name, message)
     assert digests(full_state(engine)) == own
-    (warning,) = warnings_of(engine.load_checkpoint, f"{url}-ghost", load_module_strict=False)
-    assert "ghost" in warning
+    warnings = warnings_of(engine.load_checkpoint, f"{url}-ghost", load_module_strict=False)
+    assert dist.get_rank() or "ghost" in "".join(warnings), warnings  # logged by the coordinator
 
 
 def going_back_and_saving_by_another_tag(url: str) -> None:
@@ -156,13 +156,14 @@ def saved_before_the_first_step(url: str) -> None:
         engine = make_engine(**KINDS[kind])
         attach(engine, wait=True, progress=False)
         engine.save_checkpoint(f"{url}/{kind}")
+        had_state = any(base_of(engine).state.values())
+        assert had_state is (kind == "0")  # where DeepSpeed makes a step without gradients at the beginning
         losses = train(engine, 2)
         expected = digests(full_state(engine))
         for _ in range(2):
             assert engine.load_checkpoint(f"{url}/{kind}")[0] is not None
             assert (engine.global_steps, engine.lr_scheduler.last_epoch) == (0, 0)
-            base = engine.optimizer if kind == "0-fp32" else engine.optimizer.optimizer
-            assert not any(base.state.values()), kind
+            assert any(base_of(engine).state.values()) is had_state, kind
             assert train(engine, 2) == losses, kind
             assert digests(full_state(engine)) == expected, kind
         engine.destroy()
