@@ -151,19 +151,21 @@ def going_back_and_saving_by_another_tag(url: str) -> None:
 
 
 def saved_before_the_first_step(url: str) -> None:
-    """Loaded into a trained engine, which is then as it was at the beginning: its optimizer has no state."""
-    for kind in ("0-fp32", "0", "1-32", "2", "3", "3-offload"):
+    """Loaded into a trained engine, which is then as it was at the beginning: its optimizer has no state.
+
+    In stage 0 with 16 bits DeepSpeed makes the states at the beginning.
+    """
+    for kind in ("0-fp32", "1-32", "2", "3", "3-offload"):
         engine = make_engine(**KINDS[kind])
         attach(engine, wait=True, progress=False)
         engine.save_checkpoint(f"{url}/{kind}")
-        had_state = any(base_of(engine).state.values())
-        assert had_state is (kind == "0")  # where DeepSpeed makes a step without gradients at the beginning
+        assert not any(base_of(engine).state.values())
         losses = train(engine, 2)
         expected = digests(full_state(engine))
         for _ in range(2):
             assert engine.load_checkpoint(f"{url}/{kind}")[0] is not None
             assert (engine.global_steps, engine.lr_scheduler.last_epoch) == (0, 0)
-            assert any(base_of(engine).state.values()) is had_state, kind
+            assert not any(base_of(engine).state.values()), kind
             assert train(engine, 2) == losses, kind
             assert digests(full_state(engine)) == expected, kind
         engine.destroy()
