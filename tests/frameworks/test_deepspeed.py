@@ -120,6 +120,7 @@ def require_loaded(ranks: Ranks, states: Mapping[str, Any], kinds: Sequence[str]
                 assert loaded[0]["next"] == states[run]["next"]
 
 
+@pytest.mark.timeout(600)
 def test_any_stage_and_world_size_loads_any_other(deepspeed_url: str, run_program: RunProgram) -> None:
     """Bits of masters, both moments and 16-bit copies, whole, by DeepSpeed's own functions; counters and schedule."""
     first = run_program("deepspeed_matrix.py", 1, *arguments_of("save", deepspeed_url, ("3",)))
@@ -163,6 +164,7 @@ def reports_of(deepspeed_url: str, run_program_in: RunProgramIn, tmp_path_factor
     return run
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases[0])
 def test_cases(reports_of: ReportsOf, cases: tuple[str, ...]) -> None:
     """Each function of `deepspeed_cases.py` says what it shows."""
