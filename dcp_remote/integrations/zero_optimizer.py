@@ -66,8 +66,7 @@ class ZeroOptimizerState:
         if not saved.isdisjoint(own):
             for partition in layout.partitions:
                 if not layout.optimizer.state.get(partition.masters):
-                    with partition.in_memory():
-                        _make_state(layout.optimizer, partition.masters, partition.group)
+                    _make_state(layout.optimizer, partition.masters, partition.group)
             states = self.state_dict()["state"]
         lacking = [name for name in states if name not in saved]
         if lacking:
@@ -111,7 +110,6 @@ class ZeroOptimizerState:
                 if found:
                     count = len({float(one) for one in found})
                     flat_state[key] = _like(flat_state[key], max(found, key=float), key=key, count=count)
-        layout.flush()
         group_of = {name: number for number, group in enumerate(groups) for name in group.get("params") or ()}
         for number, group in enumerate(layout.optimizer.param_groups):
             names = self._names(layout, number)
@@ -143,9 +141,8 @@ class ZeroOptimizerState:
 def _split_state(layout: Layout, partition: Partition) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the states of a partition: those of its shape, and the numbers that all its elements have in common."""
     shaped, steps = {}, {}
-    shape = partition.values_of(partition.masters).shape
-    for key, state in (layout.optimizer.state.get(partition.masters) or {}).items():
-        value = partition.values_of(state) if isinstance(state, torch.Tensor) else state
+    shape = partition.masters.shape
+    for key, value in (layout.optimizer.state.get(partition.masters) or {}).items():
         if isinstance(value, torch.Tensor) and value.shape == shape:
             shaped[key] = value
         else:

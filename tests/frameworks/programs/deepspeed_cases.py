@@ -13,7 +13,6 @@ import deepspeed
 
 import deepspeed_incidents
 import deepspeed_loads
-import deepspeed_nvme
 import deepspeed_saves
 from dcp_remote.integrations.runs import close_managers
 from tests.support.rank_programs import report
@@ -21,7 +20,6 @@ from tests.support.rank_programs import report
 CASES = {
     function.__name__: function
     for function in (
-        *deepspeed_nvme.CASES,
         deepspeed_loads.options_of_a_load,
         deepspeed_loads.frozen_parameters_are_left_out,
         deepspeed_loads.a_usual_load_warns_of_nothing,
@@ -38,6 +36,7 @@ CASES = {
         deepspeed_saves.a_rank_that_raises,
         deepspeed_saves.a_rank_that_raises_in_the_background,
         deepspeed_saves.a_rank_that_does_not_come,
+        deepspeed_saves.partitions_on_nvme_are_refused,
         deepspeed_saves.parallelism_is_refused,
         deepspeed_incidents.incident_0,
         deepspeed_incidents.incident_0_of_a_url,
