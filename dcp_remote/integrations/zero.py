@@ -86,7 +86,7 @@ class Layout:
         partitions: Partitions of this rank.
         frozen: Shards of parameters without a master copy in ZeRO-3, by name: (shape, first element, elements).
         refresh: Function that copies the masters into the parameters of the module; a collective of torch in ZeRO.
-        owner: Optimizer of DeepSpeed; None where the optimizer's class is not DeepSpeed's.
+        owner: Optimizer of DeepSpeed that links parameters to their states; None if there are no links.
     """
 
     optimizer: Any
@@ -203,16 +203,10 @@ def _read_stage3(module: nn.Module, optimizer: Any, names: dict[int, list[str]])
                 Fragment(_name(parameter, names), parameter, tuple(parameter.ds_shape), start, offset, elements)
             )
             offset += padded
-        group = optimizer.sub_group_to_group_id[number]
-        partitions.append(Partition(flat, group, tuple(fragments)))
+        partitions.append(Partition(flat, optimizer.sub_group_to_group_id[number], tuple(fragments)))
     trained = {id(parameter) for parameters in optimizer.fp16_groups for parameter in parameters}
-    frozen = [parameter for parameter in module.parameters() if id(parameter) not in trained]
-    return Layout(
-        optimizer.optimizer,
-        tuple(partitions),
-        _shards(frozen, names),
-        lambda: _refresh_stage3(optimizer),
-    )
+    frozen = _shards((parameter for parameter in module.parameters() if id(parameter) not in trained), names)
+    return Layout(optimizer.optimizer, tuple(partitions), frozen, lambda: _refresh_stage3(optimizer))
 
 
 def _shard_range(parameter: Any) -> tuple[int, int, int]:
