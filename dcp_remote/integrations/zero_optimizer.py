@@ -25,7 +25,8 @@ class ZeroOptimizerState:
     Every parameter of a partition has the partition's step. A `Stateful`.
 
     Attributes:
-        is_required: True if a restore refuses a checkpoint without an optimizer.
+        is_required: True if a restore refuses a checkpoint without an optimizer, and takes away states that were not
+            saved; False leaves them as they are, also those that the restore excludes.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -70,10 +71,7 @@ class ZeroOptimizerState:
             states = self.state_dict()["state"]
         lacking = [name for name in states if name not in saved]
         if lacking:
-            logger.warning(
-                "the checkpoint has no optimizer state of %s: it starts from zero",
-                ", ".join(lacking[:_NAMES_SHOWN_MAX]),
-            )
+            logger.warning("the checkpoint has no optimizer state of %s", ", ".join(lacking[:_NAMES_SHOWN_MAX]))
         # A number of its own for each parameter, since each is read.
         states = {
             name: {key: value if isinstance(value, LocalBoxes) else value.clone() for key, value in state.items()}
@@ -90,7 +88,7 @@ class ZeroOptimizerState:
 
     @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Set steps and options of the groups; the other states were read in place. States that were not saved go."""
+        """Set steps and options of the groups; the other states were read in place."""
         groups = values.get("param_groups")
         if not groups:  # the checkpoint has no optimizer
             return
@@ -98,10 +96,11 @@ class ZeroOptimizerState:
         for partition in layout.partitions:
             saved = {one.name: states[one.name] for one in partition.fragments if one.name in states}
             if not saved:
-                layout.forget_state(partition)
+                if self.is_required:
+                    layout.forget_state(partition)
                 continue
             shaped, steps = _split_state(layout, partition)
-            for fragment in partition.fragments:
+            for fragment in partition.fragments if self.is_required else ():
                 for value in shaped.values() if fragment.name not in saved else ():
                     fragment.view_in(value).zero_()
             flat_state = layout.optimizer.state[partition.masters]
