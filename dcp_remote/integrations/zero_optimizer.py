@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,7 +92,12 @@ class ZeroOptimizerState:
         groups = values.get("param_groups")
         if not groups:  # the checkpoint has no optimizer
             return
-        layout, states = read_layout(self._engine), values.get("state", {})
+        layout = read_layout(self._engine)
+        self._set_steps(layout, values.get("state", {}))
+        self._set_options(layout, groups)
+
+    def _set_steps(self, layout: Layout, states: Mapping[str, Any]) -> None:
+        """Set the numbers that all elements of a partition have in common; take away what was not saved."""
         for partition in layout.partitions:
             saved = {one.name: states[one.name] for one in partition.fragments if one.name in states}
             if not saved:
@@ -109,6 +114,8 @@ class ZeroOptimizerState:
                 if found:
                     count = len({float(one) for one in found})
                     flat_state[key] = _like(flat_state[key], max(found, key=float), key=key, count=count)
+
+    def _set_options(self, layout: Layout, groups: Sequence[Mapping[str, Any]]) -> None:
         group_of = {name: number for number, group in enumerate(groups) for name in group.get("params") or ()}
         for number, group in enumerate(layout.optimizer.param_groups):
             names = self._names(layout, number)
