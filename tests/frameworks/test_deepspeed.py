@@ -139,7 +139,8 @@ def test_any_stage_and_world_size_loads_any_other(deepspeed_url: str, run_progra
 @pytest.mark.timeout(2400)
 def test_every_stage_at_every_size(run_program_in: RunProgramIn, tmp_path: Path) -> None:
     """The whole matrix, which the documentation shows; in a local folder, and prints what was compared."""
-    url, states = f"{tmp_path.as_uri()}/runs", {}
+    url = f"{tmp_path.as_uri()}/runs"
+    states: dict[str, Any] = {}
     for world_size in EVERY_SIZE:
         ranks = run_program_in(tmp_path, "deepspeed_matrix.py", world_size, *arguments_of("save", url, STAGES))
         states |= {f"{kind}-{world_size}": ranks.reports[0][kind] for kind in STAGES}

@@ -18,12 +18,16 @@ def raised(function: Callable[..., Any], *arguments: Any, **options: Any) -> str
 
 def warnings_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> list[str]:
     """Return the texts that dcp_remote logs in a call, from warnings on."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append  # type: ignore[method-assign]  # a handler of one test
+    texts: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    handler = Handler(logging.WARNING)
     logging.getLogger("dcp_remote").addHandler(handler)
     try:
         function(*arguments, **options)
     finally:
         logging.getLogger("dcp_remote").removeHandler(handler)
-    return [record.getMessage() for record in records]
+    return texts
