@@ -212,4 +212,4 @@ def test_the_example_goes_on_at_another_size_and_stage(
     second = run_program(script, 1, "--url", url, "--stage", 2, "--steps", 5)
     assert "step 4, {'loss': " in second.outputs[0]
     assert "step 5, loss " in second.outputs[0]
-    assert [info.step for info in open_run(url, storage_options=s3_server.storage_options).checkpoints()] == [2, 4]
+    assert [info.step for info in open_run(url, storage_options=s3_server.storage_options).checkpoints()] == [4, 5]
