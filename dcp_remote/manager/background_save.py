@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import CommitUnknownError, DcpRemoteError
@@ -72,7 +73,7 @@ class BackgroundSave:
         # Taken by the thread or by a caller that gives up: whoever is first leaves the collective operation.
         # After Ctrl-C in `Thread.start` the caller cannot know whether there is a thread.
         self._leaves = threading.Lock()
-        self._settled, self._ended = threading.Event(), threading.Event()
+        self._settled, self._ended = OneTimeEvent(), OneTimeEvent()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
 
@@ -137,7 +138,7 @@ class BackgroundSave:
         """
         self._wait_for(self._begun, left_seconds)
 
-    def _wait_for(self, event: threading.Event, left_seconds: Callable[[], float]) -> None:
+    def _wait_for(self, event: OneTimeEvent, left_seconds: Callable[[], float]) -> None:
         last_seconds: float | None = None
         while not event.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
             if self._settled.is_set():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcp_remote.common.gil import short_switch_interval
 from dcp_remote.common.text import format_count, human_bytes
+from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError
@@ -98,7 +98,7 @@ class Task:
     seconds: float
     operation: Operation
     background: bool
-    begun: threading.Event = field(default_factory=threading.Event, init=False)
+    begun: OneTimeEvent = field(default_factory=OneTimeEvent, init=False)
     uncommitted: list[tuple[SaveTicket, RankFigures]] = field(default_factory=list, init=False)
 
 
