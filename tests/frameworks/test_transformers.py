@@ -25,7 +25,7 @@ def train(run_program: Callable[..., Ranks], tmp_path: Path) -> Jobs:
 # `make test-frameworks` leaves out what the others hold nearly as well: importing the frameworks takes a while.
 LONG = pytest.mark.torture(smoke=False)
 
-MODES = [("plain", 1), ("fsdp2", 2), ("zero3", 2)]
+MODES = [("fsdp2", 2), ("zero3", 2), pytest.param("plain", 1, marks=LONG)]
 MODES += [pytest.param(mode, 2, marks=LONG) for mode in ("ddp", "zero1", "zero2")]
 
 # Threads, sockets, plans and the interpreter's own.
@@ -182,7 +182,7 @@ def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server:
     for part in ("model", "optimizer"):
         assert reports["weights_again"]["digests"]["3"][part] == first["digests"]["3"][part]
     for name in ("first", "into_another_run", "weights_again", "from_local"):
-        assert reports[name]["warnings"] == [], name
+        assert [text for text in reports[name]["warnings"] if "no checkpoint here yet" not in text] == [], name
 
     assert reports["evaluated"]["digests"]["0"]["model"] == first["digests"]["3"]["model"]
 
@@ -206,9 +206,13 @@ def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server:
     assert "tokens_state.json" in enabled.load(keys="files")["files"].names
 
 
-@pytest.mark.timeout(600)  # four programs, each of which imports the frameworks
-def test_other_numbers_of_ranks_and_other_wrappers_load_the_same_state(train: Jobs, bucket_url: str) -> None:
-    """FSDP2 on two ranks, tied weights; into FSDP2 on three, DDP on two, one process. State is equal to the bit."""
+@pytest.mark.parametrize(
+    ("mode", "world_size"), [("plain", 1), pytest.param("fsdp2", 3, marks=LONG), pytest.param("ddp", 2, marks=LONG)]
+)
+def test_other_numbers_of_ranks_and_other_wrappers_load_the_same_state(
+    train: Jobs, bucket_url: str, mode: str, world_size: int
+) -> None:
+    """From FSDP2 on two ranks, with tied weights. State is equal to the bit."""
     url = f"{bucket_url}/run"
     job: dict[str, Any] = {"url": url, "tied": True, "stop_at": 2, "digest_at": [2]}
     saved = train(2, mode="fsdp2", saved=job).reports[0]["saved"]
@@ -218,12 +222,12 @@ def test_other_numbers_of_ranks_and_other_wrappers_load_the_same_state(train: Jo
         "resume": True,
         "arguments": {"max_steps": 3, "save_strategy": "no"},
     }
-    for mode, world_size in (("fsdp2", 3), ("ddp", 2), ("plain", 1)):
-        loaded = train(world_size, mode=mode, loaded=look).reports[0]["loaded"]
-        for part in ("model", "optimizer"):
-            assert loaded["digests"]["2"][part] == saved["digests"]["2"][part], (mode, part)
-        changed = [text for text in loaded["warnings"] if "samples a step" in text]
-        assert bool(changed) == (world_size != 2), mode
+    loaded = train(world_size, mode=mode, loaded=look).reports[0]["loaded"]
+    for part in ("model", "optimizer"):
+        assert loaded["digests"]["2"][part] == saved["digests"]["2"][part], part
+    changed = [text for text in loaded["warnings"] if "samples a step" in text]
+    assert bool(changed) == (world_size != 2)
+    assert len(loaded["warnings"]) == len(changed)
 
 
 def test_adapters(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
@@ -248,8 +252,16 @@ def test_adapters(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
     assert {"adapter_config.json", "config.json"} <= set(saved["files"].names)
     with_base = open_run(whole_url, storage_options=s3_server.storage_options).load(2, keys="model.*")["model"]
     assert "base_model.model.lm_head.weight" in with_base
-    sharded = train(2, mode="fsdp2", loaded={**jobs["resumed"], "url": f"{url}-2", "resume": f"{url}/checkpoint-2"})
-    assert sharded.reports[0]["loaded"]["digests"]["2"]["model"] == whole["digests"]["2"]["model"]
+
+
+@LONG
+def test_adapters_of_one_process_under_fsdp2(train: Jobs, bucket_url: str) -> None:
+    """They are equal to the bit."""
+    url = f"{bucket_url}/adapters"
+    saved = train(begun={"url": url, "lora": True, "stop_at": 2, "digest_at": [2]}).reports[0]["begun"]
+    job = {"url": f"{url}-2", "lora": True, "resume": f"{url}/checkpoint-2"}
+    loaded = train(2, mode="fsdp2", loaded=job).reports[0]["loaded"]
+    assert loaded["digests"]["2"]["model"] == saved["digests"]["2"]["model"]
 
 
 def test_ranks_rotation_and_a_late_rank(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
@@ -282,19 +294,25 @@ def test_ranks_rotation_and_a_late_rank(train: Jobs, bucket_url: str, s3_server:
     assert [info.step for info in failing_run.checkpoints()] == [2]
 
 
-def test_a_rank_that_does_not_come_to_a_save(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
-    """With default settings: all ranks that came raise within 40 s of the call, and the late rank when it comes."""
+@pytest.mark.parametrize("arrival_seconds", [3, pytest.param(None, marks=LONG)])
+def test_a_rank_that_does_not_come_to_a_save(
+    train: Jobs, bucket_url: str, s3_server: S3Server, arrival_seconds: int | None
+) -> None:
+    """All ranks that came raise, with default settings within 40 s of the call, and the late rank when it comes."""
     url = f"{bucket_url}/run"
-    job = {"url": url, "absent": [1, 2], "expects_error": True}
+    seconds = arrival_seconds or 30
+    job: dict[str, Any] = {"url": url, "absent": [1, 2, seconds + 10], "expects_error": True}
+    job["settings"] = {"arrival_seconds": arrival_seconds} if arrival_seconds else {}
     came, late = (report["job"] for report in train(2, mode="ddp", job=job).reports)
     assert came["error"].startswith("SaveTimeoutError")
     assert "Rank 1 has not called the save of step 2" in came["error"]
-    assert 25 < came["seconds"] < 40
+    assert seconds - 5 < came["seconds"] < seconds + 10
     assert late["error"].startswith("SaveTimeoutError"), late["error"]
     assert late["seconds"] < 10
     assert open_run(url, storage_options=s3_server.storage_options).latest() is None
 
 
+@LONG
 def test_incident_1_a_checkpoint_that_was_cut_off(train: Jobs, bucket_url: str) -> None:
     """Trainer alone takes a folder for complete whose writing was killed, and fails; here the one before is taken."""
     url, alone = f"{bucket_url}/run", {"output_dir": "alone"}

@@ -72,9 +72,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # may not be installed
             self.note(kwargs["model"], kwargs["optimizer"], state)
         if self.options.get("slow_rank") == args.process_index:
             time.sleep(0.4)
-        absent_rank, absent_at = self.options.get("absent", (None, None))
+        absent_rank, absent_at, seconds = self.options.get("absent", (None, None, 0))
         if state.global_step == absent_at:
-            time.sleep(45 if args.process_index == absent_rank else 0)
+            time.sleep(seconds if args.process_index == absent_rank else 0)
             self.began_seconds = time.monotonic()
         if state.global_step == self.options.get("notice_at"):
             os.kill(os.getpid(), signal.SIGTERM)
