@@ -193,7 +193,7 @@ def test_a_state_that_one_rank_cannot_collect(victim: int, option: str | None, m
 
     The others raise in the call itself with `wait` and `together`.
     """
-    options = {} if option is None else {option: True}
+    options: dict[str, Any] = {} if option is None else {option: True}
     with rank_threads(3) as them:
         managers = Managers(them, monkeypatch)
 

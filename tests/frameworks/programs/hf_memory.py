@@ -71,7 +71,7 @@ def main() -> None:
         fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=make_data(), callbacks=[measure])
-    settings = {"memory_budget_bytes": BUDGET, "progress": False, "dedup": False}
+    settings: dict[str, Any] = {"memory_budget_bytes": BUDGET, "progress": False, "dedup": False}
     remote(trainer, sys.argv[1], **settings).train()
     close_managers()
     # Parameters and two moments of Adam, in fp32.

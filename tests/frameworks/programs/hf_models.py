@@ -200,9 +200,9 @@ def forbid_gathers() -> None:
         if collectives.get_total_counts():
             raise RuntimeError(f"a save calls collectives of torch: {dict(collectives.get_comm_counts())}")
 
-    CheckpointManager.save = save_without_collectives  # type: ignore[method-assign]  # in this process
+    CheckpointManager.save = save_without_collectives  # type: ignore[assignment, method-assign]  # in this process
     Accelerator.get_state_dict = refuse
-    DTensor.full_tensor = refuse_whole  # type: ignore[method-assign]  # in this process
+    DTensor.full_tensor = refuse_whole  # type: ignore[assignment, method-assign]  # in this process
     torch_state_dict._gather_state_dict = refuse
     torch_state_dict._broadcast_state_dict = refuse
     if find_spec("deepspeed"):
