@@ -136,7 +136,6 @@ class RemoteRun:
         step: int = trainer.state.global_step
         if trainer.state.best_global_step == step:
             trainer.state.best_model_checkpoint = f"{self.url}/checkpoint-{step}"
-        trainer.store_flos()
         self.manager.save(
             step,
             lambda: self._collect(trainer, step, write_own_files),
@@ -147,6 +146,8 @@ class RemoteRun:
             exist_ok=step == self._saved_step,
         )
         self._saved_step, self._has_saved = step, True
+        # A collective of torch, which would wait for ever for a rank that does not come to the save.
+        trainer.store_flos()
 
     def _collect(self, trainer: Any, step: int, write_own_files: Callable[[], None]) -> dict[str, Any]:
         folder = self.folder / f"checkpoint-{step}"
@@ -166,7 +167,12 @@ class RemoteRun:
         # Of an object that several ranks give, any rank's may be stored: of these, whose values differ, one rank's.
         own: dict[str, Any] = {}
         if trainer.args.process_index == 0:
-            write_files(trainer, folder)
+            # The sum over ranks follows the save: in the file every rank counts as much as this one.
+            flos, state.total_flos = state.total_flos, state.total_flos + trainer.current_flos * trainer.args.world_size
+            try:
+                write_files(trainer, folder)
+            finally:
+                state.total_flos = flos
             own[FILES_KEY] = read_files(folder)
             own[ABOUT_KEY] = Opaque(
                 {
