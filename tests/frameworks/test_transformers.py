@@ -294,20 +294,16 @@ def test_ranks_rotation_and_a_late_rank(train: Jobs, bucket_url: str, s3_server:
     assert [info.step for info in failing_run.checkpoints()] == [2]
 
 
-@pytest.mark.parametrize("arrival_seconds", [3, pytest.param(None, marks=LONG)])
-def test_a_rank_that_does_not_come_to_a_save(
-    train: Jobs, bucket_url: str, s3_server: S3Server, arrival_seconds: int | None
-) -> None:
-    """All ranks that came raise, with default settings within 40 s of the call, and the late rank when it comes."""
+@LONG
+def test_a_rank_that_does_not_come_to_a_save(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
+    """With default settings: all ranks that came raise within 40 s of the call, and the late rank when it comes."""
     url = f"{bucket_url}/run"
-    seconds = arrival_seconds or 30
-    job: dict[str, Any] = {"url": url, "absent": [1, 2, seconds + 10], "expects_error": True}
-    job["settings"] = {"arrival_seconds": arrival_seconds} if arrival_seconds else {}
+    job: dict[str, Any] = {"url": url, "absent": [1, 2, 60], "expects_error": True}
     job["arguments"] = {"logging_steps": 100}  # to log, Trainer waits for all ranks in a collective of torch
     came, late = (report["job"] for report in train(2, mode="ddp", job=job).reports)
     assert came["error"].startswith("SaveTimeoutError")
     assert "Rank 1 has not called the save of step 2" in came["error"]
-    assert seconds - 5 < came["seconds"] < seconds + 10
+    assert 25 < came["seconds"] < 40
     assert late["error"].startswith("SaveTimeoutError"), late["error"]
     assert late["seconds"] < 10
     assert open_run(url, storage_options=s3_server.storage_options).latest() is None
