@@ -49,16 +49,17 @@ def attach(engine: Any, *, wait: bool = False, **settings: Any) -> None:
     """Make an engine's `save_checkpoint` and `load_checkpoint` take URLs; both go on taking local folders.
 
     Signatures and results are DeepSpeed's. The URL is that of a run; the step of a checkpoint is `engine.global_steps`,
-    and its names are `global_step<n>` and `tag`. Every rank calls both methods. A second save in the same step uploads
-    nothing, and only adds its tag. `load_checkpoint` without a tag takes the newest checkpoint, and
-    returns `(None, None)` if there is none, with a warning; of one without counters, as another framework's,
-    `global_steps` becomes the step. `save_latest` and `custom_load_fn` have no effect, and
-    `save_16bit_model` refuses URLs, because it would make a local folder of that name.
+    and `tag` is a name of the checkpoint, by default `global_step<n>`. Every rank calls both methods. A second save in
+    the same step uploads nothing, and only adds its tag. `load_checkpoint` without a tag takes the newest checkpoint,
+    and returns `(None, None)` if there is none, with a warning; of one without counters, as another framework's,
+    `global_steps` becomes the step. `save_latest` and `custom_load_fn` have no effect, and `save_16bit_model` refuses
+    URLs, because it would make a local folder of that name.
 
-    A save copies this rank's partitions into memory that is kept for the next save, and returns; upload and commit go
-    on in the background. Its error is raised by the next save or load, by `runs.close_managers()`, or at the end of
-    the process. After a kill at any moment the run has the checkpoints that it had, and perhaps the new one, each
-    whole. Memory and requests: see `CheckpointManager.save`; no collective of torch is called in a save.
+    A save copies this rank's partitions into memory that is kept for the next save, and returns when all ranks have;
+    a rank that raises, or does not come within 30 s, is an error on all of them. Upload and commit go on in the
+    background; their error is raised by the next save or load, by `runs.close_managers()`, or at the end of the
+    process. After a kill at any moment the run has the checkpoints that it had, and perhaps the new one, each whole.
+    Memory and requests: see `CheckpointManager.save`; no collective of torch is called in a save.
 
     Args:
         engine: Engine that `deepspeed.initialize` returned.
@@ -116,14 +117,12 @@ def _methods(settings: Mapping[str, Any], *, is_waiting: bool) -> dict[str, Call
             return _original(self, "save_checkpoint")(
                 self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
             )
-        # With its own name a step can be saved anew under another tag, once an older tag was loaded.
-        own_name = f"global_step{self.global_steps}"
         manager_of(_text(save_dir), **settings).save(
             self.global_steps,
             lambda: engine_state(self, client_state=client_state, exclude_frozen_parameters=exclude_frozen_parameters),
-            name=own_name if tag is None else dict.fromkeys([str(tag), own_name]),
+            name=f"global_step{self.global_steps}" if tag is None else str(tag),
             exist_ok=True,
-            wait=is_waiting,
+            wait=is_waiting or "begun",
         )
         return True
 

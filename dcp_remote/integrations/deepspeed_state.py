@@ -11,7 +11,8 @@ import torch
 
 from dcp_remote import LocalBoxes, Opaque, OptimizerState
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
-from dcp_remote.integrations.zero import canonical, has_layout, names_of, read_layout
+from dcp_remote.integrations.wrappers import canonical
+from dcp_remote.integrations.zero import has_layout, names_of, read_layout
 from dcp_remote.integrations.zero_optimizer import ZeroOptimizerState
 
 __all__ = ["EngineState", "engine_state", "require_supported"]

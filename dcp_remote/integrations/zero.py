@@ -28,9 +28,7 @@ from torch import nn
 
 from dcp_remote import LocalBoxes
 from dcp_remote.errors import InvalidArgumentError
-
-# Parts of names that wrappers add: `torch.compile`, activation checkpointing.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+from dcp_remote.integrations.wrappers import canonical
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +105,6 @@ class Layout:
             return
         if hasattr(self.owner, "_hp_optimizer_states_linked"):
             self.owner._hp_optimizer_states_linked = False  # the next step links the parameters to their new states
-
-
-def canonical(name: str) -> str:
-    """Return a name without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def names_of(module: nn.Module) -> dict[int, list[str]]:

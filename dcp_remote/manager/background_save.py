@@ -57,6 +57,10 @@ class BackgroundSave:
         saver: Rank's part of the save.
         coordinator: Coordinator's part; None on other ranks.
         before: Previous save, whose result is known; its thread may be stuck.
+
+    Attributes:
+        begun: Event that is set once all ranks have come with their states and the run takes the step, or the save has
+            a result.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class BackgroundSave:
         # Taken by the thread or by a caller that gives up: whoever is first leaves the collective operation.
         # After Ctrl-C in `Thread.start` the caller cannot know whether there is a thread.
         self._leaves = threading.Lock()
-        self._settled, self._ended = OneTimeEvent(), OneTimeEvent()
+        self.begun, self._settled, self._ended = OneTimeEvent(), OneTimeEvent(), OneTimeEvent()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
 
@@ -86,7 +90,7 @@ class BackgroundSave:
         Raises:
             RuntimeError: No thread can be started.
         """
-        self._task, self._step, self._begun = task, task.labels.step, task.begun
+        self._task, self._step = task, task.labels.step
         # A daemon, because a stuck thread must not keep the process alive; `AtExit` waits for the thread.
         threading.Thread(target=self._run, name="dcp_remote-save", daemon=True).start()
 
@@ -136,13 +140,11 @@ class BackgroundSave:
         Args:
             left_seconds: Gives the seconds until this process is killed.
         """
-        self._wait_for(self._begun, left_seconds)
+        self._wait_for(self.begun, left_seconds)
 
     def _wait_for(self, event: OneTimeEvent, left_seconds: Callable[[], float]) -> None:
         last_seconds: float | None = None
         while not event.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
-            if self._settled.is_set():
-                return
             self._collective.check_time_and_store()
             cancelled = self._collective.cancelled
             if cancelled is None:
@@ -153,13 +155,17 @@ class BackgroundSave:
             if now > last_seconds:
                 self._give_up(cancelled)
 
+    def _settle(self) -> None:
+        self._settled.set()
+        self.begun.set()
+
     def _give_up(self, error: DcpRemoteError) -> None:
         """Set the error of the save, and leave its thread behind, which is stuck in a request."""
         if self._collective.is_committing:
             what = f"{error.what} The commit had begun, and the store has not said whether it was carried out."
             error = CommitUnknownError(what, **error.details)
         self._error = error
-        self._settled.set()
+        self._settle()
 
     def abandon(self, error: BaseException) -> bool:
         """Give the save up, because the calling `save` raises and its caller may change the state; commit nothing.
@@ -174,13 +180,13 @@ class BackgroundSave:
         """
         if self._leaves.acquire(blocking=False):
             self._error = error
-            self._settled.set()
+            self._settle()
             self._ranks.abandon(self._collective, error)
             self._ended.set()
             return False
         if not self._settled.is_set() and self._collective.abort("was interrupted"):
             self._error = self._collective.cancelled
-            self._settled.set()
+            self._settle()
         return True
 
     def finish(self, seconds: float = _FINISH_SECONDS) -> None:
@@ -229,8 +235,7 @@ class BackgroundSave:
             operation.end(self._report if self._coordinator is not None else None)
         # Frees the copy of the state, because the next save makes another.
         del self._task
-        self._settled.set()
-        self._begun.set()
+        self._settle()
 
 
 class BackgroundSaves:

@@ -349,6 +349,7 @@ class CheckpointManager:
                 seconds=seconds,
                 operation=operation,
                 background=wait is not True,
+                begun=background_save.begun,
             )
             self._background_saves.start(background_save, task)
             if wait == "begun":

@@ -83,7 +83,7 @@ class Task:
         seconds: Seconds from the beginning of the collective operation to its deadline.
         operation: Operation of telemetry.
         background: True if training goes on meanwhile.
-        begun: Event that is set once all ranks have come with their states, and the run takes the step.
+        begun: Event to set once all ranks have come with their states, and the run takes the step.
         uncommitted: Ticket and figures of the attempt that waits for the answer to its commit; empty at other times.
             Kept here because the thread of an earlier save may be stuck, with a task of its own.
     """
@@ -98,7 +98,7 @@ class Task:
     seconds: float
     operation: Operation
     background: bool
-    begun: OneTimeEvent = field(default_factory=OneTimeEvent, init=False)
+    begun: OneTimeEvent
     uncommitted: list[tuple[SaveTicket, RankFigures]] = field(default_factory=list, init=False)
 
 

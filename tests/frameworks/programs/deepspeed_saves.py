@@ -25,7 +25,7 @@ MiB = 1024**2
 
 
 def saves_in_the_background(url: str) -> None:
-    """Training goes on while the copy is uploaded; two saves in one step are one checkpoint with both names."""
+    """Training goes on while the copy is uploaded; saves in one step are one checkpoint with all tags."""
     engine = make_engine(**KINDS["3"])
     attach(engine, progress=False)
     train(engine, 2)
@@ -152,20 +152,15 @@ def a_rank_that_raises(url: str) -> None:
 
 
 def a_rank_that_raises_in_the_background(url: str) -> None:
-    """The call of the other ranks has returned by then: they hear of it in their next call, at once."""
+    """All ranks raise in the call, at once; nothing is committed, and the next save works."""
     engine = make_engine(**KINDS["3"])
     attach(engine, progress=False)
     train(engine, 1)
     failing = mock.patch.object(engine.lr_scheduler, "state_dict", side_effect=ValueError("no schedule"))
     with failing if dist.get_rank() == 1 else mock.MagicMock():
         message = raised(engine.save_checkpoint, url)
-    assert ("no schedule" in message) is (dist.get_rank() == 1), message
-    began = time.monotonic()
-    if dist.get_rank() == 0:
-        message = raised(engine.save_checkpoint, url)
-        assert "no schedule" in message, message
-        assert "Rank 1" in message or "rank=1" in message, message
-        assert time.monotonic() - began < 5
+    assert "no schedule" in message, message
+    assert dist.get_rank() == 1 or "rank=1" in message, message
     dist.barrier()
     assert open_run(url).latest() is None
     engine.save_checkpoint(url)
