@@ -73,6 +73,7 @@ FRAMEWORKS_TESTS_axolotl := tests/frameworks/test_axolotl.py
 # Removed again: PyPI's torchvision and torchaudio need the CUDA build of torch, and cannot be imported beside another.
 FRAMEWORKS_REMOVED_llamafactory := torchvision torchaudio
 
+# The frameworks first, and no version of theirs changes afterwards: pip would let botocore move under aiobotocore.
 $(FRAMEWORKS_INSTALLED): VENV = $(@D)
 $(FRAMEWORKS_INSTALLED): PYTHON = $(@D)/bin/python
 $(FRAMEWORKS_INSTALLED): PIP = $(@D)/bin/python -m pip --disable-pip-version-check
@@ -82,7 +83,9 @@ $(FRAMEWORKS_INSTALLED): $(FRAMEWORKS)/%/.installed: tests/frameworks/requiremen
 	@echo "== $(TORCH) =="
 	@$(install_torch)
 	@echo "== the frameworks of $* =="
-	$(PIP) install "$(TORCH)" --editable . --requirement $< --requirement tests/frameworks/requirements/tools.txt
+	$(PIP) install "$(TORCH)" --requirement $<
+	$(PIP) freeze --exclude-editable >$(@D)/constraints.txt
+	$(PIP) install --constraint $(@D)/constraints.txt --editable . --requirement tests/frameworks/requirements/tools.txt
 	$(if $(FRAMEWORKS_REMOVED_$*),$(PIP) uninstall --yes $(FRAMEWORKS_REMOVED_$*))
 	@$(PYTHON) -c '$(check_torch)'
 	@touch $@
