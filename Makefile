@@ -95,6 +95,7 @@ frameworks_python = PATH="$(CURDIR)/$(FRAMEWORKS)/$*/bin:$$PATH" \
     TORCH_EXTENSIONS_DIR="$(CURDIR)/$(FRAMEWORKS)/$*/torch_extensions" $(FRAMEWORKS)/$*/bin/python
 
 $(FRAMEWORKS_NAMES:%=$(FRAMEWORKS)/%/.compiled): $(FRAMEWORKS)/%/.compiled: $(FRAMEWORKS)/%/.installed
+	rm -rf $(FRAMEWORKS)/$*/torch_extensions # a compilation that was killed leaves a lock, at which the next one waits
 	$(frameworks_python) tests/frameworks/programs/compile_deepspeed.py
 	@touch $@
 
