@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from llamafactory.hparams import get_train_args, read_args
@@ -194,7 +195,7 @@ def digests(run: Run, step: int) -> dict[str, str]:
             data = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             found[name] = f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
         else:
-            found[name] = repr(value)
+            found[name] = repr(value.get_state(legacy=False) if isinstance(value, np.random.RandomState) else value)
 
     state = run.load(step)
     for key in state.keys() - {"files", "trainer"}:
@@ -283,7 +284,7 @@ def test_a_save_that_is_cut_off(make_factory: Callable[..., Factory], bucket_url
     assert alone.train(None, environment=kill).code == -9
     assert alone.local() == ["checkpoint-2", "checkpoint-4"]
     ended = alone.train(None)
-    assert ended.code != 0 or alone.losses().keys() != {1, 2, 3, 4, 5, 6}, ended.output
+    assert ended.code != 0, ended.output
 
     url = f"{bucket_url}/run"
     assert remote.train(url, environment=kill).code == 128 + 9
