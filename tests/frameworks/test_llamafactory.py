@@ -284,7 +284,8 @@ def test_a_save_that_is_cut_off(make_factory: Callable[..., Factory], bucket_url
     assert alone.train(None, environment=kill).code == -9
     assert alone.local() == ["checkpoint-2", "checkpoint-4"]
     ended = alone.train(None)
-    assert ended.code != 0, ended.output
+    assert ended.code == 1
+    assert "No such file or directory: 'out/checkpoint-4/trainer_state.json'" in ended.output, ended.output
 
     url = f"{bucket_url}/run"
     assert remote.train(url, environment=kill).code == 128 + 9
