@@ -302,7 +302,7 @@ def test_local_checkpoints_move_to_the_run(
 ) -> None:
     """LLaMA-Factory resumes from the newest in `output_dir`: from there the first time, then from the run's newest."""
     host, url = make_factory("host"), f"{bucket_url}/run"
-    given = {"lr_scheduler_type": "constant"}
+    given: dict[str, Any] = {"lr_scheduler_type": "constant"}
     assert host.train(None, max_steps=4, **given).code == 0
     for steps in (6, 8):
         ended = host.train(url, max_steps=steps, **given)
@@ -317,11 +317,12 @@ def test_local_checkpoints_move_to_the_run(
 def test_trainers_that_save_by_other_means_are_refused(make_factory: Callable[..., Factory], bucket_url: str) -> None:
     """Before they train: their checkpoints would lie in `output_dir` alone."""
     host, url = make_factory("host"), f"{bucket_url}/run"
-    for message, environment, arguments in (
+    cases: list[tuple[str, dict[str, str], dict[str, Any]]] = [
         ("does not support the v1 trainer of LLaMA-Factory", {"USE_V1": "1"}, {}),
         ("does not support stage: ppo", {}, {"stage": "ppo", "reward_model": "model", "finetuning_type": "lora"}),
         ("output_dir must be a local folder", {}, {"output_dir": f"{bucket_url}/out"}),
-    ):
+    ]
+    for message, environment, arguments in cases:
         ended = host.train(url, environment=environment, **arguments)
         assert ended.code == 1, ended.output
         assert message in ended.output
