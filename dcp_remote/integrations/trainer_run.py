@@ -236,10 +236,15 @@ class RemoteRun:
         """
         self._saved_step, self.best_url, self._read_from = None, None, None
         self.random = HeldRandomStates()
-        if resume_from is None and self._resumes and not self._has_saved:
-            resume_from = True
+        is_local = not self._is_own_url(resume_from) and _is_local(resume_from)
+        can_resume = self._resumes and not self._has_saved and (resume_from is None or is_local)
+        # Asked on every rank, since the folder may lie on one host alone.
+        if can_resume and (self._find_newest() is not None or not is_local):
+            if is_local:
+                logger.warning("%s has checkpoints: resuming from the newest, not from %s", self.url, resume_from)
+            resume_from, is_local = True, False
         is_asked = resume_from is not None and resume_from is not False
-        if not is_asked or (not self._is_own_url(resume_from) and _is_local(resume_from)):
+        if not is_asked or is_local:
             self._require_start(trainer)
             yield resume_from or None
             return
@@ -337,15 +342,19 @@ class RemoteRun:
     def _manager_of(self, url: str) -> CheckpointManager:
         return manager_of(url, **{name: self._settings[name] for name in self._settings.keys() - _SAVING_SETTINGS})
 
+    def _find_newest(self) -> int | None:
+        """Return the step of the run's newest checkpoint; -1 if it is another framework's, None if there is none."""
+        try:
+            return self.manager.restore({ABOUT_KEY: Opaque(None)}, rename=keep_only(ABOUT_KEY), go_on=False)
+        except StateMismatchError:
+            return -1
+
     def _require_start(self, trainer: Any) -> None:
         """Refuse to train from elsewhere where the run has checkpoints: its first save would fail."""
         declares = self._settings.get("start_over") or self._settings.get("resumed_from") is not None
         if trainer.args.save_strategy == "no" or (declares and not self._has_saved):
             return
-        try:
-            found = self.manager.restore({ABOUT_KEY: Opaque(None)}, rename=keep_only(ABOUT_KEY), go_on=False)
-        except StateMismatchError:  # of another framework
-            found = -1
+        found = self._find_newest()
         if found is not None:
             raise InvalidArgumentError(
                 "This run has checkpoints already. Pass resume_from_checkpoint=True to go on from the newest; or "

@@ -65,8 +65,8 @@ def remote(
     Args:
         trainer: `transformers.Trainer`, or an instance of a subclass whose `_save_checkpoint` calls that of its base.
         url: URL of the run, as for `CheckpointManager`.
-        resume: True to resume from the newest checkpoint where `train` is not told from which, for programs that do not
-            pass `resume_from_checkpoint`.
+        resume: True to resume from the newest checkpoint where `train` is not told from which, or is told a local
+            folder, as by programs that look for one in `output_dir`. A URL or name still counts.
         save_only_model: True to save no optimizer, scheduler and random states; None is `args.save_only_model`.
         save_frozen_base: True to save the frozen parameters of a PEFT model as well, so that the checkpoint can be
             loaded without the base model; they are sent once. False saves adapters and what is trained.
