@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from pathlib import Path
 from unittest import mock
 
