@@ -115,7 +115,12 @@ class RemoteCheckpointPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl may n
         return f"{RemoteCheckpointArgs.__module__}.{RemoteCheckpointArgs.__qualname__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Make the trainer save to the run, and choose what training goes on from; one request per rank at most."""
+        """Make the trainer save to the run, and choose what training goes on from; one request per rank at most.
+
+        Raises:
+            InvalidArgumentError: The run has checkpoints, and the YAML does not say to go on from them; or `remote`
+                does not support the trainer.
+        """
         url, options = cfg.remote_checkpoint_url, dict(cfg.remote_checkpoint_storage_options or {}) or None
         remote(
             trainer,
@@ -130,9 +135,7 @@ class RemoteCheckpointPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl may n
         # Axolotl would make the final model from the newest local checkpoint, which is none of this training.
         if _is_final_model_sharded(cfg):
             trainer.save_model = functools.partial(_save_model, trainer, cfg, trainer.save_model)
-        if _has_other_start(cfg) and open_run(url, storage_options=options).latest() is not None:
-            # Axolotl prefers both to the run's newest checkpoint, which is newer: training would begin there again.
-            cfg.resume_from_checkpoint, cfg.auto_resume_from_checkpoints = None, False
+        _choose_start(cfg, trainer, open_run(url, storage_options=options))
 
 
 class _TokenCounts(TrainerCallback):  # type: ignore[misc]  # Transformers may not be installed
@@ -149,12 +152,29 @@ class _TokenCounts(TrainerCallback):  # type: ignore[misc]  # Transformers may n
             state.tokens = {name: torch.tensor(count) for name, count in counts.items()}
 
 
-def _has_other_start(cfg: Any) -> bool:
-    """Return whether Axolotl would resume from elsewhere than the run, although it is to go on by itself."""
-    start = cfg.resume_from_checkpoint
-    if not cfg.auto_resume_from_checkpoints or f"{start}/".startswith(f"{cfg.remote_checkpoint_url.rstrip('/')}/"):
-        return False
-    return start is not None or any(Path(cfg.output_dir).glob("checkpoint-*"))
+def _choose_start(cfg: Any, trainer: Any, run: Run) -> None:
+    """Let the run's newest checkpoint go before other places from which the YAML, or Axolotl, would start.
+
+    Raises:
+        InvalidArgumentError: The run has checkpoints, and the YAML does not say to go on from them.
+    """
+    start, goes_on = cfg.resume_from_checkpoint, bool(cfg.auto_resume_from_checkpoints)
+    if f"{start}/".startswith(f"{run.url}/"):
+        return
+    if goes_on and start is None and not any(Path(cfg.output_dir).glob("checkpoint-*")):
+        return
+    newest = run.latest()
+    if newest is None:
+        return
+    if goes_on:
+        cfg.resume_from_checkpoint, cfg.auto_resume_from_checkpoints = None, False
+    elif trainer.args.save_strategy != "no":
+        raise InvalidArgumentError(
+            "This run has checkpoints already. Set auto_resume_from_checkpoints: true to go on from the newest; or use "
+            "another remote_checkpoint_url.",
+            url=run.url,
+            newest=newest.step,
+        )
 
 
 def _is_final_model_sharded(cfg: Any) -> bool:
@@ -174,16 +194,17 @@ def _save_model(
     save_model(output_dir, *args, **kwargs)
     if output_dir != cfg.output_dir:
         return
-    options = cfg.remote_checkpoint_storage_options
+    options, state = cfg.remote_checkpoint_storage_options, trainer.state
     run = open_run(cfg.remote_checkpoint_url, storage_options=dict(options) if options else None)
-    state = trainer.state
     step = state.best_global_step if trainer.args.load_best_model_at_end else state.global_step
     sizes = {name: value.nbytes for name, value in ModelState(trainer.model).state_dict().items()}
     if trainer.args.process_index == 0:
-        if run.exists(step):
-            _export(run, step, sizes, Path(output_dir))
+        if cfg.adapter or not run.exists(step):
+            logger.warning(
+                "%s: %s gets no final model: take it from the run, if step %d is there", *(run.url, output_dir, step)
+            )
         else:
-            logger.warning("%s: step %d has no checkpoint: no final model is written to %s", run.url, step, output_dir)
+            _export(run, step, sizes, Path(output_dir))
     trainer.accelerator.wait_for_everyone()
 
 

@@ -29,13 +29,9 @@ WATCH = "axolotl_watch.WatchPlugin"
 # `make test-frameworks` leaves out what the others hold nearly as well: importing the frameworks takes a while.
 LONG = pytest.mark.torture(smoke=False)
 
+ZERO3_STAGE = {"stage": 3, "stage3_param_persistence_threshold": 16}
 ZERO3_CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
-    "zero_optimization": {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 16,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
     "zero_force_ds_cpu_optimizer": False,
     "zero_allow_untested_optimizer": True,
 }
@@ -99,7 +95,9 @@ def write_yaml(base: Path, tmp_path: Path) -> Callable[..., Path]:
         }
         path = tmp_path / folder / f"{name}.yaml"
         path.parent.mkdir(exist_ok=True)
-        (path.parent / "zero3.json").write_text(json.dumps(ZERO3_CONFIG))
+        for file, gathers in (("zero3.json", True), ("zero3_apart.json", False)):
+            stage = ZERO3_STAGE | {"stage3_gather_16bit_weights_on_model_save": gathers}
+            (path.parent / file).write_text(json.dumps(ZERO3_CONFIG | {"zero_optimization": stage}))
         path.write_text(yaml.safe_dump({key: value for key, value in settings.items() if value is not None}))
         return path
 
@@ -238,16 +236,22 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     train: Callable[..., Training], bucket_url: str, s3_server: S3Server, mode: str
 ) -> None:
-    """The command is given again. Losses, state, random states, counts and the final model are equal to the bit."""
+    """The command is given again. Losses, state, random states, counts and the final model are equal to the bit.
+
+    An old local checkpoint, which Axolotl would resume from, and would make the final model of, changes nothing.
+    """
     world_size, keys = MODES[mode]
     url = f"{bucket_url}/run"
     alone: dict[str, Any] = {"plugins": [], "save_strategy": "no", "save_steps": None}
     whole = train("whole", world_size, watch={"digest_at": [2, 6]}, **(alone | keys))
     mine = {"remote_checkpoint_url": url, "remote_checkpoint_storage_options": SLOW, **keys}
-    killed = train("killed", world_size, watch={"kill_at": 4}, is_checked=False, **mine)
+    watch = {"digest_at": [6], "forbids_gathers": world_size > 1}
+    killed = train("killed", world_size, watch={**watch, "kill_at": 4}, is_checked=False, **mine)
     assert killed.exit_code != 0
     assert steps_of(url, s3_server) == [2], killed.output[-6000:]
-    resumed = train("killed", world_size, watch={"digest_at": [6]}, **mine)
+    output = killed.folder / "out"
+    (output / "checkpoint-99" / "pytorch_model_fsdp_0").mkdir(parents=True)
+    resumed = train("killed", world_size, watch=watch, **mine)
     for first, later in zip(whole.reports, resumed.reports, strict=True):
         assert later["began_at"] == 2
         for part in ("model", "optimizer"):
@@ -256,8 +260,115 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
         assert later["losses"] == first["losses"]
         assert later["tokens"] == {step: count for step, count in first["tokens"].items() if int(step) > 2}
     assert steps_of(url, s3_server) == [2, 4, 6]
-    assert not list((resumed.folder / "out").glob("checkpoint-*"))
-    final, expected = weights_of(resumed.folder / "out"), weights_of(whole.folder / "out")
-    assert expected or mode == "fsdp2"  # Axolotl alone makes it from a local checkpoint, which was not saved here
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-99"]
+    final, expected = weights_of(output), weights_of(whole.folder / "out")
     assert final
+    # Of sharded models Axolotl alone makes none here: it takes a local checkpoint, and none was saved.
+    assert final.keys() == expected.keys() or (mode == "fsdp2" and not expected)
     assert all(torch.equal(final[name], expected[name]) for name in expected)
+    saved = open_run(url, storage_options=s3_server.storage_options).load(6, keys="model.*")["model"]
+    names = {name: name.replace(".default.", ".") for name in saved}
+    assert {names[name] for name in saved} == final.keys()
+    assert all(torch.equal(final[names[name]], saved[name]) for name in saved)
+
+
+@pytest.mark.timeout(600)
+def test_incident_0(train: Callable[..., Training], bucket_url: str, s3_server: S3Server) -> None:
+    """ZeRO-3 with an offload folder: Trainer saves each checkpoint twice, and DeepSpeed's second copy finds the first.
+
+    With the plugin there is one commit, no folder, and no rank that another could be in the way of.
+    """
+    keys: dict[str, Any] = {"deepspeed": "zero3_apart.json", "max_steps": 4}
+    alone = train("alone", 2, watch={"has_offload_folder": True}, plugins=[], is_checked=False, **keys)
+    assert alone.exit_code != 0
+    assert "FileExistsError" in alone.output
+    url = f"{bucket_url}/run"
+    ours = train("ours", 2, watch={"has_offload_folder": True}, remote_checkpoint_url=url, **keys)
+    assert [report["step"] for report in ours.reports] == [4, 4]
+    checkpoints = open_run(url, storage_options=s3_server.storage_options).checkpoints()
+    assert [info.names for info in checkpoints] == [("checkpoint-2",), ("checkpoint-4",)]
+    assert not list((ours.folder / "out").glob("checkpoint-*"))
+
+
+def test_mistakes_in_the_yaml(run_jobs: Callable[..., Any], bucket_url: str, s3_server: S3Server) -> None:
+    """Each is refused before anything is loaded or written; what Axolotl drops silently is named."""
+    url = f"{bucket_url}/run"
+    mistakes: dict[str, tuple[dict[str, Any], str]] = {
+        "no_url": ({"remote_checkpoint_url": None}, "names the plugin, but no run"),
+        "near": (
+            {"remote_checkpoint_url": None, "remote_checkpoint_uri": url},
+            "neither Axolotl nor this plugin knows",
+        ),
+        "options": ({"remote_checkpoint_storage_option": {}}, "known=remote_checkpoint_storage_options"),
+        "other": ({"remote_checkpoint_every": 5}, "key=remote_checkpoint_every"),
+        "path": ({"remote_checkpoint_url": "bucket/run"}, "must be a URL"),
+        "slash": ({"remote_checkpoint_url": "s3:/bucket/run"}, "must be a URL"),
+        "scheme": ({"remote_checkpoint_url": "s4://bucket/run"}, "scheme"),
+        "secret": (
+            {"remote_checkpoint_storage_options": {"aws_secret_access_key": "hush"}},
+            "must not stand in the YAML",
+        ),
+        "output": ({"output_dir": f"{url}/out"}, "output_dir must be a local folder"),
+        "relora": ({"relora": True, **LORA}, "ReLoRA"),
+    }
+    jobs = {name: {"remote_checkpoint_url": url, **keys} for name, (keys, _) in mistakes.items()}
+    found = run_jobs(**jobs)
+    for name, (_, message) in mistakes.items():
+        assert str(found[name]["error"]).startswith("InvalidArgumentError"), (name, found[name])
+        assert message in found[name]["error"], name
+        assert "hush" not in found[name]["error"]
+    assert steps_of(url, s3_server) == []
+
+
+def test_where_a_training_starts(run_jobs: Callable[..., Any], bucket_url: str, s3_server: S3Server) -> None:
+    """From the run, another run, one of its checkpoints, or a local folder; the same YAML again goes on by itself."""
+    url, other, moved = f"{bucket_url}/run", f"{bucket_url}/other", f"{bucket_url}/moved"
+    mine = {"remote_checkpoint_url": url, "learning_rate": 1e-3, "lr_scheduler": "constant"}
+    explicit = {**mine, "remote_checkpoint_url": other, "resume_from_checkpoint": f"{url}/checkpoint-2"}
+    local = {**mine, "folder": "local", "remote_checkpoint_url": moved}
+    found = run_jobs(
+        first={**mine, "max_steps": 4, "auto_resume_from_checkpoints": None},
+        again={**mine, "max_steps": 6, "auto_resume_from_checkpoints": None},
+        auto={**mine, "max_steps": 6},
+        explicit={**explicit, "max_steps": 4},
+        explicit_again={**explicit, "max_steps": 6},
+        back={**mine, "resume_from_checkpoint": f"{url}/checkpoint-2", "max_steps": 3, "save_steps": 3},
+        # The plugin is missing: Axolotl drops the URL, and says nothing.
+        local={**local, "plugins": [WATCH], "max_steps": 4},
+        moved={**local, "max_steps": 6},
+        moved_again={**local, "max_steps": 8},
+        unsaved={**mine, "save_strategy": "no", "save_steps": None, "max_steps": 5},
+    )
+    assert "This run has checkpoints already" in found["again"]["error"]
+    assert "auto_resume_from_checkpoints: true" in found["again"]["error"]
+    began = {name: report["began_at"] for name, report in found.items() if report["error"] is None}
+    assert began == {"first": 0, "auto": 4, "explicit": 2, "explicit_again": 4, "back": 2, "unsaved": 3} | {
+        "local": 0,
+        "moved": 4,
+        "moved_again": 6,
+    }
+    assert steps_of(url, s3_server) == [2, 3]
+    assert steps_of(other, s3_server) == [4, 6]
+    assert steps_of(moved, s3_server) == [6, 8]
+    assert any("no checkpoint is saved" in text for text in found["unsaved"]["warnings"])
+
+
+def test_the_example(base: Path) -> None:
+    """Axolotl's own schema knows each key of the example, and reads what it says."""
+    script = (
+        "import json, sys, yaml; from axolotl.cli.config import prepare_plugins, validate_config, gpu_capabilities;"
+    )
+    script += "from axolotl.integrations.config import merge_input_args; from axolotl.utils.dict import DictDefault;"
+    script += "raw = yaml.safe_load(open(sys.argv[1])); given = DictDefault(raw); prepare_plugins(given);"
+    script += "capabilities, environment = gpu_capabilities(); cfg = validate_config(given, capabilities, environment);"
+    script += "known = merge_input_args()[1].model_fields;"
+    script += "print(json.dumps([sorted(raw.keys() - known.keys()), cfg.to_dict()], default=str))"
+    environment = os.environ | quiet_environment(base) | {"PYTHONPATH": str(ROOT)}
+    example = ROOT / "examples" / "axolotl.yaml"
+    command = [sys.executable, "-c", script, str(example)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    unknown, cfg = json.loads(done.stdout.splitlines()[-1])
+    assert unknown == []
+    assert cfg["remote_checkpoint_url"] == "s3://bucket/my-run"
+    assert (cfg["adapter"], cfg["save_steps"], cfg["auto_resume_from_checkpoints"]) == ("lora", 20, True)

@@ -24,6 +24,22 @@ from tests.support.rank_programs import report
 OPTIONS: dict[str, Any] = json.loads(os.environ.get("AXOLOTL_WATCH", "{}"))
 
 
+def gathers() -> list[tuple[Any, str]]:
+    """Return what `forbid_gathers` replaces: owners, and names of their functions."""
+    import deepspeed
+    from accelerate import Accelerator
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from torch.distributed.checkpoint import state_dict as torch_state_dict
+
+    names = ("_zero3_consolidated_16bit_state_dict", "save_checkpoint", "load_checkpoint")
+    return [
+        *((DeepSpeedEngine, name) for name in names),
+        (Accelerator, "get_state_dict"),
+        (deepspeed.zero.GatheredParameters, "__enter__"),
+        (torch_state_dict, "_gather_state_dict"),
+    ]
+
+
 def add_offload_folder(engine: Any) -> None:
     """Give an engine of DeepSpeed the offload folder that it has with NVMe, and which its saves copy.
 
@@ -42,6 +58,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # may not be installed
     def __init__(self, trainer: Any) -> None:
         """Take the trainer, whose class Axolotl chose."""
         self.trainer = trainer
+        self.replaced: list[tuple[Any, str, Any]] = []
         self.digests: dict[str, dict[str, str]] = {}
 
     def report(self, **values: Any) -> None:
@@ -63,6 +80,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # may not be installed
         self.began_at = state.global_step
         if OPTIONS.get("has_offload_folder"):
             add_offload_folder(self.trainer.model_wrapped)
+        if OPTIONS.get("forbids_gathers"):
+            self.replaced = [(owner, name, getattr(owner, name)) for owner, name in gathers()]
+            forbid_gathers()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the state after the steps that the options name."""
@@ -75,7 +95,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # may not be installed
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report losses and digests."""
+        """Report losses and digests; let Axolotl gather its final model."""
+        for owner, name, function in self.replaced:
+            setattr(owner, name, function)
         logged = state.log_history
         self.report(
             began_at=self.began_at,
@@ -95,7 +117,5 @@ class WatchPlugin(BasePlugin):  # type: ignore[misc]  # may not be installed
             use_gloo_ranks()
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
-        """Return the callback; from now on nothing may be gathered, if so asked."""
-        if OPTIONS.get("forbids_gathers"):
-            forbid_gathers()
+        """Return the callback."""
         return [Watch(trainer)]
