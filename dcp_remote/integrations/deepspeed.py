@@ -34,7 +34,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from dcp_remote import CheckpointManager, LocalBoxes, Opaque, OptimizerState, is_remote
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.runs import manager_of
-from dcp_remote.integrations.zero import Layout, canonical, has_layout, names_of, read_layout
+from dcp_remote.integrations.wrappers import canonical
+from dcp_remote.integrations.zero import Layout, has_layout, names_of, read_layout
 
 __all__ = ["EngineState", "attach", "disable", "enable", "engine_state"]
 

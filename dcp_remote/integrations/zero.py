@@ -28,9 +28,7 @@ from torch import nn
 
 from dcp_remote import LocalBoxes
 from dcp_remote.errors import InvalidArgumentError
-
-# Parts of names that wrappers add: `torch.compile`, activation checkpointing.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+from dcp_remote.integrations.wrappers import canonical
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +92,6 @@ class Layout:
         for partition in self.partitions:
             for fragment in partition.fragments:
                 yield fragment, fragment.boxes_in(partition.masters.detach())
-
-
-def canonical(name: str) -> str:
-    """Return a name without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def names_of(module: nn.Module) -> dict[int, list[str]]:

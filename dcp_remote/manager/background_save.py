@@ -56,6 +56,7 @@ class BackgroundSave:
         saver: Rank's part of the save.
         coordinator: Coordinator's part; None on other ranks.
         before: Previous save, whose result is known; its thread may be stuck.
+        is_together: True if `wait_until_copied` is called; the same on all ranks.
     """
 
     def __init__(
@@ -65,14 +66,17 @@ class BackgroundSave:
         saver: RankSaver,
         coordinator: Coordinator | None,
         before: BackgroundSave | None,
+        *,
+        is_together: bool = False,
     ) -> None:
         """Store the arguments; no thread is started yet."""
         self._collective, self._ranks, self._saver, self._coordinator = collective, ranks, saver, coordinator
         self._before = before
+        self._is_together = is_together
         # Taken by the thread or by a caller that gives up: whoever is first leaves the collective operation.
         # After Ctrl-C in `Thread.start` the caller cannot know whether there is a thread.
         self._leaves = threading.Lock()
-        self._settled, self._ended = threading.Event(), threading.Event()
+        self._all_copied, self._settled, self._ended = threading.Event(), threading.Event(), threading.Event()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
 
@@ -123,8 +127,23 @@ class BackgroundSave:
         Raises:
             DcpRemoteError: The save failed, or was given up.
         """
+        self._wait_for(self._settled, left_seconds)
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None, "settled without an error"
+        return self._report
+
+    def wait_until_copied(self, left_seconds: Callable[[], float] = _no_end) -> None:
+        """Wait until all ranks have copied their state, or the save has a result.
+
+        Args:
+            left_seconds: Gives the seconds until this process is killed.
+        """
+        self._wait_for(self._all_copied, left_seconds)
+
+    def _wait_for(self, event: threading.Event, left_seconds: Callable[[], float]) -> None:
         last_seconds: float | None = None
-        while not self._settled.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
+        while not event.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
             self._collective.check_time_and_store()
             cancelled = self._collective.cancelled
             if cancelled is None:
@@ -134,10 +153,10 @@ class BackgroundSave:
                 last_seconds = now + min(_UNWIND_SECONDS, _UNWIND_SHARE * left_seconds())
             if now > last_seconds:
                 self._give_up(cancelled)
-        if self._error is not None:
-            raise self._error
-        assert self._report is not None, "settled without an error"
-        return self._report
+
+    def _settle(self) -> None:
+        self._settled.set()
+        self._all_copied.set()
 
     def _give_up(self, error: DcpRemoteError) -> None:
         """Set the error of the save, and leave its thread behind, which is stuck in a request."""
@@ -145,7 +164,7 @@ class BackgroundSave:
             what = f"{error.what} The commit had begun, and the store has not said whether it was carried out."
             error = CommitUnknownError(what, **error.details)
         self._error = error
-        self._settled.set()
+        self._settle()
 
     def abandon(self, error: BaseException) -> bool:
         """Give the save up, because the calling `save` raises and its caller may change the state; commit nothing.
@@ -160,13 +179,13 @@ class BackgroundSave:
         """
         if self._leaves.acquire(blocking=False):
             self._error = error
-            self._settled.set()
+            self._settle()
             self._ranks.abandon(self._collective, error)
             self._ended.set()
             return False
         if not self._settled.is_set() and self._collective.abort("was interrupted"):
             self._error = self._collective.cancelled
-            self._settled.set()
+            self._settle()
         return True
 
     def finish(self, seconds: float = _FINISH_SECONDS) -> None:
@@ -186,6 +205,10 @@ class BackgroundSave:
     def _saved(self) -> SaveReport:
         try:
             with self._collective:
+                if self._is_together:
+                    self._collective.set_activity("waiting until all ranks have copied their state")
+                    self._collective.gather(None, lambda _values: None)
+                    self._all_copied.set()
                 return self._saver.save(self._collective, self._task)
         except DcpRemoteError as error:
             if not self._collective.is_commit_unknown:
@@ -215,7 +238,7 @@ class BackgroundSave:
             operation.end(self._report if self._coordinator is not None else None)
         # Frees the copy of the state, because the next save makes another.
         del self._task
-        self._settled.set()
+        self._settle()
 
 
 class BackgroundSaves:
@@ -248,6 +271,17 @@ class BackgroundSaves:
         self._under_way = background_save
         background_save.start(task)
         self.newest = background_save
+
+    def wait_until_copied(self) -> None:
+        """Wait until all ranks have copied their state for the save under way, or raise its error.
+
+        Raises:
+            DcpRemoteError: The save failed, as where `state` raised an error on another rank.
+        """
+        if self._under_way is not None:
+            self._under_way.wait_until_copied(self._left_seconds)
+            if self._under_way.is_settled:
+                self.wait()
 
     def abandon(self, background_save: BackgroundSave, error: BaseException) -> None:
         """Give a save up, because the calling `save` raises; a save whose commit has begun goes on."""

@@ -263,6 +263,7 @@ class CheckpointManager:
         overwrite: bool = False,
         exist_ok: bool = False,
         planner: SavePlanner | None = None,
+        together: bool = False,
         wait: bool = False,
     ) -> None:
         """Save a state in the background; called by every rank.
@@ -278,7 +279,7 @@ class CheckpointManager:
             state: State to save, as of `training_state`: nested dicts and lists of tensors, objects, modules,
                 optimizers and other `Stateful`s, and `PerRank` values. A bare module is saved as `{"model": module}`.
                 Or a function that returns the state, called here on every rank: if it raises on one rank, that rank
-                raises the error unchanged, the others hear of it at once, and nothing is uploaded.
+                raises the error unchanged, and nothing is uploaded. The others raise at once with `together` or `wait`.
             name: Name or names by which the checkpoint can be asked for; a name moves to the newest checkpoint that is
                 given it. "latest" and "last" are refused: they mean the newest checkpoint wherever a step is taken.
             metrics: Numbers by name, for `Retention(keep_best=…)`. A number that is not finite is left out, with a
@@ -292,6 +293,8 @@ class CheckpointManager:
                 coordinator's argument counts.
             planner: Planner of torch; None is `DefaultSavePlanner()`. A planner with methods of its own plans each save
                 anew, and its replicas are written by one rank. torch's plan cache (`enable_plan_caching`) is not used.
+            together: True to return only when all ranks have copied their state: where one raises before, or does not
+                come, all of them raise. Costs messages between ranks, and no request. The same on all ranks.
             wait: True to return only when the checkpoint is committed. The state is then not copied.
 
         Raises:
@@ -299,7 +302,8 @@ class CheckpointManager:
                 step is older than the newest checkpoint, or if ranks have tensors of different shapes or dtypes under
                 one name. Of objects that differ, one rank's is saved; a warning names them once.
 
-        Raised by this call with `wait`, else by the next `save`, `restore` or `wait`, or at the end of the block:
+        Raised by this call with `wait`, or with `together` if it is known by then, else by the next `save`, `restore`
+        or `wait`, or at the end of the block:
             CheckpointExistsError: The run has a checkpoint of this step, or checkpoints that this job does not go on
                 from; see `JobSession.begin`.
             FencedError: A newer job owns the run. Stop this job.
@@ -324,7 +328,12 @@ class CheckpointManager:
             seconds = min(self._timeout_seconds - waiting_seconds, self._preemption.working_seconds())
             collective = self._prepare(f"the save of step {step}", seconds=seconds)
             background_save = BackgroundSave(
-                collective, self._ranks, self._saver, self._coordinator, before=self._background_saves.newest
+                collective,
+                self._ranks,
+                self._saver,
+                self._coordinator,
+                before=self._background_saves.newest,
+                is_together=together and not wait,
             )
             self._ranks.begin(collective)
             with operation.phase("staging"):
@@ -344,6 +353,8 @@ class CheckpointManager:
             self._background_saves.start(background_save, task)
             if wait:
                 self.wait()
+            elif together:
+                self._background_saves.wait_until_copied()
             if self._schedule is not None:
                 self._schedule.note_saved(step)
         except BaseException as error:

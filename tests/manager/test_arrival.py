@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -154,13 +155,45 @@ def test_how_long_ranks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         CheckpointManager(MemoryStore(), arrival_seconds=0.0)
 
 
+def test_a_save_together_returns_when_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a late rank, not for the store; a rank that does not come ends it in the call."""
+    with rank_threads(2) as them:
+        managers = Managers(them, monkeypatch)
+        came, can_put = threading.Event(), threading.Event()
+        put = managers.store.put
+
+        def put_later(*args: Any, **kwargs: Any) -> Any:
+            assert can_put.wait(30)
+            return put(*args, **kwargs)
+
+        monkeypatch.setattr(managers.store, "put", put_later)
+
+        def save(group: RankGroup) -> bool:
+            if group.rank == 1:
+                time.sleep(ARRIVAL_SECONDS / 3)
+                came.set()
+            managers.managers[group.rank].save(1, state_of(1), together=True)
+            return came.is_set()
+
+        assert [one.value for one in them.run(save)] == [True, True]
+        can_put.set()
+        for result in managers.run(lambda one: one.save(2, state_of(2), together=True), 0):
+            assert_not_called(result, "the save of step 2")
+        assert managers.managers[0].steps() == [1]
+        managers.run(CheckpointManager.close)
+
+
 # ---- a function that returns the state
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("option", ["wait", "together", None])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_state_that_one_rank_cannot_collect(victim: int, *, wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That rank raises its own error, the others one that names the rank; nothing is uploaded; the next save works."""
+def test_a_state_that_one_rank_cannot_collect(victim: int, option: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That rank raises its own error, the others one that names the rank; nothing is uploaded; the next save works.
+
+    The others raise in the call itself with `wait` and `together`.
+    """
+    options = {} if option is None else {option: True}
     with rank_threads(3) as them:
         managers = Managers(them, monkeypatch)
 
@@ -171,7 +204,8 @@ def test_a_state_that_one_rank_cannot_collect(victim: int, *, wait: bool, monkey
 
         def save(group: RankGroup) -> None:
             manager = managers.managers[group.rank]
-            manager.save(1, lambda: collect(group.rank), wait=wait)
+            manager.save(1, lambda: collect(group.rank), **options)
+            assert option is None, "no error"
             manager.wait()
 
         for rank, result in enumerate(them.run(save)):
@@ -182,7 +216,7 @@ def test_a_state_that_one_rank_cannot_collect(victim: int, *, wait: bool, monkey
                 assert result.error.details["rank"] == victim
                 assert "ZeroDivisionError: in the model" in str(result.error)
         assert managers.store.requests == []
-        saved = managers.run(lambda one: one.save(1, lambda: state_of(1), wait=wait))
+        saved = managers.run(lambda one: one.save(1, lambda: state_of(1), **options))
         assert [one.error for one in saved] == [None] * 3
         wait_until(lambda: managers.managers[0].steps() == [1])
         managers.close()
