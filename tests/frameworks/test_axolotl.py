@@ -36,7 +36,7 @@ ZERO3_CONFIG = {
     "zero_allow_untested_optimizer": True,
 }
 
-TRAIN_SECONDS_MAX = 240
+TRAIN_SECONDS_MAX = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def run_jobs(
         listed = Path(next(iter(paths.values()))).parent / "jobs.json"
         listed.write_text(json.dumps(paths))
         environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(PROGRAMS)]), **quiet_environment(base)}
-        (report,) = run_program("axolotl_jobs.py", 1, listed, environment=environment).reports
+        (report,) = run_program("axolotl_jobs.py", 1, listed, environment=environment, timeout_seconds=480).reports
         return {name: report.get(name, {}) | report["ended"][name] for name in jobs}
 
     return run
