@@ -91,6 +91,7 @@ def write_yaml(base: Path, tmp_path: Path) -> Callable[..., Path]:
             "fp16": False,
             "tf32": False,
             "seed": 7,
+            "dataset_num_proc": 1,
             **keys,
         }
         path = tmp_path / folder / f"{name}.yaml"

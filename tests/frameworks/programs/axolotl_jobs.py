@@ -54,4 +54,5 @@ def main() -> None:
         report(ended=found)
 
 
-main()
+if __name__ == "__main__":  # processes that prepare data import this file
+    main()
