@@ -192,7 +192,7 @@ def _save_model(
 ) -> None:
     """Write the model, as `Trainer.save_model`; the final one from the run, by the first rank."""
     save_model(output_dir, *args, **kwargs)
-    if output_dir != cfg.output_dir:
+    if output_dir is None or output_dir != cfg.output_dir:
         return
     options, state = cfg.remote_checkpoint_storage_options, trainer.state
     run = open_run(cfg.remote_checkpoint_url, storage_options=dict(options) if options else None)
@@ -226,7 +226,7 @@ def _export(run: Run, step: int, sizes: Mapping[str, int], folder: Path) -> None
         groups[-1].append(name)
         used_bytes += size_bytes
     (folder / "model.safetensors").unlink(missing_ok=True)  # of an earlier training: from_pretrained would prefer this
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, 1):
         file = f"model-{number:05}-of-{len(groups):05}.safetensors"
         weights = run.load(step, keys=[f"model.{name}" for name in names])["model"]

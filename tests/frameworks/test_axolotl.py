@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from dcp_remote import open_run
@@ -99,7 +98,8 @@ def write_yaml(base: Path, tmp_path: Path) -> Callable[..., Path]:
         for file, gathers in (("zero3.json", True), ("zero3_apart.json", False)):
             stage = ZERO3_STAGE | {"stage3_gather_16bit_weights_on_model_save": gathers}
             (path.parent / file).write_text(json.dumps(ZERO3_CONFIG | {"zero_optimization": stage}))
-        path.write_text(yaml.safe_dump({key: value for key, value in settings.items() if value is not None}))
+        # JSON is YAML.
+        path.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}, indent=1))
         return path
 
     return write
