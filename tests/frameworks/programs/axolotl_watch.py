@@ -115,6 +115,10 @@ class WatchPlugin(BasePlugin):  # type: ignore[misc]  # may not be installed
         """Change Accelerate before Axolotl starts it."""
         if "RANK" in os.environ:
             use_gloo_ranks()
+        if cfg.get("deepspeed"):
+            import deepspeed.comm.torch as deepspeed_comm
+
+            deepspeed_comm.build_shm_op = lambda: None  # a faster all-reduce, which takes minutes to compile
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
         """Return the callback."""
