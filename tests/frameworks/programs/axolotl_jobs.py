@@ -12,11 +12,6 @@ import os
 import sys
 from pathlib import Path
 
-from axolotl.cli.train import do_cli
-from axolotl.integrations.base import PluginManager
-
-import axolotl_watch
-from dcp_remote.integrations.runs import close_managers
 from tests.support.rank_programs import report
 
 
@@ -35,6 +30,13 @@ class Warnings(logging.Handler):
 
 def main() -> None:
     """Run each job."""
+    # Processes that prepare data import this file, and need none of these.
+    from axolotl.cli.train import do_cli
+    from axolotl.integrations.base import PluginManager
+
+    import axolotl_watch
+    from dcp_remote.integrations.runs import close_managers
+
     jobs: dict[str, str] = json.loads(Path(sys.argv[1]).read_text())
     del sys.argv[1:]  # Axolotl reads them as well
     found = {}
@@ -54,5 +56,5 @@ def main() -> None:
         report(ended=found)
 
 
-if __name__ == "__main__":  # processes that prepare data import this file
+if __name__ == "__main__":
     main()
