@@ -186,7 +186,7 @@ def run_jobs(
         listed = Path(next(iter(paths.values()))).parent / "jobs.json"
         listed.write_text(json.dumps(paths))
         environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(PROGRAMS)]), **quiet_environment(base)}
-        (report,) = run_program("axolotl_jobs.py", 1, listed, environment=environment, timeout_seconds=480).reports
+        (report,) = run_program("axolotl_jobs.py", 1, listed, environment=environment, timeout_seconds=600).reports
         return {name: report.get(name, {}) | report["ended"][name] for name in jobs}
 
     return run
@@ -291,6 +291,7 @@ def test_incident_0(train: Callable[..., Training], bucket_url: str, s3_server: 
     assert not list((ours.folder / "out").glob("checkpoint-*"))
 
 
+@pytest.mark.timeout(600)
 def test_mistakes_in_the_yaml(run_jobs: Callable[..., Any], bucket_url: str, s3_server: S3Server) -> None:
     """Each is refused before anything is loaded or written; what Axolotl drops silently is named."""
     url = f"{bucket_url}/run"
@@ -321,6 +322,7 @@ def test_mistakes_in_the_yaml(run_jobs: Callable[..., Any], bucket_url: str, s3_
     assert steps_of(url, s3_server) == []
 
 
+@pytest.mark.timeout(900)  # ten trainings, in one process
 def test_where_a_training_starts(run_jobs: Callable[..., Any], bucket_url: str, s3_server: S3Server) -> None:
     """From the run, another run, one of its checkpoints, or a local folder; the same YAML again goes on by itself."""
     url, other, moved = f"{bucket_url}/run", f"{bucket_url}/other", f"{bucket_url}/moved"
