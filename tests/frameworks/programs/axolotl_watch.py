@@ -7,6 +7,7 @@ With several ranks it makes Accelerate wrap models on the CPU as it does on GPUs
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -116,9 +117,9 @@ class WatchPlugin(BasePlugin):  # type: ignore[misc]  # may not be installed
         if "RANK" in os.environ:
             use_gloo_ranks()
         if cfg.get("deepspeed"):
-            import deepspeed.comm.torch as deepspeed_comm
-
-            deepspeed_comm.build_shm_op = lambda: None  # a faster all-reduce, which takes minutes to compile
+            # By its full name: the attribute `torch` of `deepspeed.comm` is torch itself.
+            module = importlib.import_module("deepspeed.comm.torch")
+            module.__dict__["build_shm_op"] = lambda: None  # a faster all-reduce, which takes minutes to compile
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
         """Return the callback."""
