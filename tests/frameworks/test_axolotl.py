@@ -259,7 +259,7 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
             assert later["digests"]["2"][part] == first["digests"]["2"][part], part
         assert later["digests"]["6"] == first["digests"]["6"]
         assert later["losses"] == first["losses"]
-        assert later["tokens"] == {step: count for step, count in first["tokens"].items() if int(step) > 2}
+        assert later["tokens"] == first["tokens"]
     assert steps_of(url, s3_server) == [2, 4, 6]
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-99"]
     final, expected = weights_of(output), weights_of(whole.folder / "out")

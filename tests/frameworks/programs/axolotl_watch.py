@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from axolotl.integrations.base import BasePlugin
 from transformers import TrainerCallback
 
@@ -113,7 +114,8 @@ class WatchPlugin(BasePlugin):  # type: ignore[misc]  # may not be installed
     """Plugin of the test."""
 
     def register(self, cfg: Any) -> None:
-        """Change Accelerate before Axolotl starts it."""
+        """Change Accelerate before Axolotl starts it; seed the adapters, which Axolotl draws without its seed."""
+        torch.manual_seed(11)
         if "RANK" in os.environ:
             use_gloo_ranks()
         if cfg.get("deepspeed"):
