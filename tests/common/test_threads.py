@@ -8,7 +8,7 @@ import pytest
 
 from dcp_remote.common import threads
 from dcp_remote.common.threads import OneTimeEvent
-from tests.manager.test_interrupts import at_each_line
+from tests.manager.test_interrupts import Place, at_each_line
 
 
 def test_threads_that_wait_go_on_when_the_event_is_set() -> None:
@@ -36,9 +36,9 @@ def test_a_wait_that_is_interrupted_anywhere(*, is_set: bool) -> None:
     for number in range(10):
         event, lines = OneTimeEvent(), iter(range(100))
         if is_set:
-            event._is_set, _ = False, event._lock.release()  # as if it were set while the thread waits
+            event._lock.release()  # as if it were set while the thread waits
 
-        def interrupt(place: tuple[str, int]) -> None:
+        def interrupt(place: Place) -> None:
             if place[0] == threads.__file__ and next(lines) == number:  # noqa: B023  # called at once
                 raise KeyboardInterrupt
 

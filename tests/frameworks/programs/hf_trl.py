@@ -6,9 +6,9 @@ import sys
 from typing import Any
 
 from datasets import Dataset  # type: ignore[import-not-found]  # may not be installed
-from tokenizers import Tokenizer  # type: ignore[import-not-found]  # may not be installed
-from tokenizers.models import WordLevel  # type: ignore[import-not-found]  # may not be installed
-from tokenizers.pre_tokenizers import Whitespace  # type: ignore[import-not-found]  # may not be installed
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]  # may not be installed
 
