@@ -61,28 +61,57 @@ pytest: $(INSTALLED) ## Run the tests alone; ARGS="-k manifest -x" goes to pytes
 test: lint ## Check style, types and tests: what every change must pass
 	@$(MAKE) --no-print-directory --jobs 2 typecheck pytest
 
-# The frameworks pin what our tools do not, so they have an environment of their own, which outlives `make clean`, and
-# with it the extension that DeepSpeed compiles in its first run, in one to three minutes.
+# Frameworks pin what our tools do not, and what other frameworks need, so three environments hold them. They outlive
+# `make clean`, and with them the extension that DeepSpeed compiles in its first run, in one to three minutes.
 FRAMEWORKS := .venv-frameworks
-FRAMEWORKS_INSTALLED := $(FRAMEWORKS)/.installed
+FRAMEWORKS_NAMES := shared llamafactory axolotl
+FRAMEWORKS_INSTALLED := $(FRAMEWORKS_NAMES:%=$(FRAMEWORKS)/%/.installed)
+FRAMEWORKS_TESTS_shared := tests/frameworks
+FRAMEWORKS_TESTS_llamafactory := tests/frameworks/test_llamafactory.py tests/frameworks/test_run_command.py
+FRAMEWORKS_TESTS_axolotl := tests/frameworks/test_axolotl.py
 
-$(FRAMEWORKS_INSTALLED): VENV := $(FRAMEWORKS)
-$(FRAMEWORKS_INSTALLED): PYTHON := $(FRAMEWORKS)/bin/python
-$(FRAMEWORKS_INSTALLED): PIP := $(FRAMEWORKS)/bin/python -m pip --disable-pip-version-check
-$(FRAMEWORKS_INSTALLED): pyproject.toml tests/frameworks/requirements.txt
+# Removed again: PyPI's torchvision and torchaudio need the CUDA build of torch, and cannot be imported beside another.
+FRAMEWORKS_REMOVED_llamafactory := torchvision torchaudio
+
+# The frameworks first, and no version of theirs changes afterwards: pip would let botocore move under aiobotocore.
+$(FRAMEWORKS_INSTALLED): VENV = $(@D)
+$(FRAMEWORKS_INSTALLED): PYTHON = $(@D)/bin/python
+$(FRAMEWORKS_INSTALLED): PIP = $(@D)/bin/python -m pip --disable-pip-version-check
+$(FRAMEWORKS_INSTALLED): $(FRAMEWORKS)/%/.installed: tests/frameworks/requirements/%.txt \
+    tests/frameworks/requirements/tools.txt pyproject.toml
 	@$(make_venv)
 	@echo "== $(TORCH) =="
 	@$(install_torch)
-	@echo "== the frameworks =="
-	$(PIP) install "$(TORCH)" --editable . --requirement tests/frameworks/requirements.txt
+	@echo "== the frameworks of $* =="
+	$(PIP) install "$(TORCH)" --requirement $<
+	$(PIP) freeze --exclude-editable >$(@D)/constraints.txt
+	$(PIP) install --constraint $(@D)/constraints.txt --editable . --requirement tests/frameworks/requirements/tools.txt
+	$(if $(FRAMEWORKS_REMOVED_$*),$(PIP) uninstall --yes $(FRAMEWORKS_REMOVED_$*))
 	@$(PYTHON) -c '$(check_torch)'
 	@touch $@
 
-test-frameworks: $(FRAMEWORKS_INSTALLED) ## Test with DeepSpeed, Transformers and others; ARGS="-m torture" runs the long ones
-	TORCH_EXTENSIONS_DIR=$(CURDIR)/$(FRAMEWORKS)/torch_extensions $(FRAMEWORKS)/bin/python -m pytest \
-	    -m "not torture" tests/frameworks $(ARGS)
+# Python of an environment, and where DeepSpeed keeps its extension; ninja, which compiles it, is sought on PATH.
+frameworks_python = PATH="$(CURDIR)/$(FRAMEWORKS)/$*/bin:$$PATH" \
+    TORCH_EXTENSIONS_DIR="$(CURDIR)/$(FRAMEWORKS)/$*/torch_extensions" $(FRAMEWORKS)/$*/bin/python
 
-campaign: $(INSTALLED) ## Run every case of the campaign, briefly (17 minutes); CI runs it after `make test`
+$(FRAMEWORKS_NAMES:%=$(FRAMEWORKS)/%/.compiled): $(FRAMEWORKS)/%/.compiled: $(FRAMEWORKS)/%/.installed
+	rm -rf $(FRAMEWORKS)/$*/torch_extensions # a compilation that was killed leaves a lock, at which the next one waits
+	$(frameworks_python) tests/frameworks/programs/compile_deepspeed.py
+	@touch $@
+
+# In one environment: `make test-frameworks-shared`, whose first steps are targets, too.
+$(FRAMEWORKS_NAMES:%=install-frameworks-%): install-frameworks-%: $(FRAMEWORKS)/%/.installed
+$(FRAMEWORKS_NAMES:%=compile-frameworks-%): compile-frameworks-%: $(FRAMEWORKS)/%/.compiled
+
+$(FRAMEWORKS_NAMES:%=test-frameworks-%): test-frameworks-%: $(FRAMEWORKS)/%/.compiled
+	$(frameworks_python) -m pytest -m "not torture" $(FRAMEWORKS_TESTS_$*) $(ARGS)
+
+# CI tests `shared` alone.
+test-frameworks: $(FRAMEWORKS_NAMES:%=test-frameworks-%) ## Test with the real frameworks; ARGS="-m torture" runs the long ones
+
+.PHONY: $(foreach step,install compile test,$(FRAMEWORKS_NAMES:%=$(step)-frameworks-%))
+
+campaign: $(INSTALLED) ## Run every case of the campaign, briefly (12 minutes); CI runs it after `make test`
 	$(PYTHON) -m pytest --numprocesses 3 --dist loadgroup -m torture $(ARGS)
 
 # Length of each part that has no end (fuzzers, mutations, random faults). The rest, in which every property tries other

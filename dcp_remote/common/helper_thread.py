@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from dcp_remote.common.threads import OneTimeEvent
+
 T = TypeVar("T")
 
 # Interval at which the caller checks whether to go on waiting.
@@ -43,7 +45,7 @@ class HelperThread:
             BaseException: Raised by `call` or `look`.
         """
         answer: Future[T] = Future()
-        answered, context = threading.Event(), contextvars.copy_context()
+        answered, context = OneTimeEvent(), contextvars.copy_context()
 
         def make_call() -> None:
             try:

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -20,6 +21,36 @@ WAKE_SECONDS = 1.0
 # Threads get this time to end their requests when the process exits: a hedged put that lost deletes its object. A
 # request may take four minutes, too long to wait for.
 _EXIT_SECONDS = 5.0
+
+
+class OneTimeEvent:
+    """Event that is set once, and that Ctrl-C in the waiting thread cannot break.
+
+    `threading.Event` is written in Python: a KeyboardInterrupt in its `wait` may release the lock that `set` holds in
+    another thread, whose `set` then raises RuntimeError.
+    """
+
+    def __init__(self) -> None:
+        """Begin as not set."""
+        self._is_set = False
+        self._lock = threading.Lock()  # held until the event is set
+        self._lock.acquire()
+
+    def is_set(self) -> bool:
+        """Return whether the event was set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set the event, and wake all threads that wait; nothing if the event was set before."""
+        self._is_set = True
+        with suppress(RuntimeError):  # the lock was released already
+            self._lock.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the event, some seconds at most; return whether the event was set."""
+        if not self._is_set and self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+            self.set()  # releases the lock for other threads that wait
+        return self._is_set
 
 
 class Workers:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+# A remote Trainer's `train` is below all that its training does: its frame alone is no call.
+_INTEGRATIONS = f"{_PACKAGE}integrations{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _STANDARD_LIBRARY = f"{Path(threading.__file__).parent}{os.sep}"
 
@@ -56,7 +58,8 @@ def position_of(thread: threading.Thread) -> CallPosition:
     for path, line, function in _frames_of(thread):
         if where and is_calling:
             break
-        is_calling = is_calling or path.startswith(_escaped(_PACKAGE))
+        is_own = path.startswith(_escaped(_PACKAGE)) and not path.startswith(_escaped(_INTEGRATIONS))
+        is_calling = is_calling or is_own
         if not where and not _is_library(path):
             where = f"{function} ({path.rpartition(os.sep)[2]}:{line})"
     return CallPosition(where, is_calling)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.picklable_errors import survives_pickling
+from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.heartbeat import RankStatus
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.coordination.member import VERDICTS_KEPT, GroupMember
@@ -92,7 +93,7 @@ class Outcome:
         self._silence_seconds = silence_seconds
         self._left_seconds = left_seconds
         self._lock = threading.Lock()
-        self._cancelled = threading.Event()
+        self._cancelled = OneTimeEvent()
         self.error: DcpRemoteError | None = None
         self.coordinator_lost = False
         self.is_committing = False

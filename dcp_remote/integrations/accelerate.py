@@ -27,7 +27,9 @@ from dcp_remote import (
     training_state,
 )
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.integrations.entries import keep_only, leave_out
 from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
+from dcp_remote.integrations.wrappers import unwrap_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +89,7 @@ def save_state(
         lambda: _saved_state(accelerator),
         name=str(path.checkpoint),
         overwrite=overwrite,
-        wait=wait,
+        wait=wait or "begun",
     )
     accelerator.project_configuration.iteration += 1
     return url
@@ -127,7 +129,13 @@ def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False
         # A manager of its own: a save into this run may follow, with its settings.
         with CheckpointManager(path.run_url, **settings) as looking:
             loaded = looking.restore(
-                state, path.checkpoint, unexpected="ignore", dtype="convert", go_on=False, must_exist=True
+                state,
+                path.checkpoint,
+                rename=keep_only("model"),
+                unexpected="ignore",
+                dtype="convert",
+                go_on=False,
+                must_exist=True,
             )
         assert loaded is not None
         return loaded
@@ -136,7 +144,7 @@ def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False
     step = manager.restore(
         {**_training(accelerator), ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)},
         path.checkpoint,
-        rename=None if _is_deepspeed(accelerator) else _leave_out_engine,
+        rename=None if _is_deepspeed(accelerator) else leave_out("deepspeed"),
         dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model
         must_exist=True,
     )
@@ -178,7 +186,7 @@ def _training(accelerator: Any) -> dict[str, Any]:
         )
         return state | own
     scaler = accelerator.scaler
-    optimizers = [_unwrap(optimizer) for optimizer in accelerator._optimizers]
+    optimizers = [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
     return training_state(
         model=_numbered(accelerator._models) or None,
         optimizer=_numbered(optimizers) or None,
@@ -198,11 +206,6 @@ def _engine_state(accelerator: Any) -> dict[str, Any]:
             models=len(accelerator._models),
         )
     return engine_state(accelerator._models[0])
-
-
-def _leave_out_engine(name: str) -> str | None:
-    """Return the name of an entry in the state; None for those of an engine of DeepSpeed that saved."""
-    return None if name.startswith("deepspeed.") else name
 
 
 def _is_deepspeed(accelerator: Any) -> bool:
@@ -283,13 +286,6 @@ def _is_stateful(loader: Any) -> bool:
 def _numbered(values: Sequence[Any]) -> Any:
     """Return a value alone, or several by number; {} if there is none."""
     return values[0] if len(values) == 1 else {str(number): value for number, value in enumerate(values)}
-
-
-def _unwrap(optimizer: Any) -> Any:
-    """Return the optimizer inside of Accelerate's wrappers."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _require_supported(accelerator: Any, hooks: Mapping[Any, Any]) -> None:

@@ -47,10 +47,11 @@ def manager_of(run_url: str, **settings: Any) -> CheckpointManager:
     Args:
         run_url: URL of the run.
         settings: Keyword arguments of `CheckpointManager`, the same in each call; those of the first call count where
-            a later call passes none.
+            a later call passes none. A manager that has saved and loaded nothing yet takes new ones.
 
     Raises:
-        InvalidArgumentError: A setting differs from that of the open manager, or is wrong. No request is sent.
+        InvalidArgumentError: A setting differs from that of the open manager, which is in use, or is wrong. No request
+            is sent.
     """
     url = run_url.rstrip("/")
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -58,14 +59,18 @@ def manager_of(run_url: str, **settings: Any) -> CheckpointManager:
         opened = _opened.get(url)
         if opened is not None and opened.group is group:
             other = [name for name, value in settings.items() if opened.settings.get(name) != value]
-            if other:
+            if not other:
+                return opened.manager
+            opened.manager.wait()
+            if opened.manager.last_save is not None or opened.manager.last_load is not None:
                 raise InvalidArgumentError(
-                    "This run is open with other settings: pass the same ones in each call, or call close_managers().",
+                    "This run is open with other settings, and in use: pass these in the first call, which is perhaps "
+                    "a load.",
                     url=run_url,
                     settings=", ".join(other),
                 )
-            return opened.manager
-        if opened is not None:  # of a process group that was destroyed: nobody can answer its operations
+            settings = opened.settings | settings
+        if opened is not None:  # unused, or of a process group that was destroyed
             opened.manager.close()
         _opened[url] = _Opened(CheckpointManager(url, **settings), group, settings)
         return _opened[url].manager

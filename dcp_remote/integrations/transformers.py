@@ -9,69 +9,29 @@ URL as `output_dir`, of which it would make a local folder.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-import json
-import logging
-import math
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import transformers
 import transformers.trainer as trainer_module
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from dcp_remote import (
-    CheckpointInfo,
-    CheckpointManager,
-    Files,
-    ModelState,
-    Opaque,
-    PerRank,
-    RandomStates,
-    is_remote,
-    training_state,
-)
-from dcp_remote.errors import InvalidArgumentError, StateMismatchError
-from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
+from dcp_remote import CheckpointManager, ModelState, is_remote
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.integrations.entries import keep_only
+from dcp_remote.integrations.runs import find_checkpoint, wait_for_saves
+from dcp_remote.integrations.trainer_retention import with_retention
+from dcp_remote.integrations.trainer_run import FOLDER_PREFIX, RemoteRun
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
 else:
     _Base = object
 
-logger = logging.getLogger(__name__)
-
 TrainerT = TypeVar("TrainerT")
-
-# Entries of a checkpoint beside those of `training_state`.
-FILES_KEY = "files"
-ABOUT_KEY = "trainer"
-
-# Metric of each checkpoint by which retention knows the step of the best model.
-BEST_STEP_METRIC = "best_global_step"
-
-_STATE_FILE = "trainer_state.json"
-_ARGUMENTS_FILE = "training_args.json"
-# Written around a checkpoint by Trainer's own handler of SIGTERM.
-_LEFT_OUT_FILES = frozenset({"checkpoint-is-incomplete.txt"})
-
-# Beginning of the name of a trainer's temporary folder.
-_FOLDER_PREFIX = "dcp_remote-trainer-"
-
-# Modules by which `torch.compile` and activation checkpointing wrap others, left out of names.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-
-# Settings of the manager that are about saving, and do not apply to another run that is only read.
-_SAVING_SETTINGS = frozenset({"retention", "resumed_from", "start_over", "save_policy", "notice_seconds"})
 
 
 def remote(
@@ -105,8 +65,8 @@ def remote(
     Args:
         trainer: `transformers.Trainer`, or an instance of a subclass whose `_save_checkpoint` calls that of its base.
         url: URL of the run, as for `CheckpointManager`.
-        resume: True to resume from the newest checkpoint where `train` is not told from which, for programs that do not
-            pass `resume_from_checkpoint`.
+        resume: True to resume from the newest checkpoint where `train` is not told from which, or is told a local
+            folder, as by programs that look for one in `output_dir`. A URL or name still counts.
         save_only_model: True to save no optimizer, scheduler and random states; None is `args.save_only_model`.
         save_frozen_base: True to save the frozen parameters of a PEFT model as well, so that the checkpoint can be
             loaded without the base model; they are sent once. False saves adapters and what is trained.
@@ -124,9 +84,9 @@ def remote(
             raise InvalidArgumentError("This trainer saves to another run already.", url=url, other=subject._remote.url)
         return trainer
     _require_supported(subject)
-    subject._remote = _RemoteRun(
+    subject._remote = RemoteRun(
         url.rstrip("/"),
-        _with_retention(subject.args.save_total_limit, settings),
+        with_retention(subject.args.save_total_limit, settings),
         saves_only_model=subject.args.save_only_model if save_only_model is None else save_only_model,
         saves_frozen_base=save_frozen_base,
         resumes=resume,
@@ -178,6 +138,7 @@ def load_weights(model: nn.Module, url: str, *, storage_options: Mapping[str, ob
         step = manager.restore(
             {"model": ModelState(model)},
             path.checkpoint,
+            rename=keep_only("model"),
             missing="keep",
             unexpected="ignore",
             dtype="convert",
@@ -188,26 +149,6 @@ def load_weights(model: nn.Module, url: str, *, storage_options: Mapping[str, ob
     return step
 
 
-@dataclass(frozen=True, slots=True)
-class KeepLatest:
-    """Retention of `save_total_limit`: the newest checkpoints, among them that of the best model.
-
-    Attributes:
-        count: Number of checkpoints to keep; two at least where the best is not the newest.
-    """
-
-    count: int
-
-    def __call__(self, checkpoints: Sequence[CheckpointInfo]) -> list[int]:
-        """Return the steps to delete."""
-        steps = [info.step for info in checkpoints]
-        best = dict(checkpoints[-1].metrics).get(BEST_STEP_METRIC)
-        kept = {steps[-1]} | ({int(best)} & set(steps) if best is not None else set())
-        free = max(self.count - len(kept), 0)
-        others = [step for step in steps if step not in kept]
-        return others[: len(others) - free]
-
-
 class RemoteCheckpointMixin(_Base):  # type: ignore[misc]  # Transformers may not be installed
     """Methods of a trainer that `remote` has changed; they come before those of the trainer's own class.
 
@@ -215,7 +156,7 @@ class RemoteCheckpointMixin(_Base):  # type: ignore[misc]  # Transformers may no
     folder, and from there into the checkpoint. Weights, optimizer and random states never lie there.
     """
 
-    _remote: _RemoteRun
+    _remote: RemoteRun
 
     # ---- saving
 
@@ -311,7 +252,7 @@ class RemoteCheckpointMixin(_Base):  # type: ignore[misc]  # Transformers may no
 class _RemoteCallback(TrainerCallback):  # type: ignore[misc]  # Transformers may not be installed
     """Part of a remote trainer at moments that no method of `Trainer` marks in all versions."""
 
-    def __init__(self, run: _RemoteRun) -> None:
+    def __init__(self, run: RemoteRun) -> None:
         self._run = run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -326,409 +267,6 @@ class _RemoteCallback(TrainerCallback):  # type: ignore[misc]  # Transformers ma
         return control
 
 
-class _HeldRandomStates:
-    """Random states of this rank; a restore keeps them until `Trainer` has skipped the batches that were seen."""
-
-    def __init__(self) -> None:
-        self._loaded: Mapping[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return RandomStates().state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._loaded = state_dict
-
-    def apply(self) -> None:
-        """Set the states that were loaded; keep those that are, with a log line, if there are none."""
-        if self._loaded is None:
-            logger.info("no random states of this rank were saved: its draws are not those that would have followed")
-        else:
-            RandomStates().load_state_dict(self._loaded)
-
-
-class _AdapterState(ModelState):
-    """State of a PEFT model without its frozen base: adapters, trained parameters and buffers."""
-
-    def state_dict(self) -> dict[str, Any]:
-        left_out = self._base_names()
-        return {name: value for name, value in super().state_dict().items() if name not in left_out}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        missing = self.state_dict().keys() - state_dict.keys()
-        if missing:
-            raise StateMismatchError("The state of an adapter lacks values.", names=", ".join(sorted(missing)[:5]))
-        # In place of the values that were read, which share memory with the model.
-        self.model.load_state_dict(state_dict, strict=False)
-
-    def _base_names(self) -> set[str]:
-        """Return the names of frozen parameters that are no part of an adapter, without those of wrappers."""
-        prefixes = _adapter_prefixes(self.model)
-        names = set()
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            parts = [part for part in name.split(".") if part not in _WRAPPERS]
-            if not parameter.requires_grad and not any(part.startswith(prefixes) for part in parts):
-                names.add(".".join(parts))
-        return names
-
-
-class _RemoteRun:
-    """Checkpoints of one trainer: saves and restores them, and holds what a restore has read.
-
-    Args:
-        url: URL of the run.
-        settings: Keyword arguments of the manager.
-        saves_only_model: True to save models alone.
-        saves_frozen_base: True to save the frozen base of a PEFT model.
-        resumes: True to resume from the newest checkpoint unless `train` is told otherwise.
-
-    Attributes:
-        url: URL of the run.
-        folder: Temporary folder of this rank, removed with this object; the files of one checkpoint at a time.
-        random: Random states of this rank.
-        best_url: URL of the best checkpoint so far, as read from the resumed checkpoint; None if there is none.
-        is_collecting: True while the state of a checkpoint is collected.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        settings: Mapping[str, Any],
-        *,
-        saves_only_model: bool,
-        saves_frozen_base: bool,
-        resumes: bool,
-    ) -> None:
-        self.url = url
-        self._resumes = resumes
-        self._settings = settings
-        self._saves_only_model, self._saves_frozen_base = saves_only_model, saves_frozen_base
-        self._temporary = tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX)
-        self.folder = Path(self._temporary.name)
-        self.random = _HeldRandomStates()
-        self.best_url: str | None = None
-        self.is_collecting = False
-        self._read_from: tuple[CheckpointManager, int] | None = None
-        self._read_entries: frozenset[str] = frozenset()
-        self._saved_step: int | None = None
-        self._has_saved = False
-
-    @property
-    def manager(self) -> CheckpointManager:
-        """Manager of the run; made when first asked for, after the process group."""
-        return manager_of(self.url, **self._settings)
-
-    @property
-    def stops_on_notice(self) -> bool:
-        """True if SIGTERM makes the ranks save and stop."""
-        return self._settings.get("notice_seconds") is not None
-
-    def is_own(self, folder: str | None) -> bool:
-        """Return whether a folder of a checkpoint stands for one in object storage."""
-        return folder is not None and Path(folder).is_relative_to(self.folder)
-
-    def has_url(self, url: str | None) -> bool:
-        """Return whether a URL is that of a checkpoint of this run."""
-        return url is not None and url.startswith(f"{self.url}/")
-
-    # ---- saving
-
-    def save(self, trainer: Any, write_files: Callable[[], None]) -> None:
-        """Save a checkpoint; what fails on one rank before it was copied is raised on all."""
-        step: int = trainer.state.global_step
-        if trainer.state.best_global_step == step:
-            trainer.state.best_model_checkpoint = f"{self.url}/checkpoint-{step}"
-        trainer.store_flos()
-        self.manager.save(
-            step,
-            lambda: self._collect(trainer, step, write_files),
-            name=f"checkpoint-{step}",
-            metrics=_metrics_of(trainer.state),
-            # Trainer may save a step twice, as at the end of an epoch: those are one checkpoint.
-            exist_ok=step == self._saved_step,
-        )
-        self._saved_step, self._has_saved = step, True
-
-    def _collect(self, trainer: Any, step: int, write_files: Callable[[], None]) -> dict[str, Any]:
-        folder = self.folder / f"checkpoint-{step}"
-        shutil.rmtree(folder, ignore_errors=True)  # of a save that failed
-        folder.mkdir()
-        state = trainer.state
-        best = state.best_global_step, state.best_model_checkpoint
-        # With a best step Trainer waits in a collective of torch, in which a rank would wait for one that has failed.
-        state.best_global_step = None
-        self.is_collecting = True
-        try:
-            write_files()
-        finally:
-            self.is_collecting = False
-            state.best_global_step, state.best_model_checkpoint = best
-        training = self._training(trainer)
-        # Of an object that several ranks give, any rank's may be stored: of these, whose values differ, one rank's.
-        own: dict[str, Any] = {}
-        if trainer.args.process_index == 0:
-            _write_files(trainer, folder)
-            found = Files.read(folder)
-            own[FILES_KEY] = Files({name: found[name] for name in found if name not in _LEFT_OUT_FILES})
-            own[ABOUT_KEY] = Opaque(
-                {
-                    "entries": sorted(training),
-                    "world_size": trainer.args.world_size,
-                    "global_batch": _global_batch(trainer),
-                    "transformers": transformers.__version__,
-                }
-            )
-        shutil.rmtree(folder, ignore_errors=True)
-        return training | own
-
-    def _training(self, trainer: Any) -> dict[str, Any]:
-        """Return the state of model, optimizer, scheduler, scaler and random states; the same to save and to load."""
-        model = self._model_state(trainer)
-        if self._saves_only_model:
-            return {"model": model}
-        own: dict[str, Any] = {"random": PerRank(self.random)}
-        if trainer.is_deepspeed_enabled:
-            state = self._engine_state(trainer)
-            if "scheduler" not in state:  # the engine does not know a scheduler that Trainer has made
-                state["scheduler"] = trainer.lr_scheduler
-            return state | own
-        scaler = getattr(trainer.accelerator, "scaler", None)
-        state = training_state(
-            model=trainer.model,
-            optimizer=unwrap_optimizer(trainer.optimizer),
-            scheduler=trainer.lr_scheduler,
-            scaler=scaler if scaler is not None and scaler.is_enabled() else None,
-            random_states=False,
-            extra=own,
-        )
-        return state | {"model": model}
-
-    def _model_state(self, trainer: Any) -> Any:
-        if trainer.is_deepspeed_enabled:
-            return self._engine_state(trainer)["model"]
-        is_adapter = _is_peft(trainer.model) and not self._saves_frozen_base
-        return _AdapterState(trainer.model) if is_adapter else ModelState(trainer.model)
-
-    def _engine_state(self, trainer: Any) -> dict[str, Any]:
-        from dcp_remote.integrations.deepspeed import engine_state
-
-        is_peft = _is_peft(trainer.model)
-        return engine_state(
-            trainer.model_wrapped,
-            exclude_frozen_parameters=is_peft and not self._saves_frozen_base,
-            is_strict=not is_peft,
-        )
-
-    # ---- loading
-
-    @contextmanager
-    def resume(self, trainer: Any, resume_from: Any) -> Iterator[Any]:
-        """Give `Trainer.train` what to resume from: the folder of a checkpoint, filled with its small files, or None.
-
-        Raises:
-            InvalidArgumentError: The run has checkpoints, from which this training does not go on; or the checkpoint is
-                not one of a trainer.
-            CheckpointNotFoundError: The checkpoint that was asked for does not exist.
-        """
-        self._saved_step, self.best_url, self._read_from = None, None, None
-        self.random = _HeldRandomStates()
-        if resume_from is None and self._resumes and not self._has_saved:
-            resume_from = True
-        is_asked = resume_from is not None and resume_from is not False
-        if not is_asked or (not self._is_own_url(resume_from) and _is_local(resume_from)):
-            self._require_start(trainer)
-            yield resume_from or None
-            return
-        manager, checkpoint = self._locate(resume_from)
-        files, about = Files(), Opaque[Any](None)
-        try:
-            step = manager.restore(
-                {FILES_KEY: files, ABOUT_KEY: about},
-                checkpoint,
-                unexpected="ignore",
-                go_on=False,
-                must_exist=resume_from is not True,
-            )
-        except StateMismatchError as error:
-            raise InvalidArgumentError(
-                "This checkpoint was not saved by a Trainer: training cannot resume from it. Load its weights by "
-                "dcp_remote.integrations.transformers.load_weights(model, url), and train from the beginning.",
-                url=manager.url,
-                checkpoint=checkpoint,
-            ) from error
-        if manager is not self.manager:
-            self._require_start(trainer)
-        if step is None:
-            logger.warning("%s: there is no checkpoint yet: training starts from the beginning", self.url)
-            yield None
-            return
-        self._read_from, self._read_entries = (manager, step), frozenset(about.value["entries"])
-        _report_changes(trainer, about.value, manager.url, step)
-        folder = self.folder / "resumed" / f"checkpoint-{step}"
-        try:
-            self._write_resumed(files, folder)
-            yield str(folder)
-        finally:
-            shutil.rmtree(folder.parent, ignore_errors=True)
-
-    def _write_resumed(self, files: Files, folder: Path) -> None:
-        state = json.loads(files[_STATE_FILE])
-        self.best_url, state["best_model_checkpoint"] = state["best_model_checkpoint"], None
-        Files({**{name: files[name] for name in files}, _STATE_FILE: json.dumps(state).encode()}).write(folder)
-
-    def restore(self, trainer: Any) -> None:
-        """Read the tensors of the checkpoint that is being resumed into model and optimizer, in place; collective."""
-        assert self._read_from is not None, "resume comes first"
-        manager, step = self._read_from
-        state = self._training(trainer)
-        left_out = sorted(state.keys() - self._read_entries)
-        for key in left_out:
-            del state[key]
-        if left_out:
-            logger.warning("%s: step %d was saved without %s: they start anew", manager.url, step, ", ".join(left_out))
-        manager.restore(
-            state,
-            step,
-            unexpected="ignore",
-            dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model
-            go_on=manager is self.manager,
-            must_exist=True,
-        )
-
-    def load_best(self, trainer: Any) -> None:
-        """Read the weights of the best checkpoint into the model; the run goes on from where it was."""
-        url: str = trainer.state.best_model_checkpoint
-        path = split_path(url) if not self.has_url(url) else None
-        manager = self.manager if path is None else self._manager_of(path.run_url)
-        name = url.rpartition("/")[2]
-        logger.info("%s: loading the best model from %s (score: %s)", manager.url, name, trainer.state.best_metric)
-        manager.restore(
-            {"model": self._model_state(trainer)},
-            name,
-            unexpected="ignore",
-            dtype="convert",
-            go_on=False,
-            must_exist=True,
-        )
-
-    def _locate(self, resume_from: Any) -> tuple[CheckpointManager, str | int | None]:
-        """Return the manager of the run to resume from, and the step or name of the checkpoint; None is the newest."""
-        text = str(resume_from).rstrip("/")
-        if resume_from is True or text == self.url:
-            return self.manager, None
-        name = text.removeprefix(f"{self.url}/")
-        if "/" not in name:
-            return self.manager, int(name) if name.isdecimal() else name
-        options = {name: self._settings[name] for name in ("storage_options",) if name in self._settings}
-        wait_for_saves()
-        path = find_checkpoint(text, **options)
-        return self._manager_of(path.run_url), path.checkpoint
-
-    def _is_own_url(self, resume_from: Any) -> bool:
-        return str(resume_from).rstrip("/") == self.url or self.has_url(str(resume_from))
-
-    def _manager_of(self, url: str) -> CheckpointManager:
-        return manager_of(url, **{name: self._settings[name] for name in self._settings.keys() - _SAVING_SETTINGS})
-
-    def _require_start(self, trainer: Any) -> None:
-        """Refuse to train from elsewhere where the run has checkpoints: its first save would fail."""
-        declares = self._settings.get("start_over") or self._settings.get("resumed_from") is not None
-        if trainer.args.save_strategy == "no" or (declares and not self._has_saved):
-            return
-        try:
-            found = self.manager.restore({ABOUT_KEY: Opaque(None)}, unexpected="ignore", go_on=False)
-        except StateMismatchError:  # of another framework
-            found = -1
-        if found is not None:
-            raise InvalidArgumentError(
-                "This run has checkpoints already. Pass resume_from_checkpoint=True to go on from the newest; or "
-                "start_over=True to remote(), once, to leave them behind; or use another URL.",
-                url=self.url,
-                newest=found if found >= 0 else None,
-            )
-
-
-def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside of Accelerate's wrappers."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def _write_files(trainer: Any, folder: Path) -> None:
-    """Write configurations, tokenizer or processor, arguments and trainer state into the folder of a checkpoint."""
-    model = trainer.model
-    base = model.get_base_model() if _is_peft(model) else model
-    configurations: tuple[Any, ...] = (getattr(base, "config", None), getattr(base, "generation_config", None))
-    for config in configurations:
-        if hasattr(config, "save_pretrained"):
-            config.save_pretrained(folder)
-    if _is_peft(model):
-        for name, config in model.peft_config.items():
-            saved = copy.deepcopy(config)
-            saved.inference_mode = True  # as PeftModel.save_pretrained does
-            saved.save_pretrained(folder if name == "default" else folder / name)
-    collator = getattr(trainer, "data_collator", None)
-    processor: Any = getattr(trainer, "processing_class", None) or getattr(collator, "tokenizer", None)
-    if hasattr(processor, "save_pretrained"):
-        processor.save_pretrained(folder)
-    arguments = json.dumps(trainer.args.to_dict(), indent=2, default=str)
-    (folder / _ARGUMENTS_FILE).write_text(arguments)
-    trainer.state.save_to_json(str(folder / _STATE_FILE))
-
-
-def _metrics_of(state: Any) -> dict[str, float]:
-    """Return the numbers that were logged at this step, and the step of the best checkpoint."""
-    logged = [entry for entry in state.log_history if entry.get("step") == state.global_step]
-    metrics = {
-        name: float(value)
-        for entry in logged
-        for name, value in entry.items()
-        if name != "step" and isinstance(value, int | float) and math.isfinite(value)
-    }
-    best = (state.best_model_checkpoint or "").rpartition("checkpoint-")[2]
-    return metrics | ({BEST_STEP_METRIC: float(best)} if best.isdecimal() else {})
-
-
-def _global_batch(trainer: Any) -> int:
-    """Return the number of samples of one step over all ranks."""
-    arguments = trainer.args
-    return int(trainer._train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size)
-
-
-def _report_changes(trainer: Any, about: Mapping[str, Any], url: str, step: int) -> None:
-    saved, here = about["global_batch"], _global_batch(trainer)
-    if about["world_size"] != trainer.args.world_size:
-        logger.info(
-            "%s: step %d was saved by %d ranks and is loaded by %d",
-            url,
-            step,
-            about["world_size"],
-            trainer.args.world_size,
-        )
-    if saved != here and not trainer.args.ignore_data_skip:
-        logger.warning(
-            "%s: step %d was trained with %d samples a step, and this job has %d. Trainer finds its place in the data "
-            "by the number of steps: samples are repeated or left out. Change gradient_accumulation_steps to keep %d.",
-            *(url, step, saved, here, saved),
-        )
-
-
-def _is_local(resume_from: Any) -> bool:
-    """Return whether this is a local folder, whose checkpoint `Trainer` loads itself."""
-    return isinstance(resume_from, str | os.PathLike) and not is_remote(resume_from) and Path(resume_from).is_dir()
-
-
-def _is_peft(model: Any) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def _adapter_prefixes(model: Any) -> tuple[str, ...]:
-    """Return the beginnings of the names of modules that are adapters."""
-    tuner = getattr(model, "base_model", None)
-    prefix = getattr(tuner, "prefix", None)
-    return ("modules_to_save", "prompt_encoder", *((prefix,) if isinstance(prefix, str) and prefix else ()))
-
-
 def _require_supported(trainer: Any) -> None:
     arguments = trainer.args
     _require_local_output(arguments)
@@ -740,17 +278,6 @@ def _require_supported(trainer: Any) -> None:
     mode = str(getattr(arguments.parallel_mode, "value", arguments.parallel_mode))
     if mode in {"tpu", "sagemaker_model_parallel"}:
         raise InvalidArgumentError("Trainers on XLA and SageMaker are not supported.", parallel_mode=mode)
-
-
-def _with_retention(save_total_limit: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the retention that `save_total_limit` asks for."""
-    if save_total_limit is None or save_total_limit <= 0:
-        return dict(settings)
-    if settings.get("retention") is not None:
-        raise InvalidArgumentError(
-            "save_total_limit and retention exclude each other: pass one of them.", save_total_limit=save_total_limit
-        )
-    return {**settings, "retention": KeepLatest(save_total_limit)}
 
 
 def _require_local_output(arguments: Any) -> None:
@@ -787,7 +314,7 @@ def _init(self: Any, *args: Any, **kwargs: Any) -> None:
 @functools.wraps(_load_engine)
 def _load_engine_if_local(engine: Any, checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
     """Leave a remote checkpoint to `_load_optimizer_and_scheduler`, which follows."""
-    if any(part.startswith(_FOLDER_PREFIX) for part in Path(checkpoint_path).parts):
+    if any(part.startswith(FOLDER_PREFIX) for part in Path(checkpoint_path).parts):
         return None
     return _load_engine(engine, checkpoint_path, *args, **kwargs)
 

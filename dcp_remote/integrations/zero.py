@@ -28,9 +28,7 @@ from torch import nn
 
 from dcp_remote import LocalBoxes
 from dcp_remote.errors import InvalidArgumentError
-
-# Parts of names that wrappers add: `torch.compile`, activation checkpointing.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+from dcp_remote.integrations.wrappers import canonical
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,11 @@ class Fragment:
 
     def boxes_in(self, flat: torch.Tensor) -> LocalBoxes:
         """Return the part in a tensor of the partition's layout, as a view of that tensor."""
-        return LocalBoxes.from_flat(self.shape, self.start, flat.view(-1)[self.offset : self.offset + self.elements])
+        return LocalBoxes.from_flat(self.shape, self.start, self.view_in(flat))
+
+    def view_in(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the elements of the part in a tensor of the partition's layout, as a view of that tensor."""
+        return flat.view(-1)[self.offset : self.offset + self.elements]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +84,14 @@ class Layout:
         partitions: Partitions of this rank.
         frozen: Shards of parameters without a master copy in ZeRO-3, by name: (shape, first element, elements).
         refresh: Function that copies the masters into the parameters of the module; a collective of torch in ZeRO.
+        owner: Optimizer of DeepSpeed that links parameters to their states; None if there are no links.
     """
 
     optimizer: Any
     partitions: tuple[Partition, ...]
     frozen: dict[str, LocalBoxes]
     refresh: Callable[[], None]
+    owner: Any = None
 
     def masters(self) -> Iterator[tuple[Fragment, LocalBoxes]]:
         """Yield the parts with their master copies."""
@@ -95,10 +99,12 @@ class Layout:
             for fragment in partition.fragments:
                 yield fragment, fragment.boxes_in(partition.masters.detach())
 
-
-def canonical(name: str) -> str:
-    """Return a name without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    def forget_state(self, partition: Partition) -> None:
+        """Take the state of a partition from the optimizer, which is then as before its first step."""
+        if self.optimizer.state.pop(partition.masters, None) is None:
+            return
+        if hasattr(self.owner, "_hp_optimizer_states_linked"):
+            self.owner._hp_optimizer_states_linked = False  # the next step links the parameters to their new states
 
 
 def names_of(module: nn.Module) -> dict[int, list[str]]:
@@ -118,7 +124,8 @@ def read_layout(engine: Any) -> Layout:
     """Return the layout of an engine's optimizer; copies nothing and calls no collective.
 
     Raises:
-        InvalidArgumentError: The optimizer is of a class that is not known here, or keeps partitions on NVMe.
+        InvalidArgumentError: The optimizer is of a class that is not known here, is one of two (`ratio` below 1), or
+            keeps partitions on NVMe.
     """
     optimizer, names = engine.optimizer, names_of(engine.module)
     kind = type(optimizer)
@@ -136,12 +143,12 @@ def read_layout(engine: Any) -> Layout:
             # Since parameters may be aligned to 16 bytes, with padding between them.
             offsets=getattr(optimizer, "round_robin_bit16_offsets", None),
         )
-        return Layout(optimizer.optimizer, partitions, {}, lambda: _refresh_flat(optimizer))
+        return Layout(optimizer.optimizer, partitions, {}, lambda: _refresh_flat(optimizer), optimizer)
     if kind is BF16_Optimizer:
         partitions = _read_flat_groups(
             optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, optimizer.real_dp_process_group, names
         )
-        return Layout(optimizer.optimizer, partitions, {}, lambda: _refresh_flat(optimizer))
+        return Layout(optimizer.optimizer, partitions, {}, lambda: _refresh_flat(optimizer), optimizer)
     if kind is FP16_Optimizer:
         pairs = enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True))
         partitions = tuple(_whole_partition(group, flat, parameters, names) for group, (parameters, flat) in pairs)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import CommitUnknownError, DcpRemoteError
@@ -56,6 +57,10 @@ class BackgroundSave:
         saver: Rank's part of the save.
         coordinator: Coordinator's part; None on other ranks.
         before: Previous save, whose result is known; its thread may be stuck.
+
+    Attributes:
+        begun: Event that is set once all ranks have come with their states and the run takes the step, or the save has
+            a result.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class BackgroundSave:
         # Taken by the thread or by a caller that gives up: whoever is first leaves the collective operation.
         # After Ctrl-C in `Thread.start` the caller cannot know whether there is a thread.
         self._leaves = threading.Lock()
-        self._settled, self._ended = threading.Event(), threading.Event()
+        self.begun, self._settled, self._ended = OneTimeEvent(), OneTimeEvent(), OneTimeEvent()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
 
@@ -123,6 +128,7 @@ class BackgroundSave:
         Raises:
             DcpRemoteError: The save failed, or was given up.
         """
+<<<<<<< HEAD
         self._wait_for(self._settled, left_seconds)
         if self._error is not None:
             raise self._error
@@ -138,10 +144,34 @@ class BackgroundSave:
         self._wait_for(self._begun, left_seconds)
 
     def _wait_for(self, event: threading.Event, left_seconds: Callable[[], float]) -> None:
+||||||| 80b2918
+=======
+        self._wait_for(self._settled, left_seconds)
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None, "settled without an error"
+        return self._report
+
+    def wait_until_begun(self, left_seconds: Callable[[], float] = _no_end) -> None:
+        """Wait until all ranks have come with their states and the run takes the step, or the save has failed.
+
+        Args:
+            left_seconds: Gives the seconds until this process is killed.
+        """
+        self._wait_for(self.begun, left_seconds)
+
+    def _wait_for(self, event: OneTimeEvent, left_seconds: Callable[[], float]) -> None:
+>>>>>>> main
         last_seconds: float | None = None
+<<<<<<< HEAD
         while not event.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
             if self._settled.is_set():
                 return
+||||||| 80b2918
+        while not self._settled.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
+=======
+        while not event.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
+>>>>>>> main
             self._collective.check_time_and_store()
             cancelled = self._collective.cancelled
             if cancelled is None:
@@ -151,6 +181,18 @@ class BackgroundSave:
                 last_seconds = now + min(_UNWIND_SECONDS, _UNWIND_SHARE * left_seconds())
             if now > last_seconds:
                 self._give_up(cancelled)
+<<<<<<< HEAD
+||||||| 80b2918
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None, "settled without an error"
+        return self._report
+=======
+
+    def _settle(self) -> None:
+        self._settled.set()
+        self.begun.set()
+>>>>>>> main
 
     def _give_up(self, error: DcpRemoteError) -> None:
         """Set the error of the save, and leave its thread behind, which is stuck in a request."""
@@ -158,7 +200,7 @@ class BackgroundSave:
             what = f"{error.what} The commit had begun, and the store has not said whether it was carried out."
             error = CommitUnknownError(what, **error.details)
         self._error = error
-        self._settled.set()
+        self._settle()
 
     def abandon(self, error: BaseException) -> bool:
         """Give the save up, because the calling `save` raises and its caller may change the state; commit nothing.
@@ -173,13 +215,13 @@ class BackgroundSave:
         """
         if self._leaves.acquire(blocking=False):
             self._error = error
-            self._settled.set()
+            self._settle()
             self._ranks.abandon(self._collective, error)
             self._ended.set()
             return False
         if not self._settled.is_set() and self._collective.abort("was interrupted"):
             self._error = self._collective.cancelled
-            self._settled.set()
+            self._settle()
         return True
 
     def finish(self, seconds: float = _FINISH_SECONDS) -> None:
@@ -228,8 +270,14 @@ class BackgroundSave:
             operation.end(self._report if self._coordinator is not None else None)
         # Frees the copy of the state, because the next save makes another.
         del self._task
+<<<<<<< HEAD
         self._settled.set()
         self._begun.set()
+||||||| 80b2918
+        self._settled.set()
+=======
+        self._settle()
+>>>>>>> main
 
 
 class BackgroundSaves:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcp_remote.common.gil import short_switch_interval
 from dcp_remote.common.text import format_count, human_bytes
+from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError
@@ -83,7 +83,7 @@ class Task:
         seconds: Seconds from the beginning of the collective operation to its deadline.
         operation: Operation of telemetry.
         background: True if training goes on meanwhile.
-        begun: Event that is set once all ranks have come with their states, and the run takes the step.
+        begun: Event to set once all ranks have come with their states, and the run takes the step.
         uncommitted: Ticket and figures of the attempt that waits for the answer to its commit; empty at other times.
             Kept here because the thread of an earlier save may be stuck, with a task of its own.
     """
@@ -98,7 +98,7 @@ class Task:
     seconds: float
     operation: Operation
     background: bool
-    begun: threading.Event = field(default_factory=threading.Event, init=False)
+    begun: OneTimeEvent
     uncommitted: list[tuple[SaveTicket, RankFigures]] = field(default_factory=list, init=False)
 
 

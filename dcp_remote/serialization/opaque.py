@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 # Made when this module is imported, so that no constant of a user's code is the same object: entries that `Opaque` and
 # `Files` made have these very strings, and imitations only equal ones.
-OPAQUE_MARK: Final = "".join(("dcp_remote.", "Opaque"))  # noqa: FLY002
-FILES_MARK: Final = "".join(("dcp_remote.", "Files"))  # noqa: FLY002
+OPAQUE_MARK: Final = "".join(("dcp_remote.", "Opaque"))  # noqa: FLY002  # a literal is interned
+FILES_MARK: Final = "".join(("dcp_remote.", "Files"))  # noqa: FLY002  # a literal is interned
 
 # Stands in a template for a value that is read whole, so that no value has to be made for the template. A pair, so that
 # no stored per-rank value, which is a tuple of one, is equal to it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import pytest
 from dcp_remote import open_run
 from dcp_remote.testing.servers import S3Server
 from tests.support.rank_programs import Ranks
-
-Jobs = Callable[..., Ranks]
+from tests.support.training_jobs import Jobs, jobs_of, killed_job
 
 # `make test-frameworks` leaves out what the others hold nearly as well: importing the frameworks takes a while.
 LONG = pytest.mark.torture(smoke=False)
@@ -21,23 +19,13 @@ LONG = pytest.mark.torture(smoke=False)
 
 @pytest.fixture
 def train(run_program: Callable[..., Ranks], tmp_path: Path) -> Jobs:
-    """Return a function that runs jobs of `programs/accelerate_train.py` on some ranks, one after the other."""
-
-    def run(world_size: int = 1, *, mode: str = "plain", is_checked: bool = True, **jobs: dict[str, Any]) -> Ranks:
-        path = tmp_path / f"options-{len(list(tmp_path.glob('options-*')))}.json"
-        path.write_text(json.dumps({"mode": mode, "jobs": jobs}))
-        return run_program("accelerate_train.py", world_size, path, is_checked=is_checked)
-
-    return run
-
-
-def killed_job(url: str) -> dict[str, Any]:
-    """Return the options of a job that is killed in the middle of its second save, which a slow link makes long."""
-    return {"url": url, "kill_at": 5, "settings": {"storage_options": {"upload_bytes_per_second": 100_000}}, "steps": 9}
+    """Return a function that runs jobs of `programs/accelerate_train.py` on some ranks."""
+    return jobs_of("accelerate_train.py", run_program, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("mode", "world_size"), [("plain", 1), pytest.param("ddp", 2, marks=LONG), ("fsdp2", 2), ("zero3", 2)]
+    ("mode", "world_size"),
+    [("fsdp2", 2), *(pytest.param(mode, size, marks=LONG) for mode, size in (("plain", 1), ("ddp", 2), ("zero3", 2)))],
 )
 def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     train: Jobs, bucket_url: str, s3_server: S3Server, mode: str, world_size: int
@@ -47,7 +35,9 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     Under ZeRO-3 every function that gathers fails.
     """
     url = f"{bucket_url}/run"
-    killed = train(world_size, mode=mode, whole={"digest_at": [2, 6]}, killed=killed_job(url), is_checked=False)
+    killed = train(
+        world_size, mode=mode, whole={"digest_at": [2, 6]}, killed=killed_job(url, kill_at=5, steps=9), is_checked=False
+    )
     assert killed.exit_codes == [-9] * world_size, killed.show()
     run = open_run(url, storage_options=s3_server.storage_options)
     assert [info.names for info in run.checkpoints()] == [("step-2",)]
@@ -58,6 +48,7 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
         # Of registered objects the main process's are saved, as by Accelerate.
         assert later["losses"][2 * bool(rank) :] == whole["losses"][2 * bool(rank) :]
         assert later["iteration"] == whole["iteration"]
+        assert later["warnings"] == []
     assert [info.names for info in run.checkpoints()] == [("step-2",), ("step-4",), ("step-6",)]
 
 
@@ -115,19 +106,36 @@ def test_wrong_calls(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
     assert [info.names for info in project.checkpoints()] == [("checkpoint_1",), ("checkpoint_2",)]
 
 
-def test_a_save_on_the_main_process_alone(train: Jobs, bucket_url: str) -> None:
-    """It ends within 40 s by an error that names the rank which did not come."""
+def test_a_rank_that_fails_in_a_save(train: Jobs, bucket_url: str) -> None:
+    """All ranks raise in the call, though the save goes on in the background."""
     url = f"{bucket_url}/run"
     call = (
-        f"import time\nif accelerator.is_main_process:\n    save_state(accelerator, '{url}/step-3', wait=True)\n"
+        "if not accelerator.is_main_process:\n    accelerator._custom_objects[0].losses = None\n"
+        f"save_state(accelerator, '{url}/step-3')"
+    )
+    job = {"steps": 2, "url": url, "call": call, "expects_error": True}
+    main, rank_1 = (report["job"] for report in train(2, mode="ddp", job=job).reports)
+    assert rank_1["error"].startswith("TypeError")
+    assert main["error"].startswith("SaveFailedError: Rank 1 failed; the save of step 3 was given up")
+    assert main["seconds"] < 10
+
+
+@LONG
+def test_a_save_on_the_main_process_alone(train: Jobs, bucket_url: str) -> None:
+    """It ends within 40 s, in the call, by an error that names the rank which did not come."""
+    url = f"{bucket_url}/run"
+    call = (
+        f"import time\nif accelerator.is_main_process:\n    save_state(accelerator, '{url}/step-3')\n"
         "else:\n    time.sleep(45)"
     )
-    ranks = train(2, mode="ddp", alone={"steps": 2, "url": url, "call": call, "expects_error": True}).reports
-    assert "rank 1" in ranks[0]["alone"]["error"].lower()
-    assert 25 < ranks[0]["alone"]["seconds"] < 40
-    assert "error" not in ranks[1]["alone"]
+    job = {"steps": 2, "url": url, "call": call, "expects_error": True}
+    main, rank_1 = (report["job"] for report in train(2, mode="ddp", job=job).reports)
+    assert "rank 1" in main["error"].lower()
+    assert 25 < main["seconds"] < 40
+    assert "error" not in rank_1
 
 
+@LONG
 def test_other_numbers_of_ranks_load_the_same_state(train: Jobs, bucket_url: str) -> None:
     """FSDP2 on two ranks; into three, and one process. State is equal to the bit."""
     url = f"{bucket_url}/run"

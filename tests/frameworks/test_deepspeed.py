@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import signal
+import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +19,7 @@ from tests.support.rank_programs import Ranks
 
 RunProgram = Callable[..., Ranks]
 RunProgramIn = Callable[..., Ranks]
+ReportsOf = Callable[[Sequence[str]], list[dict[str, Any]]]
 
 # Threads, sockets, plans and the interpreter's own.
 OTHER_MEMORY_MIB = 24
@@ -24,26 +28,51 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 STAGES = ("0", "1", "2", "3")
 
-# Kinds of engines (see `deepspeed_engines.KINDS`) that are saved, by number of ranks.
-SAVED = {
-    1: ("3",),
-    2: (*STAGES, "1-32", "2-offload", "3-offload", "2-reordered", "2-aligned", "2-fp32", "3-fp16"),
-    3: ("3",),
-}
+# Kinds of engines (see `deepspeed_engines.KINDS`) that are saved on two ranks; "3" is saved on one rank as well.
+SAVED = (*STAGES, "1-32", "2-offload", "3-offload", "2-reordered", "2-aligned", "2-fp32", "3-fp16")
 
-# Runs that are loaded, and into which kinds, by number of ranks.
+# Kinds that load, and which runs, on one and on two ranks.
 LOADED: dict[int, list[tuple[tuple[str, ...], tuple[str, ...]]]] = {
-    1: [(STAGES, ("0-2", "1-2", "2-2", "3-2", "3-3", "2-reordered-2", "2-aligned-2"))],
+    1: [(STAGES, ("2-reordered-2", "0-2", "1-2", "2-2", "3-2", "3-1"))],
     2: [
-        (("1-32", "2-offload", "3-offload", "2-reordered", "2-aligned"), ("3-2", "1-32-2")),
+        (STAGES, ("3-1", "3-2")),
+        (("1-32", "2-offload", "3-offload", "2-reordered", "2-aligned"), ("1-32-2", "2-aligned-2")),
         (("0-fp32", "3-fp32", "2-fp16", "3-fp16"), ("2-2", "2-fp32-2", "3-fp16-2")),
-        (STAGES, ("3-2", "3-1")),
     ],
-    3: [(("0", "2", "3-offload"), ("1-2", "2-offload-2", "3-offload-2"))],
 }
 
 # All stages at all these numbers of ranks, into all of them.
 EVERY_SIZE = (1, 2, 3, 4)
+
+# Cases of `deepspeed_cases.py` that run one after another in one set of processes.
+CASES = (
+    (
+        "memory_stays_within_the_budget",
+        "options_of_a_load",
+        "saves_in_the_background",
+        "frozen_parameters_are_left_out",
+        "every_class_is_patched",
+        "nothing_is_gathered",
+        "others_load_it",
+        "incident_4_saved",
+        "is_not_killed",
+    ),
+    (
+        "a_usual_load_warns_of_nothing",
+        "what_is_missing_is_an_error",
+        "going_back_and_saving_by_another_tag",
+        "saved_before_the_first_step",
+        "a_rank_that_raises",
+        "a_rank_that_raises_in_the_background",
+        "a_rank_that_does_not_come",
+        "incident_0",
+        "incident_0_of_a_url",
+        "stages_go_on_alike",
+        "linear_layers_of_stage_3",
+        "partitions_on_nvme_are_refused",
+        "parallelism_is_refused",
+    ),
+)
 
 # Prefixes of what engines of different precision have in common, too.
 MASTERS = ("fp32 ", "exp_avg ", "exp_avg_sq ")
@@ -57,21 +86,8 @@ def deepspeed_url(s3_server: S3Server) -> str:
     return f"s3://{name}"
 
 
-def save_all(
-    run_program_in: RunProgramIn, folder: Path, url: str, saved: Mapping[int, Sequence[str]]
-) -> dict[str, Any]:
-    """Save every kind, by number of ranks; return the state of each run."""
-    states: dict[str, Any] = {}
-    for world_size, kinds in saved.items():
-        ranks = run_program_in(folder, "deepspeed_matrix.py", world_size, "save", url, ",".join(kinds))
-        states |= {f"{kind}-{world_size}": ranks.reports[0][kind] for kind in kinds}
-    return states
-
-
-@pytest.fixture(scope="module")
-def saved(deepspeed_url: str, run_program_in: RunProgramIn, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Save every kind; return the state of each run."""
-    return save_all(run_program_in, tmp_path_factory.mktemp("saved"), deepspeed_url, SAVED)
+def arguments_of(command: str, url: str, *names: Sequence[str]) -> list[str]:
+    return [command, url, *map(",".join, names)]
 
 
 def precision(kind: str) -> str:
@@ -104,70 +120,86 @@ def require_loaded(ranks: Ranks, states: Mapping[str, Any], kinds: Sequence[str]
                 assert loaded[0]["next"] == states[run]["next"]
 
 
-@pytest.mark.parametrize("world_size", LOADED)
-def test_any_stage_and_world_size_loads_any_other(
-    deepspeed_url: str, saved: dict[str, Any], run_program: RunProgram, world_size: int
-) -> None:
+@pytest.mark.timeout(600)
+def test_any_stage_and_world_size_loads_any_other(deepspeed_url: str, run_program: RunProgram) -> None:
     """Bits of masters, both moments and 16-bit copies, whole, by DeepSpeed's own functions; counters and schedule."""
-    for kinds, runs in LOADED[world_size]:
-        ranks = run_program("deepspeed_matrix.py", world_size, "load", deepspeed_url, ",".join(kinds), ",".join(runs))
-        require_loaded(ranks, saved, kinds, runs)
+    first = run_program("deepspeed_matrix.py", 1, *arguments_of("save", deepspeed_url, ("3",)))
+    states = {"3-1": first.reports[0]["3"]}
+    for world_size in (2, 1):
+        commands = arguments_of("save", deepspeed_url, SAVED) if world_size == 2 else []
+        for kinds, runs in LOADED[world_size]:
+            commands += arguments_of("load", deepspeed_url, kinds, runs)
+        ranks = run_program("deepspeed_matrix.py", world_size, *commands)
+        states |= {f"{kind}-2": ranks.reports[0][kind] for kind in SAVED if world_size == 2}
+        for kinds, runs in LOADED[world_size]:
+            require_loaded(ranks, states, kinds, runs)
 
 
 @pytest.mark.torture(smoke=False)
-@pytest.mark.timeout(1500)
-def test_every_stage_at_every_size(bucket_url: str, run_program_in: RunProgramIn, tmp_path: Path) -> None:
-    """The whole matrix, which the documentation shows; prints what was compared."""
-    states = save_all(run_program_in, tmp_path, bucket_url, dict.fromkeys(EVERY_SIZE, STAGES))
+@pytest.mark.timeout(2400)
+def test_every_stage_at_every_size(run_program_in: RunProgramIn, tmp_path: Path) -> None:
+    """The whole matrix, which the documentation shows; in a local folder, and prints what was compared."""
+    url = f"{tmp_path.as_uri()}/runs"
+    states: dict[str, Any] = {}
     for world_size in EVERY_SIZE:
-        arguments = ("load", bucket_url, ",".join(STAGES), ",".join(states))
-        ranks = run_program_in(tmp_path, "deepspeed_matrix.py", world_size, *arguments, timeout_seconds=600)
+        ranks = run_program_in(tmp_path, "deepspeed_matrix.py", world_size, *arguments_of("save", url, STAGES))
+        states |= {f"{kind}-{world_size}": ranks.reports[0][kind] for kind in STAGES}
+    for world_size in EVERY_SIZE:
+        arguments = arguments_of("load", url, STAGES, tuple(states))
+        began = time.monotonic()
+        ranks = run_program_in(tmp_path, "deepspeed_matrix.py", world_size, *arguments, timeout_seconds=900)
         require_loaded(ranks, states, STAGES, list(states))
-        print(f"loaded at {world_size} by stages {', '.join(STAGES)}: {', '.join(states)}")  # noqa: T201
+        seconds = time.monotonic() - began
+        sys.stdout.write(f"at {world_size}, stages {', '.join(STAGES)} loaded {', '.join(states)} ({seconds:.0f} s)\n")
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        ("options_of_a_load", "saves_in_the_background", "frozen_parameters_are_left_out", "every_class_is_patched"),
-        ("nothing_is_gathered", "others_load_it", "a_rank_that_raises", "a_rank_that_does_not_come", "incident_0"),
-        ("stages_go_on_alike", "linear_layers_of_stage_3", "partitions_on_nvme_are_refused", "parallelism_is_refused"),
-    ],
-    ids=lambda cases: cases[0],
-)
-def test_cases(deepspeed_url: str, run_program: RunProgram, cases: Sequence[str]) -> None:
-    """Each function of `deepspeed_cases.py` says what it shows; all run on two ranks."""
-    ranks = run_program("deepspeed_cases.py", 2, deepspeed_url, ",".join(cases))
-    for report in ranks.reports:
-        assert report == dict.fromkeys(cases, "passed")
+@pytest.fixture(scope="module")
+def reports_of(deepspeed_url: str, run_program_in: RunProgramIn, tmp_path_factory: pytest.TempPathFactory) -> ReportsOf:
+    """Return a function that runs cases on two ranks, once each, and returns the reports of the ranks."""
+
+    @functools.cache
+    def run(cases: tuple[str, ...]) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("cases")
+        return run_program_in(folder, "deepspeed_cases.py", 2, deepspeed_url, ",".join(cases)).reports
+
+    return run
 
 
-def test_memory_of_a_save_is_a_copy_of_the_shard_and_the_budget(deepspeed_url: str, run_program: RunProgram) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases[0])
+def test_cases(reports_of: ReportsOf, cases: tuple[str, ...]) -> None:
+    """Each function of `deepspeed_cases.py` says what it shows."""
+    for report in reports_of(cases):
+        assert [report.get(case) for case in cases] == ["passed"] * len(cases)
+
+
+def test_memory_of_a_save_is_a_copy_of_the_shard_and_the_budget(reports_of: ReportsOf) -> None:
     """Peaks of resident memory above that before a save; the copy is kept for the next one."""
-    ranks = run_program("deepspeed_cases.py", 2, deepspeed_url, "memory_stays_within_the_budget")
-    for report in ranks.reports:
+    for report in reports_of(CASES[0]):
         memory = report["memory"]  # in MiB
         assert memory["shard"] >= 5 * memory["budget"]
         assert memory["save 0"] <= memory["shard"] + memory["budget"] + OTHER_MEMORY_MIB, memory
         assert max(memory["save 1"], memory["save 2"]) <= memory["budget"] + OTHER_MEMORY_MIB, memory
 
 
-def test_incident_4_another_world_size(deepspeed_url: str, run_program: RunProgram) -> None:
+def test_incident_4_another_world_size(deepspeed_url: str, run_program: RunProgram, reports_of: ReportsOf) -> None:
     """Saved on two ranks, loaded on one: DeepSpeed's own load raises ZeRORuntimeException."""
-    saved = run_program("deepspeed_cases.py", 2, deepspeed_url, "incident_4_saved")
-    loaded = run_program("deepspeed_cases.py", 1, deepspeed_url, "incident_4_loaded")
-    assert loaded.reports[0]["loaded"] == saved.reports[0]["saved"]
+    saved = reports_of(CASES[0])[0]
+    loaded = run_program("deepspeed_cases.py", 1, deepspeed_url, "incident_4_loaded", environment=saved["folder"])
+    assert loaded.reports[0]["loaded"] == saved["saved"]
 
 
-def test_a_job_that_is_killed_in_a_save_goes_on(deepspeed_url: str, run_program: RunProgram) -> None:
+def test_a_job_that_is_killed_in_a_save_goes_on(
+    deepspeed_url: str, run_program: RunProgram, reports_of: ReportsOf
+) -> None:
     """SIGKILL of all ranks while a save is under way; losses equal those of an uninterrupted run to the bit."""
-    whole = run_program("deepspeed_cases.py", 2, deepspeed_url, "is_not_killed")
+    whole = reports_of(CASES[0])
     killed = run_program("deepspeed_cases.py", 2, deepspeed_url, "is_killed", is_checked=False)
     assert killed.exit_codes == [-signal.SIGKILL] * 2, killed.show()
     resumed = run_program("deepspeed_cases.py", 2, deepspeed_url, "goes_on")
     for rank, report in enumerate(resumed.reports):
         assert report["step"] == 2, killed.show()  # the second save had not been committed
-        assert killed.reports[rank]["losses"][:2] + report["losses"] == whole.reports[rank]["losses"]
+        assert killed.reports[rank]["losses"][:2] + report["losses"] == whole[rank]["losses"]
 
 
 def test_the_example_goes_on_at_another_size_and_stage(
@@ -180,4 +212,4 @@ def test_the_example_goes_on_at_another_size_and_stage(
     second = run_program(script, 1, "--url", url, "--stage", 2, "--steps", 5)
     assert "step 4, {'loss': " in second.outputs[0]
     assert "step 5, loss " in second.outputs[0]
-    assert [info.step for info in open_run(url, storage_options=s3_server.storage_options).checkpoints()] == [2, 4]
+    assert [info.step for info in open_run(url, storage_options=s3_server.storage_options).checkpoints()] == [4, 5]

@@ -54,6 +54,7 @@ def write(folder: Path, module: str, source: str) -> None:
         ("transformers.trainer", "transformers", f"('{URL}',) {{'resume': True, 'storage_options': None}}"),
         ("accelerate", "accelerate", "() {'storage_options': None}"),
         ("deepspeed", "deepspeed", "() {'storage_options': None}"),
+        ("llamafactory.train.tuner", "llamafactory", "() {}"),
     ],
 )
 def test_an_import_enables_the_integration(module: str, name: str, called: str, tmp_path: Path) -> None:
@@ -86,6 +87,14 @@ def test_an_integration_that_fails_ends_the_program(tmp_path: Path) -> None:
         sys.executable, "-c", "import transformers.trainer", code=1, path=tmp_path, environment={"DCP_REMOTE_URL": URL}
     )
     assert "ImportError" in err
+
+
+def test_a_trainer_that_saves_by_other_means_is_refused(tmp_path: Path) -> None:
+    """USE_V1 of LLaMA-Factory, whose checkpoints would stay in a local folder."""
+    write(tmp_path, "llamafactory.v1.core.utils.checkpoint", "")
+    program = "import llamafactory.v1.core.utils.checkpoint"
+    _, err = run(sys.executable, "-c", program, code=1, path=tmp_path, environment={"DCP_REMOTE_URL": URL})
+    assert "unset USE_V1" in err
 
 
 def test_a_program_without_a_framework_is_told() -> None:

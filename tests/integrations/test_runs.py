@@ -31,10 +31,25 @@ def test_a_run_has_one_manager() -> None:
     manager = manager_of(RUN, timeout_seconds=60)
     assert manager_of(f"{RUN}/") is manager
     assert manager_of(RUN, timeout_seconds=60) is manager
-    with pytest.raises(InvalidArgumentError, match="settings='timeout_seconds, dedup'"):
-        manager_of(RUN, timeout_seconds=61, dedup=False)
     close_managers()
     assert manager_of(RUN) is not manager
+
+
+def test_a_manager_takes_settings_until_it_is_used() -> None:
+    """A first call that passes none, to look for a checkpoint, does not fix them; a save or a load does."""
+    url = f"{RUN}-settings"
+    first = manager_of(url, timeout_seconds=60)
+    manager = manager_of(url, dedup=False)
+    assert manager is not first
+    assert manager_of(url, timeout_seconds=60) is manager  # the settings of both calls
+    manager.save(3, {"x": torch.zeros(3)}, exist_ok=True)  # under way, or just committed, in the next call
+    with pytest.raises(InvalidArgumentError, match="settings='timeout_seconds, dedup'"):
+        manager_of(url, timeout_seconds=61, dedup=True)
+    assert manager_of(url, dedup=False) is manager
+    close_managers()
+    manager_of(url).restore({"x": torch.zeros(3)})
+    with pytest.raises(InvalidArgumentError, match="settings='dedup'"):
+        manager_of(url, dedup=False)
 
 
 def test_what_was_just_saved_is_found() -> None:

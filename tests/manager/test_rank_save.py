@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import SaveFailedError
 from dcp_remote.manager.rank_save import RankSaver, Task
@@ -45,7 +46,14 @@ class _LostCoordinator:
 def _task(step: int) -> Task:
     operation: Any = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
     return Task(
-        CheckpointLabels.of(step), {}, DefaultSavePlanner(), {}, 0.0, 0.0, 0.0, 60.0, operation, background=False
+        CheckpointLabels.of(step),
+        {},
+        DefaultSavePlanner(),
+        {},
+        *(0.0, 0.0, 0.0, 60.0),
+        operation=operation,
+        background=False,
+        begun=OneTimeEvent(),
     )
 
 

@@ -38,11 +38,25 @@ def _enable_deepspeed() -> None:
     deepspeed.enable(storage_options=_storage_options())
 
 
+def _enable_llamafactory() -> None:
+    from dcp_remote.integrations import llamafactory
+
+    llamafactory.enable()
+
+
+def _refuse_llamafactory_v1() -> None:
+    from dcp_remote.integrations import llamafactory
+
+    llamafactory.refuse_v1()
+
+
 # By the module that is complete when the framework can be imported from: packages import their own parts first.
 _ENABLE: dict[str, Callable[[], None]] = {
     "transformers.trainer": _enable_transformers,
     "accelerate": _enable_accelerate,
     "deepspeed": _enable_deepspeed,
+    "llamafactory.train.tuner": _enable_llamafactory,
+    "llamafactory.v1.core.utils.checkpoint": _refuse_llamafactory_v1,
 }
 
 

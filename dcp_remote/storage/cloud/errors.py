@@ -105,7 +105,10 @@ ERROR_CLASSES: dict[type[BaseException], ErrorClass] = {
     botocore_exceptions.InvalidS3UsEast1RegionalEndpointConfigError: InvalidArgumentError,
     botocore_exceptions.InvalidSTSRegionalEndpointsConfigError: InvalidArgumentError,
     botocore_exceptions.UnknownSignatureVersionError: InvalidArgumentError,
-    botocore_exceptions.UnknownTokenProviderError: InvalidArgumentError,
+    # Newer than botocore 1.41.5, which Axolotl pins.
+    getattr(botocore_exceptions, "UnknownTokenProviderError", botocore_exceptions.BaseEndpointResolverError): (
+        InvalidArgumentError
+    ),
     botocore_exceptions.UnsupportedSignatureVersionError: InvalidArgumentError,
     botocore_exceptions.UnsupportedOutpostResourceError: InvalidArgumentError,
     botocore_exceptions.UnsupportedS3AccesspointConfigurationError: InvalidArgumentError,

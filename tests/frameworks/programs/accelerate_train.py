@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
-import os
-import signal
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,21 +13,10 @@ from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataPar
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration, set_seed
 
+import hf_models
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations.accelerate import disable, enable, load_state, save_state
 from dcp_remote.integrations.runs import close_managers
-from hf_models import (
-    digest_values,
-    engine_digests,
-    forbid_gathers,
-    make_data,
-    make_model,
-    model_digest,
-    optimizer_digest,
-    random_digest,
-    use_gloo_ranks,
-)
-from tests.support.rank_programs import report
 
 logging.basicConfig(level=logging.INFO)
 
@@ -66,13 +50,7 @@ def make_plugins(mode: str) -> dict[str, Any]:
         return {"fsdp_plugin": plugin}
     if mode != "zero3":
         return {}
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 16},
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-    }
-    return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=settings)}
+    return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=hf_models.zero_config(mode))}
 
 
 def make_accelerator(mode: str, options: dict[str, Any]) -> Accelerator:
@@ -93,11 +71,11 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, 
     """Train as a job's options say; return what the test compares."""
     set_seed(3)
     accelerator = make_accelerator(mode, options)
-    model: Any = make_model()
+    model: Any = hf_models.make_model()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
     # With a generator of its own, the loader does not draw from torch's random numbers when it is iterated.
-    data: Any = make_data(12)
+    data: Any = hf_models.make_data(12)
     loader: Any = torch.utils.data.DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(4))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     average = Average()
@@ -107,17 +85,18 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, 
 
     def digest_parts() -> dict[str, str]:
         if mode == "zero3":
-            return engine_digests(model)
-        return {"model": model_digest(model), "optimizer": optimizer_digest(model, optimizer)}
+            return hf_models.engine_digests(model)
+        return {"model": hf_models.model_digest(model), "optimizer": hf_models.optimizer_digest(model, optimizer)}
 
     def note() -> None:
         found[step] = {
             **digest_parts(),
-            "scheduler": digest_values(scheduler.state_dict()),
-            "random": random_digest(),
+            "scheduler": hf_models.digest_values(scheduler.state_dict()),
+            "random": hf_models.random_digest(),
         }
 
-    result: dict[str, Any] = {"digests": found}
+    warned = hf_models.Warnings()
+    result: dict[str, Any] = {"digests": found, "warnings": warned.texts}
     began_seconds = time.monotonic()
     try:
         if options.get("resume"):
@@ -148,19 +127,20 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, 
                 elif step % 2 == 0 and url:
                     save_state(accelerator, f"{url}/step-{step}", **settings)
                 if step == options.get("kill_at"):
-                    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+                    hf_models.kill_soon()
                 if step == options.get("steps", 6):
                     break
         began_seconds = time.monotonic()
         if options.get("call"):
             exec(options["call"], {"accelerator": accelerator, "save_state": save_state, "load_state": load_state})
-    except (DcpRemoteError, ValueError) as error:
+    except (DcpRemoteError, ValueError, TypeError) as error:
         if not options.get("expects_error"):
             raise
         result |= {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began_seconds}
     finally:
         close_managers()
         disable()
+        warned.end()
     return result | {
         "losses": average.losses,
         "step": step,
@@ -170,19 +150,5 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, 
     }
 
 
-def main() -> None:
-    """Train once for each job of the file."""
-    options: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-    mode = options["mode"]
-    if mode == "plain":
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            del os.environ[name]
-    elif mode != "ddp":
-        use_gloo_ranks()
-    if mode == "zero3":
-        forbid_gathers()
-    for name, job in options["jobs"].items():
-        report(**{name: train(mode, job)})
-
-
-main()
+if __name__ == "__main__":
+    hf_models.run_jobs(train)

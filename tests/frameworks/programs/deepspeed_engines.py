@@ -202,6 +202,10 @@ def digests(state: dict[str, torch.Tensor]) -> dict[str, str]:
 
 def steps_of(engine: Any) -> list[float]:
     """Return the different steps in the state of the base optimizer."""
+    return sorted({float(state["step"]) for state in base_of(engine).state.values()})
+
+
+def base_of(engine: Any) -> Any:
+    """Return the base optimizer, below DeepSpeed's if there is one."""
     optimizer = engine.optimizer
-    base = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
-    return sorted({float(state["step"]) for state in base.state.values()})
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer

@@ -2,6 +2,9 @@
 
 deepspeed_matrix.py save <url> <kinds>          saves <url>/<kind>-<ranks>, reports a result by kind
 deepspeed_matrix.py load <url> <kinds> <runs>   reports a result by "<run> <kind>"
+
+Several commands follow each other in one process. Of each kind one engine loads all runs: the first one before its
+first step, the others trained since.
 """
 
 from __future__ import annotations
@@ -29,28 +32,44 @@ def result_of(engine: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    command, url, kinds, *runs = sys.argv[1:]
-    deepspeed.init_distributed("gloo")
+def save(url: str, kinds: str) -> None:
     for kind in kinds.split(","):
-        if command == "save":
-            engine = make_engine(seed=KINDS[kind]["stage"], **KINDS[kind])
-            attach(engine, wait=True, progress=False)
-            train(engine, 3)
-            engine.save_checkpoint(f"{url}/{kind}-{dist.get_world_size()}", client_state={"kind": kind})
-            result = result_of(engine)
-            report(**{kind: result | {"next": train(engine, 2)}})
-            engine.destroy()
-            continue
-        for run in runs[0].split(","):
-            engine = make_engine(seed=50, **KINDS[kind])
-            attach(engine, progress=False)
+        engine = make_engine(seed=KINDS[kind]["stage"], **KINDS[kind])
+        attach(engine, wait=True, progress=False)
+        train(engine, 3)
+        engine.save_checkpoint(f"{url}/{kind}-{dist.get_world_size()}", client_state={"kind": kind})
+        result = result_of(engine)
+        report(**{kind: result | {"next": train(engine, 2)}})
+        engine.destroy()
+    close_managers()
+
+
+def load(url: str, kinds: str, runs: str) -> None:
+    results = {}
+    for kind in kinds.split(","):
+        engine = make_engine(seed=50, **KINDS[kind])
+        attach(engine, progress=False)
+        for run in runs.split(","):
             path, client_state = engine.load_checkpoint(f"{url}/{run}")
             assert path is not None
             result = result_of(engine)
-            report(**{f"{run} {kind}": result | {"next": train(engine, 2), "client_state": client_state}})
-            engine.destroy()
-    close_managers()
+            results[f"{run} {kind}"] = result | {"next": train(engine, 2), "client_state": client_state}
+            close_managers()
+        engine.destroy()
+    report(**results)
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    deepspeed.init_distributed("gloo")
+    while arguments:
+        command, *arguments = arguments
+        if command == "save":
+            url, kinds, *arguments = arguments
+            save(url, kinds)
+        else:
+            url, kinds, runs, *arguments = arguments
+            load(url, kinds, runs)
 
 
 if __name__ == "__main__":

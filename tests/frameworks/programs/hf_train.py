@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 import signal
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint
 
+import hf_models
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations.runs import close_managers
 from dcp_remote.integrations.transformers import enable, load_weights, remote
-from hf_models import (
-    engine_digests,
-    forbid_gathers,
-    make_data,
-    make_model,
-    model_digest,
-    optimizer_digest,
-    random_digest,
-    use_gloo_ranks,
-)
-from tests.support.rank_programs import report
 
 logging.basicConfig(level=logging.INFO)
 
@@ -59,14 +48,17 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # may not be installed
         self.shown: float | None = None
         self.trainer: Any = None
         self.digests: dict[int, dict[str, str]] = {}
+        self.began_seconds = time.monotonic()
+        self.seen: list[str] = []
 
     def note(self, model: Any, optimizer: Any, state: Any) -> None:
         """Note the state after a step."""
         if self.is_deepspeed:
-            digests = engine_digests(self.trainer.model_wrapped)
+            digests = hf_models.engine_digests(self.trainer.model_wrapped)
         else:
-            digests = {"model": model_digest(model), "optimizer": optimizer_digest(model, optimizer)}
-        self.digests[state.global_step] = {**digests, "random": random_digest()}
+            optimizer_digest = hf_models.optimizer_digest(model, optimizer)
+            digests = {"model": hf_models.model_digest(model), "optimizer": optimizer_digest}
+        self.digests[state.global_step] = {**digests, "random": hf_models.random_digest()}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the state that was loaded."""
@@ -80,48 +72,54 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # may not be installed
             self.note(kwargs["model"], kwargs["optimizer"], state)
         if self.options.get("slow_rank") == args.process_index:
             time.sleep(0.4)
+        absent_rank, absent_at, seconds = self.options.get("absent", (None, None, 0))
+        if state.global_step == absent_at:
+            time.sleep(seconds if args.process_index == absent_rank else 0)
+            self.began_seconds = time.monotonic()
         if state.global_step == self.options.get("notice_at"):
             os.kill(os.getpid(), signal.SIGTERM)
         if state.global_step == self.options.get("stop_at"):
             control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Die while the save that has begun goes on."""
+        """Note the local files of the checkpoint, and die while the save that has begun goes on."""
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        self.seen = sorted(path.name for path in folder.glob("*"))
         if state.global_step == self.options.get("kill_at"):
-            threading.Timer(self.options.get("kill_seconds", 0.3), os.kill, (os.getpid(), signal.SIGKILL)).start()
+            hf_models.kill_soon()
 
 
-class SideFileTrainer(Trainer):  # type: ignore[misc]  # may not be installed
-    """Trainer that writes a file of its own into each checkpoint, as Axolotl's does."""
+class UsersTrainer(Trainer):  # type: ignore[misc]  # may not be installed
+    """Trainer that writes a file of its own into each checkpoint, as Axolotl's does; and does wrong as it is told."""
 
-    fails_at: tuple[int, int] | None = None
+    options: dict[str, Any]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write the file, then let `Trainer` save."""
         folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokens_state.json").write_text("{}")
-        if self.fails_at == (self.args.process_index, self.state.global_step):
+        if self.options.get("fails_at") == [self.args.process_index, self.state.global_step]:
             raise ValueError("boo")
+        if self.options.get("gathers"):
+            next(model.parameters()).redistribute(placements=[torch.distributed.tensor.Replicate()])
         super()._save_checkpoint(model, trial)
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Be killed after the weights were written, if that is asked."""
+        if self.options.get("kill_within") == self.state.global_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._save_optimizer_and_scheduler(output_dir)
 
-class Warnings(logging.Handler):
-    """Handler that keeps the texts of warnings."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a text."""
-        self.texts.append(record.getMessage())
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Come late, if that is asked."""
+        if self.options.get("late_rank") == self.args.process_index:
+            time.sleep(2)
+        super()._save_rng_state(output_dir)
 
 
-def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0912, PLR0915  # a user's script
-    """Train as a job's options say; return what the test compares."""
-    output = Path(f"output-{os.getpid()}")
+def make_arguments(mode: str, options: dict[str, Any], output: Path) -> TrainingArguments:
+    """Return the arguments of a job."""
     given: dict[str, Any] = {
         "output_dir": str(output),
         "max_steps": 6,
@@ -132,75 +130,77 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, 
         "learning_rate": 1e-2,
         "lr_scheduler_type": "cosine",
         "report_to": [],
-        "use_cpu": mode in ("plain", "ddp"),
+        "use_cpu": mode in {"plain", "ddp"},
         "disable_tqdm": True,
         "restore_callback_states_from_checkpoint": True,
-        **options.get("arguments", {}),
     }
     if mode != "plain":
         given["ddp_backend"] = "gloo"
     if mode == "fsdp2":
         given["fsdp"] = "full_shard auto_wrap"
-        given["fsdp_config"] = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    if mode == "zero3":
-        given["deepspeed"] = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_clipping": 1.0,
-            "zero_optimization": {
-                "stage": 3,
-                "stage3_param_persistence_threshold": 16,
-                "stage3_gather_16bit_weights_on_model_save": True,
-            },
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_allow_untested_optimizer": True,
-        }
-    model: Any = make_model(tied=options.get("tied", False))
+        config = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        given["fsdp_config"] = config | options.get("fsdp_config", {})
+    if mode.startswith("zero"):
+        given["deepspeed"] = hf_models.zero_config(mode, stage3_gather_16bit_weights_on_model_save=True)
+    return TrainingArguments(**given | options.get("arguments", {}))
+
+
+def make_trained_model(options: dict[str, Any]) -> Any:
+    """Return the model of a job."""
+    model: Any = hf_models.make_model(tied=options.get("tied", False))
     if options.get("weights_from"):
         load_weights(model, options["weights_from"])
+    if options.get("has_another_parameter"):
+        model.another = torch.nn.Parameter(torch.zeros(3))
     if options.get("lora"):
         from peft import LoraConfig, get_peft_model
 
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
-    watch, data = Watch(options, is_deepspeed=mode == "zero3"), make_data()
-    kind = SideFileTrainer if options.get("has_side_file") else Trainer
-    warned = Warnings()
-    logging.getLogger("dcp_remote").addHandler(warned)
-    began_seconds = time.monotonic()
-    result: dict[str, Any] = {}
+    return model
+
+
+def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train as a job's options say; return what the test compares."""
+    output = Path(f"output-{os.getpid()}")
+    is_deepspeed = mode.startswith("zero")
+    watch, data, warned = Watch(options, is_deepspeed=is_deepspeed), hf_models.make_data(), hf_models.Warnings()
+    result: dict[str, Any] = {"warnings": warned.texts, "digests": watch.digests, "best_after": [], "models_after": []}
     trainer: Any = None
     try:
         if options.get("is_enabled"):
             enable(options["url"])
-        trainer = kind(
-            model=model,
-            args=TrainingArguments(**given),
+        trainer = (UsersTrainer if options.get("is_users") else Trainer)(
+            model=make_trained_model(options),
+            args=make_arguments(mode, options, output),
             train_dataset=data,
             eval_dataset=data[:8],
             callbacks=[watch, Counter()],
         )
-        watch.trainer = trainer
-        if options.get("fails_at"):
-            trainer.fails_at = tuple(options["fails_at"])
+        watch.trainer, trainer.options = trainer, options
         if options.get("url") and not options.get("is_enabled"):
             trainer = remote(trainer, options["url"], **options.get("settings", {}))
         for training in options.get("trainings", [{"resume": options.get("resume")}]):
             trainer.args.max_steps = training.get("max_steps", trainer.args.max_steps)
-            trainer.train(resume_from_checkpoint=training["resume"])
-            result.setdefault("best_after", []).append(trainer.state.best_model_checkpoint)
-            after = engine_digests(trainer.model_wrapped)["model"] if mode == "zero3" else model_digest(trainer.model)
-            result.setdefault("models_after", []).append(after)
+            resume = training["resume"]
+            trainer.train(
+                resume_from_checkpoint=get_last_checkpoint(trainer.args.output_dir) if resume == "last" else resume
+            )
+            result["best_after"].append(trainer.state.best_model_checkpoint)
+            digests = hf_models.engine_digests(trainer.model_wrapped) if is_deepspeed else {}
+            result["models_after"].append(digests.get("model") or hf_models.model_digest(trainer.model))
     except (DcpRemoteError, ValueError, OSError, RuntimeError) as error:
         if not options.get("expects_error"):
             raise
-        result |= {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began_seconds}
+        seconds = time.monotonic() - watch.began_seconds
+        result |= {"error": f"{type(error).__name__}: {error}", "seconds": seconds}
         try:
             close_managers()
         except DcpRemoteError as save_error:
             result["save_error"] = str(save_error)
     finally:
-        logging.getLogger("dcp_remote").removeHandler(warned)
-    result |= {"warnings": warned.texts, "digests": watch.digests, "shown": watch.shown}
+        warned.end()
+    result |= {"shown": watch.shown, "seen": watch.seen}
     if trainer is not None:
         state, callbacks = trainer.state, trainer.callback_handler.callbacks
         result |= {
@@ -215,21 +215,5 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, 
     return result
 
 
-def main() -> None:
-    """Train once for each job of the file."""
-    options: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-    mode = options["mode"]
-    if mode == "plain":
-        assert os.environ["WORLD_SIZE"] == "1"
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            del os.environ[name]
-    elif mode != "ddp":
-        use_gloo_ranks()
-    if mode == "zero3":
-        forbid_gathers()
-    for name, job in options["jobs"].items():
-        report(**{name: train(mode, job)})
-        close_managers()
-
-
-main()
+if __name__ == "__main__":
+    hf_models.run_jobs(train)

@@ -1,0 +1,393 @@
+"""Checkpoints of one Trainer in a run: what is saved, from what training resumes, and how it is restored."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from dcp_remote import (
+    CheckpointManager,
+    Files,
+    ModelState,
+    Opaque,
+    PerRank,
+    RandomStates,
+    is_remote,
+    training_state,
+)
+from dcp_remote.errors import InvalidArgumentError, StateMismatchError
+from dcp_remote.integrations.adapters import AdapterState, is_peft
+from dcp_remote.integrations.entries import keep_only, leave_out
+from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
+from dcp_remote.integrations.trainer_files import STATE_FILE, read_files, write_files
+from dcp_remote.integrations.trainer_retention import metrics_of
+from dcp_remote.integrations.wrappers import unwrap_optimizer
+
+logger = logging.getLogger(__name__)
+
+# Entries of a checkpoint beside those of `training_state`.
+FILES_KEY = "files"
+ABOUT_KEY = "trainer"
+# Entries of an engine of DeepSpeed alone.
+_ENGINE_KEY = "deepspeed"
+
+# Beginning of the name of a trainer's temporary folder.
+FOLDER_PREFIX = "dcp_remote-trainer-"
+
+# Settings of the manager that are about saving, and do not apply to another run that is only read.
+_SAVING_SETTINGS = frozenset({"retention", "resumed_from", "start_over", "save_policy", "notice_seconds"})
+
+
+class HeldRandomStates:
+    """Random states of this rank; a restore keeps them until `Trainer` has skipped the batches that were seen."""
+
+    def __init__(self) -> None:
+        """Begin without states."""
+        self._loaded: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states as they are now."""
+        return RandomStates().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Keep states for `apply`."""
+        self._loaded = state_dict
+
+    def apply(self) -> None:
+        """Set the states that were loaded; keep those that are, with a log line, if there are none."""
+        if self._loaded is None:
+            logger.info("no random states of this rank were saved: its draws are not those that would have followed")
+        else:
+            RandomStates().load_state_dict(self._loaded)
+
+
+class RemoteRun:
+    """Checkpoints of one trainer: saves and restores them, and holds what a restore has read.
+
+    Args:
+        url: URL of the run.
+        settings: Keyword arguments of the manager.
+        saves_only_model: True to save models alone.
+        saves_frozen_base: True to save the frozen base of a PEFT model.
+        resumes: True to resume from the newest checkpoint unless `train` is told otherwise.
+
+    Attributes:
+        url: URL of the run.
+        folder: Temporary folder of this rank, removed with this object; the files of one checkpoint at a time.
+        random: Random states of this rank.
+        best_url: URL of the best checkpoint so far, as read from the resumed checkpoint; None if there is none.
+        is_collecting: True while the state of a checkpoint is collected.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        settings: Mapping[str, Any],
+        *,
+        saves_only_model: bool,
+        saves_frozen_base: bool,
+        resumes: bool,
+    ) -> None:
+        self.url = url
+        self._resumes = resumes
+        self._settings = settings
+        self._saves_only_model, self._saves_frozen_base = saves_only_model, saves_frozen_base
+        self._temporary = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
+        self.folder = Path(self._temporary.name)
+        self.random = HeldRandomStates()
+        self.best_url: str | None = None
+        self.is_collecting = False
+        self._read_from: tuple[CheckpointManager, int] | None = None
+        self._read_entries: frozenset[str] = frozenset()
+        self._saved_step: int | None = None
+        self._has_saved = False
+
+    @property
+    def manager(self) -> CheckpointManager:
+        """Manager of the run; made when first asked for, after the process group."""
+        return manager_of(self.url, **self._settings)
+
+    @property
+    def stops_on_notice(self) -> bool:
+        """True if SIGTERM makes the ranks save and stop."""
+        return self._settings.get("notice_seconds") is not None
+
+    def is_own(self, folder: str | None) -> bool:
+        """Return whether a folder of a checkpoint stands for one in object storage."""
+        return folder is not None and Path(folder).is_relative_to(self.folder)
+
+    def has_url(self, url: str | None) -> bool:
+        """Return whether a URL is that of a checkpoint of this run."""
+        return url is not None and url.startswith(f"{self.url}/")
+
+    # ---- saving
+
+    def save(self, trainer: Any, write_own_files: Callable[[], None]) -> None:
+        """Save a checkpoint; what fails on one rank before it was copied is raised on all."""
+        step: int = trainer.state.global_step
+        if trainer.state.best_global_step == step:
+            trainer.state.best_model_checkpoint = f"{self.url}/checkpoint-{step}"
+        self.manager.save(
+            step,
+            lambda: self._collect(trainer, step, write_own_files),
+            name=f"checkpoint-{step}",
+            metrics=metrics_of(trainer.state),
+            wait="begun",  # a rank that fails in `_collect` is heard of before training goes on
+            # Trainer may save a step twice, as at the end of an epoch: those are one checkpoint.
+            exist_ok=step == self._saved_step,
+        )
+        self._saved_step, self._has_saved = step, True
+        # A collective of torch, which would wait for ever for a rank that does not come to the save.
+        trainer.store_flos()
+
+    def _collect(self, trainer: Any, step: int, write_own_files: Callable[[], None]) -> dict[str, Any]:
+        folder = self.folder / f"checkpoint-{step}"
+        shutil.rmtree(folder, ignore_errors=True)  # of a save that failed
+        folder.mkdir()
+        state = trainer.state
+        best = state.best_global_step, state.best_model_checkpoint
+        # With a best step Trainer waits in a collective of torch, in which a rank would wait for one that has failed.
+        state.best_global_step = None
+        self.is_collecting = True
+        try:
+            write_own_files()
+        finally:
+            self.is_collecting = False
+            state.best_global_step, state.best_model_checkpoint = best
+        training = self._training(trainer, is_model_alone=self._saves_only_model)
+        # Of an object that several ranks give, any rank's may be stored: of these, whose values differ, one rank's.
+        own: dict[str, Any] = {}
+        if trainer.args.process_index == 0:
+            # The sum over ranks follows the save: in the file every rank counts as much as this one.
+            flos, state.total_flos = state.total_flos, state.total_flos + trainer.current_flos * trainer.args.world_size
+            try:
+                write_files(trainer, folder)
+            finally:
+                state.total_flos = flos
+            own[FILES_KEY] = read_files(folder)
+            own[ABOUT_KEY] = Opaque(
+                {
+                    "entries": sorted(training),
+                    "world_size": trainer.args.world_size,
+                    "global_batch": _global_batch(trainer),
+                    "transformers": transformers.__version__,
+                }
+            )
+        shutil.rmtree(folder, ignore_errors=True)
+        return training | own
+
+    def _training(self, trainer: Any, *, is_model_alone: bool) -> dict[str, Any]:
+        """Return the state of model, optimizer, scheduler, scaler and random states; the same to save and to load."""
+        model = self._model_state(trainer)
+        if is_model_alone:
+            return {"model": model}
+        own: dict[str, Any] = {"random": PerRank(self.random)}
+        if trainer.is_deepspeed_enabled:
+            state = self._engine_state(trainer)
+            if "scheduler" not in state:  # the engine does not know a scheduler that Trainer has made
+                state["scheduler"] = trainer.lr_scheduler
+            return state | own
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        state = training_state(
+            model=trainer.model,
+            optimizer=unwrap_optimizer(trainer.optimizer),
+            scheduler=trainer.lr_scheduler,
+            scaler=scaler if scaler is not None and scaler.is_enabled() else None,
+            random_states=False,
+            extra=own,
+        )
+        return state | {"model": model}
+
+    def _model_state(self, trainer: Any) -> Any:
+        if trainer.is_deepspeed_enabled:
+            return self._engine_state(trainer)["model"]
+        is_adapter = is_peft(trainer.model) and not self._saves_frozen_base
+        return AdapterState(trainer.model) if is_adapter else ModelState(trainer.model)
+
+    def _engine_state(self, trainer: Any) -> dict[str, Any]:
+        from dcp_remote.integrations.deepspeed import engine_state
+
+        is_adapter = is_peft(trainer.model)
+        return engine_state(
+            trainer.model_wrapped,
+            exclude_frozen_parameters=is_adapter and not self._saves_frozen_base,
+            is_strict=not is_adapter,
+        )
+
+    # ---- loading
+
+    @contextmanager
+    def resume(self, trainer: Any, resume_from: Any) -> Iterator[Any]:
+        """Give `Trainer.train` what to resume from: the folder of a checkpoint, filled with its small files, or None.
+
+        Raises:
+            InvalidArgumentError: The run has checkpoints, from which this training does not go on; or the checkpoint is
+                not one of a trainer.
+            CheckpointNotFoundError: The checkpoint that was asked for does not exist.
+        """
+        self._saved_step, self.best_url, self._read_from = None, None, None
+        self.random = HeldRandomStates()
+        is_local = not self._is_own_url(resume_from) and _is_local(resume_from)
+        can_resume = self._resumes and not self._has_saved and (resume_from is None or is_local)
+        # Asked on every rank, since the folder may lie on one host alone.
+        if can_resume and (self._find_newest() is not None or not is_local):
+            if is_local:
+                logger.warning("%s has checkpoints: resuming from the newest, not from %s", self.url, resume_from)
+            resume_from, is_local = True, False
+        is_asked = resume_from is not None and resume_from is not False
+        if not is_asked or is_local:
+            self._require_start(trainer)
+            yield resume_from or None
+            return
+        manager, checkpoint = self._locate(resume_from)
+        files, about = Files(), Opaque[Any](None)
+        try:
+            step = manager.restore(
+                {FILES_KEY: files, ABOUT_KEY: about},
+                checkpoint,
+                rename=keep_only(FILES_KEY, ABOUT_KEY),
+                go_on=False,
+                must_exist=resume_from is not True,
+            )
+        except StateMismatchError as error:
+            raise InvalidArgumentError(
+                "This checkpoint was not saved by a Trainer: training cannot resume from it. Load its weights by "
+                "dcp_remote.integrations.transformers.load_weights(model, url), and train from the beginning.",
+                url=manager.url,
+                checkpoint=checkpoint,
+            ) from error
+        if manager is not self.manager:
+            self._require_start(trainer)
+        if step is None:
+            logger.warning("%s: there is no checkpoint yet: training starts from the beginning", self.url)
+            yield None
+            return
+        self._read_from, self._read_entries = (manager, step), frozenset(about.value["entries"])
+        _report_changes(trainer, about.value, manager.url, step)
+        folder = self.folder / "resumed" / f"checkpoint-{step}"
+        try:
+            self._write_resumed(files, folder)
+            yield str(folder)
+        finally:
+            shutil.rmtree(folder.parent, ignore_errors=True)
+
+    def _write_resumed(self, files: Files, folder: Path) -> None:
+        state = json.loads(files[STATE_FILE])
+        self.best_url, state["best_model_checkpoint"] = state["best_model_checkpoint"], None
+        Files({**{name: files[name] for name in files}, STATE_FILE: json.dumps(state).encode()}).write(folder)
+
+    def restore(self, trainer: Any) -> None:
+        """Read the tensors of the checkpoint that is being resumed into model and optimizer, in place; collective."""
+        assert self._read_from is not None, "resume comes first"
+        manager, step = self._read_from
+        # Also with `save_only_model`, which says what is saved.
+        state = self._training(trainer, is_model_alone=False)
+        lacking = sorted(state.keys() - self._read_entries)
+        for key in lacking:
+            del state[key]
+        if {*lacking} - {_ENGINE_KEY}:
+            logger.warning("%s: step %d was saved without %s: they start anew", manager.url, step, ", ".join(lacking))
+        manager.restore(
+            state,
+            step,
+            rename=leave_out(FILES_KEY, ABOUT_KEY, *({_ENGINE_KEY} - state.keys())),
+            # Such as the scaler of a training in fp16, which goes on in another precision: a warning names what it is.
+            unexpected="ignore",
+            dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model
+            go_on=manager is self.manager,
+            must_exist=True,
+        )
+
+    def load_best(self, trainer: Any) -> None:
+        """Read the weights of the best checkpoint into the model; the run goes on from where it was."""
+        url: str = trainer.state.best_model_checkpoint
+        path = split_path(url) if not self.has_url(url) else None
+        manager = self.manager if path is None else self._manager_of(path.run_url)
+        name = url.rpartition("/")[2]
+        logger.info("%s: loading the best model from %s (score: %s)", manager.url, name, trainer.state.best_metric)
+        manager.restore(
+            {"model": self._model_state(trainer)},
+            name,
+            rename=keep_only("model"),
+            dtype="convert",
+            go_on=False,
+            must_exist=True,
+        )
+
+    def _locate(self, resume_from: Any) -> tuple[CheckpointManager, str | int | None]:
+        """Return the manager of the run to resume from, and the step or name of the checkpoint; None is the newest."""
+        text = str(resume_from).rstrip("/")
+        if resume_from is True or text == self.url:
+            return self.manager, None
+        name = text.removeprefix(f"{self.url}/")
+        if "/" not in name:
+            return self.manager, int(name) if name.isdecimal() else name
+        options = {name: self._settings[name] for name in ("storage_options",) if name in self._settings}
+        wait_for_saves()
+        path = find_checkpoint(text, **options)
+        return self._manager_of(path.run_url), path.checkpoint
+
+    def _is_own_url(self, resume_from: Any) -> bool:
+        return str(resume_from).rstrip("/") == self.url or self.has_url(str(resume_from))
+
+    def _manager_of(self, url: str) -> CheckpointManager:
+        return manager_of(url, **{name: self._settings[name] for name in self._settings.keys() - _SAVING_SETTINGS})
+
+    def _find_newest(self) -> int | None:
+        """Return the step of the run's newest checkpoint; -1 if it is another framework's, None if there is none."""
+        try:
+            return self.manager.restore({ABOUT_KEY: Opaque(None)}, rename=keep_only(ABOUT_KEY), go_on=False)
+        except StateMismatchError:
+            return -1
+
+    def _require_start(self, trainer: Any) -> None:
+        """Refuse to train from elsewhere where the run has checkpoints: its first save would fail."""
+        declares = self._settings.get("start_over") or self._settings.get("resumed_from") is not None
+        if trainer.args.save_strategy == "no" or (declares and not self._has_saved):
+            return
+        found = self._find_newest()
+        if found is not None:
+            raise InvalidArgumentError(
+                "This run has checkpoints already. Pass resume_from_checkpoint=True to go on from the newest; or "
+                "start_over=True to remote(), once, to leave them behind; or use another URL.",
+                url=self.url,
+                newest=found if found >= 0 else None,
+            )
+
+
+def _global_batch(trainer: Any) -> int:
+    """Return the number of samples of one step over all ranks."""
+    arguments = trainer.args
+    return int(trainer._train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size)
+
+
+def _report_changes(trainer: Any, about: Mapping[str, Any], url: str, step: int) -> None:
+    saved, here = about["global_batch"], _global_batch(trainer)
+    if about["world_size"] != trainer.args.world_size:
+        logger.info(
+            "%s: step %d was saved by %d ranks and is loaded by %d",
+            url,
+            step,
+            about["world_size"],
+            trainer.args.world_size,
+        )
+    if saved != here and not trainer.args.ignore_data_skip:
+        logger.warning(
+            "%s: step %d was trained with %d samples a step, and this job has %d. Trainer finds its place in the data "
+            "by the number of steps: samples are repeated or left out. Change gradient_accumulation_steps to keep %d.",
+            *(url, step, saved, here, saved),
+        )
+
+
+def _is_local(resume_from: Any) -> bool:
+    """Return whether this is a local folder, whose checkpoint `Trainer` loads itself."""
+    return isinstance(resume_from, str | os.PathLike) and not is_remote(resume_from) and Path(resume_from).is_dir()

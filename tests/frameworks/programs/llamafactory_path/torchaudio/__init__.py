@@ -1,0 +1,1 @@
+"""Stand-in for torchaudio, which LLaMA-Factory imports. PyPI's build needs torch with CUDA, and is not installed."""
