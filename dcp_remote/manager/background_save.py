@@ -90,7 +90,7 @@ class BackgroundSave:
         Raises:
             RuntimeError: No thread can be started.
         """
-        self._task, self._step, self._begun = task, task.labels.step, task.begun
+        self._task, self._step = task, task.labels.step
         # A daemon, because a stuck thread must not keep the process alive; `AtExit` waits for the thread.
         threading.Thread(target=self._run, name="dcp_remote-save", daemon=True).start()
 
@@ -128,24 +128,6 @@ class BackgroundSave:
         Raises:
             DcpRemoteError: The save failed, or was given up.
         """
-<<<<<<< HEAD
-        self._wait_for(self._settled, left_seconds)
-        if self._error is not None:
-            raise self._error
-        assert self._report is not None, "settled without an error"
-        return self._report
-
-    def wait_until_begun(self, left_seconds: Callable[[], float] = _no_end) -> None:
-        """Wait until all ranks have come with their states and the run takes the step, or the save has failed.
-
-        Args:
-            left_seconds: Gives the seconds until this process is killed.
-        """
-        self._wait_for(self._begun, left_seconds)
-
-    def _wait_for(self, event: threading.Event, left_seconds: Callable[[], float]) -> None:
-||||||| 80b2918
-=======
         self._wait_for(self._settled, left_seconds)
         if self._error is not None:
             raise self._error
@@ -161,17 +143,8 @@ class BackgroundSave:
         self._wait_for(self.begun, left_seconds)
 
     def _wait_for(self, event: OneTimeEvent, left_seconds: Callable[[], float]) -> None:
->>>>>>> main
         last_seconds: float | None = None
-<<<<<<< HEAD
         while not event.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
-            if self._settled.is_set():
-                return
-||||||| 80b2918
-        while not self._settled.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
-=======
-        while not event.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
->>>>>>> main
             self._collective.check_time_and_store()
             cancelled = self._collective.cancelled
             if cancelled is None:
@@ -181,18 +154,10 @@ class BackgroundSave:
                 last_seconds = now + min(_UNWIND_SECONDS, _UNWIND_SHARE * left_seconds())
             if now > last_seconds:
                 self._give_up(cancelled)
-<<<<<<< HEAD
-||||||| 80b2918
-        if self._error is not None:
-            raise self._error
-        assert self._report is not None, "settled without an error"
-        return self._report
-=======
 
     def _settle(self) -> None:
         self._settled.set()
         self.begun.set()
->>>>>>> main
 
     def _give_up(self, error: DcpRemoteError) -> None:
         """Set the error of the save, and leave its thread behind, which is stuck in a request."""
@@ -270,14 +235,7 @@ class BackgroundSave:
             operation.end(self._report if self._coordinator is not None else None)
         # Frees the copy of the state, because the next save makes another.
         del self._task
-<<<<<<< HEAD
-        self._settled.set()
-        self._begun.set()
-||||||| 80b2918
-        self._settled.set()
-=======
         self._settle()
->>>>>>> main
 
 
 class BackgroundSaves:

@@ -348,14 +348,8 @@ class CheckpointManager:
                 staging_seconds=time.monotonic() - called_seconds - waiting_seconds,
                 seconds=seconds,
                 operation=operation,
-<<<<<<< HEAD
-                background=wait is not True,
-||||||| 80b2918
-                background=not wait,
-=======
                 background=wait is not True,
                 begun=background_save.begun,
->>>>>>> main
             )
             self._background_saves.start(background_save, task)
             if wait == "begun":
