@@ -1,7 +1,7 @@
 """Trainer of Lightning: strategies whose checkpoints go to runs in object storage.
 
     trainer = Trainer(
-        strategy=RemoteModelParallelStrategy(),  # or RemoteFSDPStrategy, RemoteDeepSpeedStrategy(stage=3), RemoteDDPStrategy
+        strategy=RemoteModelParallelStrategy(),  # or RemoteFSDPStrategy, RemoteDeepSpeedStrategy(stage=3), …
         callbacks=[ModelCheckpoint(dirpath="s3://bucket/run", save_last=True)],
     )
     trainer.fit(module, ckpt_path="last")
@@ -30,11 +30,11 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn
 
 from dcp_remote import CheckpointManager, ModelState, Opaque, PerRank, RandomStates, is_remote, training_state
-from dcp_remote.errors import CheckpointNotFoundError, DcpRemoteError, InvalidArgumentError, StateMismatchError
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations import lightning_files
 from dcp_remote.integrations.entries import keep_only
 from dcp_remote.integrations.lightning_files import note_name, to_url
-from dcp_remote.integrations.lightning_values import HYPERPARAMETER_KEYS, to_plain
+from dcp_remote.integrations.lightning_values import to_plain
 from dcp_remote.integrations.runs import CheckpointPath, find_checkpoint, manager_of, wait_for_saves
 
 __all__ = [
@@ -102,7 +102,7 @@ class RemoteStrategy:
         own = type(trainer).save_checkpoint.__get__(trainer)
 
         @functools.wraps(own)
-        def save_checkpoint(filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+        def save_checkpoint(filepath: Any, weights_only: Any = None, storage_options: Any = None) -> None:
             if not is_remote(to_url(filepath)):
                 own(filepath, weights_only, storage_options)
                 return
@@ -121,9 +121,7 @@ class RemoteStrategy:
         """
         super().on_train_start()  # type: ignore[misc]  # as above
         declares = self._settings.get("start_over") or self._settings.get("resumed_from") is not None
-        trainer = self._trainer
-        urls = {to_url(one.dirpath) for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)}
-        for url in sorted(url for url in urls if is_remote(url)):
+        for url in self._dirpaths():
             manager = self._manager(url)
             if declares or url in self._loaded_urls or manager.last_save is not None:
                 continue
@@ -229,7 +227,7 @@ class RemoteStrategy:
 
     # ---- loading
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         """Load a checkpoint: tensors into model and optimizers, in place; return the rest, as Lightning writes it.
 
         A checkpoint that no Trainer of Lightning has saved gives its weights, outside of `fit`.
@@ -307,14 +305,11 @@ class RemoteStrategy:
         return rest
 
     def _locate(self, url: str) -> CheckpointPath:
-        dirpaths = {
-            to_url(one.dirpath) for one in self._trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)
-        }
-        for dirpath in dirpaths:
-            if url.startswith(f"{dirpath}/"):
-                name = url.removeprefix(f"{dirpath}/")
-                return CheckpointPath(dirpath, int(name) if name.isdecimal() else name)
-        return find_checkpoint(url, **lightning_files.open_options)
+        if not any(url.startswith(f"{dirpath}/") for dirpath in self._dirpaths()):
+            return find_checkpoint(url, **lightning_files.open_options)
+        path = self._path_of(url)
+        name = str(path.checkpoint)
+        return CheckpointPath(path.run_url, int(name) if name.isdecimal() else name)
 
     # ---- parts
 
@@ -336,11 +331,13 @@ class RemoteStrategy:
 
     def _path_of(self, url: str) -> CheckpointPath:
         """Return the run and the name of a file: below the `dirpath` of a callback, a name may have slashes."""
-        dirpaths = {
-            to_url(one.dirpath) for one in self._trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)
-        }
-        run_url = next((one for one in dirpaths if url.startswith(f"{one}/")), url.rpartition("/")[0])
+        run_url = next((one for one in self._dirpaths() if url.startswith(f"{one}/")), url.rpartition("/")[0])
         return CheckpointPath(run_url, url.removeprefix(f"{run_url}/"))
+
+    def _dirpaths(self) -> list[str]:
+        """Return the URLs to which callbacks save."""
+        callbacks = [one for one in self._trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        return sorted({to_url(one.dirpath) for one in callbacks if is_remote(to_url(one.dirpath or ""))})
 
     def _tensors(self, *, is_training: bool) -> dict[str, Any]:
         """Return the state of model, optimizers, schedulers and random states; the same to save and to load."""

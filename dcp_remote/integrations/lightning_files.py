@@ -10,8 +10,8 @@ import re
 from datetime import datetime
 from typing import Any
 
-import lightning.pytorch.callbacks.model_checkpoint as model_checkpoint
-import lightning.pytorch.trainer.connectors.checkpoint_connector as checkpoint_connector
+from lightning.pytorch.callbacks import model_checkpoint
+from lightning.pytorch.trainer.connectors import checkpoint_connector
 
 from dcp_remote import CheckpointInfo, is_remote, open_run
 from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import os
@@ -20,18 +19,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations.runs import close_managers
+from lightning_models import ENVIRONMENT, RANK, WORLD_SIZE, digests_of, make_strategy
 from tests.support.rank_programs import report
 
 logging.basicConfig(level=logging.INFO)
-
-# Lightning removes the variables when a training has ended.
-ENVIRONMENT = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-WORLD_SIZE, RANK = int(ENVIRONMENT["WORLD_SIZE"]), int(ENVIRONMENT["RANK"])
 
 
 @dataclass
@@ -121,7 +116,7 @@ class Watch(Callback):  # type: ignore[misc]  # Lightning may not be installed
         self.digests: dict[int, dict[str, str]] = {}
 
     def note(self, trainer: Any) -> None:
-        self.digests[trainer.global_step] = digests_of(trainer)
+        self.digests[trainer.global_step] = digests_of(trainer.strategy, trainer.strategy.model, trainer.optimizers)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.note(trainer)
@@ -136,97 +131,6 @@ class Watch(Callback):  # type: ignore[misc]  # Lightning may not be installed
             trainer.save_checkpoint(f"{self.options['url']}/alone.ckpt")
         if step == self.options.get("fail_at") and trainer.global_rank == 1:
             raise ValueError("boo")
-
-
-def digests_of(trainer: Any) -> dict[str, str]:
-    """Return digests of whole tensors; gathers, which a test may."""
-    if "DeepSpeed" in type(trainer.strategy).__name__:
-        from hf_models import engine_digests
-
-        return dict(engine_digests(trainer.strategy.deepspeed_engine))
-    options = StateDictOptions(full_state_dict=True)
-    model = trainer.strategy.model
-    values = {"model": get_model_state_dict(model, options=options)}
-    if trainer.optimizers:
-        values["optimizer"] = get_optimizer_state_dict(model, trainer.optimizers, options=options)["state"]
-    return {name: _digest(value) for name, value in values.items()}
-
-
-def _digest(values: Any) -> str:
-    if isinstance(values, dict):
-        text = "".join(f"{name.removeprefix('module.')}:{_digest(values[name])}" for name in sorted(values))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-    if isinstance(values, torch.Tensor):
-        return hashlib.sha256(values.double().numpy().tobytes()).hexdigest()[:16]
-    return repr(values)
-
-
-def make_strategy(mode: str, settings: dict[str, Any] | None) -> Any:
-    """Return a strategy by name; Lightning's own without settings of checkpoints."""
-    from dcp_remote.integrations import lightning as remote_strategies
-    from lightning.pytorch import strategies
-
-    name = {
-        "ddp": "DDPStrategy",
-        "fsdp1": "FSDPStrategy",
-        "fsdp2": "ModelParallelStrategy",
-        "zero": "DeepSpeedStrategy",
-        "plain": "SingleDeviceStrategy",
-    }[mode.rstrip("0123456789") if mode.startswith("zero") else mode]
-    base = getattr(strategies, name) if settings is None else getattr(remote_strategies, f"Remote{name}")
-    options: dict[str, Any] = {} if settings is None else {"checkpoint_settings": settings}
-    if mode == "plain":
-        return base(device="cpu", **options)
-    if mode == "fsdp1":
-        base = _on_cpu(base)
-        options |= {"auto_wrap_policy": {nn.Linear}, "state_dict_type": "full"}
-    if mode.startswith("zero"):
-        return _deepspeed_on_cpu(base, int(mode[-1]), options)
-    if mode == "fsdp2":
-        options |= {"data_parallel_size": WORLD_SIZE, "tensor_parallel_size": 1}
-    return base(process_group_backend="gloo", **options)
-
-
-def _on_cpu(base: Any) -> Any:
-    """Return a class of FSDP1 that runs without an accelerator, which torch refuses."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    init = FullyShardedDataParallel.__init__
-
-    def on_cpu(self: Any, *arguments: Any, **options: Any) -> None:
-        init(self, *arguments, **{**options, "device_id": torch.device("cpu")})
-
-    FullyShardedDataParallel.__init__ = on_cpu  # type: ignore[method-assign]  # for this process
-    return type(base.__name__, (base,), {})
-
-
-def _deepspeed_on_cpu(base: Any, stage: int, options: dict[str, Any]) -> Any:
-    from lightning.pytorch.accelerators import CUDAAccelerator
-
-    class Pretended(CUDAAccelerator):  # type: ignore[misc]  # Lightning may not be installed
-        """Accelerator that DeepSpeed's strategy takes for CUDA."""
-
-        def setup_device(self, device: Any) -> None:
-            return None
-
-    strategy_class = type(
-        base.__name__,
-        (base,),
-        {
-            "_validate_device_index_selection": lambda self: None,
-            "root_device": property(lambda self: torch.device("cpu")),
-        },
-    )
-    config = {
-        "zero_optimization": {"stage": stage},
-        "train_micro_batch_size_per_gpu": 3,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    strategy = strategy_class(
-        accelerator=Pretended(), process_group_backend="gloo", config=config, logging_batch_size_per_gpu=3, **options
-    )
-    return strategy
 
 
 def run(options: dict[str, Any], folder: Path) -> dict[str, Any]:

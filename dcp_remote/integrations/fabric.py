@@ -1,0 +1,270 @@
+"""Fabric of Lightning: strategies by which `fabric.save` and `fabric.load` take URLs of object storage.
+
+fabric = Fabric(strategy=RemoteModelParallelStrategy(...))  # or RemoteFSDPStrategy, RemoteDeepSpeedStrategy, …
+fabric.save("s3://bucket/run/step-100", {"model": model, "optimizer": optimizer, "step": 100})
+fabric.load("s3://bucket/run", state)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from dcp_remote import ModelState, Opaque, PerRank, as_plain, is_remote, training_state
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.integrations.entries import keep_only
+from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
+
+__all__ = [
+    "RemoteDDPStrategy",
+    "RemoteDeepSpeedStrategy",
+    "RemoteFSDPStrategy",
+    "RemoteModelParallelStrategy",
+    "RemoteSingleDeviceStrategy",
+]
+
+# Entries of a checkpoint beside those of `training_state`: the user's other values, and those that differ by rank.
+VALUES_KEY = "fabric"
+RANK_VALUES_KEY = "fabric_rank"
+
+_STEP_KEYS = ("step", "global_step")
+
+
+class RemoteStrategy:
+    """Methods of a strategy that save to and load from runs; they come before those of Lightning's strategy.
+
+    The URL of a checkpoint is that of its run, and a name. Its step is the number at the end of the name, such as
+    `step-100.ckpt`, else `state["step"]` or `state["global_step"]`. A checkpoint is one commit of models
+    (`model.<fqn>`), optimizers (`optim.…`), schedulers (`scheduler.…`) and all other values of the state; data loaders
+    with a state, and `PerRank` values, are those of each rank. Each rank writes and reads its own part of the tensors;
+    nothing is gathered, whatever `state_dict_type` or `save_distributed_checkpoint` say for local folders.
+
+    `fabric.save` returns when every rank has copied its state, and uploads in the background. A rank that does not call
+    it within 30 s, as under `if fabric.global_rank == 0`, or that raises meanwhile, is an error on all ranks that did.
+    An error of the upload is raised by the next save or load, by `runs.close_managers()`, or at the end of the process.
+    After a kill at any moment the run has the checkpoints that it had, and perhaps the new one, each whole.
+
+    Args:
+        arguments: Arguments of Lightning's strategy.
+        checkpoint_settings: Keyword arguments of `CheckpointManager` for all runs, such as `storage_options`.
+        options: Keyword arguments of Lightning's strategy.
+    """
+
+    def __init__(self, *arguments: Any, checkpoint_settings: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """Make Lightning's strategy; no request is sent."""
+        super().__init__(*arguments, **options)
+        self._checkpoint_settings = dict(checkpoint_settings or {})
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Any = None,  # noqa: A002  # Lightning's signature
+    ) -> None:
+        """Save to a run, or to a local folder as Lightning does.
+
+        Raises:
+            InvalidArgumentError: The URL names no checkpoint in a run, there is no step, or there is a filter.
+        """
+        if not is_remote(path):
+            super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)  # type: ignore[misc]  # the strategy that comes after this class
+            return
+        if filter is not None or storage_options is not None:
+            raise InvalidArgumentError(
+                "A checkpoint of a run is saved whole: leave out filter, and pass storage_options in the strategy's "
+                "checkpoint_settings.",
+                url=path,
+            )
+        found = split_path(str(path))
+        manager_of(found.run_url, **self._checkpoint_settings).save(
+            _step_of(str(found.checkpoint), state, url=str(path)),
+            lambda: self._saved_state(state),
+            name=str(found.checkpoint),
+            exist_ok=True,
+            wait="begun",
+        )
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        state: Any = None,
+        strict: bool = True,  # noqa: FBT001, FBT002  # Lightning's signature
+        weights_only: Any = None,
+    ) -> dict[str, Any]:
+        """Load into a state, in place; return the values of the checkpoint that the state does not ask for.
+
+        Args:
+            path: URL of a run, for its newest checkpoint, or of a checkpoint in a run; or a local path.
+            state: Dict as for `fabric.save`, or a module, which gets the weights alone.
+            strict: False to keep values of the state that the checkpoint lacks, and to leave out weights that the
+                model lacks.
+            weights_only: Without effect: a checkpoint of a run is loaded without code.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint; lists those of the run.
+            StateMismatchError: State and checkpoint have other entries, shapes or dtypes.
+        """
+        if not is_remote(path):
+            return super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)  # type: ignore[misc, no-any-return]  # as above
+        if not state:
+            raise InvalidArgumentError(
+                "fabric.load of a URL needs a state to load into. dcp_remote.load(url) returns a whole checkpoint.",
+                url=path,
+            )
+        wait_for_saves()
+        settings = self._checkpoint_settings
+        found = find_checkpoint(
+            str(path), **{name: value for name, value in settings.items() if name == "storage_options"}
+        )
+        manager = manager_of(found.run_url, **settings)
+        is_module = isinstance(state, nn.Module)
+        template = {"model": ModelState(state)} if is_module else self._tensors(state)
+        values, own = Opaque[Any]({}), Opaque[Any]({})
+        if not is_module:
+            template |= {VALUES_KEY: values, RANK_VALUES_KEY: PerRank(own)}
+        manager.restore(
+            template,
+            found.checkpoint,
+            rename=keep_only(*template),
+            missing="error" if strict else "keep",
+            unexpected="error" if strict else "ignore",
+            dtype="convert",
+            go_on=not is_module,
+            must_exist=True,
+        )
+        return {} if is_module else _apply(state, {**values.value, **own.value}, is_strict=strict, url=str(path))
+
+    def _tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of models, optimizers, schedulers and `PerRank` values; the same to save and to load."""
+        models = _of_type(state, nn.Module)
+        if not models:
+            raise InvalidArgumentError(
+                "The state has no model. Put the model that fabric.setup returned into the state."
+            )
+        return training_state(
+            model=_one_or_named(models),
+            optimizer=_one_or_named(_of_type(state, Optimizer)),
+            scheduler=_one_or_named(_of_type(state, LRScheduler)),
+            random_states=False,
+            extra=_of_type(state, PerRank),
+        )
+
+    def _saved_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        tensors = self._tensors(state)
+        rest = {key: value for key, value in state.items() if _is_value(value)}
+        own = {key: value.state_dict() for key, value in rest.items() if _is_loader(value)}
+        values = {
+            key: value.state_dict() if hasattr(value, "state_dict") else value
+            for key, value in rest.items()
+            if key not in own
+        }
+        tensors[RANK_VALUES_KEY] = PerRank(Opaque(own))
+        # Of an object that several ranks give, any rank's may be stored; as in Lightning, that of rank 0 is.
+        is_first = self.is_global_zero  # type: ignore[attr-defined]  # of the strategy
+        return tensors | {VALUES_KEY: Opaque(as_plain(values))} if is_first else tensors
+
+
+class RemoteFSDPStrategy(RemoteStrategy, FSDPStrategy):  # type: ignore[misc]  # Lightning may not be installed
+    """`FSDPStrategy` with checkpoints in runs; see `RemoteStrategy`."""
+
+
+class RemoteModelParallelStrategy(RemoteStrategy, ModelParallelStrategy):  # type: ignore[misc]  # as above
+    """`ModelParallelStrategy` (FSDP2, tensor parallelism) with checkpoints in runs; see `RemoteStrategy`."""
+
+
+class RemoteDDPStrategy(RemoteStrategy, DDPStrategy):  # type: ignore[misc]  # as above
+    """`DDPStrategy` with checkpoints in runs; see `RemoteStrategy`."""
+
+
+class RemoteSingleDeviceStrategy(RemoteStrategy, SingleDeviceStrategy):  # type: ignore[misc]  # as above
+    """`SingleDeviceStrategy` with checkpoints in runs; see `RemoteStrategy`."""
+
+
+class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):  # type: ignore[misc]  # as above
+    """`DeepSpeedStrategy` with checkpoints in runs, of any stage for any other; see `RemoteStrategy`."""
+
+    def _tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        from deepspeed import DeepSpeedEngine
+
+        from dcp_remote.integrations.deepspeed import engine_state
+
+        engines = list(_of_type(state, DeepSpeedEngine).values())
+        if len(engines) != 1:
+            raise InvalidArgumentError("The state must have one model that fabric.setup returned.", models=len(engines))
+        own = training_state(
+            scheduler=_one_or_named(_of_type(state, LRScheduler)),
+            random_states=False,
+            extra=_of_type(state, PerRank),
+        )
+        return engine_state(engines[0]) | own
+
+
+def _step_of(name: str, state: Mapping[str, Any], *, url: str) -> int:
+    number = re.search(r"(\d+)(?:\.[A-Za-z]+)?\Z", name)
+    if number is not None:
+        return int(number[1])
+    for key in _STEP_KEYS:
+        if isinstance(state.get(key), int):
+            return int(state[key])
+    raise InvalidArgumentError(
+        "A checkpoint has a step: end its name in the number of finished steps, as step-100.ckpt, or put this number "
+        'into the state as "step".',
+        url=url,
+    )
+
+
+def _of_type(state: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if isinstance(value, kind)}
+
+
+def _one_or_named(values: dict[str, Any]) -> Any:
+    """Return a value alone, or several by key; None if there is none."""
+    return next(iter(values.values())) if len(values) == 1 else values or None
+
+
+def _is_value(value: Any) -> bool:
+    """Return whether a value has no entry of its own."""
+    is_optimizer = isinstance(value, Optimizer) or type(value).__name__.startswith("DeepSpeed")
+    return not (is_optimizer or isinstance(value, nn.Module | LRScheduler | PerRank))
+
+
+def _is_loader(value: Any) -> bool:
+    return hasattr(value, "__iter__") and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _apply(state: dict[str, Any], values: dict[str, Any], *, is_strict: bool, url: str) -> dict[str, Any]:
+    """Put the values that were loaded into a state; return the others.
+
+    Raises:
+        InvalidArgumentError: The checkpoint lacks values of the state.
+    """
+    asked = [key for key, value in state.items() if _is_value(value)]
+    missing = [key for key in asked if key not in values]
+    if missing and is_strict:
+        raise InvalidArgumentError(
+            "The checkpoint lacks these values of the state. Pass strict=False to keep them as they are.",
+            url=url,
+            missing=", ".join(missing),
+        )
+    for key in asked:
+        if key not in values:
+            continue
+        value = values.pop(key)
+        if hasattr(state[key], "load_state_dict"):
+            state[key].load_state_dict(value)
+        else:
+            state[key] = value
+    return values

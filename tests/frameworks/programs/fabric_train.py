@@ -1,0 +1,124 @@
+"""Train a small module with Fabric, once for each job of an option file; report losses and digests."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import nn
+
+from dcp_remote import PerRank, RandomStates
+from dcp_remote.errors import DcpRemoteError
+from dcp_remote.integrations.runs import close_managers
+from lightning_models import ENVIRONMENT, RANK, WORLD_SIZE, digests_of, make_strategy
+from tests.support.rank_programs import report
+
+logging.basicConfig(level=logging.INFO)
+
+
+class Counts:
+    """Object with a state, equal on all ranks."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+class Loader:
+    """Data loader of this rank with a position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Any:
+        while True:
+            self.position += 1
+            yield torch.randn(3, 8, generator=torch.Generator().manual_seed(100 * RANK + self.position))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position, "rank": RANK}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state["rank"] == RANK
+        self.position = state["position"]
+
+
+def shard(module: nn.Module, mesh: Any) -> nn.Module:
+    """Shard a module by FSDP2, as `ModelParallelStrategy` asks for."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in (module[0], module[2]):  # type: ignore[index]  # an nn.Sequential
+        fully_shard(layer, mesh=mesh["data_parallel"])
+    fully_shard(module, mesh=mesh["data_parallel"])
+    return module
+
+
+def run(options: dict[str, Any]) -> dict[str, Any]:
+    """Train once; return what the test compares."""
+    os.environ.update(ENVIRONMENT)
+    mode, url = options["mode"], options.get("url")
+    is_stock = options.get("stock") or url is None
+    strategy = make_strategy(
+        mode, None if is_stock else dict(options.get("settings") or {}), is_fabric=True, parallelize=shard
+    )
+    fabric = Fabric(accelerator="cpu", devices=1 if mode == "plain" else WORLD_SIZE, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 2, bias=False))
+    if mode == "fsdp2":
+        model = fabric.setup_module(module)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.1))
+    else:
+        model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+    loader, counts = Loader(), Counts()
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0, "counts": counts, "loader": loader}
+    state["random"] = PerRank(RandomStates())
+    losses, digests, error = [], {}, None
+    try:
+        if options.get("load"):
+            rest = fabric.load(options["load"], state, strict=not options.get("loose"))
+            digests[str(state["step"])] = digests_of(strategy, model._forward_module, [optimizer.optimizer])
+            assert not rest or options.get("loose"), rest
+        while state["step"] < options.get("max_steps", 6):
+            loss = model(next(iter(loader))).square().mean() + torch.rand(()) * 0
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            counts.count += 1
+            state["step"] += 1
+            if url is not None and state["step"] % 2 == 0:
+                if options.get("only_rank_0") and RANK:
+                    continue
+                fabric.save(f"{url}/step-{state['step']}.ckpt", state)
+        digests[str(state["step"])] = digests_of(strategy, model._forward_module, [optimizer.optimizer])
+    except (DcpRemoteError, RuntimeError) as caught:
+        if not options.get("expects_error"):
+            raise
+        error = f"{type(caught).__name__}: {caught}"
+    return {"losses": losses, "digests": digests, "count": counts.count, "error": error}
+
+
+def main() -> None:
+    """Run the jobs of the option file, each reported by its name."""
+    for name, options in json.loads(Path(sys.argv[1]).read_text()).items():
+        report(**{name: run(options)})
+        close_managers()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
