@@ -239,7 +239,8 @@ def _require_state(state: object) -> None:
 
 
 def _require_shape(value: object, path: _Path) -> None:
-    if isinstance(value, torch.Tensor) and value.is_nested:
+    # A ShardedTensor refuses to be asked, as a tensor without an implementation of `is_nested`.
+    if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor) and value.is_nested:
         raise InvalidArgumentError(
             "A nested tensor has no shape that could be saved. Save its parts: list(tensor.unbind()).",
             tensor=_text(path),

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
-from dcp_remote import RemoteReader, RemoteWriter, load
+from dcp_remote import CheckpointManager, RemoteReader, RemoteWriter, load
 from tests.support.rank_pool import RankPool
 from tests.support.training import Leaves, assert_same, full
 
@@ -135,6 +135,24 @@ def test_what_two_ranks_saved_any_number_loads(kind: str, rank_pool: RankPool, t
             for state in rank_pool.run(restore, loading, url, ranks=ranks):
                 assert_same(state, expected, f"{loading} {ranks}")
     assert_same(full(load(url)), expected)
+
+
+def save_and_restore_by_a_manager(kind: str, url: str) -> tuple[Leaves, Leaves]:
+    """Save the state dicts themselves, and restore into those of another training."""
+    saved, other = Training(kind, seed=1), Training(kind, seed=2)
+    with CheckpointManager(url, progress=False) as checkpoints:
+        checkpoints.save(1, saved.state())
+        state = other.state()
+        assert checkpoints.restore(state) == 1
+    other.restore(state)
+    return saved.full(), other.full()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_manager_takes_the_state_dicts(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
+    """Without `training_state`, as a framework makes them."""
+    for saved, restored in rank_pool.run(save_and_restore_by_a_manager, kind, tmp_path.as_uri(), ranks=(0, 1)):
+        assert_same(restored, saved)
 
 
 def test_torchs_loader_of_sharded_optimizers(rank_pool: RankPool, tmp_path: Path) -> None:
