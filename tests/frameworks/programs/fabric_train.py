@@ -17,7 +17,7 @@ from torch import nn
 from dcp_remote import PerRank, RandomStates
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations.runs import close_managers
-from lightning_models import ENVIRONMENT, RANK, WORLD_SIZE, digests_of, make_strategy
+from lightning_models import ENVIRONMENT, RANK, WORLD_SIZE, digests_of, make_accelerator, make_strategy
 from tests.support.rank_programs import report
 
 logging.basicConfig(level=logging.INFO)
@@ -73,7 +73,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     strategy = make_strategy(
         mode, None if is_stock else dict(options.get("settings") or {}), is_fabric=True, parallelize=shard
     )
-    fabric = Fabric(accelerator="cpu", devices=1 if mode == "plain" else WORLD_SIZE, strategy=strategy)
+    fabric = Fabric(accelerator=make_accelerator(mode), devices=1 if mode == "plain" else WORLD_SIZE, strategy=strategy)
     fabric.launch()
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 2, bias=False))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import os
+from argparse import Namespace
 from typing import Any
 
 import torch
@@ -85,22 +87,37 @@ def _on_cpu(base: Any) -> Any:
     return type(base.__name__, (base,), {})
 
 
-def _deepspeed_on_cpu(base: Any, stage: int, options: dict[str, Any]) -> Any:
+def make_accelerator(mode: str) -> Any:
+    """Return the accelerator of a strategy: one that DeepSpeed's takes for CUDA, or the CPU."""
+    if not mode.startswith("zero"):
+        return "cpu"
     from lightning.pytorch.accelerators import CUDAAccelerator
 
-    class Pretended(CUDAAccelerator):  # type: ignore[misc]  # Lightning may not be installed
-        """Accelerator that DeepSpeed's strategy takes for CUDA."""
+    methods = {
+        "setup_device": lambda self, device: None,
+        "teardown": lambda self: None,
+        "get_device_stats": lambda self, device: {},
+        "parse_devices": staticmethod(lambda devices: list(range(int(devices)))),
+        "get_parallel_devices": staticmethod(lambda devices: [torch.device("cpu", index) for index in devices]),
+        "auto_device_count": staticmethod(lambda: WORLD_SIZE),
+        "is_available": staticmethod(lambda: True),
+    }
+    return type("PretendedCuda", (CUDAAccelerator,), methods)()
 
-        def setup_device(self, device: Any) -> None:
-            return None
 
+def _deepspeed_on_cpu(base: Any, stage: int, options: dict[str, Any]) -> Any:
+    import deepspeed
+
+    if not hasattr(deepspeed.initialize, "__wrapped__"):
+        initialize = deepspeed.initialize
+        # Lightning passes the index of a GPU.
+        deepspeed.initialize = functools.wraps(initialize)(
+            lambda args, **given: initialize(args=Namespace(device_rank=RANK), **given)
+        )
     strategy_class = type(
         base.__name__,
         (base,),
-        {
-            "_validate_device_index_selection": lambda self: None,
-            "root_device": property(lambda self: torch.device("cpu")),
-        },
+        {"root_device": property(lambda self: torch.device("cpu"))},
     )
     config = {
         "zero_optimization": {"stage": stage},
@@ -108,6 +125,4 @@ def _deepspeed_on_cpu(base: Any, stage: int, options: dict[str, Any]) -> Any:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    return strategy_class(
-        accelerator=Pretended(), process_group_backend="gloo", config=config, logging_batch_size_per_gpu=3, **options
-    )
+    return strategy_class(process_group_backend="gloo", config=config, **options)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations.runs import close_managers
-from lightning_models import ENVIRONMENT, RANK, WORLD_SIZE, digests_of, make_strategy
+from lightning_models import ENVIRONMENT, RANK, WORLD_SIZE, digests_of, make_accelerator, make_strategy
 from tests.support.rank_programs import report
 
 logging.basicConfig(level=logging.INFO)
@@ -150,8 +150,8 @@ def run(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     if options.get("without_counter"):
         callbacks.remove(counter)
     trainer = pl.Trainer(
-        accelerator="cpu" if not mode.startswith("zero") else strategy.accelerator,
-        devices=world_size if not mode.startswith("zero") else "auto",
+        accelerator=make_accelerator(mode),
+        devices=world_size,
         strategy=strategy,
         callbacks=callbacks,
         max_steps=options.get("max_steps", 6),
