@@ -8,7 +8,7 @@ fabric.load("s3://bucket/run", state)
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.fabric.strategies import (
@@ -138,7 +138,7 @@ class RemoteStrategy:
         manager.restore(
             template,
             found.checkpoint,
-            rename=keep_only(*template),
+            rename=self._keep(template),
             missing="error" if strict else "keep",
             unexpected="error" if strict else "ignore",
             dtype="convert",
@@ -161,6 +161,10 @@ class RemoteStrategy:
             random_states=False,
             extra=_of_type(state, PerRank),
         )
+
+    def _keep(self, template: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """Return a function for `rename=` that leaves out what the template has no use for."""
+        return keep_only(*template)
 
     def _saved_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         tensors = self._tensors(state)
@@ -210,6 +214,10 @@ class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):  # type: ignor
             extra=_of_type(state, PerRank),
         )
         return engine_state(engines[0]) | own
+
+    def _keep(self, template: Mapping[str, Any]) -> Callable[[str], str | None]:
+        keep, part = keep_only(*template), template.get("deepspeed")
+        return lambda name: keep(name) if part is None or part.takes(name) else None
 
 
 def _step_of(name: str, state: Mapping[str, Any], *, url: str) -> int:

@@ -16,7 +16,7 @@ import functools
 import logging
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -266,7 +266,7 @@ class RemoteStrategy:
         manager.restore(
             state,
             path.checkpoint,
-            rename=keep_only(*state),
+            rename=self._keep(state),
             missing="error" if is_strict else "keep",
             unexpected="error" if is_strict else "ignore",
             dtype="convert",
@@ -352,6 +352,10 @@ class RemoteStrategy:
             random_states=RandomStates(),
         )
 
+    def _keep(self, state: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """Return a function for `rename=` that leaves out what the state has no use for."""
+        return keep_only(*state)
+
     def _find_newest(self, manager: CheckpointManager) -> int | None:
         """Return the newest step of a run; one GET of rank 0, whose error all ranks raise."""
         found: Any = None
@@ -402,6 +406,10 @@ class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):  # type: ignor
             scheduler=schedulers[0] if len(schedulers) == 1 else _by_number(schedulers), random_states=RandomStates()
         )
         return state | own
+
+    def _keep(self, state: Mapping[str, Any]) -> Callable[[str], str | None]:
+        keep, part = keep_only(*state), state.get("deepspeed")
+        return lambda name: keep(name) if part is None or part.takes(name) else None
 
 
 def _by_number(values: list[Any]) -> dict[str, Any] | None:
