@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -33,6 +34,9 @@ _STARTUP = Path(__file__).parents[1] / "integrations" / "startup"
 
 # Exit status of a command that does not exist, as a shell gives it.
 _NOT_FOUND = 127
+
+# Longest delay of a signal that is passed on.
+_TURN_SECONDS = 0.5
 
 # Signals by which a job is asked to end. Ctrl-C is not among them: the terminal sends it to the command as well.
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -114,7 +118,11 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> int:
         process = subprocess.Popen([program, *command[1:]], env=environment)  # noqa: S603  # the user's own command
         for number in early:
             process.send_signal(number)
-        status = process.wait()
+        status = None
+        while status is None:
+            # In turns: Python calls no handler of a signal that came just before a wait began, until the wait ends.
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(_TURN_SECONDS)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from dcp_remote.run.__main__ import _run
+
 URL = "s3://bucket/run"
 NOTHING = f"nothing was saved to {URL}."
 
@@ -132,6 +134,21 @@ def test_wrong_arguments(arguments: list[str], environment: dict[str, str], said
 def test_a_command_that_is_not_there() -> None:
     _, err = run("llamafactory-cIi", "train", code=127, environment={"DCP_REMOTE_URL": URL})
     assert "there is no command 'llamafactory-cIi'" in err
+
+
+def test_no_wait_outlasts_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait for the command ends by itself: a signal that comes just before the wait is handled only then."""
+    turns: list[float | None] = []
+    wait = subprocess.Popen.wait
+
+    def record(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        turns.append(timeout)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", record)
+    assert _run([sys.executable, "-c", "import time; time.sleep(1)"], dict(os.environ)) == 0
+    assert len(turns) > 1
+    assert all(turn is not None and turn <= 1.0 for turn in turns)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
