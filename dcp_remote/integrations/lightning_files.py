@@ -95,4 +95,4 @@ def _get_filesystem(path: Any, **options: Any) -> Any:
 
 _get_own_filesystem = model_checkpoint.get_filesystem
 for _module in (model_checkpoint, checkpoint_connector):
-    _module.get_filesystem = _get_filesystem  # type: ignore[assignment]  # Lightning looks the function up in both
+    _module.get_filesystem = _get_filesystem

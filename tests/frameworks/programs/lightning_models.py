@@ -25,7 +25,7 @@ def digests_of(strategy: Any, model: Any, optimizers: list[Any]) -> dict[str, st
 
         return dict(engine_digests(model))
     options = StateDictOptions(full_state_dict=True)
-    values = {"model": get_model_state_dict(model, options=options)}
+    values: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
     if optimizers:
         values["optimizer"] = get_optimizer_state_dict(model, optimizers, options=options)["state"]
     return {name: _digest(value) for name, value in values.items()}

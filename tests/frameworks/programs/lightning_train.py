@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -201,4 +200,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
