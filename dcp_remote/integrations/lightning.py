@@ -143,7 +143,7 @@ class RemoteStrategy:
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of an optimizer; {} while a checkpoint for a run is collected, which has its own."""
-        return {} if self._is_collecting else super().optimizer_state(optimizer)
+        return {} if self._is_collecting else super().optimizer_state(optimizer)  # type: ignore[misc]  # as above
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save to a local path, as Lightning does; `trainer.save_checkpoint` saves to URLs.
