@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 from safetensors.torch import save_file
@@ -198,14 +199,21 @@ def _save_model(
     run = open_run(cfg.remote_checkpoint_url, storage_options=dict(options) if options else None)
     step = state.best_global_step if trainer.args.load_best_model_at_end else state.global_step
     sizes = {name: value.nbytes for name, value in ModelState(trainer.model).state_dict().items()}
+    failure: list[Exception | None] = [None]
     if trainer.args.process_index == 0:
-        if cfg.adapter or not run.exists(step):
-            logger.warning(
-                "%s: %s gets no final model: take it from the run, if step %d is there", *(run.url, output_dir, step)
-            )
-        else:
-            _export(run, step, sizes, Path(output_dir))
-    trainer.accelerator.wait_for_everyone()
+        try:
+            if cfg.adapter or not run.exists(step):
+                logger.warning(
+                    "%s: %s gets no final model: take it from the run, if step %d is there",
+                    *(run.url, output_dir, step),
+                )
+            else:
+                _export(run, step, sizes, Path(output_dir))
+        except Exception as error:  # noqa: BLE001  # raised below, on all ranks
+            failure[0] = error
+    (error,) = broadcast_object_list(failure)
+    if error is not None:
+        raise error
 
 
 def _export(run: Run, step: int, sizes: Mapping[str, int], folder: Path) -> None:
