@@ -1,0 +1,65 @@
+"""Strategies of Fabric with the real package on gloo ranks, against an S3 server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_remote import open_run
+from dcp_remote.testing.servers import S3Server
+from tests.support.rank_programs import Ranks
+
+# `make test-frameworks` leaves out what the others hold nearly as well: importing the frameworks takes a while.
+LONG = pytest.mark.torture(smoke=False)
+
+MODES = [("fsdp2", 2)]
+MODES += [pytest.param(mode, size, marks=LONG) for mode, size in (("fsdp1", 2), ("zero3", 2), ("ddp", 2), ("plain", 1))]
+
+
+@pytest.fixture
+def train(run_program: Callable[..., Ranks], tmp_path: Path) -> Callable[..., Ranks]:
+    """Return a function that runs jobs of `programs/fabric_train.py` on some ranks: `train(2, first={…})`."""
+
+    def run(world_size: int, *, is_checked: bool = True, **jobs: dict[str, Any]) -> Ranks:
+        path = tmp_path / f"options-{len(list(tmp_path.glob('options-*')))}.json"
+        path.write_text(json.dumps(jobs))
+        return run_program("fabric_train.py", world_size, path, is_checked=is_checked)
+
+    return run
+
+
+@pytest.mark.parametrize(("mode", "world_size"), MODES)
+def test_a_training_goes_on_as_if_it_had_not_ended(
+    train: Callable[..., Ranks], bucket_url: str, s3_server: S3Server, mode: str, world_size: int
+) -> None:
+    """Losses, model, optimizer and all values are those of a whole training; then one rank more loads them."""
+    url, job = f"{bucket_url}/run", {"mode": mode}
+    ranks = train(
+        world_size,
+        whole=job,
+        begun={**job, "url": url, "max_steps": 4},
+        resumed={**job, "url": url, "load": url},
+    )
+    for report in ranks.reports:
+        whole, resumed = report["whole"], report["resumed"]
+        assert resumed["losses"] == whole["losses"][4:]
+        assert resumed["digests"]["6"] == whole["digests"]["6"]
+        assert resumed["digests"]["4"] == report["begun"]["digests"]["4"]
+        assert resumed["count"] == whole["count"] == 6
+    run = open_run(url, storage_options=s3_server.storage_options)
+    assert [info.names for info in run.checkpoints()] == [("step-2.ckpt",), ("step-4.ckpt",), ("step-6.ckpt",)]
+    if mode in {"fsdp1", "fsdp2"}:
+        more = train(world_size + 1, more={**job, "load": f"{url}/step-4.ckpt", "max_steps": 4})
+        for report in more.reports:
+            assert report["more"]["digests"]["4"] == ranks.reports[0]["begun"]["digests"]["4"]
+
+
+def test_a_save_on_rank_0_alone_ends(train: Callable[..., Ranks], bucket_url: str) -> None:
+    """The founding incident 3: an error that names the rank that does not come, where Fabric's own save hangs."""
+    job = {"mode": "fsdp2", "only_rank_0": True, "expects_error": True, "settings": {"arrival_seconds": 3.0}}
+    ranks = train(2, alone={**job, "url": f"{bucket_url}/run"}, is_checked=False)
+    assert "Rank 1 has not called the save of step 2" in ranks.reports[0]["alone"]["error"], ranks.show()
