@@ -111,7 +111,7 @@ test-frameworks: $(FRAMEWORKS_NAMES:%=test-frameworks-%) ## Test with the real f
 
 .PHONY: $(foreach step,install compile test,$(FRAMEWORKS_NAMES:%=$(step)-frameworks-%))
 
-campaign: $(INSTALLED) ## Run every case of the campaign, briefly (12 minutes); CI runs it after `make test`
+campaign: $(INSTALLED) ## Run every case of the campaign, briefly (13 minutes); CI runs it after `make test`
 	$(PYTHON) -m pytest --numprocesses 3 --dist loadgroup -m torture $(ARGS)
 
 # Length of each part that has no end (fuzzers, mutations, random faults). The rest, in which every property tries other

@@ -38,7 +38,7 @@ class Regression(LightningModule):  # type: ignore[misc]  # Lightning may not be
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         """Return the loss of a batch."""
         inputs, sums = batch
-        loss = (self.layers(inputs) - sums).square().mean()
+        loss: torch.Tensor = (self.layers(inputs) - sums).square().mean()
         self.log("loss", loss)
         return loss
 

@@ -60,8 +60,8 @@ def save_state(
         url: URL of the checkpoint: that of the run, and a name, such as `s3://bucket/run/step-100`.
         step: Number of finished steps, which ascends from one checkpoint of the run to the next; None is the number at
             the end of the name.
-        wait: True to return only when the checkpoint is committed. Otherwise an error is raised by the next call, or
-            when the process ends.
+        wait: True to return only when the checkpoint is committed. False to return when every rank has copied its
+            state; an error of the upload is raised by the next call, or when the process ends.
         overwrite: True to replace a checkpoint of the same step.
         settings: Keyword arguments of `CheckpointManager` for the run, such as `retention` and `storage_options`.
 

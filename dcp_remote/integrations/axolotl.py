@@ -211,9 +211,9 @@ def _save_model(
                 _export(run, step, sizes, Path(output_dir))
         except Exception as error:  # noqa: BLE001  # raised below, on all ranks
             failure[0] = error
-    (error,) = broadcast_object_list(failure)
-    if error is not None:
-        raise error
+    (raised,) = broadcast_object_list(failure)
+    if raised is not None:
+        raise raised
 
 
 def _export(run: Run, step: int, sizes: Mapping[str, int], folder: Path) -> None:

@@ -56,7 +56,7 @@ class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
 
         settings: dict[str, Any] = field(default_factory=dict)
 
-    def __init__(self, config: Config, **given: Any) -> None:
+    def __init__(self, config: Any, **given: Any) -> None:
         # Neither a thread that deletes folders nor a process group for torch's asynchronous saves is needed.
         super().__init__(replace(config, keep_latest_k=0, async_mode="disabled"), **given)
         if not self.enable:
@@ -181,7 +181,7 @@ class _Position:
             logger.warning("the checkpoint was saved by other data parallel ranks: the data begins anew")
 
 
-@override(target=CheckpointManager.Config, description="Checkpoints in object storage, by dcp_remote")  # type: ignore[misc]  # as above
+@override(target=CheckpointManager.Config, description="Checkpoints in object storage, by dcp_remote")  # type: ignore[untyped-decorator]  # as above
 def remote_checkpoint(config: Any, **settings: Any) -> RemoteCheckpointManager.Config:
     """Return the configuration of a `RemoteCheckpointManager` with the values of torchtitan's.
 

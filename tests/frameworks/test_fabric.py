@@ -16,7 +16,7 @@ from tests.support.rank_programs import Ranks
 # `make test-frameworks` leaves out what the others hold nearly as well: importing the frameworks takes a while.
 LONG = pytest.mark.torture(smoke=False)
 
-MODES = [("fsdp2", 2)]
+MODES = [pytest.param("fsdp2", 2)]
 MODES += [pytest.param(mode, size, marks=LONG) for mode, size in (("fsdp1", 2), ("zero3", 2), ("ddp", 2), ("plain", 1))]
 
 

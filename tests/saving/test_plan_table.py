@@ -468,7 +468,7 @@ def test_objects_that_differ_between_ranks_are_found() -> None:
 
 
 def test_the_warning_is_short() -> None:
-    """Of many objects ten are named, and all are counted."""
+    """Ten of many objects are named, and all are counted."""
     _, arrangement = arranged_objects([{str(n): rank for n in range(40)} for rank in range(2)])
     text = describe_object_differences(arrangement.differing)
     assert text.startswith(
