@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,6 @@ CASES = (
         "incident_0_of_a_url",
         "stages_go_on_alike",
         "linear_layers_of_stage_3",
-        "partitions_on_nvme_are_refused",
         "parallelism_is_refused",
     ),
 )
@@ -171,6 +171,16 @@ def test_cases(reports_of: ReportsOf, cases: tuple[str, ...]) -> None:
     """Each function of `deepspeed_cases.py` says what it shows."""
     for report in reports_of(cases):
         assert [report.get(case) for case in cases] == ["passed"] * len(cases)
+
+
+@pytest.mark.torture(smoke=False)  # compiles DeepSpeed's `async_io` in its first run, in minutes
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(find_library("aio") is None, reason="DeepSpeed's swapper needs libaio (Debian: libaio-dev)")
+def test_partitions_on_nvme(deepspeed_url: str, run_program: RunProgram) -> None:
+    """Every device of optimizer and parameters into CPU memory, from it, and into the same; and incident 0 on files."""
+    cases = "partitions_on_nvme,incident_0_on_nvme"
+    ranks = run_program("deepspeed_cases.py", 2, deepspeed_url, cases, timeout_seconds=1200)
+    sys.stdout.write("\n".join(ranks.reports[0]["loaded"]))
 
 
 def test_memory_of_a_save_is_a_copy_of_the_shard_and_the_budget(reports_of: ReportsOf) -> None:
