@@ -1,8 +1,8 @@
-"""Save a small model under one framework, or load what all others saved; report digests and losses by job.
+"""Save a small model under one framework, or load what all others saved; report digests by job.
 
 exchange.py <file of jobs>: a list of {"name", "mode", "url", "action": "save" | "resume" | "weights"}
 
-Every sample of every batch is the same, so that losses do not depend on the order of data or the number of ranks.
+Every sample of every batch is the same, so that neither the order of data nor the number of ranks counts.
 """
 
 from __future__ import annotations
@@ -53,15 +53,14 @@ class Job:
         mode: Framework, and after a hyphen how it shards: "deepspeed-3".
         url: URL of the run, or of the checkpoint to load.
         action: "save", "resume", or "weights".
-        digests: Digests of model and optimizer as saved or loaded.
-        losses: Losses of the third and fourth step.
+        digests: Digests of model and optimizer, by name: as saved or loaded, and after the fourth step.
     """
 
     def __init__(self, mode: str, url: str, action: str) -> None:
         self.framework, _, self.sharding = mode.partition("-")
         self.url, self.action = url, action
-        self.digests: Digests = {}
-        self.losses: list[float] = []
+        self.own_url = url if action == "save" else f"{url}-{mode}-{action}"
+        self.digests: list[Digests] = []
 
     @property
     def seed(self) -> int:
@@ -72,22 +71,21 @@ class Job:
         return 0 if self.action == "save" else SAVED_STEP
 
     def note(self, state: State) -> None:
-        """Note the state after the second step, under names without wrappers' prefixes."""
-        self.digests = {name: _digest(value) for name, value in sorted(state.items())}
+        """Note the state after the second or the fourth step, under names without wrappers' prefixes."""
+        self.digests.append({name: _digest(value) for name, value in sorted(state.items())})
 
-    def train(self, step: Callable[[], float], save: Callable[[], None], read: Callable[[], State]) -> None:
+    def train(self, step: Callable[[], None], save: Callable[[], None], read: Callable[[], State]) -> None:
         """Train in a loop of the script's own."""
         if self.action != "save":
             self.note(read())
         if self.action == "weights":
             return
         for number in range(self.first_step, LAST_STEP):
-            loss = step()
-            if number >= SAVED_STEP:
-                self.losses.append(loss)
+            step()
             if number + 1 == SAVED_STEP:
                 save()
                 self.note(read())
+        self.note(read())
 
 
 def _digest(value: torch.Tensor) -> str:
@@ -152,12 +150,11 @@ def run_script(job: Job) -> None:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = make_optimizer(model.parameters())
 
-    def step() -> float:
+    def step() -> None:
         loss = model(one_batch())["loss"]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss.item())
 
     state = training_state(model=model, optimizer=optimizer, random_states=False)
     with CheckpointManager(job.url) as checkpoints:
@@ -185,11 +182,10 @@ def run_deepspeed(job: Job) -> None:
     engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model.parameters()), config=config)
     attach(engine, wait=True, progress=False)
 
-    def step() -> float:
+    def step() -> None:
         loss = engine(one_batch())["loss"]
         engine.backward(loss)
         engine.step()
-        return float(loss.item())
 
     if job.action != "save":
         path, _ = engine.load_checkpoint(job.url, load_module_only=job.action == "weights")
@@ -221,12 +217,11 @@ def run_accelerate(job: Job) -> None:
     model: Any = Net(job.seed)
     model, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
 
-    def step() -> float:
+    def step() -> None:
         loss = model(one_batch())["loss"]
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss.item())
 
     def read() -> State:
         if job.sharding == "zero3":
@@ -278,14 +273,13 @@ def run_trainer(job: Job) -> None:
                 self.note(kwargs["model"], kwargs["optimizer"])
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if job.action == "save" and state.global_step == SAVED_STEP:
+            if state.global_step == LAST_STEP or (job.action == "save" and state.global_step == SAVED_STEP):
                 self.note(kwargs["model"], kwargs["optimizer"])
 
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=LAST_STEP,
         save_steps=SAVED_STEP,
-        logging_steps=1,
         per_device_train_batch_size=BATCH,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
@@ -297,16 +291,13 @@ def run_trainer(job: Job) -> None:
     )
     model = Net(job.seed)
     data = [{"x": one_batch()[0]}] * 64
-    own_url = job.url if job.action == "save" else f"{job.url}-{job.action}"
     trainer: Any = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Watch()])
-    trainer = remote(trainer, own_url)
+    trainer = remote(trainer, job.own_url)
     if job.action == "weights":
         load_weights(model, f"{job.url}/{SAVED_STEP}")
         job.note(whole_state(model, None))
         return
     trainer.train(resume_from_checkpoint=f"{job.url}/{SAVED_STEP}" if job.action == "resume" else None)
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    job.losses = [entry["loss"] for entry in entries if entry["step"] > SAVED_STEP]
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -334,10 +325,7 @@ def run_lightning(job: Job) -> None:  # noqa: C901  # a user's script
                 self.is_sharded = True
 
         def training_step(self, batch: Any, index: int) -> Any:
-            loss = self.second(torch.tanh(self.first(batch[0]))).square().mean()
-            if self.global_step >= SAVED_STEP:
-                job.losses.append(loss.item())
-            return loss
+            return self.second(torch.tanh(self.first(batch[0]))).square().mean()
 
         def validation_step(self, batch: Any, index: int) -> None:
             """Do nothing."""
@@ -363,12 +351,11 @@ def run_lightning(job: Job) -> None:  # noqa: C901  # a user's script
                 self.note(trainer)
 
         def on_train_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
-            if job.action == "save" and trainer.global_step == SAVED_STEP:
+            if trainer.global_step == LAST_STEP or (job.action == "save" and trainer.global_step == SAVED_STEP):
                 self.note(trainer)
 
-    folder = job.url if job.action == "save" else f"{job.url}-{job.action}"
     strategy = make_strategy(job.sharding, {})  # first: its import lets the callback take a URL
-    saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=SAVED_STEP, save_top_k=-1)
+    saver = ModelCheckpoint(dirpath=job.own_url, every_n_train_steps=SAVED_STEP, save_top_k=-1)
     trainer = pl.Trainer(
         accelerator=make_accelerator(job.sharding),
         devices=1 if job.sharding == "plain" else WORLD_SIZE,
@@ -413,12 +400,11 @@ def run_fabric(job: Job) -> None:
     else:
         model, optimizer = fabric.setup(model, make_optimizer(model.parameters()))
 
-    def step() -> float:
+    def step() -> None:
         loss = model(one_batch())["loss"]
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss.item())
 
     state = {"model": model, "optimizer": optimizer}
     if job.action == "resume":
@@ -459,15 +445,15 @@ def main() -> None:
         if job.sharding == "plain":
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
                 os.environ.pop(name, None)
-        found: dict[str, Any] = {}
+        error = None
         try:
             RUNNERS[job.framework](job)
-        except DcpRemoteError as error:
+        except DcpRemoteError as caught:
             if job.action == "save":
                 raise
-            found["error"] = f"{type(error).__name__}: {error}"
+            error = f"{type(caught).__name__}: {caught}"
         close_managers()
-        report(**{one["name"]: found | {"digests": job.digests, "losses": job.losses}})
+        report(**{one["name"]: {"digests": job.digests, "error": error}})
     if dist.is_initialized():
         dist.destroy_process_group()
 
