@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -269,7 +270,7 @@ class RemoteStrategy:
                     "trainer.validate(ckpt_path=…) or dcp_remote.load(url, keys='model.*').",
                     url=url,
                 ) from error
-            about.value = {}
+            about.value = {"pytorch-lightning_version": lightning_version}
         rest = dict(about.value)
         self._adopt_last(rest.get("callbacks", {}))
         has_optimizers = is_fitting and rest.pop("has_optimizers", False)

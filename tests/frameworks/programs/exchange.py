@@ -196,6 +196,7 @@ def run_deepspeed(job: Job) -> None:
 def run_accelerate(job: Job) -> None:
     """Train with Accelerate in a loop of one's own."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
     from accelerate.utils import DeepSpeedPlugin
 
     import hf_models
@@ -211,7 +212,7 @@ def run_accelerate(job: Job) -> None:
             transformer_cls_names_to_wrap=["Linear"],
             cpu_ram_efficient_loading=False,
         )
-    elif job.sharding == "zero3":
+    elif job.sharding == "zero3" and not AcceleratorState._shared_state:  # kept for the whole process
         given["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=_zero_config(job))
     accelerator = Accelerator(cpu=job.sharding == "plain", **given)
     model: Any = Net(job.seed)

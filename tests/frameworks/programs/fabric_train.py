@@ -69,7 +69,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     """Train once; return what the test compares."""
     os.environ.update(ENVIRONMENT)
     mode, url = options["mode"], options.get("url")
-    is_stock = options.get("stock") or url is None
+    is_stock = options.get("stock") or (url is None and "load" not in options)
     strategy = make_strategy(
         mode, None if is_stock else dict(options.get("settings") or {}), is_fabric=True, parallelize_fn=shard
     )
