@@ -15,7 +15,6 @@ from pathlib import Path
 
 from tests.support.rank_programs import report
 
-
 # Time after which the stacks of all threads are written to the output of a training that stands still, in seconds.
 STANDSTILL_SECONDS = 150
 
