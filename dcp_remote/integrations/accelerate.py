@@ -12,6 +12,7 @@ import functools
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from accelerate import Accelerator
@@ -26,7 +27,7 @@ from dcp_remote import (
     is_remote,
     training_state,
 )
-from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
 from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
 from dcp_remote.integrations.wrappers import unwrap_optimizer
@@ -144,25 +145,26 @@ def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False
     manager = manager_of(path.run_url, **settings)
     about, loaders = Opaque[Any](None), Opaque[Any](None)
     # First, since a checkpoint of another framework has none of these, and may yet have all that is trained.
-    step = manager.restore(
-        {ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)},
-        path.checkpoint,
-        rename=keep_only(ABOUT_KEY, LOADERS_KEY),
-        missing="keep",
-        go_on=False,
-        must_exist=True,
-    )
-    assert step is not None
+    with suppress(StateMismatchError):
+        manager.restore(
+            {ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)},
+            path.checkpoint,
+            rename=keep_only(ABOUT_KEY, LOADERS_KEY),
+            missing="keep",
+            go_on=False,
+            must_exist=True,
+        )
     is_own, state = about.value is not None, _training(accelerator)
     _require_same_objects(accelerator, about.value or {"custom": [], "loaders": accelerator._dataloaders}, url)
     left_out = leave_out(ABOUT_KEY, LOADERS_KEY, *({"deepspeed"} - state.keys()))
-    manager.restore(
+    step = manager.restore(
         state,
-        step,
+        path.checkpoint,
         rename=leave_out_unused(state, left_out if is_own else keep_only(*state)),
         dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model
         must_exist=True,
     )
+    assert step is not None
     if is_own:
         _apply(accelerator, about.value, loaders.value, url)
     else:

@@ -7,8 +7,10 @@ fabric.load("s3://bucket/run", state)
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from lightning.fabric.strategies import (
@@ -23,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dcp_remote import ModelState, Opaque, PerRank, as_plain, is_remote, training_state
-from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.entries import keep_only, leave_out_unused
 from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
 
@@ -34,6 +36,8 @@ __all__ = [
     "RemoteModelParallelStrategy",
     "RemoteSingleDeviceStrategy",
 ]
+
+logger = logging.getLogger(__name__)
 
 # Entries of a checkpoint beside those of `training_state`: the user's other values, and those that differ by rank.
 VALUES_KEY = "fabric"
@@ -132,23 +136,23 @@ class RemoteStrategy:
         manager = manager_of(found.run_url, **settings)
         is_module = isinstance(state, nn.Module)
         template = {"model": ModelState(state)} if is_module else self._tensors(state)
-        values, own = Opaque[Any]({}), Opaque[Any]({})
-        checkpoint = found.checkpoint
+        values, own = Opaque[Any]({}), Opaque[Any](None)
         if not is_module:
             # First, since checkpoints of other frameworks have none of these, and may yet have all that is asked for.
-            checkpoint = manager.restore(
-                {VALUES_KEY: values, RANK_VALUES_KEY: PerRank(own)},
-                checkpoint,
-                rename=keep_only(VALUES_KEY, RANK_VALUES_KEY),
-                missing="keep",
-                go_on=False,
-                must_exist=True,
-            )
+            with suppress(StateMismatchError):
+                manager.restore(
+                    {VALUES_KEY: values, RANK_VALUES_KEY: PerRank(own)},
+                    found.checkpoint,
+                    rename=keep_only(VALUES_KEY, RANK_VALUES_KEY),
+                    missing="keep",
+                    go_on=False,
+                    must_exist=True,
+                )
             if strict:
-                _require_values(state, {**values.value, **own.value}, url=str(path))
+                _require_values(state, values.value, url=str(path))
         manager.restore(
             template,
-            checkpoint,
+            found.checkpoint,
             rename=self._keep(template),
             missing="error" if strict else "keep",
             unexpected="error" if strict else "ignore",
@@ -156,7 +160,17 @@ class RemoteStrategy:
             go_on=not is_module,
             must_exist=True,
         )
-        return {} if is_module else _apply(state, {**values.value, **own.value})
+        if is_module:
+            return {}
+        is_same_size = own.value is not None and own.value["world_size"] == self.world_size  # type: ignore[attr-defined]  # of the strategy
+        positions = own.value["loaders"] if is_same_size else {}
+        lacking = [key for key, value in state.items() if _is_loader(value) and key not in positions]
+        if lacking:
+            logger.warning(
+                "%s was saved by another number of ranks, or without these data loaders, which stay as they are: %s.",
+                *(path, ", ".join(lacking)),
+            )
+        return _apply(state, values.value | positions)
 
     def _tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of models, optimizers, schedulers and `PerRank` values; the same to save and to load."""
@@ -186,7 +200,8 @@ class RemoteStrategy:
             for key, value in rest.items()
             if key not in own
         }
-        tensors[RANK_VALUES_KEY] = PerRank(Opaque(own))
+        size: int = self.world_size  # type: ignore[attr-defined]  # of the strategy
+        tensors[RANK_VALUES_KEY] = PerRank(Opaque({"world_size": size, "loaders": own}))
         # Of an object that several ranks give, any rank's may be stored; as in Lightning, that of rank 0 is.
         is_first = self.is_global_zero  # type: ignore[attr-defined]  # of the strategy
         return tensors | {VALUES_KEY: Opaque(as_plain(values))} if is_first else tensors
@@ -264,12 +279,13 @@ def _is_loader(value: Any) -> bool:
 
 
 def _require_values(state: Mapping[str, Any], values: Mapping[str, Any], *, url: str) -> None:
-    """Refuse a checkpoint that lacks values of a state.
+    """Refuse a checkpoint that lacks values of a state, but for data loaders: ranks have their own.
 
     Raises:
         InvalidArgumentError: The checkpoint lacks some.
     """
-    missing = [key for key, value in state.items() if _is_value(value) and key not in values]
+    asked = [key for key, value in state.items() if _is_value(value) and not _is_loader(value)]
+    missing = [key for key in asked if key not in values]
     if missing:
         raise InvalidArgumentError(
             "The checkpoint lacks these values of the state; nothing was loaded. strict=False keeps them as they are.",

@@ -17,6 +17,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import __version__ as lightning_version
@@ -259,17 +260,17 @@ class RemoteStrategy:
         manager = self._manager(path.run_url)
         about, loaders = Opaque[Any](None), Opaque[Any](None)
         small = {ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)}
-        try:
+        with suppress(StateMismatchError):  # the checkpoint of another framework may have none of these
             manager.restore(
                 small, path.checkpoint, rename=keep_only(*_SMALL_KEYS), missing="keep", go_on=False, must_exist=True
             )
-        except StateMismatchError as error:
+        if about.value is None:
             if is_fitting:
                 raise InvalidArgumentError(
                     "This checkpoint was not saved by Lightning: fit cannot resume from it. Load its weights by "
                     "trainer.validate(ckpt_path=…) or dcp_remote.load(url, keys='model.*').",
                     url=url,
-                ) from error
+                )
             about.value = {"pytorch-lightning_version": lightning_version}
         rest = dict(about.value)
         self._adopt_last(rest.get("callbacks", {}))

@@ -11,7 +11,7 @@ import pytest
 
 from dcp_remote import open_run
 from dcp_remote.testing.servers import S3Server
-from tests.support.rank_programs import Ranks
+from tests.support.rank_programs import RANKS_TIMEOUT_SECONDS, Ranks
 
 # `make test-frameworks` leaves out what the others hold nearly as well: importing the frameworks takes a while.
 LONG = pytest.mark.torture(smoke=False)
@@ -24,10 +24,16 @@ MODES += [pytest.param(mode, size, marks=LONG) for mode, size in (("fsdp1", 2), 
 def train(run_program: Callable[..., Ranks], tmp_path: Path) -> Callable[..., Ranks]:
     """Return a function that runs jobs of `programs/fabric_train.py` on some ranks: `train(2, first={…})`."""
 
-    def run(world_size: int, *, is_checked: bool = True, **jobs: dict[str, Any]) -> Ranks:
+    def run(
+        world_size: int,
+        *,
+        is_checked: bool = True,
+        timeout_seconds: float = RANKS_TIMEOUT_SECONDS,
+        **jobs: dict[str, Any],
+    ) -> Ranks:
         path = tmp_path / f"options-{len(list(tmp_path.glob('options-*')))}.json"
         path.write_text(json.dumps(jobs))
-        return run_program("fabric_train.py", world_size, path, is_checked=is_checked)
+        return run_program("fabric_train.py", world_size, path, is_checked=is_checked, timeout_seconds=timeout_seconds)
 
     return run
 
@@ -63,3 +69,14 @@ def test_a_save_on_rank_0_alone_ends(train: Callable[..., Ranks], bucket_url: st
     job = {"mode": "fsdp2", "only_rank_0": True, "expects_error": True, "settings": {"arrival_seconds": 3.0}}
     ranks = train(2, alone={**job, "url": f"{bucket_url}/run"}, is_checked=False)
     assert "Rank 1 has not called the save of step 2" in ranks.reports[0]["alone"]["error"], ranks.show()
+
+
+@LONG
+@pytest.mark.timeout(400)
+def test_without_this_package_a_save_on_rank_0_alone_hangs(train: Callable[..., Ranks], tmp_path: Path) -> None:
+    """Fabric's own save waits for the other rank for ever; both had a minute."""
+    job = {"mode": "fsdp2", "stock": True, "only_rank_0": True, "away_seconds": 600, "url": str(tmp_path / "folder")}
+    begun = train(2, begun={**job, "only_rank_0": False, "max_steps": 2})
+    assert [report["begun"]["error"] for report in begun.reports] == [None, None]
+    with pytest.raises(AssertionError, match="did not end within 90 s"):
+        train(2, alone={**job, "url": str(tmp_path / "other")}, timeout_seconds=90)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
             state["step"] += 1
             if url is not None and state["step"] % 2 == 0:
                 if options.get("only_rank_0") and RANK:
+                    time.sleep(options.get("away_seconds", 0))
                     continue
                 fabric.save(f"{url}/step-{state['step']}.ckpt", state)
         digests[str(state["step"])] = digests_of(strategy, model._forward_module, [optimizer.optimizer])
