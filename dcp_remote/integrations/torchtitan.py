@@ -20,7 +20,7 @@ from torchtitan.config.override import override
 
 from dcp_remote import CheckpointManager as RunManager
 from dcp_remote import PerRank, Retention, is_remote
-from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.entries import keep_only
 from dcp_remote.integrations.runs import find_checkpoint
 
@@ -98,8 +98,15 @@ class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
         loaded = self._restore(self._run, {MODEL: self.states[MODEL]}, None if step == -1 else step)
         if loaded is None:
             return self._load_initial()
-        if loaded != 0:  # a seed checkpoint has no more, or is not to be loaded
-            self._restore(self._run, self._rest(), loaded)
+        if loaded != 0:  # of a seed checkpoint the model is all that torchtitan loads
+            try:
+                self._restore(self._run, self._rest(), loaded)
+            except StateMismatchError as error:
+                error.add_note(
+                    "The last checkpoint of a training may hold the model alone: --checkpoint.load_step selects an "
+                    "older one, and --checkpoint.exclude_from_loading leaves states as they are."
+                )
+                raise
         return True
 
     def _close(self) -> None:
@@ -117,7 +124,9 @@ class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
             self._restore(run, states, path.checkpoint, go_on=False)
         return True
 
-    def _restore(self, run: RunManager, states: Mapping[str, Any], step: int | str | None, **options: Any) -> int | None:
+    def _restore(
+        self, run: RunManager, states: Mapping[str, Any], step: int | str | None, **options: Any
+    ) -> int | None:
         state = self._named(states)
         return run.restore(state, step, rename=keep_only(*state), dtype="convert", **options)
 

@@ -1,13 +1,15 @@
-"""Train torchtitan's debug model by its command line, once for each job of an option file; report losses and digests."""
+"""Train torchtitan's debug model by its command line, once for each job of a file; report losses and digests."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import shlex
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,24 +22,27 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-import torchtitan_cpu  # noqa: F401  # before torchtitan
-from dcp_remote import load
-from dcp_remote.errors import DcpRemoteError
-from tests.support.rank_programs import report
+import torchtitan_cpu  # noqa: F401  # changes torch for torchtitan, which comes after it
+
+# ruff: isort: split
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.models.llama3 import model_registry
 from torchtitan.train import main as train
 from torchtitan.trainer import Trainer
 
+from dcp_remote import load
+from dcp_remote.errors import DcpRemoteError
+from tests.support.rank_programs import report
+
 RANK = int(os.environ["RANK"])
 
-ARGUMENTS = """
+ARGUMENTS = shlex.split("""
 --module llama3 --config llama3_debugmodel --hf_assets_path assets --dataloader.dataset_path assets/data
 --training.seq_len 32 --training.local_batch_size 2 --training.steps 6 --training.disable_cuda_graphs
 --parallelism.spmd_backend partial_dtensor --training.mixed_precision_param float32
 --debug.seed 1 --debug.no-enable_structured_logging --lr_scheduler.total_steps 6
-""".split()
+""")
 
 
 class Watch:
@@ -48,8 +53,9 @@ class Watch:
         self.losses: list[float] = []
         self.digests: dict[str, dict[str, str]] = {}
         self.loader: dict[str, str] = {}
+        self.save_seconds = 0.0
 
-    def log(self, step: int, loss: float, *_: Any, **__: Any) -> None:
+    def log(self, _processor: Any, _step: int, loss: float, *_: Any, **__: Any) -> None:
         self.losses.append(loss)
 
     def load(self, manager: Any, step: int = -1) -> bool:
@@ -64,22 +70,29 @@ class Watch:
         if step in self.options.get("digest_at", [6]):
             self.note(str(step), trainer)
 
-    def save(self, manager: Any, step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002  # torchtitan's
+    def save(self, manager: Any, step: int, last_step: bool = False) -> bool:
         if RANK == 1 and step == self.options.get("late_at"):
             time.sleep(8)
-        if RANK == 1 and step == self.options.get("fail_at"):
-            with patch.object(Trainer, "state_dict", side_effect=ValueError("boo")):
-                return bool(SAVE(manager, step, last_step))
-        was_saved = bool(SAVE(manager, step, last_step))
+        if step == 0:
+            self.note("seed", manager.states["train_state"])
+        is_failing = RANK == 1 and step == self.options.get("fail_at")
+        began = time.monotonic()
+        try:
+            with patch.object(Trainer, "state_dict", side_effect=ValueError("boo")) if is_failing else nullcontext():
+                was_saved = bool(SAVE(manager, step, last_step))
+        finally:
+            self.save_seconds = time.monotonic() - began
         if step == self.options.get("kill_at"):
             time.sleep(0.2)  # in the middle of the upload
             os.kill(os.getpid(), signal.SIGKILL)
         return was_saved
 
     def note(self, name: str, trainer: Any) -> None:
+        # Asked for its state before the first step, the optimizer makes one of an empty step.
+        has_stepped = any(one.state for one in trainer.optimizers)
         values = {
             "model": {key: value for part in trainer.model_parts for key, value in part.state_dict().items()},
-            "optimizer": trainer.optimizers.state_dict(),
+            "optimizer": trainer.optimizers.state_dict() if has_stepped else None,
             "rest": {"schedulers": trainer.lr_schedulers.state_dict(), "train": trainer.state_dict()},
         }
         self.digests[name] = {key: digest(value) for key, value in values.items()}
@@ -107,9 +120,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     watch, error = Watch(options), None
     imports = ["torchtitan_cpu.attention_on_cpu"]
     if "settings" in options:
-        imports.append(
-            f"dcp_remote.integrations.torchtitan.remote_checkpoint={json.dumps(options['settings'])}"
-        )
+        imports.append(f"dcp_remote.integrations.torchtitan.remote_checkpoint={json.dumps(options['settings'])}")
     arguments = ["train", *ARGUMENTS, *options["arguments"], "--override.imports", *imports]
     if "export_from" in options:
         folder = Path(f"hugging-face-{RANK}").absolute()
@@ -121,18 +132,19 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     with (
         patch.object(sys, "argv", arguments),
         patch("torchtitan.trainer.time", SimpleNamespace(sleep=lambda _: None, perf_counter=time.perf_counter)),
-        patch.object(MetricsProcessor, "log", lambda _, *given, **named: watch.log(*given, **named)),
-        patch.object(BaseCheckpointManager, "load", lambda manager, step=-1: watch.load(manager, step)),
-        patch.object(BaseCheckpointManager, "save", lambda *given, **named: watch.save(*given, **named)),
-        patch.object(Trainer, "train_step", lambda trainer, data: watch.train_step(trainer, data)),
+        patch.object(MetricsProcessor, "log", autospec=True, side_effect=watch.log),
+        patch.object(BaseCheckpointManager, "load", autospec=True, side_effect=watch.load),
+        patch.object(BaseCheckpointManager, "save", autospec=True, side_effect=watch.save),
+        patch.object(Trainer, "train_step", autospec=True, side_effect=watch.train_step),
     ):
         try:
             train()
         except (DcpRemoteError, ValueError, FileNotFoundError, SystemExit) as caught:
             if not options.get("expects_error"):
                 raise
-            error = f"{type(caught).__name__}: {caught}"
-    return {"losses": watch.losses, "digests": watch.digests, "loader": watch.loader, "error": error}
+            error = "\n".join([f"{type(caught).__name__}: {caught}", *getattr(caught, "__notes__", [])])
+    seen = {name: getattr(watch, name) for name in ("losses", "digests", "loader", "save_seconds")}
+    return seen | {"error": error}
 
 
 def export_to_hugging_face(url: str, folder: Path) -> None:
