@@ -9,6 +9,7 @@ Settings of the run follow the import as JSON:
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -22,7 +23,6 @@ from dcp_remote import CheckpointManager as RunManager
 from dcp_remote import PerRank, Retention, is_remote
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.entries import keep_only
-from dcp_remote.integrations.runs import find_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +118,11 @@ class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
         if self.initial_load_path is None or not is_remote(self.initial_load_path):
             return bool(super()._load())
         options = {} if self._storage_options is None else {"storage_options": self._storage_options}
-        path = find_checkpoint(self.initial_load_path, **options)
+        named = re.fullmatch(r"(.+)/step-(\d+)/?", self.initial_load_path)
+        url, step = (named[1], int(named[2])) if named else (self.initial_load_path, None)
         states = {MODEL: self.states[MODEL]} | ({} if self.initial_load_model_only else self._rest())
-        with RunManager(path.run_url, **options) as run:
-            self._restore(run, states, path.checkpoint, go_on=False)
+        with RunManager(url, **options) as run:
+            self._restore(run, states, step, go_on=False, must_exist=True)
         return True
 
     def _restore(
@@ -176,7 +177,8 @@ class _Position:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position, unless other ranks shared the data when it was saved."""
-        if state.get("world_size") == self._loader.state_dict().get("world_size"):
+        ranks = state.get("world_size")
+        if ranks == getattr(self._loader, "dp_world_size", ranks):
             self._loader.load_state_dict(state)
         else:
             logger.warning("the checkpoint was saved by another number of data parallel ranks: the data begins anew")

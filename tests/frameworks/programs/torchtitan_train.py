@@ -70,19 +70,19 @@ class Watch:
         if step in self.options.get("digest_at", [6]):
             self.note(str(step), trainer)
 
-    def save(self, manager: Any, step: int, last_step: bool = False) -> bool:
-        if RANK == 1 and step == self.options.get("late_at"):
+    def save(self, manager: Any, curr_step: int, last_step: bool = False) -> bool:
+        if RANK == 1 and curr_step == self.options.get("late_at"):
             time.sleep(8)
-        if step == 0:
+        if curr_step == 0:
             self.note("seed", manager.states["train_state"])
-        is_failing = RANK == 1 and step == self.options.get("fail_at")
+        is_failing = RANK == 1 and curr_step == self.options.get("fail_at")
         began = time.monotonic()
         try:
             with patch.object(Trainer, "state_dict", side_effect=ValueError("boo")) if is_failing else nullcontext():
-                was_saved = bool(SAVE(manager, step, last_step))
+                was_saved = bool(SAVE(manager, curr_step, last_step))
         finally:
             self.save_seconds = time.monotonic() - began
-        if step == self.options.get("kill_at"):
+        if curr_step == self.options.get("kill_at"):
             time.sleep(0.2)  # in the middle of the upload
             os.kill(os.getpid(), signal.SIGKILL)
         return was_saved
