@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 
 from dcp_remote import load, open_run
 from dcp_remote.testing.servers import S3Server
-from tests.support.rank_programs import Ranks
+from tests.support.rank_programs import ROOT, Ranks
 
 # `make test-frameworks` leaves out what the others hold nearly as well: importing the frameworks takes a while.
 LONG = pytest.mark.torture(smoke=False)
@@ -65,6 +67,15 @@ def job(folder: str, arguments: str = "", *, settings: dict[str, Any] | None = N
     return {"arguments": own.split(), "settings": settings or {}, **options}
 
 
+def example(url: str) -> dict[str, Any]:
+    """Return the job of `examples/torchtitan.md`, with another URL."""
+    (command,) = re.findall(r"torchrun (?:.*\\\n)*.*", (ROOT / "examples" / "torchtitan.md").read_text())
+    words = shlex.split(command.replace("\\\n", " "))
+    arguments = [word.replace("s3://my-bucket/run", url) for word in words[words.index("torchtitan.train") + 1 :]]
+    assert url in arguments
+    return {"arguments": arguments, "digest_at": []}
+
+
 def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     train: Callable[..., Ranks], bucket_url: str, s3_server: S3Server
 ) -> None:
@@ -88,6 +99,7 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
 
 
 @LONG
+@pytest.mark.timeout(600)
 def test_what_two_ranks_saved_others_load(train: Callable[..., Ranks], bucket_url: str) -> None:
     """Three ranks, one, and tensor parallelism; the data begins anew. A seed checkpoint of one rank, on two."""
     url = f"{bucket_url}/run"
@@ -111,6 +123,7 @@ def test_what_two_ranks_saved_others_load(train: Callable[..., Ranks], bucket_ur
 
 
 @LONG
+@pytest.mark.timeout(600)
 def test_options_of_torchtitan_mean_the_same(train: Callable[..., Ranks], bucket_url: str, s3_server: S3Server) -> None:
     """Retention, the first step, the last save, going back, loading in part, loading only, and other runs."""
     url, kept, initial = (
@@ -122,6 +135,7 @@ def test_options_of_torchtitan_mean_the_same(train: Callable[..., Ranks], bucket
     part = "--checkpoint.exclude_from_loading optimizer,lr_scheduler,dataloader,train_state --training.steps 1"
     ranks = train(
         2,
+        example=example(f"{bucket_url}/example"),
         kept=job(kept, "--checkpoint.interval 1 --checkpoint.keep_latest_k 2 --training.steps 5", digest_at=[]),
         first=job(
             url,
@@ -140,7 +154,9 @@ def test_options_of_torchtitan_mean_the_same(train: Callable[..., Ranks], bucket
         ),
         back=job(url, "--checkpoint.load_step 1 --training.steps 2", digest_at=[2]),
     )
-    assert [info.step for info in open_run(kept, storage_options=s3_server.storage_options).checkpoints()] == [4, 5]
+    for name, steps in (("kept", [4, 5]), ("example", [5, 6])):
+        run = open_run(f"{bucket_url}/{name}", storage_options=s3_server.storage_options)
+        assert [info.step for info in run.checkpoints()] == steps
     run = open_run(url, storage_options=s3_server.storage_options)
     assert [(info.step, info.names) for info in run.checkpoints()] == [(1, ("step-1",)), (2, ("step-2",))]
     for report in ranks.reports:

@@ -121,7 +121,11 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     imports = ["torchtitan_cpu.attention_on_cpu"]
     if "settings" in options:
         imports.append(f"dcp_remote.integrations.torchtitan.remote_checkpoint={json.dumps(options['settings'])}")
-    arguments = ["train", *ARGUMENTS, *options["arguments"], "--override.imports", *imports]
+    arguments = ["train", *ARGUMENTS, *options["arguments"]]
+    if "--override.imports" not in arguments:
+        arguments.append("--override.imports")
+    place = arguments.index("--override.imports") + 1
+    arguments[place:place] = imports
     if "export_from" in options:
         folder = Path(f"hugging-face-{RANK}").absolute()
         export_to_hugging_face(options["export_from"], folder)
