@@ -27,7 +27,7 @@ from dcp_remote import (
     training_state,
 )
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.integrations.entries import keep_only, leave_out
+from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
 from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
 from dcp_remote.integrations.wrappers import unwrap_optimizer
 
@@ -141,10 +141,11 @@ def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False
         return loaded
     manager = manager_of(path.run_url, **settings)
     about, loaders = Opaque[Any](None), Opaque[Any](None)
+    state = {**_training(accelerator), ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)}
     step = manager.restore(
-        {**_training(accelerator), ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)},
+        state,
         path.checkpoint,
-        rename=None if _is_deepspeed(accelerator) else leave_out("deepspeed"),
+        rename=leave_out_unused(state, leave_out(*({"deepspeed"} - state.keys()))),
         dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model
         must_exist=True,
     )

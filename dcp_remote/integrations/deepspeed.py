@@ -31,6 +31,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from dcp_remote import CheckpointManager, is_remote
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.deepspeed_state import EngineState, engine_state, require_supported
+from dcp_remote.integrations.entries import keep_only, leave_out_unused
 from dcp_remote.integrations.runs import manager_of
 
 __all__ = ["EngineState", "attach", "disable", "enable", "engine_state"]
@@ -206,7 +207,7 @@ def _load(
         state,
         int(tag) if tag is not None and tag.isdecimal() else tag,
         # Keys that are not asked for, such as `optim`, or `files` of a Trainer, are left out without a warning.
-        rename=lambda name: name if name.partition(".")[0] in state and part.takes(name) else None,
+        rename=leave_out_unused(state, keep_only(*state)),
         unexpected="ignore",
         dtype="convert",
         # Weights alone are taken from another run, or from an older step, without going back to it.

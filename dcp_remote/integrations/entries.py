@@ -6,7 +6,8 @@ Entries that are left out by these functions are not unexpected, so that no warn
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 def keep_only(*keys: str) -> Callable[[str], str | None]:
@@ -17,6 +18,12 @@ def keep_only(*keys: str) -> Callable[[str], str | None]:
 def leave_out(*keys: str) -> Callable[[str], str | None]:
     """Return a function for `rename=` that leaves out the entries below some keys."""
     return lambda name: None if _key_of(name) in keys else name
+
+
+def leave_out_unused(state: Mapping[str, Any], rename: Callable[[str], str | None]) -> Callable[[str], str | None]:
+    """Return a function for `rename=` that also leaves out entries for which the state's engine has no use."""
+    engine = state.get("deepspeed")
+    return rename if engine is None else lambda name: rename(name) if engine.takes(name) else None
 
 
 def _key_of(name: str) -> str:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dcp_remote import ModelState, Opaque, PerRank, as_plain, is_remote, training_state
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.integrations.entries import keep_only
+from dcp_remote.integrations.entries import keep_only, leave_out_unused
 from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
 
 __all__ = [
@@ -108,7 +108,7 @@ class RemoteStrategy:
 
         Args:
             path: URL of a run, for its newest checkpoint, or of a checkpoint in a run; or a local path.
-            state: Dict as for `fabric.save`, or a module, which gets the weights alone.
+            state: Dict as for `fabric.save`; or a module, as of `fabric.load_raw`, which gets the weights alone.
             strict: False to keep values of the state that the checkpoint lacks, and to leave out weights that the
                 model lacks.
             weights_only: Without effect: a checkpoint of a run is loaded without code.
@@ -133,11 +133,22 @@ class RemoteStrategy:
         is_module = isinstance(state, nn.Module)
         template = {"model": ModelState(state)} if is_module else self._tensors(state)
         values, own = Opaque[Any]({}), Opaque[Any]({})
+        checkpoint = found.checkpoint
         if not is_module:
-            template |= {VALUES_KEY: values, RANK_VALUES_KEY: PerRank(own)}
+            # First, since checkpoints of other frameworks have none of these, and may yet have all that is asked for.
+            checkpoint = manager.restore(
+                {VALUES_KEY: values, RANK_VALUES_KEY: PerRank(own)},
+                checkpoint,
+                rename=keep_only(VALUES_KEY, RANK_VALUES_KEY),
+                missing="keep",
+                go_on=False,
+                must_exist=True,
+            )
+            if strict:
+                _require_values(state, {**values.value, **own.value}, url=str(path))
         manager.restore(
             template,
-            found.checkpoint,
+            checkpoint,
             rename=self._keep(template),
             missing="error" if strict else "keep",
             unexpected="error" if strict else "ignore",
@@ -145,7 +156,7 @@ class RemoteStrategy:
             go_on=not is_module,
             must_exist=True,
         )
-        return {} if is_module else _apply(state, {**values.value, **own.value}, is_strict=strict, url=str(path))
+        return {} if is_module else _apply(state, {**values.value, **own.value})
 
     def _tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of models, optimizers, schedulers and `PerRank` values; the same to save and to load."""
@@ -216,8 +227,7 @@ class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):  # type: ignor
         return engine_state(engines[0]) | own
 
     def _keep(self, template: Mapping[str, Any]) -> Callable[[str], str | None]:
-        keep, part = keep_only(*template), template.get("deepspeed")
-        return lambda name: keep(name) if part is None or part.takes(name) else None
+        return leave_out_unused(template, keep_only(*template))
 
 
 def _step_of(name: str, state: Mapping[str, Any], *, url: str) -> int:
@@ -253,21 +263,24 @@ def _is_loader(value: Any) -> bool:
     return hasattr(value, "__iter__") and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def _apply(state: dict[str, Any], values: dict[str, Any], *, is_strict: bool, url: str) -> dict[str, Any]:
-    """Put the values that were loaded into a state; return the others.
+def _require_values(state: Mapping[str, Any], values: Mapping[str, Any], *, url: str) -> None:
+    """Refuse a checkpoint that lacks values of a state.
 
     Raises:
-        InvalidArgumentError: The checkpoint lacks values of the state.
+        InvalidArgumentError: The checkpoint lacks some.
     """
-    asked = [key for key, value in state.items() if _is_value(value)]
-    missing = [key for key in asked if key not in values]
-    if missing and is_strict:
+    missing = [key for key, value in state.items() if _is_value(value) and key not in values]
+    if missing:
         raise InvalidArgumentError(
-            "The checkpoint lacks these values of the state. Pass strict=False to keep them as they are.",
+            "The checkpoint lacks these values of the state; nothing was loaded. strict=False keeps them as they are.",
             url=url,
             missing=", ".join(missing),
         )
-    for key in asked:
+
+
+def _apply(state: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Put the values that were loaded into a state; return the others."""
+    for key in [key for key, value in state.items() if _is_value(value)]:
         if key not in values:
             continue
         value = values.pop(key)

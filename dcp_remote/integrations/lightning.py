@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -32,7 +33,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from dcp_remote import CheckpointManager, ModelState, Opaque, PerRank, RandomStates, is_remote, training_state
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations import lightning_files
-from dcp_remote.integrations.entries import keep_only
+from dcp_remote.integrations.entries import keep_only, leave_out_unused
 from dcp_remote.integrations.lightning_files import note_name, to_url
 from dcp_remote.integrations.lightning_values import to_plain
 from dcp_remote.integrations.runs import CheckpointPath, find_checkpoint, manager_of, wait_for_saves
@@ -88,6 +89,8 @@ class RemoteStrategy:
         self._loaded_urls: set[str] = set()
         # Names that Lightning has removed; taken once the checkpoint that replaces theirs is committed.
         self._removed: list[CheckpointPath] = []
+        # URLs of runs, and steps of checkpoints that have lost a name, or lose it to the save that is under way.
+        self._unnamed: set[tuple[str, int]] = set()
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -184,6 +187,9 @@ class RemoteStrategy:
         manager.wait()
         self._take_removed_names()
         assert isinstance(path.checkpoint, str)
+        if self.is_global_zero:  # type: ignore[attr-defined]  # of the strategy
+            holders = [info.step for info in manager.checkpoints() if path.checkpoint in info.names]
+            self._unnamed |= {(path.run_url, step) for step in holders if step != trainer.global_step}
         manager.save(
             trainer.global_step,
             lambda: self._collect(trainer, weights_only=weights_only),
@@ -214,16 +220,22 @@ class RemoteStrategy:
         return state | {ABOUT_KEY: about} if self.is_global_zero else state  # type: ignore[attr-defined]  # as above
 
     def _take_removed_names(self) -> None:
+        """Take the names that Lightning has removed, and delete checkpoints without one, but the newest; on rank 0."""
         removed, self._removed = self._removed, []
         for path in removed if self.is_global_zero else []:  # type: ignore[attr-defined]  # of the strategy
             manager = self._manager(path.run_url)
             info = next((one for one in manager.checkpoints() if path.checkpoint in one.names), None)
-            if info is None:
-                continue
-            if len(info.names) == 1 and not info.pinned and info != manager.latest():
-                manager.delete(info.step)
-            else:
+            if info is not None:
+                self._unnamed.add((path.run_url, info.step))
                 manager.unname(str(path.checkpoint))
+        for run_url, step in sorted(self._unnamed):
+            manager = self._manager(run_url)
+            info = next((one for one in manager.checkpoints() if one.step == step and not one.abandoned), None)
+            if info == manager.latest():
+                continue
+            self._unnamed.discard((run_url, step))
+            if info is not None and not info.names and not info.pinned:
+                manager.delete(step)
 
     # ---- loading
 
@@ -258,8 +270,9 @@ class RemoteStrategy:
                     "trainer.validate(ckpt_path=…) or dcp_remote.load(url, keys='model.*').",
                     url=url,
                 ) from error
-            about.value = {}
+            about.value = {"pytorch-lightning_version": lightning_version}
         rest = dict(about.value)
+        self._adopt_last(rest.get("callbacks", {}))
         has_optimizers = is_fitting and rest.pop("has_optimizers", False)
         is_strict = bool(self.lightning_module.strict_loading)  # type: ignore[attr-defined]  # of the strategy
         state = self._tensors(is_training=has_optimizers)
@@ -286,6 +299,22 @@ class RemoteStrategy:
         """Load the optimizers, unless they were loaded from a run."""
         if checkpoint["optimizer_states"] or self._engine is not None:
             super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]  # as above
+
+    def _adopt_last(self, states: Mapping[str, Any]) -> None:
+        """Let `ModelCheckpoint` give the name `last.ckpt` to later checkpoints, also after its first save.
+
+        The state of that save was copied before the name was given, so that Lightning would give `last-v1.ckpt`.
+        """
+        for callback in self._trainer.checkpoint_callbacks:
+            state = states.get(callback.state_key)
+            if (
+                state is None
+                or not isinstance(callback, ModelCheckpoint)
+                or not is_remote(to_url(callback.dirpath or ""))
+            ):
+                continue
+            if not state["last_model_path"] and state["dirpath"] == callback.dirpath:
+                state["last_model_path"] = callback.format_checkpoint_name({}, callback.CHECKPOINT_NAME_LAST)
 
     def _as_lightning(self, rest: dict[str, Any], positions: Any, url: str, *, has_optimizers: bool) -> dict[str, Any]:
         """Return the parts of a checkpoint as Lightning's own would have them."""
@@ -408,8 +437,7 @@ class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):  # type: ignor
         return state | own
 
     def _keep(self, state: Mapping[str, Any]) -> Callable[[str], str | None]:
-        keep, part = keep_only(*state), state.get("deepspeed")
-        return lambda name: keep(name) if part is None or part.takes(name) else None
+        return leave_out_unused(state, keep_only(*state))
 
 
 def _by_number(values: list[Any]) -> dict[str, Any] | None:

@@ -31,7 +31,7 @@ class KeepLatest:
         kept = {steps[-1]} | ({int(best)} & set(steps) if best is not None else set())
         free = max(self.count - len(kept), 0)
         others = [step for step in steps if step not in kept]
-        return others[: len(others) - free]
+        return others[: max(len(others) - free, 0)]
 
 
 def with_retention(save_total_limit: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from dcp_remote import (
 )
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.adapters import AdapterState, is_peft
-from dcp_remote.integrations.entries import keep_only, leave_out
+from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
 from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
 from dcp_remote.integrations.trainer_files import STATE_FILE, read_files, write_files
 from dcp_remote.integrations.trainer_retention import metrics_of
@@ -299,7 +299,7 @@ class RemoteRun:
         manager.restore(
             state,
             step,
-            rename=leave_out(FILES_KEY, ABOUT_KEY, *({_ENGINE_KEY} - state.keys())),
+            rename=leave_out_unused(state, leave_out(FILES_KEY, ABOUT_KEY, *({_ENGINE_KEY} - state.keys()))),
             # Such as the scaler of a training in fp16, which goes on in another precision: a warning names what it is.
             unexpected="ignore",
             dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch import nn
 from dcp_remote import LocalBoxes
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.wrappers import canonical
+from dcp_remote.integrations.zero_nvme import SwappedPartition, flush_shard, map_shard, swapped_partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +67,24 @@ class Partition:
     """Master copies in one tensor, under which the base optimizer keeps its state.
 
     Attributes:
-        masters: Master copies; shape [elements], or that of a parameter.
+        masters: Master copies; shape [elements], or that of a parameter; empty while the partition is on NVMe.
         group: Number of the group of the base optimizer.
         fragments: Parts in the partition, with those of no elements: one of each parameter of the group or sub-group.
+        swapped: Files of the partition on NVMe; None for a partition in memory.
     """
 
     masters: torch.Tensor
     group: int
     fragments: tuple[Fragment, ...]
+    swapped: SwappedPartition | None = None
+
+    def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values of the masters or a state: the tensor's own memory, or its file on NVMe, mapped."""
+        return tensor.detach() if self.swapped is None else self.swapped.values_of(tensor)
+
+    def in_memory(self) -> AbstractContextManager[None]:
+        """Return a context in which the partition is in memory; at its end, DeepSpeed writes it back to NVMe."""
+        return nullcontext() if self.swapped is None else self.swapped.in_memory()
 
 
 @dataclass(frozen=True)
@@ -97,14 +109,22 @@ class Layout:
         """Yield the parts with their master copies."""
         for partition in self.partitions:
             for fragment in partition.fragments:
-                yield fragment, fragment.boxes_in(partition.masters.detach())
+                yield fragment, fragment.boxes_in(partition.values_of(partition.masters))
 
     def forget_state(self, partition: Partition) -> None:
         """Take the state of a partition from the optimizer, which is then as before its first step."""
         if self.optimizer.state.pop(partition.masters, None) is None:
             return
+        if partition.swapped is not None:
+            partition.swapped.forget_states()
         if hasattr(self.owner, "_hp_optimizer_states_linked"):
             self.owner._hp_optimizer_states_linked = False  # the next step links the parameters to their new states
+
+    def flush(self) -> None:
+        """Write changes of mapped files to NVMe, since DeepSpeed reads past the page cache."""
+        for partition in self.partitions:
+            if partition.swapped is not None:
+                partition.swapped.flush()
 
 
 def names_of(module: nn.Module) -> dict[int, list[str]]:
@@ -124,16 +144,16 @@ def read_layout(engine: Any) -> Layout:
     """Return the layout of an engine's optimizer; copies nothing and calls no collective.
 
     Raises:
-        InvalidArgumentError: The optimizer is of a class that is not known here, is one of two (`ratio` below 1), or
-            keeps partitions on NVMe.
+        InvalidArgumentError: The optimizer is of a class that is not known here, or is one of two (`ratio` below 1).
     """
     optimizer, names = engine.optimizer, names_of(engine.module)
     kind = type(optimizer)
     if kind is DeepSpeedZeroOptimizer_Stage3:
-        _require_in_memory(optimizer)
+        _require_one_optimizer(optimizer)
         return _read_stage3(engine.module, optimizer, names)
     if kind is DeepSpeedZeRoOffload:
-        return Layout(None, (), _shards(engine.module.parameters(), names), lambda: _refresh_shards(optimizer))
+        parameters = list(engine.module.parameters())
+        return Layout(None, (), _shards(parameters, names), lambda: _refresh_shards(optimizer, parameters))
     if kind is DeepSpeedZeroOptimizer:
         partitions = _read_flat_groups(
             optimizer.round_robin_bit16_groups,
@@ -163,20 +183,13 @@ def read_layout(engine: Any) -> Layout:
         )
         return Layout(optimizer.optimizer, partitions, {}, lambda: _refresh_whole(partitions))
     raise InvalidArgumentError(
-        "The layout of this optimizer of DeepSpeed is not known: ZeRO stages 0 to 3 and CPU offload are supported; "
-        "MiCS, ZenFlow and SuperOffload are not. Save to a local folder with DeepSpeed's own checkpoints.",
+        "The layout of this optimizer of DeepSpeed is not known: ZeRO stages 0 to 3 and offload are supported; MiCS, "
+        "ZenFlow and SuperOffload are not. Save to a local folder with DeepSpeed's own checkpoints.",
         optimizer=f"{kind.__module__}.{kind.__qualname__}",
     )
 
 
-def _require_in_memory(optimizer: Any) -> None:
-    swaps_parameters = getattr(optimizer, "params_in_nvme_and_cpu", False)
-    if getattr(optimizer, "swap_optimizer", False) or swaps_parameters:
-        raise InvalidArgumentError(
-            "Partitions on NVMe are not supported. Use offload to the CPU, or DeepSpeed's own checkpoints in a local "
-            "folder.",
-            swapped="parameters" if swaps_parameters else "optimizer",
-        )
+def _require_one_optimizer(optimizer: Any) -> None:
     if getattr(optimizer, "partial_offload", 1.0) < 1.0:
         raise InvalidArgumentError(
             "Partial offload, whose states are in two optimizers, is not supported. Set offload_optimizer.ratio to 1.",
@@ -196,10 +209,16 @@ def _read_stage3(module: nn.Module, optimizer: Any, names: dict[int, list[str]])
                 Fragment(_name(parameter, names), parameter, tuple(parameter.ds_shape), start, offset, elements)
             )
             offset += padded
-        partitions.append(Partition(flat, optimizer.sub_group_to_group_id[number], tuple(fragments)))
+        group = optimizer.sub_group_to_group_id[number]
+        partitions.append(Partition(flat, group, tuple(fragments), swapped_partition(optimizer, number)))
     trained = {id(parameter) for parameters in optimizer.fp16_groups for parameter in parameters}
-    frozen = _shards((parameter for parameter in module.parameters() if id(parameter) not in trained), names)
-    return Layout(optimizer.optimizer, tuple(partitions), frozen, lambda: _refresh_stage3(optimizer))
+    frozen = [parameter for parameter in module.parameters() if id(parameter) not in trained]
+    return Layout(
+        optimizer.optimizer,
+        tuple(partitions),
+        _shards(frozen, names),
+        lambda: _refresh_stage3(optimizer, partitions, frozen),
+    )
 
 
 def _shard_range(parameter: Any) -> tuple[int, int, int]:
@@ -211,14 +230,14 @@ def _shard_range(parameter: Any) -> tuple[int, int, int]:
 
 
 def _shards(parameters: Iterable[Any], names: dict[int, list[str]]) -> dict[str, LocalBoxes]:
-    """Return the shards of parameters of ZeRO-3, under all their names, as views of DeepSpeed's memory."""
+    """Return the shards of parameters of ZeRO-3, under all their names, as views of DeepSpeed's memory or files."""
     shards = {}
     for parameter in parameters:
         start, elements, _ = _shard_range(parameter)
-        shard = parameter.ds_tensor
+        shard = map_shard(parameter)
         if not shard.is_floating_point() or shard.numel() < elements:
             raise InvalidArgumentError(
-                "This shard of a frozen parameter is quantized or swapped out, which is not supported.",
+                "This shard of a frozen parameter is quantized, which is not supported.",
                 parameter=_name(parameter, names),
                 dtype=str(shard.dtype),
             )
@@ -298,16 +317,24 @@ def _refresh_whole(partitions: Iterable[Partition]) -> None:
             fragment.parameter.data.copy_(part.view(fragment.shape))
 
 
-def _refresh_shards(optimizer: Any) -> None:
+def _refresh_shards(optimizer: Any, parameters: Iterable[Any]) -> None:
     optimizer.partition_all_parameters()
+    for parameter in parameters:
+        flush_shard(parameter)
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
 @torch.no_grad()
-def _refresh_stage3(optimizer: Any) -> None:
+def _refresh_stage3(optimizer: Any, partitions: Iterable[Partition], frozen: Iterable[Any]) -> None:
     optimizer.checkpoint_event_prologue()  # small parameters, which are kept gathered, are made shards again
-    for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
-        optimizer.fp16_partitioned_groups_flat[number].data.copy_(flat.data)
-        optimizer._unflatten_partitioned_parameters(number)
+    for parameter in frozen:
+        flush_shard(parameter)
+    for number, partition in enumerate(partitions):
+        if partition.swapped is not None:
+            partition.swapped.flush()
+            optimizer._optimizer_states_and_gradient_swap_in(number)
+        optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        if partition.swapped is not None:
+            optimizer._release_swap_buffers(number)
     optimizer.checkpoint_event_epilogue()

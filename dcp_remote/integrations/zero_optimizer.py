@@ -67,7 +67,8 @@ class ZeroOptimizerState:
         if not saved.isdisjoint(own):
             for partition in layout.partitions:
                 if not layout.optimizer.state.get(partition.masters):
-                    _make_state(layout.optimizer, partition.masters, partition.group)
+                    with partition.in_memory():
+                        _make_state(layout.optimizer, partition.masters, partition.group)
             states = self.state_dict()["state"]
         lacking = [name for name in states if name not in saved]
         if lacking:
@@ -95,6 +96,7 @@ class ZeroOptimizerState:
         layout = read_layout(self._engine)
         self._set_steps(layout, values.get("state", {}))
         self._set_options(layout, groups)
+        layout.flush()
 
     def _set_steps(self, layout: Layout, states: Mapping[str, Any]) -> None:
         """Set the numbers that all elements of a partition have in common; take away what was not saved."""
@@ -147,8 +149,9 @@ class ZeroOptimizerState:
 def _split_state(layout: Layout, partition: Partition) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the states of a partition: those of its shape, and the numbers that all its elements have in common."""
     shaped, steps = {}, {}
-    shape = partition.masters.shape
-    for key, value in (layout.optimizer.state.get(partition.masters) or {}).items():
+    shape = partition.values_of(partition.masters).shape
+    for key, state in (layout.optimizer.state.get(partition.masters) or {}).items():
+        value = partition.values_of(state) if isinstance(state, torch.Tensor) else state
         if isinstance(value, torch.Tensor) and value.shape == shape:
             shaped[key] = value
         else:

@@ -462,19 +462,19 @@ def _require_not_thinned(entry: Entry, template: Mapping[str, Any]) -> None:
 
 
 def _rename_entries(manifest: Manifest, planner: LoadPlanner, state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name in the state of each entry, without those left out; nothing if the planner renames none."""
+    """Return the name in the state of each entry, without those left out."""
     if not isinstance(planner, RemoteLoadPlanner):
-        return {}
+        return {name: name for name in manifest.names()}
     if planner.has_rename_mapping:
         planner.link_names(find_links(state))
     return planner.rename_entries(list(manifest.names()))
 
 
 def _saved_paths(manifest: Manifest, renamed: Mapping[str, str]) -> set[tuple[str | int, ...]]:
-    """Return the paths of entries, as the planner renames them, without those of empty dicts."""
+    """Return the paths of entries, as the planner renames them, without those left out and those of empty dicts."""
     flatten = manifest.flatten or {}
-    paths = ((name, flatten[name]) for name in manifest.names() if name in flatten)
-    return {path if (new := renamed.get(name, name)) == name else rename_path(path, new) for name, path in paths}
+    paths = ((name, new, flatten[name]) for name, new in renamed.items() if name in flatten)
+    return {path if new == name else rename_path(path, new) for name, new, path in paths}
 
 
 def _warn_of_empty_places(template: Mapping[str, Any], saved: set[tuple[str | int, ...]]) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,23 @@ OTHER_MEMORY_MIB = 24
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
+# `make test-frameworks` leaves these out.
+LONG = pytest.mark.torture(smoke=False)
+
 STAGES = ("0", "1", "2", "3")
 
-# Kinds of engines (see `deepspeed_engines.KINDS`) that are saved on two ranks; "3" is saved on one rank as well.
-SAVED = (*STAGES, "1-32", "2-offload", "3-offload", "2-reordered", "2-aligned", "2-fp32", "3-fp16")
-
-# Kinds that load, and which runs, on one and on two ranks.
-LOADED: dict[int, list[tuple[tuple[str, ...], tuple[str, ...]]]] = {
+# Kinds of engines (see `deepspeed_engines.KINDS`) that load, and which runs, on one and on two ranks. The name of a run
+# is the kind that saved it, and the number of ranks; on one rank "3" alone is saved.
+Loaded = dict[int, list[tuple[tuple[str, ...], tuple[str, ...]]]]
+LOADED: Loaded = {
+    1: [(("0", "2", "3"), ("1-2", "3-2"))],
+    2: [(STAGES, ("3-1",)), (("2-reordered", "3-offload"), ("2-reordered-2",))],
+}
+LOADED_LONG: Loaded = {
     1: [(STAGES, ("2-reordered-2", "0-2", "1-2", "2-2", "3-2", "3-1"))],
     2: [
         (STAGES, ("3-1", "3-2")),
-        (("1-32", "2-offload", "3-offload", "2-reordered", "2-aligned"), ("1-32-2", "2-aligned-2")),
+        (("1-32", "2-offload", "3-offload", "2-reordered", "2-aligned"), ("1-32-2", "2-aligned-2", "3-offload-2")),
         (("0-fp32", "3-fp32", "2-fp16", "3-fp16"), ("2-2", "2-fp32-2", "3-fp16-2")),
     ],
 }
@@ -69,7 +76,6 @@ CASES = (
         "incident_0_of_a_url",
         "stages_go_on_alike",
         "linear_layers_of_stage_3",
-        "partitions_on_nvme_are_refused",
         "parallelism_is_refused",
     ),
 )
@@ -120,22 +126,26 @@ def require_loaded(ranks: Ranks, states: Mapping[str, Any], kinds: Sequence[str]
                 assert loaded[0]["next"] == states[run]["next"]
 
 
-@pytest.mark.timeout(600)
-def test_any_stage_and_world_size_loads_any_other(deepspeed_url: str, run_program: RunProgram) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("loaded", [LOADED, pytest.param(LOADED_LONG, marks=LONG)], ids=["short", "long"])
+def test_any_stage_and_world_size_loads_any_other(deepspeed_url: str, run_program: RunProgram, loaded: Loaded) -> None:
     """Bits of masters, both moments and 16-bit copies, whole, by DeepSpeed's own functions; counters and schedule."""
+    runs_of_all = [run for pairs in loaded.values() for _, runs in pairs for run in runs]
+    saved = sorted({run.removesuffix("-2") for run in runs_of_all if run.endswith("-2")})
+    deepspeed_url = f"{deepspeed_url}/{len(saved)}"
     first = run_program("deepspeed_matrix.py", 1, *arguments_of("save", deepspeed_url, ("3",)))
     states = {"3-1": first.reports[0]["3"]}
     for world_size in (2, 1):
-        commands = arguments_of("save", deepspeed_url, SAVED) if world_size == 2 else []
-        for kinds, runs in LOADED[world_size]:
+        commands = arguments_of("save", deepspeed_url, saved) if world_size == 2 else []
+        for kinds, runs in loaded[world_size]:
             commands += arguments_of("load", deepspeed_url, kinds, runs)
         ranks = run_program("deepspeed_matrix.py", world_size, *commands)
-        states |= {f"{kind}-2": ranks.reports[0][kind] for kind in SAVED if world_size == 2}
-        for kinds, runs in LOADED[world_size]:
+        states |= {f"{kind}-2": ranks.reports[0][kind] for kind in saved if world_size == 2}
+        for kinds, runs in loaded[world_size]:
             require_loaded(ranks, states, kinds, runs)
 
 
-@pytest.mark.torture(smoke=False)
+@LONG
 @pytest.mark.timeout(2400)
 def test_every_stage_at_every_size(run_program_in: RunProgramIn, tmp_path: Path) -> None:
     """The whole matrix, which the documentation shows; in a local folder, and prints what was compared."""
@@ -171,6 +181,16 @@ def test_cases(reports_of: ReportsOf, cases: tuple[str, ...]) -> None:
     """Each function of `deepspeed_cases.py` says what it shows."""
     for report in reports_of(cases):
         assert [report.get(case) for case in cases] == ["passed"] * len(cases)
+
+
+@LONG  # compiles DeepSpeed's `async_io` in its first run, in minutes
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(find_library("aio") is None, reason="DeepSpeed's swapper needs libaio (Debian: libaio-dev)")
+def test_partitions_on_nvme(deepspeed_url: str, run_program: RunProgram) -> None:
+    """Every device of optimizer and parameters into CPU memory, from it, and into the same; and incident 0 on files."""
+    cases = "partitions_on_nvme,incident_0_on_nvme"
+    ranks = run_program("deepspeed_cases.py", 2, deepspeed_url, cases, timeout_seconds=1200)
+    sys.stdout.write("\n".join(ranks.reports[0]["loaded"]))
 
 
 def test_memory_of_a_save_is_a_copy_of_the_shard_and_the_budget(reports_of: ReportsOf) -> None:

@@ -73,7 +73,7 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     if mode != "plain":
         more = train(world_size + 1, more={"mode": mode, "url": url, "ckpt_path": f"{url}/epoch=0-step=4.ckpt"})
         digests = {json.dumps(one["more"]["digests"]["4"]) for one in more.reports}
-        assert len(digests) == 1
+        assert len(digests) == (world_size + 1 if mode == "zero3" else 1)  # of each rank's own part
         assert [info.step for info in run.checkpoints() if not info.abandoned] == [2, 4, 6]
 
 

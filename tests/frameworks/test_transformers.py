@@ -227,7 +227,9 @@ def test_other_numbers_of_ranks_and_other_wrappers_load_the_same_state(
         assert loaded["digests"]["2"][part] == saved["digests"]["2"][part], part
     changed = [text for text in loaded["warnings"] if "samples a step" in text]
     assert bool(changed) == (world_size != 2)
-    assert len(loaded["warnings"]) == len(changed)
+    others = [text for text in loaded["warnings"] if text not in changed]
+    assert bool(others) == (world_size != 2)
+    assert all("is restored by" in text and "(random)" in text for text in others), others
 
 
 def test_adapters(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:

@@ -46,6 +46,10 @@ def test_a_template_is_made_of_the_names_that_are_loaded(tmp_path: Path) -> None
         assert state["x"] == 5
         assert checkpoints.restore({"part": part, "x": 0}, exclude="part.a", unexpected="ignore") == 1
         assert part.asked[1:] == [["b"]]
+        rename = {"part.a": None, "part.b": "part.c"}.get
+        assert checkpoints.restore({"part": part, "x": 0}, rename=lambda name: rename(name, name)) == 1
+        assert part.asked[2:] == [["c"]]
+        assert part.values["c"] == 1
 
 
 def test_what_a_template_lacks_is_unexpected(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import deepspeed
 
 import deepspeed_incidents
 import deepspeed_loads
+import deepspeed_nvme
 import deepspeed_saves
 from dcp_remote.integrations.runs import close_managers
 from tests.support.rank_programs import report
@@ -36,7 +37,6 @@ CASES = {
         deepspeed_saves.a_rank_that_raises,
         deepspeed_saves.a_rank_that_raises_in_the_background,
         deepspeed_saves.a_rank_that_does_not_come,
-        deepspeed_saves.partitions_on_nvme_are_refused,
         deepspeed_saves.parallelism_is_refused,
         deepspeed_incidents.incident_0,
         deepspeed_incidents.incident_0_of_a_url,
@@ -45,6 +45,7 @@ CASES = {
         deepspeed_incidents.is_not_killed,
         deepspeed_incidents.is_killed,
         deepspeed_incidents.goes_on,
+        *deepspeed_nvme.CASES,
     )
 }
 

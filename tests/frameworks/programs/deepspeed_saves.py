@@ -181,16 +181,6 @@ def a_rank_that_does_not_come(url: str) -> None:
     assert open_run(url).latest() is not None
 
 
-def partitions_on_nvme_are_refused(url: str) -> None:
-    """By an engine that says that they are there: the operator that swaps is not compiled here."""
-    engine = make_engine(**KINDS["3"])
-    train(engine, 1)
-    attach(engine, wait=True, progress=False)
-    engine.optimizer.swap_optimizer = True
-    assert "NVMe" in raised(engine.save_checkpoint, url)
-    assert open_run(url).latest() is None
-
-
 def parallelism_is_refused(url: str) -> None:
     """Pipelines, whose ranks hold other layers. Last, since DeepSpeed makes no other engine in the process then."""
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]

@@ -69,9 +69,9 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     """Train once; return what the test compares."""
     os.environ.update(ENVIRONMENT)
     mode, url = options["mode"], options.get("url")
-    is_stock = options.get("stock") or url is None
+    is_stock = options.get("stock") or (url is None and "load" not in options)
     strategy = make_strategy(
-        mode, None if is_stock else dict(options.get("settings") or {}), is_fabric=True, parallelize=shard
+        mode, None if is_stock else dict(options.get("settings") or {}), is_fabric=True, parallelize_fn=shard
     )
     fabric = Fabric(accelerator=make_accelerator(mode), devices=1 if mode == "plain" else WORLD_SIZE, strategy=strategy)
     fabric.launch()
@@ -116,8 +116,8 @@ def main() -> None:
     for name, options in json.loads(Path(sys.argv[1]).read_text()).items():
         report(**{name: run(options)})
         close_managers()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
