@@ -9,6 +9,7 @@ Settings of the run follow the import as JSON:
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -18,10 +19,10 @@ from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MO
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.config.override import override
 
+from dcp_remote import CheckpointManager as RunManager
 from dcp_remote import PerRank, Retention, is_remote
-from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.entries import keep_only
-from dcp_remote.integrations.runs import manager_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +33,15 @@ _KEYS = {OPTIMIZER: "optim", LR_SCHEDULER: "scheduler", DATALOADER: "loader"}
 class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchtitan may not be installed
     """Checkpoint manager of torchtitan that saves to a run, and loads from there.
 
-    `checkpoint.interval`, `keep_latest_k`, `load_step`, `exclude_from_loading`, `last_save_model_only`,
-    `export_dtype`, `enable_first_step_checkpoint` and `load_only` mean what torchtitan says. Saves go on in the
-    background, whatever `async_mode` is. A save returns when every rank has copied its state: a rank that does not come
-    within 30 s, or raises, is an error on all of them. After a kill at any moment the run has the checkpoints that it
-    had, and perhaps the new one, each whole. fsspec is not asked for the folder.
+    Options of `checkpoint` mean what torchtitan says; `async_mode` has no effect, because each save is uploaded in the
+    background. A save returns when every rank has copied its state: a rank that does not come within 30 s, or raises,
+    is an error on all of them. The error of an upload is raised by the next save, or when the trainer closes. After a
+    kill at any moment the run has the checkpoints that it had, and perhaps the new one, each whole. fsspec is not asked
+    for the folder.
 
     Args:
         config: Settings of torchtitan, and of the run.
-        given: Parts of the training, as torchtitan passes them.
+        parts: Parts of the training, as torchtitan passes them.
 
     Raises:
         InvalidArgumentError: The folder is no URL of object storage.
@@ -56,34 +57,33 @@ class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
 
         settings: dict[str, Any] = field(default_factory=dict)
 
-    def __init__(self, config: Any, **given: Any) -> None:
+    def __init__(self, config: Any, **parts: Any) -> None:
+        """Check the folder; no request is sent."""
         # Neither a thread that deletes folders nor a process group for torch's asynchronous saves is needed.
-        super().__init__(replace(config, keep_latest_k=0, async_mode="disabled"), **given)
+        super().__init__(replace(config, keep_latest_k=0, async_mode="disabled"), **parts)
         if not self.enable:
             return
         if not is_remote(self.folder):
             raise InvalidArgumentError(
-                "checkpoint.folder must be the URL of a run, such as s3://bucket/run; or leave the override out.",
+                "checkpoint.folder must be the URL of a run, such as s3://bucket/run; or leave out the override.",
                 folder=self.folder,
             )
-        kept = {"retention": Retention(keep_last=config.keep_latest_k, keep_named=False)}
-        self._run = manager_of(self.folder, **{**(kept if config.keep_latest_k else {}), **config.settings})
+        settings = dict(config.settings)
+        if config.keep_latest_k:
+            settings["retention"] = Retention(keep_last=config.keep_latest_k, keep_named=False)
+        self._run = RunManager(self.folder, **settings)
+        self._storage_options = settings.get("storage_options")
+        # torchtitan's own loading would look for checkpoints there by fsspec; it is asked only if the run has none.
+        self.folder = ""
 
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002  # torchtitan's signature
         """Save in the background, if this step is to be saved; return whether it is."""
         if not self._should_save(curr_step, last_step):
             return False
-        is_model_only = last_step and self.last_save_model_only
-        self._run.save(
-            curr_step,
-            self._exported if is_model_only else lambda: self._named(self.states),
-            name=f"step-{curr_step}",
-            exist_ok=True,
-            wait="begun",
-        )
-        if last_step:
-            self._run.wait()
+        is_export = last_step and self.last_save_model_only
+        state = self._export if is_export else lambda: self._named(self.states)
+        self._run.save(curr_step, state, name=f"step-{curr_step}", exist_ok=True, wait="begun")
         return True
 
     @torch.no_grad()
@@ -94,50 +94,53 @@ class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
             CheckpointNotFoundError: The run has no checkpoint of this step.
             StateMismatchError: The checkpoint has other entries than the training.
         """
-        newest = self._run.latest()
-        if newest is None and step == -1:
+        # The model first: all ranks then agree on the step, which says whether there is more to load.
+        loaded = self._restore(self._run, {MODEL: self.states[MODEL]}, None if step == -1 else step)
+        if loaded is None:
             return self._load_initial()
-        chosen = step if step != -1 or newest is None else newest.step
-        states = {MODEL: self.states[MODEL]} if chosen == 0 else self._states_of(self.exclude_from_loading)
-        self._restore(self._run, states, chosen, goes_on=True)
+        if loaded != 0:  # of a seed checkpoint the model is all that torchtitan loads
+            try:
+                self._restore(self._run, self._rest(), loaded)
+            except StateMismatchError as error:
+                error.add_note(
+                    "The last checkpoint of a training may hold the model alone: --checkpoint.load_step selects an "
+                    "older one, and --checkpoint.exclude_from_loading leaves states as they are."
+                )
+                raise
         return True
-
-    def _wait_for_saving(self) -> None:
-        """Wait for the last save, and raise its error."""
-        self._run.wait()
-
-    def _maybe_wait_for_staging(self) -> None:
-        """Return at once: a save has copied the state when it returns."""
 
     def _close(self) -> None:
         """Wait for the last save, and raise its error."""
-        if hasattr(self, "_run"):
-            self._run.wait()
+        if hasattr(self, "_run"):  # False where the folder was refused
+            self._run.close()
 
     def _load_initial(self) -> bool:
-        path, is_hf = self.initial_load_path, self.initial_load_in_hf
-        if path is not None and is_remote(path):
-            states = {MODEL: self.states[MODEL]} if self.initial_load_model_only else self.states
-            self._restore(manager_of(path), states, None, goes_on=False)
-            return True
-        if path is None and not is_hf:
-            return False
-        folder = path if path is not None else self.sd_adapter.hf_assets_path
-        states = self._states_to_load(self.initial_load_model_only)
-        self.dcp_load(states, checkpoint_id=folder, from_hf=is_hf, from_quantized=self.initial_load_in_hf_quantized)
+        if self.initial_load_path is None or not is_remote(self.initial_load_path):
+            return bool(super()._load())
+        options = {} if self._storage_options is None else {"storage_options": self._storage_options}
+        named = re.fullmatch(r"(.+)/step-(\d+)/?", self.initial_load_path)
+        url, step = (named[1], int(named[2])) if named else (self.initial_load_path, None)
+        states = {MODEL: self.states[MODEL]} | ({} if self.initial_load_model_only else self._rest())
+        with RunManager(url, **options) as run:
+            self._restore(run, states, step, go_on=False, must_exist=True)
         return True
 
-    def _restore(self, run: Any, states: Mapping[str, Any], step: int | None, *, goes_on: bool) -> None:
+    def _restore(
+        self, run: RunManager, states: Mapping[str, Any], step: int | str | None, **options: Any
+    ) -> int | None:
         state = self._named(states)
-        run.restore(state, step, rename=keep_only(*state), dtype="convert", go_on=goes_on, must_exist=True)
+        return run.restore(state, step, rename=keep_only(*state), dtype="convert", **options)
 
-    def _states_of(self, excluded: list[str]) -> dict[str, Any]:
-        unknown = [key for key in excluded if key not in self.states]
+    def _rest(self) -> dict[str, Any]:
+        """Return the states to load beside the model."""
+        unknown = [key for key in self.exclude_from_loading if key not in self.states]
         if unknown:
             raise InvalidArgumentError(
-                "exclude_from_loading names states that the training does not have.", unknown=", ".join(unknown)
+                "checkpoint.exclude_from_loading names states that the training does not have: correct it.",
+                unknown=", ".join(unknown),
+                states=", ".join(self.states),
             )
-        return {key: value for key, value in self.states.items() if key not in excluded}
+        return {key: value for key, value in self.states.items() if key not in {MODEL, *self.exclude_from_loading}}
 
     def _named(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """Return states under the names of all frameworks of this package; positions in the data by rank."""
@@ -146,7 +149,7 @@ class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
             named["loader"] = PerRank(_Position(named["loader"]))
         return named
 
-    def _exported(self) -> dict[str, Any]:
+    def _export(self) -> dict[str, Any]:
         """Return the model alone, in the dtype of `export_dtype`."""
         values = self.states[MODEL].state_dict()
         return {
@@ -174,11 +177,11 @@ class _Position:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position, unless other ranks shared the data when it was saved."""
-        own = self._loader.state_dict()
-        if own.keys() == state.keys() and own.get("world_size") == state.get("world_size"):
+        ranks = state.get("world_size")
+        if ranks == getattr(self._loader, "dp_world_size", ranks):
             self._loader.load_state_dict(state)
         else:
-            logger.warning("the checkpoint was saved by other data parallel ranks: the data begins anew")
+            logger.warning("the checkpoint was saved by another number of data parallel ranks: the data begins anew")
 
 
 @override(target=CheckpointManager.Config, description="Checkpoints in object storage, by dcp_remote")  # type: ignore[untyped-decorator]  # as above
