@@ -30,6 +30,9 @@ from tests.support.rank_programs import ROOT
 PATH = Path(__file__).parent / "programs" / "llamafactory_path"
 EXAMPLE = ROOT / "examples" / "llamafactory.yaml"
 
+# `make test-frameworks` leaves out what the others hold nearly as well: importing the frameworks takes a while.
+LONG = pytest.mark.torture(smoke=False)
+
 ZERO_3 = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_clipping": "auto",
@@ -220,7 +223,7 @@ class Mode:
 
 MODES = [
     pytest.param(Mode(1, 5_000, {"finetuning_type": "lora", "lora_dropout": 0.1}), id="lora-1"),
-    pytest.param(Mode(2, 100_000, {}), id="ddp-2"),
+    pytest.param(Mode(2, 100_000, {}), id="ddp-2", marks=LONG),
     pytest.param(Mode(2, 100_000, {"deepspeed": "zero3.json"}), id="zero3-2"),
 ]
 

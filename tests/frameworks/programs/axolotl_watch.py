@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from axolotl.integrations.base import BasePlugin
 from transformers import TrainerCallback
 
@@ -118,6 +119,9 @@ class WatchPlugin(BasePlugin):  # type: ignore[misc]  # may not be installed
         torch.manual_seed(11)
         if "RANK" in os.environ:
             use_gloo_ranks()
+            # Axolotl asks for a mesh of GPUs, whatever there is.
+            build = ParallelismConfig.build_device_mesh
+            ParallelismConfig.build_device_mesh = lambda self, _device_type: build(self, "cpu")
         if cfg.get("deepspeed"):
             # By its full name: the attribute `torch` of `deepspeed.comm` is torch itself.
             module = importlib.import_module("deepspeed.comm.torch")
