@@ -7,6 +7,7 @@ With several ranks it makes Accelerate wrap models on the CPU as it does on GPUs
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -23,6 +24,9 @@ from transformers import TrainerCallback
 
 from hf_models import engine_digests, forbid_gathers, model_digest, optimizer_digest, random_digest, use_gloo_ranks
 from tests.support.rank_programs import report
+
+# Time after which the stacks of all threads are written to the output of a training that stands still, in seconds.
+STANDSTILL_SECONDS = 150
 
 OPTIONS: dict[str, Any] = json.loads(os.environ.get("AXOLOTL_WATCH", "{}"))
 
@@ -116,6 +120,7 @@ class WatchPlugin(BasePlugin):  # type: ignore[misc]  # may not be installed
 
     def register(self, cfg: Any) -> None:
         """Change Accelerate before Axolotl starts it; seed the adapters, which Axolotl draws without its seed."""
+        faulthandler.dump_traceback_later(STANDSTILL_SECONDS, repeat=True)
         torch.manual_seed(11)
         if "RANK" in os.environ:
             use_gloo_ranks()
