@@ -49,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     url = options.url or os.environ.get(URL)
     storage_options = options.storage_options or os.environ.get(STORAGE_OPTIONS) or "{}"
     if not url:
-        parser.error(f"which run? Set {URL}, or pass --url s3://bucket/run")
+        parser.error(f"there is no run: set {URL}, or pass --url s3://bucket/run")
+    resume = "never" if options.no_resume else os.environ.get(RESUME) or "auto"
+    if resume not in {"auto", "never"}:
+        parser.error(f"{RESUME} must be auto or never, not {resume!r}")
     try:
         parse_url(url)
         if not isinstance(json.loads(storage_options), dict):
@@ -59,13 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except json.JSONDecodeError as error:
         parser.error(f"{STORAGE_OPTIONS} is no JSON: {error}")
     if not options.command:
-        parser.error("which command? Write it behind the options, as it is started without dcp_remote")
+        parser.error("there is no command: write it behind the options, as it is started without dcp_remote")
     with tempfile.TemporaryDirectory(prefix="dcp_remote-run-") as marks:
         environment = {
             **os.environ,
             URL: url,
             STORAGE_OPTIONS: storage_options,
-            RESUME: "never" if options.no_resume else os.environ.get(RESUME, "auto"),
+            RESUME: resume,
             MARKS: marks,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(_STARTUP), os.environ.get("PYTHONPATH")])),
         }

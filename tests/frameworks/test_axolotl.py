@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from safetensors.torch import load_file
 
 from dcp_remote import open_run
 from dcp_remote.testing.servers import S3Server
+from tests.support.commands import run_command
 from tests.support.rank_programs import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -140,35 +139,22 @@ def train(base: Path, write_yaml: Callable[..., Path], program_environment: dict
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(PROGRAMS)]),
             "OMP_NUM_THREADS": "1",
-            "PYTHONFAULTHANDLER": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "AXOLOTL_WATCH": json.dumps(watch or {}),
             "DCP_REMOTE_TEST_REPORTS": str(reports),
         }
-        with (reports / "output.txt").open("wb") as file:
-            process = subprocess.Popen(
-                ["axolotl", "train", path.name, "--launcher", *launcher],
-                cwd=path.parent,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                process.wait(TRAIN_SECONDS_MAX)
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGABRT)  # each process writes the stacks of its threads
-                    time.sleep(2)
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        output = (reports / "output.txt").read_text(errors="replace")
+        ended = run_command(
+            ["axolotl", "train", path.name, "--launcher", *launcher],
+            folder=path.parent,
+            environment=environment,
+            output=reports / "output.txt",
+            timeout_seconds=TRAIN_SECONDS_MAX,
+        )
         assert not list(path.parent.rglob("*:")), "Axolotl took a URL for a path of a folder."
-        assert not is_checked or process.returncode == 0, output[-6000:]
+        assert not is_checked or ended.code == 0, ended.output[-6000:]
         paths = [reports / f"{rank}.json" for rank in range(world_size)]
         found = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
-        return Training(process.returncode, output, found, path.parent)
+        return Training(ended.code, ended.output, found, path.parent)
 
     return run
 

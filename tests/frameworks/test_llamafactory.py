@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,10 +24,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dcp_remote import Run, open_run
 from dcp_remote.testing.servers import S3Server
+from tests.support.commands import Ended, run_command
 from tests.support.rank_programs import ROOT
 
 PATH = Path(__file__).parent / "programs" / "llamafactory_path"
 EXAMPLE = ROOT / "examples" / "llamafactory.yaml"
+
+# `make test-frameworks` leaves out what the others hold nearly as well: importing the frameworks takes a while.
+LONG = pytest.mark.torture(smoke=False)
 
 ZERO_3 = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -41,19 +44,6 @@ ZERO_3 = {
     "zero_force_ds_cpu_optimizer": False,
     "zero_allow_untested_optimizer": True,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Command that has ended.
-
-    Attributes:
-        code: Exit status.
-        output: Standard output and error.
-    """
-
-    code: int
-    output: str
 
 
 class Factory:
@@ -127,19 +117,15 @@ class Factory:
         if url is not None:
             command = [sys.executable, "-m", "dcp_remote.run", *command]
             launch["DCP_REMOTE_URL"] = url
-        done = subprocess.run(
+        ended = run_command(
             command,
-            cwd=self.folder,
-            env=self._environment | launch | (environment or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=240,
-            check=False,
+            folder=self.folder,
+            environment=self._environment | launch | (environment or {}),
+            output=path.with_suffix(".txt"),
+            timeout_seconds=240,
         )
         assert not [path for path in self.folder.rglob("*:") if path.is_dir()], "A URL was taken for a path."
-        return Ended(done.returncode, done.stdout)
+        return ended
 
     def losses(self, output: str = "out") -> dict[int, float]:
         """Return the loss of each step."""
@@ -220,7 +206,7 @@ class Mode:
 
 MODES = [
     pytest.param(Mode(1, 5_000, {"finetuning_type": "lora", "lora_dropout": 0.1}), id="lora-1"),
-    pytest.param(Mode(2, 100_000, {}), id="ddp-2"),
+    pytest.param(Mode(2, 100_000, {}), id="ddp-2", marks=LONG),
     pytest.param(Mode(2, 100_000, {"deepspeed": "zero3.json"}), id="zero3-2"),
 ]
 

@@ -119,8 +119,9 @@ def test_a_sitecustomize_of_the_environment_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
-        ([], {}, "which run? Set DCP_REMOTE_URL"),
-        ([], {"DCP_REMOTE_URL": URL}, "which command?"),
+        ([], {}, "there is no run: set DCP_REMOTE_URL"),
+        ([], {"DCP_REMOTE_URL": URL}, "there is no command: write it behind the options"),
+        (["true"], {"DCP_REMOTE_URL": URL, "DCP_REMOTE_RESUME": "Never"}, "must be auto or never, not 'Never'"),
         (["true"], {"DCP_REMOTE_URL": "s3:/bucket/run"}, "s3://bucket/run"),
         (["true"], {"DCP_REMOTE_URL": URL, "DCP_REMOTE_STORAGE_OPTIONS": "{endpoint"}, "is no JSON"),
         (["true"], {"DCP_REMOTE_URL": URL, "DCP_REMOTE_STORAGE_OPTIONS": "[]"}, "must be a JSON object"),

@@ -7,6 +7,7 @@ With several ranks it makes Accelerate wrap models on the CPU as it does on GPUs
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -17,11 +18,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from axolotl.integrations.base import BasePlugin
 from transformers import TrainerCallback
 
 from hf_models import engine_digests, forbid_gathers, model_digest, optimizer_digest, random_digest, use_gloo_ranks
 from tests.support.rank_programs import report
+
+# Time after which the stacks of all threads are written to the output of a training that stands still, in seconds.
+STANDSTILL_SECONDS = 150
 
 OPTIONS: dict[str, Any] = json.loads(os.environ.get("AXOLOTL_WATCH", "{}"))
 
@@ -115,9 +120,13 @@ class WatchPlugin(BasePlugin):  # type: ignore[misc]  # may not be installed
 
     def register(self, cfg: Any) -> None:
         """Change Accelerate before Axolotl starts it; seed the adapters, which Axolotl draws without its seed."""
+        faulthandler.dump_traceback_later(STANDSTILL_SECONDS, repeat=True)
         torch.manual_seed(11)
         if "RANK" in os.environ:
             use_gloo_ranks()
+            # Axolotl asks for a mesh of GPUs, whatever there is.
+            build = ParallelismConfig.build_device_mesh
+            ParallelismConfig.build_device_mesh = lambda self, _device_type: build(self, "cpu")
         if cfg.get("deepspeed"):
             # By its full name: the attribute `torch` of `deepspeed.comm` is torch itself.
             module = importlib.import_module("deepspeed.comm.torch")

@@ -8,6 +8,7 @@ TEST_GATHERS    File to which the name of each call that gathers a sharded model
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import signal
@@ -86,3 +87,5 @@ class _Finder(MetaPathFinder):
 
 
 sys.meta_path.insert(0, _Finder())
+# Of a process that stands still, the stacks of all threads are written to its output.
+faulthandler.dump_traceback_later(150, repeat=True)
