@@ -57,6 +57,8 @@ class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
 
         settings: dict[str, Any] = field(default_factory=dict)
 
+    folder: str
+
     def __init__(self, config: Any, **parts: Any) -> None:
         """Check the folder; no request is sent."""
         # Neither a thread that deletes folders nor a process group for torch's asynchronous saves is needed.

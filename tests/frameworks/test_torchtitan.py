@@ -217,7 +217,7 @@ def test_checkpoints_of_torchtitan_come_and_go(train: Callable[..., Ranks], buck
 @LONG
 def test_a_rank_that_does_not_save_is_an_error_on_all(train: Callable[..., Ranks], bucket_url: str) -> None:
     """At once where the rank raises, after `arrival_seconds` where it does not come."""
-    short = {"settings": {"arrival_seconds": 3.0}, "expects_error": True}
+    short: dict[str, Any] = {"settings": {"arrival_seconds": 3.0}, "expects_error": True}
     ranks = train(
         2, late=job(f"{bucket_url}/a", late_at=2, **short), failing=job(f"{bucket_url}/b", fail_at=2, **short)
     )

@@ -18,17 +18,18 @@ from torch.distributed.fsdp import FSDPModule
 sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock()
 
 torch._utils._get_available_device_type = lambda: "cpu"
-for name, value in {
+VALUES: dict[str, Any] = {
     "get_device_name": "CPU",
     "get_device_properties": SimpleNamespace(total_memory=2**34),
     "memory_stats": {},
     "empty_cache": None,
     "reset_peak_memory_stats": None,
     "current_device": 0,  # torch's own is a text, which its `barrier` refuses
-}.items():
+}
+for name, value in VALUES.items():
     setattr(torch.cpu, name, lambda *_, value=value: value)
 if not hasattr(torch.distributed, "set_timeout"):  # torchtitan 0.3.0 asks for a torch that is not released yet
-    torch.distributed.set_timeout = lambda *_: None
+    vars(torch.distributed)["set_timeout"] = lambda *_: None
 
 
 def set_divisor(module: FSDPModule, divisor: float, *, original: Any = FSDPModule.set_gradient_divide_factor) -> None:
@@ -37,7 +38,7 @@ def set_divisor(module: FSDPModule, divisor: float, *, original: Any = FSDPModul
     original(module, divisor)
 
 
-FSDPModule.set_gradient_divide_factor = set_divisor
+FSDPModule.set_gradient_divide_factor = set_divisor  # type: ignore[assignment, method-assign]  # for this process
 
 # ruff: isort: split  # torchtitan looks for a device when it is imported
 from torchtitan.config.override import derive, override  # noqa: E402  # as above

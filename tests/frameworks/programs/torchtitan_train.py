@@ -173,7 +173,7 @@ def main() -> None:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
     for name, options in json.loads(Path(sys.argv[1]).read_text()).items():
         # A second process group would find the keys of the first one, and fail or wait.
-        own = {"store": dist.PrefixStore(name, store), "rank": RANK, "world_size": size}
+        own: dict[str, Any] = {"store": dist.PrefixStore(name, store), "rank": RANK, "world_size": size}
         with patch.object(torch.distributed, "init_process_group", partial(INIT, **own)):
             report(**{name: run(options)})
         if dist.is_initialized():
