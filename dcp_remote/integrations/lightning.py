@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,8 +34,15 @@ from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatc
 from dcp_remote.integrations import lightning_files
 from dcp_remote.integrations.entries import keep_only, leave_out_unused
 from dcp_remote.integrations.lightning_files import note_name, to_url
-from dcp_remote.integrations.lightning_values import to_plain
-from dcp_remote.integrations.runs import CheckpointPath, find_checkpoint, manager_of, wait_for_saves
+from dcp_remote.integrations.lightning_values import metrics_of, to_plain
+from dcp_remote.integrations.runs import (
+    CheckpointPath,
+    can_repeat,
+    find_checkpoint,
+    manager_of,
+    note_step,
+    wait_for_saves,
+)
 
 __all__ = [
     "RemoteDDPStrategy",
@@ -78,6 +84,8 @@ class RemoteStrategy:
         options: Keyword arguments of Lightning's strategy.
     """
 
+    saves_to_runs = True
+
     def __init__(self, *arguments: Any, checkpoint_settings: Mapping[str, Any] | None = None, **options: Any) -> None:
         """Make Lightning's strategy; no request is sent."""
         super().__init__(*arguments, **options)
@@ -85,8 +93,13 @@ class RemoteStrategy:
         lightning_files.open_options.update(
             {name: value for name, value in self._settings.items() if name == "storage_options"}
         )
-        self._is_collecting = False
-        self._loaded_urls: set[str] = set()
+        self._is_collecting = self._has_loaded_model = False
+        # Runs from which this trainer has loaded, or to which it has saved.
+        self._own_urls: set[str] = set()
+        # Run and step of the last save, names of its checkpoint, and whether this has weights alone.
+        self._saved_place: tuple[str, int] | None = None
+        self._saved_names: set[str] = set()
+        self._is_weights_alone = False
         # Names that Lightning has removed; taken once the checkpoint that replaces theirs is committed.
         self._removed: list[CheckpointPath] = []
         # URLs of runs, and steps of checkpoints that have lost a name, or lose it to the save that is under way.
@@ -126,7 +139,7 @@ class RemoteStrategy:
         declares = self._settings.get("start_over") or self._settings.get("resumed_from") is not None
         for url in self._dirpaths():
             manager = self._manager(url)
-            if declares or url in self._loaded_urls or manager.last_save is not None:
+            if declares or url in self._own_urls:
                 continue
             found = self._find_newest(manager)
             if found is not None:
@@ -166,6 +179,7 @@ class RemoteStrategy:
         path = self._path_of(to_url(filepath))
         assert isinstance(path.checkpoint, str)
         note_name(path.run_url, path.checkpoint, is_given=False)
+        self._saved_names.discard(path.checkpoint)
         self._removed.append(path)
 
     def teardown(self) -> None:
@@ -190,14 +204,24 @@ class RemoteStrategy:
         if self.is_global_zero:  # type: ignore[attr-defined]  # of the strategy
             holders = [info.step for info in manager.checkpoints() if path.checkpoint in info.names]
             self._unnamed |= {(path.run_url, step) for step in holders if step != trainer.global_step}
+        step = trainer.global_step
+        if self._saved_place != (path.run_url, step):
+            self._saved_place, self._saved_names, self._is_weights_alone = (path.run_url, step), set(), weights_only
+        self._saved_names.add(path.checkpoint)
+        # A checkpoint of weights alone has no optimizer: a whole one of the same step takes its place and its names.
+        is_replacing = self._is_weights_alone and not weights_only
         manager.save(
-            trainer.global_step,
+            step,
             lambda: self._collect(trainer, weights_only=weights_only),
-            name=path.checkpoint,
-            metrics=_metrics_of(trainer),
-            exist_ok=True,
+            name=sorted(self._saved_names) if is_replacing else path.checkpoint,
+            metrics=metrics_of(trainer),
+            overwrite=is_replacing,
+            exist_ok=not is_replacing and can_repeat(path.run_url, step, trainer=trainer),
             wait="begun",
         )
+        self._is_weights_alone = self._is_weights_alone and weights_only
+        self._own_urls.add(path.run_url)
+        note_step(path.run_url, step, trainer=trainer)
         note_name(path.run_url, path.checkpoint, is_given=True)
 
     def _collect(self, trainer: Any, *, weights_only: bool) -> dict[str, Any]:
@@ -250,6 +274,7 @@ class RemoteStrategy:
             StateMismatchError: The checkpoint has other entries than model and optimizers.
         """
         url = to_url(checkpoint_path)
+        self._has_loaded_model = is_remote(url)
         if not is_remote(url):
             return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc, no-any-return]  # as above
         trainer = self._trainer
@@ -276,7 +301,7 @@ class RemoteStrategy:
         has_optimizers = is_fitting and rest.pop("has_optimizers", False)
         is_strict = bool(self.lightning_module.strict_loading)  # type: ignore[attr-defined]  # of the strategy
         state = self._tensors(is_training=has_optimizers)
-        manager.restore(
+        step = manager.restore(
             state,
             path.checkpoint,
             rename=self._keep(state),
@@ -287,12 +312,16 @@ class RemoteStrategy:
             must_exist=True,
         )
         if is_fitting:
-            self._loaded_urls.add(path.run_url)
+            assert step is not None, "must_exist"
+            self._own_urls.add(path.run_url)
+            note_step(path.run_url, step, trainer=trainer)
+        if self._engine is None:
+            rest["state_dict"] = state["model"].state_dict()  # as loaded: callbacks read it, such as WeightAveraging
         return self._as_lightning(rest, loaders.value, url, has_optimizers=has_optimizers)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002  # Lightning's signature
         """Load the model, unless it was loaded from a run."""
-        if "state_dict" in checkpoint:
+        if not self._has_loaded_model:
             super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]  # as above
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -442,13 +471,3 @@ class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):  # type: ignor
 
 def _by_number(values: list[Any]) -> dict[str, Any] | None:
     return {str(number): value for number, value in enumerate(values)} or None
-
-
-def _metrics_of(trainer: Any) -> dict[str, float]:
-    """Return the numbers that were logged, without those that are not finite."""
-    numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if _is_number(value)}
-    return {name: number for name, number in numbers.items() if math.isfinite(number)}
-
-
-def _is_number(value: Any) -> bool:
-    return getattr(value, "numel", lambda: 1)() == 1

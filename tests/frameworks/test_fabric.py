@@ -63,3 +63,20 @@ def test_a_save_on_rank_0_alone_ends(train: Callable[..., Ranks], bucket_url: st
     job = {"mode": "fsdp2", "only_rank_0": True, "expects_error": True, "settings": {"arrival_seconds": 3.0}}
     ranks = train(2, alone={**job, "url": f"{bucket_url}/run"}, is_checked=False)
     assert "Rank 1 has not called the save of step 2" in ranks.reports[0]["alone"]["error"], ranks.show()
+
+
+def test_other_objects_do_not_take_a_step_that_was_saved(run_program: Callable[..., Ranks], bucket_url: str) -> None:
+    """Of Fabric and of Trainer: a second save of one step is complete, or refused; it is never only a name."""
+    (report,) = run_program("second_saves.py", 1, f"{bucket_url}/runs").reports
+    refused = "CheckpointExistsError"
+    assert report["fabric"] == {
+        "other model": refused,
+        "same name": refused,
+        "optimizer after weights": refused,
+        "second name": None,
+        "loss in the name": "InvalidArgumentError",
+    }
+    assert report["lightning"]["parts"] is report["lightning"]["resumed"] is None
+    assert "optim" in report["lightning"]["keys"] == report["lightning"]["weights"]
+    assert report["lightning"]["trainers"] == "InvalidArgumentError"  # before the first step
+    assert report["lightning"]["starts"] == refused
