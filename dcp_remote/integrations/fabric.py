@@ -8,6 +8,7 @@ fabric.load("s3://bucket/run", state)
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -44,9 +45,14 @@ __all__ = [
     "RemoteSingleDeviceStrategy",
 ]
 
+logger = logging.getLogger(__name__)
+
 # Entries of a checkpoint beside those of `training_state`: the user's other values, and those that differ by rank.
 VALUES_KEY = "fabric"
 RANK_VALUES_KEY = "fabric_rank"
+
+# Number of ranks, beside the values of a rank.
+_WORLD_SIZE_KEY = "dcp_remote.world_size"
 
 _STEP_KEYS = ("step", "global_step")
 
@@ -159,8 +165,19 @@ class RemoteStrategy:
                 go_on=False,
                 must_exist=True,
             )
+            # A rank that the save did not have finds no values, and not this number.
+            is_same_size = own.value.pop(_WORLD_SIZE_KEY, None) == self._ranks
+            loaders = [key for key, value in state.items() if _is_value(value) and _is_loader(value)]
+            left_out = [] if is_same_size else loaders
+            if left_out:
+                own.value = {}
+                logger.warning(
+                    "%s was not saved by %d ranks: these data loaders keep their positions, and begin anew in a new "
+                    "job: %s",
+                    *(path, self._ranks, ", ".join(left_out)),
+                )
             if strict:
-                _require_values(state, {**values.value, **own.value}, url=str(path))
+                _require_values(state, {**values.value, **own.value, **dict.fromkeys(left_out)}, url=str(path))
         step = manager.restore(
             template,
             checkpoint,
@@ -176,6 +193,11 @@ class RemoteStrategy:
         assert step is not None, "must_exist"
         note_step(found.run_url, step, **_owners_of(state))
         return _apply(state, {**values.value, **own.value})
+
+    @property
+    def _ranks(self) -> int:
+        """Number of ranks."""
+        return int(getattr(self, "world_size", 1))
 
     def _tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of models, optimizers, schedulers and `PerRank` values; the same to save and to load."""
@@ -205,7 +227,7 @@ class RemoteStrategy:
             for key, value in rest.items()
             if key not in own
         }
-        tensors[RANK_VALUES_KEY] = PerRank(Opaque(own))
+        tensors[RANK_VALUES_KEY] = PerRank(Opaque({**own, _WORLD_SIZE_KEY: self._ranks}))
         # Of an object that several ranks give, any rank's may be stored; as in Lightning, that of rank 0 is.
         is_first = self.is_global_zero  # type: ignore[attr-defined]  # of the strategy
         return tensors | {VALUES_KEY: Opaque(as_plain(values))} if is_first else tensors

@@ -34,6 +34,7 @@ from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatc
 from dcp_remote.integrations import lightning_files
 from dcp_remote.integrations.entries import keep_only, leave_out_unused
 from dcp_remote.integrations.lightning_files import note_name, to_url
+from dcp_remote.integrations.lightning_removal import Removals
 from dcp_remote.integrations.lightning_values import metrics_of, to_plain
 from dcp_remote.integrations.runs import (
     CheckpointPath,
@@ -100,10 +101,7 @@ class RemoteStrategy:
         self._saved_place: tuple[str, int] | None = None
         self._saved_names: set[str] = set()
         self._is_weights_alone = False
-        # Names that Lightning has removed; taken once the checkpoint that replaces theirs is committed.
-        self._removed: list[CheckpointPath] = []
-        # URLs of runs, and steps of checkpoints that have lost a name, or lose it to the save that is under way.
-        self._unnamed: set[tuple[str, int]] = set()
+        self._removals = Removals(self._manager)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -180,14 +178,15 @@ class RemoteStrategy:
         assert isinstance(path.checkpoint, str)
         note_name(path.run_url, path.checkpoint, is_given=False)
         self._saved_names.discard(path.checkpoint)
-        self._removed.append(path)
+        self._removals.add(path)
 
     def teardown(self) -> None:
         """Wait for the last checkpoint, and raise its error; unless the training has failed, then log it."""
         has_failed = sys.exc_info()[0] is not None
         try:
             wait_for_saves()
-            self._take_removed_names()
+            if self.is_global_zero:  # type: ignore[attr-defined]  # of the strategy
+                self._removals.carry_out()
         except DcpRemoteError:
             if not has_failed:
                 raise
@@ -199,12 +198,10 @@ class RemoteStrategy:
         path = self._path_of(url)
         manager = self._manager(path.run_url)
         manager.wait()
-        self._take_removed_names()
+        step = trainer.global_step
         assert isinstance(path.checkpoint, str)
         if self.is_global_zero:  # type: ignore[attr-defined]  # of the strategy
-            holders = [info.step for info in manager.checkpoints() if path.checkpoint in info.names]
-            self._unnamed |= {(path.run_url, step) for step in holders if step != trainer.global_step}
-        step = trainer.global_step
+            self._removals.carry_out(path, step)
         if self._saved_place != (path.run_url, step):
             self._saved_place, self._saved_names, self._is_weights_alone = (path.run_url, step), set(), weights_only
         self._saved_names.add(path.checkpoint)
@@ -242,24 +239,6 @@ class RemoteStrategy:
         state[LOADERS_KEY] = PerRank(Opaque(positions))
         # Of an object that several ranks give, any rank's may be stored; as in Lightning, that of rank 0 is.
         return state | {ABOUT_KEY: about} if self.is_global_zero else state  # type: ignore[attr-defined]  # as above
-
-    def _take_removed_names(self) -> None:
-        """Take the names that Lightning has removed, and delete checkpoints without one, but the newest; on rank 0."""
-        removed, self._removed = self._removed, []
-        for path in removed if self.is_global_zero else []:  # type: ignore[attr-defined]  # of the strategy
-            manager = self._manager(path.run_url)
-            info = next((one for one in manager.checkpoints() if path.checkpoint in one.names), None)
-            if info is not None:
-                self._unnamed.add((path.run_url, info.step))
-                manager.unname(str(path.checkpoint))
-        for run_url, step in sorted(self._unnamed):
-            manager = self._manager(run_url)
-            info = next((one for one in manager.checkpoints() if one.step == step and not one.abandoned), None)
-            if info == manager.latest():
-                continue
-            self._unnamed.discard((run_url, step))
-            if info is not None and not info.names and not info.pinned:
-                manager.delete(step)
 
     # ---- loading
 

@@ -80,3 +80,5 @@ def test_other_objects_do_not_take_a_step_that_was_saved(run_program: Callable[.
     assert "optim" in report["lightning"]["keys"] == report["lightning"]["weights"]
     assert report["lightning"]["trainers"] == "InvalidArgumentError"  # before the first step
     assert report["lightning"]["starts"] == refused
+    average = report["average"]
+    assert average["resumed"] == average["whole"] != average["part"]  # the averages of Lightning's callback go on

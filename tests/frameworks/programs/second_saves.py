@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -114,12 +114,39 @@ def save_by_lightning(url: str) -> dict[str, Any]:
     return outcome
 
 
+def resume_average(url: str) -> dict[str, Any]:
+    """Train with averaged weights in one part and in two; return the weights and the averages of both."""
+    data = DataLoader(TensorDataset(torch.arange(16.0).view(8, 2) / 16), batch_size=1)
+
+    def fit(run: str, max_steps: int) -> list[float]:
+        average = WeightAveraging(avg_fn=lambda average, value, count: (average + value) / 2)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=remote_lightning.RemoteSingleDeviceStrategy(device="cpu"),
+            callbacks=[average, ModelCheckpoint(dirpath=f"{url}/{run}", every_n_train_steps=8, save_last=True)],
+            max_steps=max_steps,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        torch.manual_seed(0)
+        module = Module(1.0)
+        trainer.fit(module, data, ckpt_path="last")
+        close_managers()
+        return [value for parameter in module.parameters() for value in parameter.flatten().tolist()]
+
+    whole, part = fit("whole", 16), fit("parts", 8)
+    return {"whole": whole, "part": part, "resumed": fit("parts", 16)}
+
+
 def main() -> None:
     """Run both; Lightning removes the variables of ranks when a training has ended."""
     environment = dict(os.environ)
     report(fabric=save_by_fabric(f"{sys.argv[1]}/fabric"))
     os.environ.update(environment)
     report(lightning=save_by_lightning(f"{sys.argv[1]}/lightning"))
+    report(average=resume_average(f"{sys.argv[1]}/average"))
 
 
 if __name__ == "__main__":
