@@ -364,6 +364,7 @@ class Collective:
             self._outcome.raise_if_cancelled()
             keys = self._outcome.keys
             key = keys.contribution(self._round, rank)
+            self._outcome.contributed_keys = keys  # from now on there may be an answer under these keys
             self._ask(lambda client, key=key: client.put(key, data))  # type: ignore[misc]  # mypy infers no default
             answer = self._receive(keys.answer(self._round, None if shared else rank), keys, shared=shared)
             if answer is not None:

@@ -55,6 +55,7 @@ class Outcome:
         failed: Class of the error that is raised for a cause that is no `DcpRemoteError`.
         timed_out: Class of the error that is raised at the deadline.
         keys: Keys of the operation, by the number known so far.
+        contributed_keys: Keys under which this rank has contributed last; None before. Not set on the coordinator.
         error: Error that cancelled the operation; None while it goes on.
         coordinator_lost: True if the operation was cancelled and this rank cannot know what the coordinator did last.
         is_committing: True on a coordinator in the commit phase: only the deadline cancels.
@@ -85,6 +86,7 @@ class Outcome:
         self.failed = failed
         self.timed_out = timed_out
         self.keys = keys
+        self.contributed_keys: CollectiveKeys | None = None
         self._member = member
         self._heartbeat = member.heartbeat
         self._on_renumber = on_renumber

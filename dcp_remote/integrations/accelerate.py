@@ -98,10 +98,12 @@ def save_state(
 def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False, **settings: Any) -> int:
     """Load a checkpoint into all that an accelerator has prepared, in place; every rank calls this.
 
-    The number of ranks may be another than that of the save. Then ranks that saved no random states keep their own, and
-    the position of a stateful data loader, which counts batches of a rank, is left out with a warning.
+    A checkpoint of another framework gives model, optimizer, schedulers and random states; data loaders stay as they
+    are, and registered objects are refused. The number of ranks may be another than that of the save. Then ranks that
+    saved no random states keep their own, and the position of a stateful data loader, which counts batches of a rank,
+    is left out with a warning.
 
-    Costs one to four requests per rank to find the checkpoint, and those of `CheckpointManager.restore`.
+    Costs one to four requests per rank to find the checkpoint, and those of two calls of `CheckpointManager.restore`.
 
     Args:
         accelerator: Accelerator, after `prepare` and `register_for_checkpointing`.
@@ -141,16 +143,30 @@ def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False
         return loaded
     manager = manager_of(path.run_url, **settings)
     about, loaders = Opaque[Any](None), Opaque[Any](None)
-    state = {**_training(accelerator), ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)}
+    # First, since a checkpoint of another framework has none of these, and may yet have all that is trained.
     step = manager.restore(
-        state,
+        {ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)},
         path.checkpoint,
-        rename=leave_out_unused(state, leave_out(*({"deepspeed"} - state.keys()))),
-        dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model
+        rename=keep_only(ABOUT_KEY, LOADERS_KEY),
+        missing="keep",
+        go_on=False,
         must_exist=True,
     )
     assert step is not None
-    _apply(accelerator, about.value, loaders.value, url)
+    is_own, state = about.value is not None, _training(accelerator)
+    _require_same_objects(accelerator, about.value or {"custom": [], "loaders": accelerator._dataloaders}, url)
+    left_out = leave_out(ABOUT_KEY, LOADERS_KEY, *({"deepspeed"} - state.keys()))
+    manager.restore(
+        state,
+        step,
+        rename=leave_out_unused(state, left_out if is_own else keep_only(*state)),
+        dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model
+        must_exist=True,
+    )
+    if is_own:
+        _apply(accelerator, about.value, loaders.value, url)
+    else:
+        logger.warning("%s: step %d was not saved by Accelerate: data loaders stay as they are", manager.url, step)
     return step
 
 
@@ -227,17 +243,22 @@ def _saved_state(accelerator: Any) -> dict[str, Any]:
     return state | {ABOUT_KEY: Opaque(about)} if accelerator.is_main_process else state
 
 
-def _apply(accelerator: Any, about: Mapping[str, Any], positions: Sequence[Any] | None, url: str) -> None:
-    """Set what was loaded, but for what `restore` has set itself."""
+def _require_same_objects(accelerator: Any, about: Mapping[str, Any], url: str) -> None:
+    """Refuse a checkpoint with other numbers of registered objects and data loaders than an accelerator has."""
     for name, own in (("custom", accelerator._custom_objects), ("loaders", accelerator._dataloaders)):
         if len(about[name]) != len(own):
             raise InvalidArgumentError(
-                "The checkpoint has another number of these than the accelerator. Prepare and register the same ones.",
+                "The checkpoint has another number of these than the accelerator; nothing was loaded. Prepare and "
+                "register the same ones, or pass weights_only=True.",
                 url=url,
                 of="registered objects" if name == "custom" else "data loaders",
                 saved=len(about[name]),
                 here=len(own),
             )
+
+
+def _apply(accelerator: Any, about: Mapping[str, Any], positions: Sequence[Any] | None, url: str) -> None:
+    """Set what was loaded, but for what `restore` has set itself."""
     for value, saved in zip(accelerator._custom_objects, about["custom"], strict=True):
         value.load_state_dict(saved)
     for loader, saved in zip(accelerator._dataloaders, about["loaders"], strict=True):

@@ -33,7 +33,7 @@ class KeepLatest:
         free = max(self.count - len(kept), 0)
         kept |= {info.step for info in checkpoints if {*info.names} - {f"checkpoint-{info.step}"}}  # named by the user
         others = [step for step in steps if step not in kept]
-        return others[: len(others) - free]
+        return others[: max(len(others) - free, 0)]
 
 
 def with_retention(save_total_limit: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:

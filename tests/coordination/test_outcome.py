@@ -332,6 +332,36 @@ def test_a_number_that_is_found_while_the_rank_looks(monkeypatch: pytest.MonkeyP
     assert 1 in found
 
 
+def test_the_next_operation_has_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is slow to look for its answer, while the coordinator has left, and waits in the same operation again."""
+    wait, is_waiting = Outcome.wait, threading.Event()
+
+    def wait_long(outcome: Outcome, seconds: float) -> None:
+        if not outcome._member.is_coordinator and not is_waiting.is_set():
+            is_waiting.set()
+            heartbeat, beats = outcome._heartbeat, threading.Semaphore(0)
+            assert heartbeat is not None, "each of two ranks has one"
+            wait_until(lambda: (status := heartbeat.last(0)) is not None and status.operation == 2)
+            heartbeat.add_hook(lambda _: beats.release())
+            assert all(beats.acquire(timeout=30) for _ in range(3))
+        wait(outcome, seconds)
+
+    def decide(values: list[int]) -> list[int]:
+        assert is_waiting.wait(30)
+        return values
+
+    def part(ranks: RankGroup) -> list[list[int]]:
+        answers = []
+        for number in (1, 2):
+            with join(ranks, seconds=5.0) as collective:
+                answers.append(collective.gather(number, decide))
+        return answers
+
+    monkeypatch.setattr(Outcome, "wait", wait_long)
+    with rank_threads(2) as them:
+        assert [result.value for result in them.run(part)] == 2 * [[[1, 1], [2, 2]]]
+
+
 def delete_when_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Delete keys of this kind whenever a rank has seen them and is about to read them."""
     read_all = Client._read_all

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,7 @@ def train(base: Path, write_yaml: Callable[..., Path], program_environment: dict
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(PROGRAMS)]),
             "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "AXOLOTL_WATCH": json.dumps(watch or {}),
             "DCP_REMOTE_TEST_REPORTS": str(reports),
@@ -157,6 +159,8 @@ def train(base: Path, write_yaml: Callable[..., Path], program_environment: dict
                 process.wait(TRAIN_SECONDS_MAX)
             finally:
                 if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGABRT)  # each process writes the stacks of its threads
+                    time.sleep(2)
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         output = (reports / "output.txt").read_text(errors="replace")
@@ -193,8 +197,9 @@ def run_jobs(
 
 
 def steps_of(url: str, server: S3Server) -> list[int]:
-    """Return the steps of a run's checkpoints."""
-    return [info.step for info in open_run(url, storage_options=server.storage_options).checkpoints()]
+    """Return the steps of a run's checkpoints that are not abandoned."""
+    checkpoints = open_run(url, storage_options=server.storage_options).checkpoints()
+    return [info.step for info in checkpoints if not info.abandoned]
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -232,8 +237,12 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+# Those that `make test-frameworks` runs; the incident below is ZeRO-3.
+SHORT = {"lora", "fsdp2"}
+
+
 @pytest.mark.timeout(900)  # three trainings, each of which imports the frameworks
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=() if mode in SHORT else LONG) for mode in MODES])
 def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     train: Callable[..., Training], bucket_url: str, s3_server: S3Server, mode: str
 ) -> None:

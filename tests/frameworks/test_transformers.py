@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -340,7 +339,6 @@ def test_memory_of_a_save_is_a_copy_of_the_shard_and_the_budget(
 
 
 @LONG
-@pytest.mark.skipif(not find_spec("trl"), reason="TRL is not installed: it is no part of the environment")
 def test_a_trainer_of_trl(run_program: Callable[..., Ranks], bucket_url: str, s3_server: S3Server) -> None:
     """SFTTrainer, whose `_save_checkpoint` calls that of Trainer: goes on to the bit; its files are in the run."""
     url = f"{bucket_url}/run"

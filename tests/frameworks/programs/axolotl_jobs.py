@@ -6,6 +6,7 @@ Argument: the path of a JSON file of jobs by name, each the path of a YAML in a 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -13,6 +14,9 @@ import sys
 from pathlib import Path
 
 from tests.support.rank_programs import report
+
+# Time after which the stacks of all threads are written to the output of a training that stands still, in seconds.
+STANDSTILL_SECONDS = 150
 
 
 class Warnings(logging.Handler):
@@ -41,6 +45,7 @@ def main() -> None:
     del sys.argv[1:]  # Axolotl reads them as well
     found = {}
     for name, path in jobs.items():
+        faulthandler.dump_traceback_later(STANDSTILL_SECONDS, repeat=True)
         os.chdir(Path(path).parent)
         PluginManager.get_instance().plugins.clear()
         axolotl_watch.OPTIONS["job"] = name

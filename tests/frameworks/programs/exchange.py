@@ -188,7 +188,7 @@ def run_deepspeed(job: Job) -> None:
         engine.step()
 
     if job.action != "save":
-        path, _ = engine.load_checkpoint(job.url, load_module_only=job.action == "weights")
+        path, _ = engine.load_checkpoint(job.url, str(SAVED_STEP), load_module_only=job.action == "weights")
         assert path is not None
     job.train(step, lambda: engine.save_checkpoint(job.url), lambda: engine_state(engine))
 

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -107,9 +108,10 @@ def save_by_lightning(url: str) -> dict[str, Any]:
     outcome["keys"] = sorted(load(f"{url}/parts", step="all-step=4.ckpt"))
     outcome["weights"] = sorted(load(f"{url}/parts", step="weights-step=4.ckpt"))
     outcome["resumed"] = error_of(lambda: fit(1.0, "parts", *parts, max_steps=8))
-    for run, settings in (("trainers", {}), ("starts", {"start_over": True})):
+    starts: dict[str, dict[str, Any]] = {"trainers": {}, "starts": {"start_over": True}}
+    for run, settings in starts.items():
         fit(1.0, run, {"filename": "{step}"}, **settings)  # its manager stays open
-        outcome[run] = error_of(lambda run=run, settings=settings: fit(5.0, run, {"filename": "{step}"}, **settings))
+        outcome[run] = error_of(partial(fit, 5.0, run, {"filename": "{step}"}, **settings))
         close_managers()
     return outcome
 
