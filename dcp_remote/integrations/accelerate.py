@@ -175,9 +175,9 @@ def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False
 def enable(**settings: Any) -> None:
     """Make `Accelerator.save_state` and `load_state` take URLs of object storage; folders work as before.
 
-    Without this Accelerate takes `s3://bucket/run/step-100` for a path, writes to a local folder `s3:`, and reads from
-    it. An accelerator whose `project_dir` is a URL saves with `automatic_checkpoint_naming` to the run
-    `<project_dir>/checkpoints`, and keeps `total_limit` checkpoints. `save_state(url, step=…)` passes a step on.
+    Without this they refuse URLs, which Accelerate alone takes for paths of local folders. An accelerator whose
+    `project_dir` is a URL saves with `automatic_checkpoint_naming` to the run `<project_dir>/checkpoints`, and keeps
+    `total_limit` checkpoints. `save_state(url, step=…)` passes a step on.
 
     Args:
         settings: Keyword arguments of `CheckpointManager` for all runs.
@@ -187,7 +187,7 @@ def enable(**settings: Any) -> None:
 
 
 def disable() -> None:
-    """Give `Accelerator.save_state` and `load_state` back as Accelerate defines them."""
+    """Give back `Accelerator.save_state` and `load_state` of Accelerate, which refuse URLs."""
     Accelerator.save_state, Accelerator.load_state = _save_locally, _load_locally
 
 
@@ -326,18 +326,14 @@ def _require_supported(accelerator: Any, hooks: Mapping[Any, Any]) -> None:
 
 # ---- changes of Accelerate itself, made by `enable`
 
-_save_locally, _load_locally = Accelerator.save_state, Accelerator.load_state
-
 
 def _wrap_save(save: Any, settings: Mapping[str, Any]) -> Any:
     @functools.wraps(save)
     def wrapped(self: Any, output_dir: Any = None, *args: Any, step: int | None = None, **kwargs: Any) -> Any:
         run_url = _automatic_run(self)
         if run_url is not None:
-            limit = self.project_configuration.total_limit
-            keeps = {"retention": Retention(keep_last=limit, keep_named=False)} if limit is not None else {}
             iteration = self.project_configuration.iteration
-            return save_state(self, f"{run_url}/checkpoint_{iteration}", **{**keeps, **settings})
+            return save_state(self, f"{run_url}/checkpoint_{iteration}", **{**_retention_of(self), **settings})
         if not is_remote(output_dir):
             if step is not None:
                 kwargs["step"] = step  # may be an option of the function that saves the model
@@ -355,7 +351,8 @@ def _wrap_save(save: Any, settings: Mapping[str, Any]) -> Any:
 def _wrap_load(load: Any, settings: Mapping[str, Any]) -> Any:
     @functools.wraps(load)
     def wrapped(self: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        url = _automatic_run(self) if input_dir is None else input_dir
+        run_url = _automatic_run(self)
+        url = run_url if input_dir is None else input_dir
         if not is_remote(url):
             return load(self, input_dir, *args, **kwargs)
         if kwargs or any(args):
@@ -363,10 +360,30 @@ def _wrap_load(load: Any, settings: Mapping[str, Any]) -> Any:
                 "load_state from object storage takes no options of the functions that read folders.",
                 options=", ".join(kwargs) or "load_kwargs",
             )
-        load_state(self, str(url), **settings)
+        # The manager of the run that is saved to afterwards, which cannot be given a retention then.
+        keeps = _retention_of(self) if run_url is not None and f"{url}/".startswith(f"{run_url}/") else {}
+        load_state(self, str(url), **{**keeps, **settings})
         return None
 
     return wrapped
+
+
+def _refuse_urls(own: Any, instead: str) -> Any:
+    """Return a method that refuses URLs, which Accelerate's own takes for local folders."""
+
+    @functools.wraps(own)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        urls = [value for value in (*args, *kwargs.values()) if is_remote(value)]
+        if urls:
+            raise InvalidArgumentError(f"Accelerate would take this URL for a local folder. {instead}", url=urls[0])
+        return own(self, *args, **kwargs)
+
+    return wrapped
+
+
+def _retention_of(accelerator: Any) -> dict[str, Any]:
+    limit = accelerator.project_configuration.total_limit
+    return {} if limit is None else {"retention": Retention(keep_last=limit, keep_named=False)}
 
 
 def _automatic_run(accelerator: Any) -> str | None:
@@ -375,3 +392,14 @@ def _automatic_run(accelerator: Any) -> str | None:
     if not configuration.automatic_checkpoint_naming or not is_remote(accelerator.project_dir):
         return None
     return f"{str(accelerator.project_dir).rstrip('/')}/checkpoints"
+
+
+# ---- changes of Accelerate itself, made when this module is imported
+
+_INSTEAD = "Call save_state and load_state of dcp_remote.integrations.accelerate, or its enable() first."
+_save_locally = _refuse_urls(Accelerator.save_state, _INSTEAD)
+_load_locally = _refuse_urls(Accelerator.load_state, _INSTEAD)
+disable()
+Accelerator.save_model = _refuse_urls(
+    Accelerator.save_model, "save_state saves to object storage; upload the exported model by other means."
+)

@@ -32,7 +32,7 @@ from dcp_remote import CheckpointManager, is_remote
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.deepspeed_state import EngineState, engine_state, require_supported
 from dcp_remote.integrations.entries import keep_only, leave_out_unused
-from dcp_remote.integrations.runs import manager_of
+from dcp_remote.integrations.runs import can_repeat, manager_of, note_step
 
 __all__ = ["EngineState", "attach", "disable", "enable", "engine_state"]
 
@@ -50,11 +50,12 @@ def attach(engine: Any, *, wait: bool = False, **settings: Any) -> None:
     """Make an engine's `save_checkpoint` and `load_checkpoint` take URLs; both go on taking local folders.
 
     Signatures and results are DeepSpeed's. The URL is that of a run; the step of a checkpoint is `engine.global_steps`,
-    and `tag` is a name of the checkpoint, by default `global_step<n>`. Every rank calls both methods. A second save in
-    the same step uploads nothing, and only adds its tag. `load_checkpoint` without a tag takes the newest checkpoint,
-    and returns `(None, None)` if there is none, with a warning; of one without counters, as another framework's,
-    `global_steps` becomes the step. `save_latest` and `custom_load_fn` have no effect, and `save_16bit_model` refuses
-    URLs, because it would make a local folder of that name.
+    and `tag` is a name of the checkpoint, by default `global_step<n>`. Every rank calls both methods. A second save of
+    this engine in the same step uploads nothing, and only adds its tag; that of another engine is refused.
+    `load_checkpoint` without a tag takes the newest checkpoint, and returns `(None, None)` if there is none, with a
+    warning; of one without counters, as another framework's, `global_steps` becomes the step. `save_latest` and
+    `custom_load_fn` have no effect, and `save_16bit_model` refuses URLs, because it would make a local folder of that
+    name.
 
     A save copies this rank's partitions into memory that is kept for the next save, and returns when all ranks have;
     a rank that raises, or does not come within 30 s, is an error on all of them. Upload and commit go on in the
@@ -118,13 +119,16 @@ def _methods(settings: Mapping[str, Any], *, is_waiting: bool) -> dict[str, Call
             return _original(self, "save_checkpoint")(
                 self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
             )
-        manager_of(_text(save_dir), **settings).save(
-            self.global_steps,
+        manager = manager_of(_text(save_dir), **settings)
+        step = self.global_steps
+        manager.save(
+            step,
             lambda: engine_state(self, client_state=client_state, exclude_frozen_parameters=exclude_frozen_parameters),
-            name=f"global_step{self.global_steps}" if tag is None else str(tag),
-            exist_ok=True,
+            name=f"global_step{step}" if tag is None else str(tag),
+            exist_ok=can_repeat(manager.url, step, engine=self),
             wait=is_waiting or "begun",
         )
+        note_step(manager.url, step, engine=self)
         return True
 
     def load_checkpoint(  # noqa: PLR0917  # DeepSpeed's signature
@@ -217,6 +221,8 @@ def _load(
         return None, None
     if not (is_module_only or part.has_counters):
         part.count_from(step)
+    if not is_module_only:
+        note_step(manager.url, step, engine=engine)
     return f"{manager.url}/{tag or step}", part.client_state
 
 
@@ -226,3 +232,28 @@ def _is_url(folder: Any) -> bool:
 
 def _text(folder: Any) -> str:
     return os.fspath(folder) if isinstance(folder, os.PathLike) else str(folder)
+
+
+# ---- changes of DeepSpeed itself, made when this module is imported
+
+
+def _refuse_urls(name: str) -> Callable[..., Any]:
+    """Return a method that refuses URLs: DeepSpeed's own takes them for local folders, which it makes, or misses."""
+    own = getattr(DeepSpeedEngine, name)
+
+    @functools.wraps(own)
+    def refusing(self: Any, *arguments: Any, **options: Any) -> Any:
+        folder = arguments[0] if arguments else options.get("save_dir", options.get("load_dir"))
+        if _is_url(folder):
+            raise InvalidArgumentError(
+                "This engine takes local folders alone. Call dcp_remote.integrations.deepspeed.attach(engine) first.",
+                url=_text(folder),
+            )
+        return own(self, *arguments, **options)
+
+    setattr(refusing, _MARK, True)
+    return refusing
+
+
+for _name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
+    setattr(DeepSpeedEngine, _name, _refuse_urls(_name))

@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 
 from dcp_remote import LocalBoxes, Opaque, OptimizerState
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
@@ -206,7 +207,13 @@ class EngineState:
         logger.info("the checkpoint has no counters of DeepSpeed: global_steps is %d, its step", step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of the engine."""
+        """Return the values of the engine; the client state on rank 0 alone, since that of any rank might be stored."""
+        values = self._values()
+        if dist.get_rank():
+            del values["client_state"]
+        return values
+
+    def _values(self) -> dict[str, Any]:
         engine = self._engine
         if engine.micro_steps % engine.gradient_accumulation_steps():
             logger.warning(
@@ -229,7 +236,7 @@ class EngineState:
     def make_template(self, names: Collection[str]) -> dict[str, Any]:
         """Return the values to load into: those that the checkpoint has."""
         self.client_state, self.has_counters = {}, "global_steps" in names
-        return _pick(self.state_dict(), [name for name in names if self.takes(f"deepspeed.{name}")])
+        return _pick(self._values(), [name for name in names if self.takes(f"deepspeed.{name}")])
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Set the engine; a micro step within an accumulation goes back to the accumulation's first."""

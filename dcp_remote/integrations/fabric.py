@@ -7,12 +7,14 @@ fabric.load("s3://bucket/run", state)
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from lightning.fabric import Fabric
 from lightning.fabric.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -27,7 +29,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from dcp_remote import ModelState, Opaque, PerRank, as_plain, is_remote, training_state
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.entries import keep_only, leave_out_unused
-from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
+from dcp_remote.integrations.runs import (
+    can_repeat,
+    find_checkpoint,
+    manager_of,
+    note_step,
+    split_path,
+    wait_for_saves,
+)
 
 __all__ = [
     "RemoteDDPStrategy",
@@ -49,11 +58,13 @@ _STEP_KEYS = ("step", "global_step")
 class RemoteStrategy:
     """Methods of a strategy that save to and load from runs; they come before those of Lightning's strategy.
 
-    The URL of a checkpoint is that of its run, and a name. Its step is the number at the end of the name, such as
-    `step-100.ckpt`, else `state["step"]` or `state["global_step"]`. A checkpoint is one commit of models
-    (`model.<fqn>`), optimizers (`optim.…`), schedulers (`scheduler.…`) and all other values of the state; data loaders
-    with a state, and `PerRank` values, are those of each rank. Each rank writes and reads its own part of the tensors;
-    nothing is gathered, whatever `state_dict_type` or `save_distributed_checkpoint` say for local folders.
+    The URL of a checkpoint is that of its run, and a name. Its step is `state["step"]` or `state["global_step"]`, else
+    the number at the end of the name, such as `step-100.ckpt`. A second save of the same objects in the same step of
+    the state uploads nothing, and only adds its name; any other second save of a step is refused. A checkpoint is one
+    commit of models (`model.<fqn>`), optimizers (`optim.…`), schedulers (`scheduler.…`) and all other values of the
+    state; data loaders with a state, and `PerRank` values, are those of each rank. Each rank writes and reads its own
+    part of the tensors; nothing is gathered, whatever `state_dict_type` or `save_distributed_checkpoint` say for local
+    folders.
 
     `fabric.save` returns when every rank has copied its state, and uploads in the background. A rank that does not call
     it within 30 s, as under `if fabric.global_rank == 0`, or that raises meanwhile, is an error on all ranks that did.
@@ -93,13 +104,17 @@ class RemoteStrategy:
                 url=path,
             )
         found = split_path(str(path))
+        step = _step_of(str(found.checkpoint), state, url=str(path))
+        # The number in a name, as in resnet50.ckpt, is perhaps no step: then the same number again is refused.
+        owners = _owners_of(state) if _counted_step(state) is not None else {}
         manager_of(found.run_url, **self._checkpoint_settings).save(
-            _step_of(str(found.checkpoint), state, url=str(path)),
+            step,
             lambda: self._saved_state(state),
             name=str(found.checkpoint),
-            exist_ok=True,
+            exist_ok=can_repeat(found.run_url, step, **owners),
             wait="begun",
         )
+        note_step(found.run_url, step, **owners)
 
     def load_checkpoint(
         self,
@@ -150,7 +165,7 @@ class RemoteStrategy:
                 )
             if strict:
                 _require_values(state, values.value, url=str(path))
-        manager.restore(
+        step = manager.restore(
             template,
             found.checkpoint,
             rename=self._keep(template),
@@ -162,7 +177,9 @@ class RemoteStrategy:
         )
         if is_module:
             return {}
-        is_same_size = own.value is not None and own.value["world_size"] == self.world_size  # type: ignore[attr-defined]  # of the strategy
+        assert step is not None, "must_exist"
+        note_step(found.run_url, step, **_owners_of(state))
+        is_same_size = own.value is not None and own.value["world_size"] == self._ranks
         positions = own.value["loaders"] if is_same_size else {}
         lacking = [key for key, value in state.items() if _is_loader(value) and key not in positions]
         if lacking:
@@ -171,6 +188,11 @@ class RemoteStrategy:
                 *(path, ", ".join(lacking)),
             )
         return _apply(state, values.value | positions)
+
+    @property
+    def _ranks(self) -> int:
+        """Number of ranks."""
+        return int(getattr(self, "world_size", 1))
 
     def _tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of models, optimizers, schedulers and `PerRank` values; the same to save and to load."""
@@ -200,8 +222,7 @@ class RemoteStrategy:
             for key, value in rest.items()
             if key not in own
         }
-        size: int = self.world_size  # type: ignore[attr-defined]  # of the strategy
-        tensors[RANK_VALUES_KEY] = PerRank(Opaque({"world_size": size, "loaders": own}))
+        tensors[RANK_VALUES_KEY] = PerRank(Opaque({"world_size": self._ranks, "loaders": own}))
         # Of an object that several ranks give, any rank's may be stored; as in Lightning, that of rank 0 is.
         is_first = self.is_global_zero  # type: ignore[attr-defined]  # of the strategy
         return tensors | {VALUES_KEY: Opaque(as_plain(values))} if is_first else tensors
@@ -246,17 +267,26 @@ class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):  # type: ignor
 
 
 def _step_of(name: str, state: Mapping[str, Any], *, url: str) -> int:
-    number = re.search(r"(\d+)(?:\.[A-Za-z]+)?\Z", name)
+    counted = _counted_step(state)
+    if counted is not None:
+        return counted
+    number = re.search(r"(?<![\d.])(\d+)(?:\.[A-Za-z]+)?\Z", name)  # not that of loss=0.52
     if number is not None:
         return int(number[1])
-    for key in _STEP_KEYS:
-        if isinstance(state.get(key), int):
-            return int(state[key])
     raise InvalidArgumentError(
         "A checkpoint has a step: end its name in the number of finished steps, as step-100.ckpt, or put this number "
         'into the state as "step".',
         url=url,
     )
+
+
+def _counted_step(state: Mapping[str, Any]) -> int | None:
+    return next((state[key] for key in _STEP_KEYS if isinstance(state.get(key), int)), None)
+
+
+def _owners_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the objects whose tensors a save writes."""
+    return _of_type(state, nn.Module | Optimizer)
 
 
 def _of_type(state: Mapping[str, Any], kind: Any) -> dict[str, Any]:
@@ -305,3 +335,25 @@ def _apply(state: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         else:
             state[key] = value
     return values
+
+
+# ---- changes of Fabric itself, made when this module is imported
+
+_FOLDER_STRATEGIES = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+_save_locally = Fabric.save
+
+
+@functools.wraps(_save_locally)
+def _save(self: Any, path: Any, *arguments: Any, **options: Any) -> None:
+    """Refuse URLs for strategies of Lightning that write folders: they would make a local folder of that name."""
+    is_local = isinstance(self.strategy, _FOLDER_STRATEGIES) and not isinstance(self.strategy, RemoteStrategy)
+    if is_local and is_remote(path):
+        name = type(self.strategy).__name__
+        raise InvalidArgumentError(
+            f"{name} writes to local folders alone. Pass Remote{name} of dcp_remote.integrations.fabric to Fabric.",
+            url=path,
+        )
+    _save_locally(self, path, *arguments, **options)
+
+
+Fabric.save = _save

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -36,8 +35,16 @@ from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatc
 from dcp_remote.integrations import lightning_files
 from dcp_remote.integrations.entries import keep_only, leave_out_unused
 from dcp_remote.integrations.lightning_files import note_name, to_url
-from dcp_remote.integrations.lightning_values import to_plain
-from dcp_remote.integrations.runs import CheckpointPath, find_checkpoint, manager_of, wait_for_saves
+from dcp_remote.integrations.lightning_removal import Removals
+from dcp_remote.integrations.lightning_values import metrics_of, to_plain
+from dcp_remote.integrations.runs import (
+    CheckpointPath,
+    can_repeat,
+    find_checkpoint,
+    manager_of,
+    note_step,
+    wait_for_saves,
+)
 
 __all__ = [
     "RemoteDDPStrategy",
@@ -79,6 +86,8 @@ class RemoteStrategy:
         options: Keyword arguments of Lightning's strategy.
     """
 
+    saves_to_runs = True
+
     def __init__(self, *arguments: Any, checkpoint_settings: Mapping[str, Any] | None = None, **options: Any) -> None:
         """Make Lightning's strategy; no request is sent."""
         super().__init__(*arguments, **options)
@@ -86,12 +95,14 @@ class RemoteStrategy:
         lightning_files.open_options.update(
             {name: value for name, value in self._settings.items() if name == "storage_options"}
         )
-        self._is_collecting = False
-        self._loaded_urls: set[str] = set()
-        # Names that Lightning has removed; taken once the checkpoint that replaces theirs is committed.
-        self._removed: list[CheckpointPath] = []
-        # URLs of runs, and steps of checkpoints that have lost a name, or lose it to the save that is under way.
-        self._unnamed: set[tuple[str, int]] = set()
+        self._is_collecting = self._has_loaded_model = False
+        # Runs from which this trainer has loaded, or to which it has saved.
+        self._own_urls: set[str] = set()
+        # Run and step of the last save, names of its checkpoint, and whether this has weights alone.
+        self._saved_place: tuple[str, int] | None = None
+        self._saved_names: set[str] = set()
+        self._is_weights_alone = False
+        self._removals = Removals(self._manager)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -127,7 +138,7 @@ class RemoteStrategy:
         declares = self._settings.get("start_over") or self._settings.get("resumed_from") is not None
         for url in self._dirpaths():
             manager = self._manager(url)
-            if declares or url in self._loaded_urls or manager.last_save is not None:
+            if declares or url in self._own_urls:
                 continue
             found = self._find_newest(manager)
             if found is not None:
@@ -167,14 +178,16 @@ class RemoteStrategy:
         path = self._path_of(to_url(filepath))
         assert isinstance(path.checkpoint, str)
         note_name(path.run_url, path.checkpoint, is_given=False)
-        self._removed.append(path)
+        self._saved_names.discard(path.checkpoint)
+        self._removals.add(path)
 
     def teardown(self) -> None:
         """Wait for the last checkpoint, and raise its error; unless the training has failed, then log it."""
         has_failed = sys.exc_info()[0] is not None
         try:
             wait_for_saves()
-            self._take_removed_names()
+            if self.is_global_zero:  # type: ignore[attr-defined]  # of the strategy
+                self._removals.carry_out()
         except DcpRemoteError:
             if not has_failed:
                 raise
@@ -186,19 +199,27 @@ class RemoteStrategy:
         path = self._path_of(url)
         manager = self._manager(path.run_url)
         manager.wait()
-        self._take_removed_names()
+        step = trainer.global_step
         assert isinstance(path.checkpoint, str)
         if self.is_global_zero:  # type: ignore[attr-defined]  # of the strategy
-            holders = [info.step for info in manager.checkpoints() if path.checkpoint in info.names]
-            self._unnamed |= {(path.run_url, step) for step in holders if step != trainer.global_step}
+            self._removals.carry_out(path, step)
+        if self._saved_place != (path.run_url, step):
+            self._saved_place, self._saved_names, self._is_weights_alone = (path.run_url, step), set(), weights_only
+        self._saved_names.add(path.checkpoint)
+        # A checkpoint of weights alone has no optimizer: a whole one of the same step takes its place and its names.
+        is_replacing = self._is_weights_alone and not weights_only
         manager.save(
-            trainer.global_step,
+            step,
             lambda: self._collect(trainer, weights_only=weights_only),
-            name=path.checkpoint,
-            metrics=_metrics_of(trainer),
-            exist_ok=True,
+            name=sorted(self._saved_names) if is_replacing else path.checkpoint,
+            metrics=metrics_of(trainer),
+            overwrite=is_replacing,
+            exist_ok=not is_replacing and can_repeat(path.run_url, step, trainer=trainer),
             wait="begun",
         )
+        self._is_weights_alone = self._is_weights_alone and weights_only
+        self._own_urls.add(path.run_url)
+        note_step(path.run_url, step, trainer=trainer)
         note_name(path.run_url, path.checkpoint, is_given=True)
 
     def _collect(self, trainer: Any, *, weights_only: bool) -> dict[str, Any]:
@@ -220,24 +241,6 @@ class RemoteStrategy:
         # Of an object that several ranks give, any rank's may be stored; as in Lightning, that of rank 0 is.
         return state | {ABOUT_KEY: about} if self.is_global_zero else state  # type: ignore[attr-defined]  # as above
 
-    def _take_removed_names(self) -> None:
-        """Take the names that Lightning has removed, and delete checkpoints without one, but the newest; on rank 0."""
-        removed, self._removed = self._removed, []
-        for path in removed if self.is_global_zero else []:  # type: ignore[attr-defined]  # of the strategy
-            manager = self._manager(path.run_url)
-            info = next((one for one in manager.checkpoints() if path.checkpoint in one.names), None)
-            if info is not None:
-                self._unnamed.add((path.run_url, info.step))
-                manager.unname(str(path.checkpoint))
-        for run_url, step in sorted(self._unnamed):
-            manager = self._manager(run_url)
-            info = next((one for one in manager.checkpoints() if one.step == step and not one.abandoned), None)
-            if info == manager.latest():
-                continue
-            self._unnamed.discard((run_url, step))
-            if info is not None and not info.names and not info.pinned:
-                manager.delete(step)
-
     # ---- loading
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
@@ -251,6 +254,7 @@ class RemoteStrategy:
             StateMismatchError: The checkpoint has other entries than model and optimizers.
         """
         url = to_url(checkpoint_path)
+        self._has_loaded_model = is_remote(url)
         if not is_remote(url):
             return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc, no-any-return]  # as above
         trainer = self._trainer
@@ -277,7 +281,7 @@ class RemoteStrategy:
         has_optimizers = is_fitting and rest.pop("has_optimizers", False)
         is_strict = bool(self.lightning_module.strict_loading)  # type: ignore[attr-defined]  # of the strategy
         state = self._tensors(is_training=has_optimizers)
-        manager.restore(
+        step = manager.restore(
             state,
             path.checkpoint,
             rename=self._keep(state),
@@ -288,12 +292,16 @@ class RemoteStrategy:
             must_exist=True,
         )
         if is_fitting:
-            self._loaded_urls.add(path.run_url)
+            assert step is not None, "must_exist"
+            self._own_urls.add(path.run_url)
+            note_step(path.run_url, step, trainer=trainer)
+        if self._engine is None:
+            rest["state_dict"] = state["model"].state_dict()  # as loaded: callbacks read it, such as WeightAveraging
         return self._as_lightning(rest, loaders.value, url, has_optimizers=has_optimizers)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002  # Lightning's signature
         """Load the model, unless it was loaded from a run."""
-        if "state_dict" in checkpoint:
+        if not self._has_loaded_model:
             super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]  # as above
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -443,13 +451,3 @@ class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):  # type: ignor
 
 def _by_number(values: list[Any]) -> dict[str, Any] | None:
     return {str(number): value for number, value in enumerate(values)} or None
-
-
-def _metrics_of(trainer: Any) -> dict[str, float]:
-    """Return the numbers that were logged, without those that are not finite."""
-    numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if _is_number(value)}
-    return {name: number for name, number in numbers.items() if math.isfinite(number)}
-
-
-def _is_number(value: Any) -> bool:
-    return getattr(value, "numel", lambda: 1)() == 1

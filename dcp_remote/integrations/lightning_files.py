@@ -6,11 +6,14 @@ system of fsspec for the scheme.
 
 from __future__ import annotations
 
+import functools
 import re
 from datetime import datetime
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import model_checkpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 
 from dcp_remote import CheckpointInfo, is_remote, open_run
@@ -89,10 +92,26 @@ class RunFiles:
         return [info for info in open_run(url, **open_options).checkpoints() if not info.abandoned]
 
 
+@functools.wraps(Trainer.save_checkpoint)
+def _save_checkpoint(self: Any, filepath: Any, *arguments: Any, **options: Any) -> None:
+    """Refuse URLs for strategies of Lightning that write folders: they would make a local folder of that name."""
+    is_local = isinstance(self.strategy, _FOLDER_STRATEGIES) and not getattr(self.strategy, "saves_to_runs", False)
+    if is_local and is_remote(to_url(filepath)):
+        name = type(self.strategy).__name__
+        raise InvalidArgumentError(
+            f"{name} writes to local folders alone. Pass Remote{name} of dcp_remote.integrations.lightning to Trainer.",
+            url=filepath,
+        )
+    _save_locally(self, filepath, *arguments, **options)
+
+
 def _get_filesystem(path: Any, **options: Any) -> Any:
     return RunFiles() if is_remote(to_url(path)) else _get_own_filesystem(path, **options)
 
 
+_FOLDER_STRATEGIES = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+_save_locally = Trainer.save_checkpoint
+Trainer.save_checkpoint = _save_checkpoint
 _get_own_filesystem = model_checkpoint.get_filesystem
 for _module in (model_checkpoint, checkpoint_connector):
     _module.get_filesystem = _get_filesystem

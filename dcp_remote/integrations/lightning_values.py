@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,3 +55,13 @@ def _plain_hyperparameter(name: str, value: Any) -> Any:
             _reported.add(name)
             logger.warning("Hyperparameter %s is saved as text, because %s", name, error)
         return repr(value)
+
+
+def metrics_of(trainer: Any) -> dict[str, float]:
+    """Return the numbers that were logged, without those that are not finite."""
+    numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if _is_number(value)}
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
+
+
+def _is_number(value: Any) -> bool:
+    return getattr(value, "numel", lambda: 1)() == 1

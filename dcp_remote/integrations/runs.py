@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,8 @@ class _Opened:
 
 _lock = threading.Lock()
 _opened: dict[str, _Opened] = {}
+# Step that was last saved to, or loaded from, a run; and the objects whose state that is, by URL of the run.
+_last: dict[str, tuple[int, Mapping[str, Any]]] = {}
 
 
 def manager_of(run_url: str, **settings: Any) -> CheckpointManager:
@@ -84,6 +88,7 @@ def close_managers() -> None:
     with _lock:
         opened = list(_opened.values())
         _opened.clear()
+        _last.clear()
     errors = []
     for one in opened:
         try:
@@ -92,6 +97,28 @@ def close_managers() -> None:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def note_step(run_url: str, step: int, **owners: Any) -> None:
+    """Note that the state of some objects was saved as a step of a run, or loaded from there.
+
+    Args:
+        run_url: URL of the run.
+        step: Step of the checkpoint.
+        owners: Objects by any name; kept as weak references.
+    """
+    _last[run_url.rstrip("/")] = step, {name: weakref.ref(owner) for name, owner in owners.items()}
+
+
+def can_repeat(run_url: str, step: int, **owners: Any) -> bool:
+    """Return whether a save of these objects may keep a checkpoint that this process has at the step: `exist_ok`.
+
+    False where the checkpoint is perhaps that of other objects, such as a second engine that saves to the same run:
+    with `exist_ok` nothing of them would be saved. Without objects a step is never repeated.
+    """
+    last_step, last_owners = _last.get(run_url.rstrip("/"), (-1, {}))
+    own = {name: weakref.ref(owner) for name, owner in owners.items()}
+    return step > last_step or (step == last_step and bool(own) and own == last_owners)
 
 
 def wait_for_saves() -> None:

@@ -16,10 +16,11 @@ BEST_STEP_METRIC = "best_global_step"
 
 @dataclass(frozen=True, slots=True)
 class KeepLatest:
-    """Retention of `save_total_limit`: the newest checkpoints, among them that of the best model.
+    """Retention of `save_total_limit`: the newest checkpoints, among them that of the best model; and the named.
 
     Attributes:
-        count: Number of checkpoints to keep; two at least where the best is not the newest.
+        count: Number of checkpoints to keep, without those that a user has named; two at least where the best is not
+            the newest.
     """
 
     count: int
@@ -30,6 +31,7 @@ class KeepLatest:
         best = dict(checkpoints[-1].metrics).get(BEST_STEP_METRIC)
         kept = {steps[-1]} | ({int(best)} & set(steps) if best is not None else set())
         free = max(self.count - len(kept), 0)
+        kept |= {info.step for info in checkpoints if {*info.names} - {f"checkpoint-{info.step}"}}  # named by the user
         others = [step for step in steps if step not in kept]
         return others[: max(len(others) - free, 0)]
 

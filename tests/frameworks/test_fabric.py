@@ -80,3 +80,22 @@ def test_without_this_package_a_save_on_rank_0_alone_hangs(train: Callable[..., 
     assert [report["begun"]["error"] for report in begun.reports] == [None, None]
     with pytest.raises(AssertionError, match="did not end within 90 s"):
         train(2, alone={**job, "url": str(tmp_path / "other")}, timeout_seconds=90)
+
+
+def test_other_objects_do_not_take_a_step_that_was_saved(run_program: Callable[..., Ranks], bucket_url: str) -> None:
+    """Of Fabric and of Trainer: a second save of one step is complete, or refused; it is never only a name."""
+    (report,) = run_program("second_saves.py", 1, f"{bucket_url}/runs").reports
+    refused = "CheckpointExistsError"
+    assert report["fabric"] == {
+        "other model": refused,
+        "same name": refused,
+        "optimizer after weights": refused,
+        "second name": None,
+        "loss in the name": "InvalidArgumentError",
+    }
+    assert report["lightning"]["parts"] is report["lightning"]["resumed"] is None
+    assert "optim" in report["lightning"]["keys"] == report["lightning"]["weights"]
+    assert report["lightning"]["trainers"] == "InvalidArgumentError"  # before the first step
+    assert report["lightning"]["starts"] == refused
+    average = report["average"]
+    assert average["resumed"] == average["whole"] != average["part"]  # the averages of Lightning's callback go on

@@ -10,9 +10,11 @@ import torch
 from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
 from dcp_remote.integrations.runs import (
     CheckpointPath,
+    can_repeat,
     close_managers,
     find_checkpoint,
     manager_of,
+    note_step,
     split_path,
     wait_for_saves,
 )
@@ -98,3 +100,19 @@ def test_a_checkpoint_is_found() -> None:
     assert find_checkpoint(f"{url}/7") == CheckpointPath(url, 7)
     with pytest.raises(CheckpointNotFoundError, match="names='checkpoint-5, 7'"):
         find_checkpoint(f"{url}/checkpoint-7")
+
+
+def test_a_step_is_repeated_for_the_same_objects_alone() -> None:
+    """Two engines of one process that save to one run would else be one checkpoint, with two names."""
+    first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    assert can_repeat(RUN, 0, engine=first)
+    note_step(RUN, 5, engine=first)
+    assert can_repeat(f"{RUN}/", 5, engine=first)
+    assert can_repeat(RUN, 6, engine=second)
+    assert not can_repeat(RUN, 5, engine=second)
+    assert not can_repeat(RUN, 5, engine=first, optimizer=second)
+    assert not can_repeat(RUN, 4, engine=first)
+    note_step(RUN, 6)
+    assert not can_repeat(RUN, 6)
+    close_managers()
+    assert can_repeat(RUN, 5, engine=second)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dcp_remote import CheckpointInfo
@@ -30,3 +32,12 @@ def test_the_newest_stay_and_the_best(count: int, best: int | None) -> None:
         else:
             expected = list(range(2 * max(number - count + 1, 1), step + 1, 2))
         assert steps == expected
+
+
+def test_what_a_user_has_named_stays() -> None:
+    """The name that each checkpoint has of itself keeps none; named ones do not count."""
+    names = {4: ("checkpoint-4", "gold"), 6: ("best",)}
+    infos = [make_info(step, 2) for step in (2, 4, 6, 8, 10)]
+    named = [replace(info, names=names.get(info.step, info.names)) for info in infos]
+    assert KeepLatest(1)(named) == [8]
+    assert KeepLatest(3)(named) == []

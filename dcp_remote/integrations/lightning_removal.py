@@ -1,0 +1,67 @@
+"""Checkpoints that Lightning has removed: names are taken, and checkpoints without one are deleted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from dcp_remote import CheckpointManager
+from dcp_remote.errors import DcpRemoteError
+from dcp_remote.integrations.runs import CheckpointPath
+
+logger = logging.getLogger(__name__)
+
+
+class Removals:
+    """Removals of one trainer, carried out by rank 0 once the checkpoint that replaces the removed one is committed.
+
+    Args:
+        manager_of: Function that returns the manager of a run by its URL.
+    """
+
+    def __init__(self, manager_of: Callable[[str], CheckpointManager]) -> None:
+        """Begin without any."""
+        self._manager_of = manager_of
+        self._removed: list[CheckpointPath] = []
+        # URLs of runs, and steps of checkpoints that have lost a name, or lose it to the save that is under way.
+        self._unnamed: set[tuple[str, int]] = set()
+
+    def add(self, path: CheckpointPath) -> None:
+        """Note that Lightning has removed a name."""
+        self._removed.append(path)
+
+    def carry_out(self, saved: CheckpointPath | None = None, step: int | None = None) -> None:
+        """Take the names, and delete checkpoints without one, but the newest. Raise nothing: what fails is tried again.
+
+        Only rank 0 calls this, so that an error would stop it alone, while nothing is lost by a checkpoint that stays.
+
+        Args:
+            saved: Run and name of the checkpoint that is saved next; other checkpoints lose this name.
+            step: Step of this checkpoint.
+        """
+        try:
+            self._carry_out()
+            if saved is not None:
+                infos = self._manager_of(saved.run_url).checkpoints()
+                holders = {info.step for info in infos if saved.checkpoint in info.names and info.step != step}
+                self._unnamed |= {(saved.run_url, holder) for holder in holders}
+        except DcpRemoteError:
+            logger.warning("Checkpoints that Lightning has removed stay until the next save.", exc_info=True)
+
+    def _carry_out(self) -> None:
+        while self._removed:
+            path = self._removed[0]
+            manager = self._manager_of(path.run_url)
+            info = next((one for one in manager.checkpoints() if path.checkpoint in one.names), None)
+            if info is not None:
+                self._unnamed.add((path.run_url, info.step))
+                manager.unname(str(path.checkpoint))
+            del self._removed[0]
+        for run_url, step in sorted(self._unnamed):
+            manager = self._manager_of(run_url)
+            info = next((one for one in manager.checkpoints() if one.step == step and not one.abandoned), None)
+            if info == manager.latest():
+                continue
+            self._unnamed.discard((run_url, step))
+            if info is not None and not info.names and not info.pinned:
+                manager.delete(step)

@@ -1,0 +1,49 @@
+"""Give URLs to an Accelerator before and after `enable`; save by automatic names, resume, save again."""
+
+from __future__ import annotations
+
+import sys
+
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from torch import nn
+
+from dcp_remote.errors import DcpRemoteError
+from dcp_remote.integrations.accelerate import enable
+from dcp_remote.integrations.runs import close_managers
+from tests.support.rank_programs import report
+
+
+def make_accelerator(url: str) -> Accelerator:
+    """Return an accelerator with one model, that names its checkpoints."""
+    project = ProjectConfiguration(project_dir=url, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator.prepare(nn.Linear(2, 2))
+    return accelerator
+
+
+def main() -> None:
+    """Report the errors of what is refused, and let others end the program."""
+    url = sys.argv[1]
+    plain = Accelerator(cpu=True)
+    model = plain.prepare(nn.Linear(2, 2))
+    refused = []
+    for call in (plain.save_state, plain.load_state, lambda url: plain.save_model(model, url)):
+        try:
+            call(f"{url}/run/step-1")
+        except DcpRemoteError as error:
+            refused.append(type(error).__name__)
+    enable()
+    accelerator = make_accelerator(url)
+    for _ in range(3):
+        accelerator.save_state()
+    close_managers()
+    resumed = make_accelerator(url)
+    resumed.load_state()
+    resumed.save_state()
+    close_managers()
+    report(refused=refused)
+
+
+if __name__ == "__main__":
+    main()
