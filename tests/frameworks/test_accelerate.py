@@ -99,7 +99,7 @@ def test_wrong_calls(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
         "no_run": "This is not the URL of a checkpoint in a run",
         "hooks": "work on files of a local folder",
         "absent": "CheckpointNotFoundError",
-        "others": "another number of these than the accelerator. Prepare and register the same ones",
+        "others": "another number of these than the accelerator; nothing was loaded",
     }.items():
         assert message in reports[name]["error"], name
     project = open_run(f"{bucket_url}/project/checkpoints", storage_options=s3_server.storage_options)
