@@ -50,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     storage_options = options.storage_options or os.environ.get(STORAGE_OPTIONS) or "{}"
     if not url:
         parser.error(f"there is no run: set {URL}, or pass --url s3://bucket/run")
+    if "://" not in url:  # as a path, the checkpoints would lie in a local folder of that name
+        parser.error(f"the run must be a URL, such as s3://bucket/run or file:///folder/run, not {url!r}")
     resume = "never" if options.no_resume else os.environ.get(RESUME) or "auto"
     if resume not in {"auto", "never"}:
         parser.error(f"{RESUME} must be auto or never, not {resume!r}")

@@ -123,6 +123,7 @@ def test_a_sitecustomize_of_the_environment_runs(tmp_path: Path) -> None:
         ([], {"DCP_REMOTE_URL": URL}, "there is no command: write it behind the options"),
         (["true"], {"DCP_REMOTE_URL": URL, "DCP_REMOTE_RESUME": "Never"}, "must be auto or never, not 'Never'"),
         (["true"], {"DCP_REMOTE_URL": "s3:/bucket/run"}, "s3://bucket/run"),
+        (["true"], {"DCP_REMOTE_URL": "bucket/run"}, "must be a URL, such as s3://bucket/run"),
         (["true"], {"DCP_REMOTE_URL": URL, "DCP_REMOTE_STORAGE_OPTIONS": "{endpoint"}, "is no JSON"),
         (["true"], {"DCP_REMOTE_URL": URL, "DCP_REMOTE_STORAGE_OPTIONS": "[]"}, "must be a JSON object"),
     ],
