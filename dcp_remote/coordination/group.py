@@ -299,13 +299,16 @@ class RankGroup:
             self._farewell_monitor = LivenessMonitor(range(1, self.world_size), now)
         monitor = self._farewell_monitor
         inside: list[int] = []
-        for rank, status in self.heartbeat.read(client, monitor.ranks).items():
+        statuses = self.heartbeat.read(client, monitor.ranks)
+        for rank, status in statuses.items():
             monitor.record(rank, status, now)
             if status.is_inside and status.operation == self._number:
                 inside.append(rank)
         if any(monitor.silent_seconds(rank, now) < self.heartbeat.delay_seconds_max for rank in inside):
             return False
-        self._member.delete_left_keys(client, self._number + 1, have_all_come=True)
+        # A rank that has not come to the last operation hears why this was given up when it comes.
+        have_all_come = all(status.is_closed or status.operation >= self._number for status in statuses.values())
+        self._member.delete_left_keys(client, self._number + 1, have_all_come=have_all_come)
         return True
 
 

@@ -161,6 +161,8 @@ def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False
         state,
         path.checkpoint,
         rename=leave_out_unused(state, left_out if is_own else keep_only(*state)),
+        # Such as options of groups, in which other frameworks put parameters of different weight decay.
+        unexpected="error" if is_own else "ignore",
         dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model
         must_exist=True,
     )

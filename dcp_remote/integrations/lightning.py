@@ -114,19 +114,8 @@ class RemoteStrategy:
     def setup(self, trainer: Any) -> None:
         """Set up model and optimizers, and let `trainer.save_checkpoint` take URLs."""
         super().setup(trainer)  # type: ignore[misc]  # the strategy that comes after this class
-        own = type(trainer).save_checkpoint.__get__(trainer)
-
-        @functools.wraps(own)
-        def save_checkpoint(filepath: Any, weights_only: Any = None, storage_options: Any = None) -> None:
-            if not is_remote(to_url(filepath)):
-                own(filepath, weights_only, storage_options)
-                return
-            if storage_options is not None:
-                raise InvalidArgumentError("Pass storage_options in checkpoint_settings of the strategy.")
-            with trainer.profiler.profile("save_checkpoint"):
-                self._save(trainer, to_url(filepath), weights_only=bool(weights_only))
-
-        trainer.save_checkpoint = save_checkpoint
+        if not isinstance(trainer.save_checkpoint, functools.partial):
+            trainer.save_checkpoint = functools.partial(_save_checkpoint, trainer, trainer.save_checkpoint)
 
     def on_train_start(self) -> None:
         """Refuse to train where a save would be refused: in a run that has checkpoints, from which no state was loaded.
@@ -447,6 +436,19 @@ class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):  # type: ignor
 
     def _keep(self, state: Mapping[str, Any]) -> Callable[[str], str | None]:
         return leave_out_unused(state, keep_only(*state))
+
+
+def _save_checkpoint(
+    trainer: Any, own: Callable[..., None], filepath: Any, weights_only: Any = None, storage_options: Any = None
+) -> None:
+    """Save to a run, or to a local file by Trainer's own method; no closure, so that a trainer can be pickled."""
+    if not is_remote(to_url(filepath)):
+        own(filepath, weights_only, storage_options)
+        return
+    if storage_options is not None:
+        raise InvalidArgumentError("Pass storage_options in checkpoint_settings of the strategy.")
+    with trainer.profiler.profile("save_checkpoint"):
+        trainer.strategy._save(trainer, to_url(filepath), weights_only=bool(weights_only))
 
 
 def _by_number(values: list[Any]) -> dict[str, Any] | None:

@@ -60,6 +60,16 @@ def test_ranks_that_do_not_come_are_named(absent: list[int]) -> None:
         assert [result.value for result in them.run(together)] == expected(3)
 
 
+def test_a_rank_that_comes_after_the_coordinator_has_closed_hears_the_same() -> None:
+    with rank_threads(2) as them:
+        (first,) = them.run(come, ranks=[0])
+        assert them.ranks[0].heartbeat is not None, "each of two ranks has one"
+        them.ranks[0].heartbeat.close()
+        (late,) = them.run(come, ranks=[1])
+        assert type(late.error) is type(first.error) is SaveTimeoutError
+        assert "Rank 1 has not called" in str(late.error)
+
+
 def guard(them: RankThreads, ranks: Sequence[int], *, times: int) -> None:
     """Let these ranks alone begin operations, as under `if rank == 0`."""
     for step in range(times):

@@ -409,7 +409,7 @@ def run_fabric(job: Job) -> None:
 
     state = {"model": model, "optimizer": optimizer}
     if job.action == "resume":
-        fabric.load(f"{job.url}/{SAVED_STEP}", state)
+        fabric.load(f"{job.url}/{SAVED_STEP}", state, strict=False)
     elif job.action == "weights":
         fabric.load_raw(f"{job.url}/{SAVED_STEP}", model)
     job.train(
