@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 
 from dcp_remote import open_run
 from dcp_remote.integrations.deepspeed import attach
@@ -42,11 +43,12 @@ def incident_0(url: str) -> None:
 
 
 def incident_0_of_a_url(url: str) -> None:
-    """DeepSpeed's own save takes a URL for a folder; with us none is made."""
+    """DeepSpeed's own save takes a URL for a folder, which is refused once this package is imported."""
     engine = make_engine(**KINDS["2"])
     train(engine, 1)
     local = Path("s3:").absolute()
-    engine.save_checkpoint(url)
+    assert "takes local folders alone" in raised(engine.save_checkpoint, url)
+    DeepSpeedEngine.save_checkpoint.__wrapped__(engine, url)
     assert list((local / url.removeprefix("s3://")).glob("global_step1/*optim_states.pt"))
     dist.barrier()
     if dist.get_rank() == 0:
