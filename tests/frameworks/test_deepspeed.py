@@ -209,6 +209,7 @@ def test_incident_4_another_world_size(deepspeed_url: str, run_program: RunProgr
     assert loaded.reports[0]["loaded"] == saved["saved"]
 
 
+@LONG
 def test_a_job_that_is_killed_in_a_save_goes_on(
     deepspeed_url: str, run_program: RunProgram, reports_of: ReportsOf
 ) -> None:

@@ -116,6 +116,7 @@ def test_a_save_on_one_rank_alone_ends(train: Callable[..., Ranks], bucket_url: 
     assert "Rank 1 has not called the save of step 3" in ranks.reports[0]["alone"]["error"], ranks.show()
 
 
+@LONG
 def test_weights_of_a_training_are_read_by_a_plain_script(
     train: Callable[..., Ranks], bucket_url: str, s3_server: S3Server
 ) -> None:

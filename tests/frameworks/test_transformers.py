@@ -326,6 +326,7 @@ def test_incident_1_a_checkpoint_that_was_cut_off(train: Jobs, bucket_url: str) 
     assert sorted(reports["resumed"]["losses"]) == [str(step) for step in range(1, 7)]
 
 
+@LONG
 def test_memory_of_a_save_is_a_copy_of_the_shard_and_the_budget(
     run_program: Callable[..., Ranks], bucket_url: str
 ) -> None:
