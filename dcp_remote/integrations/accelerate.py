@@ -12,7 +12,6 @@ import functools
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from accelerate import Accelerator
@@ -27,9 +26,9 @@ from dcp_remote import (
     is_remote,
     training_state,
 )
-from dcp_remote.errors import InvalidArgumentError, StateMismatchError
+from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
-from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
+from dcp_remote.integrations.runs import find_checkpoint, manager_of, restore_own, split_path, wait_for_saves
 from dcp_remote.integrations.wrappers import unwrap_optimizer
 
 logger = logging.getLogger(__name__)
@@ -145,15 +144,7 @@ def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False
     manager = manager_of(path.run_url, **settings)
     about, loaders = Opaque[Any](None), Opaque[Any](None)
     # First, since a checkpoint of another framework has none of these, and may yet have all that is trained.
-    with suppress(StateMismatchError):
-        manager.restore(
-            {ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)},
-            path.checkpoint,
-            rename=keep_only(ABOUT_KEY, LOADERS_KEY),
-            missing="keep",
-            go_on=False,
-            must_exist=True,
-        )
+    restore_own(manager, {ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)}, path.checkpoint)
     is_own, state = about.value is not None, _training(accelerator)
     _require_same_objects(accelerator, about.value or {"custom": [], "loaders": accelerator._dataloaders}, url)
     left_out = leave_out(ABOUT_KEY, LOADERS_KEY, *({"deepspeed"} - state.keys()))

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from dcp_remote import ModelState, Run, is_remote, open_run
-from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 from dcp_remote.integrations.transformers import remote
 
 logger = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ def _save_model(
     run = open_run(cfg.remote_checkpoint_url, storage_options=dict(options) if options else None)
     step = state.best_global_step if trainer.args.load_best_model_at_end else state.global_step
     sizes = {name: value.nbytes for name, value in ModelState(trainer.model).state_dict().items()}
-    failure: list[Exception | None] = [None]
+    failure: Exception | None = None
     if trainer.args.process_index == 0:
         try:
             if cfg.adapter or not run.exists(step):
@@ -210,10 +210,13 @@ def _save_model(
             else:
                 _export(run, step, sizes, Path(output_dir))
         except Exception as error:  # noqa: BLE001  # raised below, on all ranks
-            failure[0] = error
-    (raised,) = broadcast_object_list(failure)
-    if raised is not None:
-        raise raised
+            failure = error
+    # As text, because not every error can be pickled: then the other ranks would wait for ever.
+    (text,) = broadcast_object_list([failure and f"{type(failure).__name__}: {failure}"])
+    if failure is not None:
+        raise failure
+    if text is not None:
+        raise DcpRemoteError("The first rank could not write the final model.", output_dir=output_dir, cause=text)
 
 
 def _export(run: Run, step: int, sizes: Mapping[str, int], folder: Path) -> None:

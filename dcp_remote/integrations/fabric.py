@@ -11,7 +11,6 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from lightning.fabric import Fabric
@@ -27,13 +26,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dcp_remote import ModelState, Opaque, PerRank, as_plain, is_remote, training_state
-from dcp_remote.errors import InvalidArgumentError, StateMismatchError
+from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_only, leave_out_unused
 from dcp_remote.integrations.runs import (
     can_repeat,
     find_checkpoint,
     manager_of,
     note_step,
+    restore_own,
     split_path,
     wait_for_saves,
 )
@@ -125,6 +125,9 @@ class RemoteStrategy:
     ) -> dict[str, Any]:
         """Load into a state, in place; return the values of the checkpoint that the state does not ask for.
 
+        Costs one to four requests per rank to find the checkpoint, and those of two calls of
+        `CheckpointManager.restore`; of one for a module.
+
         Args:
             path: URL of a run, for its newest checkpoint, or of a checkpoint in a run; or a local path.
             state: Dict as for `fabric.save`; or a module, as of `fabric.load_raw`, which gets the weights alone.
@@ -154,15 +157,7 @@ class RemoteStrategy:
         values, own = Opaque[Any]({}), Opaque[Any](None)
         if not is_module:
             # First, since checkpoints of other frameworks have none of these, and may yet have all that is asked for.
-            with suppress(StateMismatchError):
-                manager.restore(
-                    {VALUES_KEY: values, RANK_VALUES_KEY: PerRank(own)},
-                    found.checkpoint,
-                    rename=keep_only(VALUES_KEY, RANK_VALUES_KEY),
-                    missing="keep",
-                    go_on=False,
-                    must_exist=True,
-                )
+            restore_own(manager, {VALUES_KEY: values, RANK_VALUES_KEY: PerRank(own)}, found.checkpoint)
             if strict:
                 _require_values(state, values.value, url=str(path))
         step = manager.restore(

@@ -16,7 +16,6 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import __version__ as lightning_version
@@ -31,7 +30,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn
 
 from dcp_remote import CheckpointManager, ModelState, Opaque, PerRank, RandomStates, is_remote, training_state
-from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatchError
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 from dcp_remote.integrations import lightning_files
 from dcp_remote.integrations.entries import keep_only, leave_out_unused
 from dcp_remote.integrations.lightning_files import note_name, to_url
@@ -43,6 +42,7 @@ from dcp_remote.integrations.runs import (
     find_checkpoint,
     manager_of,
     note_step,
+    restore_own,
     wait_for_saves,
 )
 
@@ -61,7 +61,6 @@ logger = logging.getLogger(__name__)
 ABOUT_KEY = "lightning"
 LOADERS_KEY = "loaders"
 
-_SMALL_KEYS = (ABOUT_KEY, LOADERS_KEY)
 _LOADER_STATES = "combined_loader"
 
 
@@ -78,6 +77,9 @@ class RemoteStrategy:
     does not call it within 30 s, or raises meanwhile, is an error on all ranks that did. An error of the upload is
     raised by the next save, or when `fit` ends; `fit` returns when the last checkpoint is committed. After a kill at
     any moment the run has the checkpoints that it had, and perhaps the new one, each whole.
+
+    A save costs what `CheckpointManager.save` costs, one GET of the catalog, and up to four requests for each
+    checkpoint that Lightning has removed; by rank 0.
 
     Args:
         arguments: Arguments of Lightning's strategy.
@@ -252,11 +254,7 @@ class RemoteStrategy:
         path = self._locate(url)
         manager = self._manager(path.run_url)
         about, loaders = Opaque[Any](None), Opaque[Any](None)
-        small = {ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)}
-        with suppress(StateMismatchError):  # the checkpoint of another framework may have none of these
-            manager.restore(
-                small, path.checkpoint, rename=keep_only(*_SMALL_KEYS), missing="keep", go_on=False, must_exist=True
-            )
+        restore_own(manager, {ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)}, path.checkpoint)
         if about.value is None:
             if is_fitting:
                 raise InvalidArgumentError(
@@ -266,7 +264,7 @@ class RemoteStrategy:
                 )
             about.value = {"pytorch-lightning_version": lightning_version}
         rest = dict(about.value)
-        self._adopt_last(rest.get("callbacks", {}))
+        lightning_files.adopt_last(trainer, rest.get("callbacks", {}))
         has_optimizers = is_fitting and rest.pop("has_optimizers", False)
         is_strict = bool(self.lightning_module.strict_loading)  # type: ignore[attr-defined]  # of the strategy
         state = self._tensors(is_training=has_optimizers)
@@ -297,22 +295,6 @@ class RemoteStrategy:
         """Load the optimizers, unless they were loaded from a run."""
         if checkpoint["optimizer_states"] or self._engine is not None:
             super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]  # as above
-
-    def _adopt_last(self, states: Mapping[str, Any]) -> None:
-        """Let `ModelCheckpoint` give the name `last.ckpt` to later checkpoints, also after its first save.
-
-        The state of that save was copied before the name was given, so that Lightning would give `last-v1.ckpt`.
-        """
-        for callback in self._trainer.checkpoint_callbacks:
-            state = states.get(callback.state_key)
-            if (
-                state is None
-                or not isinstance(callback, ModelCheckpoint)
-                or not is_remote(to_url(callback.dirpath or ""))
-            ):
-                continue
-            if not state["last_model_path"] and state["dirpath"] == callback.dirpath:
-                state["last_model_path"] = callback.format_checkpoint_name({}, callback.CHECKPOINT_NAME_LAST)
 
     def _as_lightning(self, rest: dict[str, Any], positions: Any, url: str, *, has_optimizers: bool) -> dict[str, Any]:
         """Return the parts of a checkpoint as Lightning's own would have them."""

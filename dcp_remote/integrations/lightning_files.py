@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -34,6 +35,22 @@ def to_url(path: Any) -> str:
 def note_name(run_url: str, name: str, *, is_given: bool) -> None:
     """Note that this process gives a name to a checkpoint, or takes it."""
     _given.setdefault(run_url, {})[name] = is_given
+
+
+def adopt_last(trainer: Any, states: Mapping[str, Any]) -> None:
+    """Let `ModelCheckpoint` give the name `last.ckpt` to later checkpoints, also after its first save.
+
+    The state of that save was copied before the name was given, so that Lightning would give `last-v1.ckpt`.
+
+    Args:
+        trainer: Trainer that resumes.
+        states: States of callbacks, as they were loaded; changed in place.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        state = states.get(callback.state_key)
+        is_own = isinstance(callback, model_checkpoint.ModelCheckpoint) and is_remote(to_url(callback.dirpath or ""))
+        if state is not None and is_own and not state["last_model_path"] and state["dirpath"] == callback.dirpath:
+            state["last_model_path"] = callback.format_checkpoint_name({}, callback.CHECKPOINT_NAME_LAST)
 
 
 class RunFiles:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from dcp_remote import CheckpointManager, is_remote, open_run
-from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
+from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError
+from dcp_remote.integrations.entries import keep_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,23 @@ def can_repeat(run_url: str, step: int, **owners: Any) -> bool:
     last_step, last_owners = _last.get(run_url.rstrip("/"), (-1, {}))
     own = {name: weakref.ref(owner) for name, owner in owners.items()}
     return step > last_step or (step == last_step and bool(own) and own == last_owners)
+
+
+def restore_own(manager: CheckpointManager, values: dict[str, Any], checkpoint: str | int | None) -> None:
+    """Read entries that one framework alone saves, in place; leave the values where the checkpoint has none of them.
+
+    Every rank calls this. Costs what `CheckpointManager.restore` costs; changes nothing of the run.
+
+    Args:
+        manager: Manager of the run.
+        values: `Opaque` values, or `PerRank` ones, by key.
+        checkpoint: Name or step; None is the newest.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint.
+    """
+    with suppress(StateMismatchError):  # raised where no entry at all would be read
+        manager.restore(values, checkpoint, rename=keep_only(*values), missing="keep", go_on=False, must_exist=True)
 
 
 def wait_for_saves() -> None:

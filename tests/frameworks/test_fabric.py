@@ -83,7 +83,7 @@ def test_without_this_package_a_save_on_rank_0_alone_hangs(train: Callable[..., 
 
 
 def test_other_objects_do_not_take_a_step_that_was_saved(run_program: Callable[..., Ranks], bucket_url: str) -> None:
-    """Of Fabric and of Trainer: a second save of one step is complete, or refused; it is never only a name."""
+    """A second save of one step, by Fabric or Trainer, is complete or refused, and never only a name."""
     (report,) = run_program("second_saves.py", 1, f"{bucket_url}/runs").reports
     refused = "CheckpointExistsError"
     assert report["fabric"] == {

@@ -46,7 +46,7 @@ ARGUMENTS = shlex.split("""
 
 
 class Watch:
-    """What one training does; it also disturbs the training as its options say."""
+    """Record of one training, which also disturbs the training as its options say."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -72,7 +72,7 @@ class Watch:
 
     def save(self, manager: Any, curr_step: int, last_step: bool = False) -> bool:
         if RANK == 1 and curr_step == self.options.get("late_at"):
-            time.sleep(8)
+            time.sleep(8)  # longer than the other rank waits
         if curr_step == 0:
             self.note("seed", manager.states["train_state"])
         is_failing = RANK == 1 and curr_step == self.options.get("fail_at")
