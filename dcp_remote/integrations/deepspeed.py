@@ -121,14 +121,16 @@ def _methods(settings: Mapping[str, Any], *, is_waiting: bool) -> dict[str, Call
             )
         manager = manager_of(_text(save_dir), **settings)
         step = self.global_steps
+        # A save without the frozen parameters does not stand for one with them.
+        owners = {"trained" if exclude_frozen_parameters else "engine": self}
         manager.save(
             step,
             lambda: engine_state(self, client_state=client_state, exclude_frozen_parameters=exclude_frozen_parameters),
             name=f"global_step{step}" if tag is None else str(tag),
-            exist_ok=can_repeat(manager.url, step, engine=self),
+            exist_ok=can_repeat(manager.url, step, **owners),
             wait=is_waiting or "begun",
         )
-        note_step(manager.url, step, engine=self)
+        note_step(manager.url, step, **owners)
         return True
 
     def load_checkpoint(  # noqa: PLR0917  # DeepSpeed's signature

@@ -66,6 +66,7 @@ def frozen_parameters_are_left_out(url: str) -> None:
     engine.save_checkpoint(url, exclude_frozen_parameters=True)
     saved = dcp_remote.load(url, keys="model.*")["model"]
     assert not [name for name in saved if name.startswith("frozen")]
+    assert raised(engine.save_checkpoint, url, "whole").startswith("CheckpointExistsError")
     other = make_engine(seed=4, **KINDS["2"])
     attach(other, progress=False)
     own = full_state_of_copies(other)
