@@ -30,8 +30,9 @@ def shard(model: nn.Module, mesh: Any) -> nn.Module:
 
 def main() -> None:
     """Train a hundred steps, with a checkpoint after every twenty."""
-    url, has_gpu = sys.argv[1], torch.cuda.is_available()
-    strategy = RemoteModelParallelStrategy(shard, process_group_backend=None if has_gpu else "gloo")  # dcp_remote
+    url, has_gpu, ranks = sys.argv[1], torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", "1"))
+    backend = None if has_gpu else "gloo"
+    strategy = RemoteModelParallelStrategy(shard, ranks, 1, process_group_backend=backend)  # dcp_remote
     accelerator = "auto" if has_gpu else "cpu"
     fabric = Fabric(accelerator=accelerator, devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), strategy=strategy)
     fabric.launch()
@@ -50,7 +51,8 @@ def main() -> None:
         state["step"] += 1
         if state["step"] % SAVE_EVERY == 0:
             fabric.save(f"{url}/step-{state['step']}.ckpt", state)
-    fabric.print(f"trained to step {state['step']}, loss {loss.item():.4f}")
+            fabric.print(f"step {state['step']}, loss {loss.item():.4f}")
+    fabric.print(f"trained to step {state['step']}")
 
 
 if __name__ == "__main__":

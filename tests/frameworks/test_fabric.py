@@ -16,6 +16,8 @@ from tests.support.rank_programs import RANKS_TIMEOUT_SECONDS, Ranks
 # `make test-frameworks` leaves out what the others hold nearly as well: importing the frameworks takes a while.
 LONG = pytest.mark.torture(smoke=False)
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
 MODES = [pytest.param("fsdp2", 2)]
 MODES += [pytest.param(mode, size, marks=LONG) for mode, size in (("fsdp1", 2), ("zero3", 2), ("ddp", 2), ("plain", 1))]
 
@@ -99,3 +101,17 @@ def test_other_objects_do_not_take_a_step_that_was_saved(run_program: Callable[.
     assert report["lightning"]["starts"] == refused
     average = report["average"]
     assert average["resumed"] == average["whole"] != average["part"]  # the averages of Lightning's callback go on
+
+
+def test_the_example(run_program: Callable[..., Ranks], bucket_url: str, s3_server: S3Server) -> None:
+    """`examples/fabric.py` on two ranks; then, without its last checkpoint, on one, which trains that part again."""
+    url = f"{bucket_url}/run"
+    first = run_program(EXAMPLES / "fabric.py", 2, url)
+    assert "trained to step 100" in first.outputs[0]
+    run = open_run(url, storage_options=s3_server.storage_options)
+    assert [info.step for info in run.checkpoints()] == [20, 40, 60, 80, 100]
+    run.delete(100, force=True)
+    second = run_program(EXAMPLES / "fabric.py", 1, url)
+    assert "step 80" not in second.outputs[0]
+    assert "trained to step 100" in second.outputs[0]
+    assert [info.step for info in run.checkpoints()] == [20, 40, 60, 80, 100]

@@ -126,3 +126,14 @@ def test_weights_of_a_training_are_read_by_a_plain_script(
     model = load(url, keys="model.*", storage_options=s3_server.storage_options)["model"]
     shapes = {name: tuple(value.shape) for name, value in model.items()}
     assert shapes == {"first.weight": (5, 8), "first.bias": (5,), "second.weight": (2, 5)}
+
+
+def test_the_example(run_program: Callable[..., Ranks], bucket_url: str, s3_server: S3Server) -> None:
+    """`examples/lightning_fsdp.py` on two ranks, and on one, which finds that all epochs are trained."""
+    script, url = Path(__file__).parents[2] / "examples" / "lightning_fsdp.py", f"{bucket_url}/run"
+    first = run_program(script, 2, url)
+    assert "trained to step 80" in first.outputs[0]
+    second = run_program(script, 1, url)
+    assert "Restored all states" in second.outputs[0]
+    (info,) = open_run(url, storage_options=s3_server.storage_options).checkpoints()
+    assert (info.step, "last.ckpt" in info.names) == (80, True)
