@@ -84,6 +84,7 @@ def test_without_this_package_a_save_on_rank_0_alone_hangs(train: Callable[..., 
         train(2, alone={**job, "url": str(tmp_path / "other")}, timeout_seconds=90)
 
 
+@LONG
 def test_other_objects_do_not_take_a_step_that_was_saved(run_program: Callable[..., Ranks], bucket_url: str) -> None:
     """A second save of one step, by Fabric or Trainer, is complete or refused, and never only a name."""
     (report,) = run_program("second_saves.py", 1, f"{bucket_url}/runs").reports
@@ -103,6 +104,7 @@ def test_other_objects_do_not_take_a_step_that_was_saved(run_program: Callable[.
     assert average["resumed"] == average["whole"] != average["part"]  # the averages of Lightning's callback go on
 
 
+@LONG
 def test_the_example(run_program: Callable[..., Ranks], bucket_url: str, s3_server: S3Server) -> None:
     """`examples/fabric.py` on two ranks; then, without its last checkpoint, on one, which trains that part again."""
     url = f"{bucket_url}/run"

@@ -128,6 +128,7 @@ def test_weights_of_a_training_are_read_by_a_plain_script(
     assert shapes == {"first.weight": (5, 8), "first.bias": (5,), "second.weight": (2, 5)}
 
 
+@LONG
 def test_the_example(run_program: Callable[..., Ranks], bucket_url: str, s3_server: S3Server) -> None:
     """`examples/lightning_fsdp.py` on two ranks, and on one, which finds that all epochs are trained."""
     script, url = Path(__file__).parents[2] / "examples" / "lightning_fsdp.py", f"{bucket_url}/run"

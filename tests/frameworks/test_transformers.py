@@ -25,13 +25,13 @@ def train(run_program: Callable[..., Ranks], tmp_path: Path) -> Jobs:
 LONG = pytest.mark.torture(smoke=False)
 
 MODES = [("fsdp2", 2), ("zero3", 2), pytest.param("plain", 1, marks=LONG)]
-MODES += [pytest.param(mode, 2, marks=LONG) for mode in ("ddp", "zero1", "zero2")]
+MODES += [pytest.param(mode, 2, marks=LONG) for mode in ("ddp", "fsdp1", "zero1", "zero2")]
 
 # Threads, sockets, plans and the interpreter's own.
 OTHER_MEMORY_MIB = 24
 
 # Modes in which Trainer by itself gathers the model for a checkpoint, or lets the engine save.
-GATHERED = {"fsdp2", "zero1", "zero2", "zero3"}
+GATHERED = {"fsdp1", "fsdp2", "zero1", "zero2", "zero3"}
 
 
 @pytest.mark.parametrize(("mode", "world_size"), MODES)

@@ -47,7 +47,7 @@ def run_jobs(train: Callable[[str, dict[str, Any]], dict[str, Any]]) -> None:
             del os.environ[name]
     elif mode != "ddp":
         use_gloo_ranks()
-        forbid_gathers()
+        forbid_gathers(has_collectives=mode == "fsdp1")
     for name, job in options["jobs"].items():
         report(**{name: train(mode, job)})
         close_managers()
@@ -178,10 +178,13 @@ def random_digest() -> str:
     )
 
 
-def forbid_gathers() -> None:
+def forbid_gathers(*, has_collectives: bool = False) -> None:
     """Make every way in which the frameworks gather a sharded model for a checkpoint raise an error.
 
     So does a collective of torch in a save. A DTensor without dimensions, as the norm of gradients, may be gathered.
+
+    Args:
+        has_collectives: True where a save calls collectives of torch, as that of FSDP1's optimizer does.
     """
     from accelerate import Accelerator
     from torch.distributed.checkpoint import state_dict as torch_state_dict
@@ -200,7 +203,8 @@ def forbid_gathers() -> None:
         if collectives.get_total_counts():
             raise RuntimeError(f"a save calls collectives of torch: {dict(collectives.get_comm_counts())}")
 
-    CheckpointManager.save = save_without_collectives  # type: ignore[assignment, method-assign]  # in this process
+    if not has_collectives:
+        CheckpointManager.save = save_without_collectives  # type: ignore[assignment, method-assign]  # in this process
     Accelerator.get_state_dict = refuse
     DTensor.full_tensor = refuse_whole  # type: ignore[assignment, method-assign]  # in this process
     torch_state_dict._gather_state_dict = refuse

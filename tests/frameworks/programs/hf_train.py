@@ -136,9 +136,10 @@ def make_arguments(mode: str, options: dict[str, Any], output: Path) -> Training
     }
     if mode != "plain":
         given["ddp_backend"] = "gloo"
-    if mode == "fsdp2":
+    if mode.startswith("fsdp"):
         given["fsdp"] = "full_shard auto_wrap"
-        config = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        config = {"version": int(mode[-1]), "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        config["sync_module_states"] = False  # needs an accelerator, and every rank makes the same model
         given["fsdp_config"] = config | options.get("fsdp_config", {})
     if mode.startswith("zero"):
         given["deepspeed"] = hf_models.zero_config(mode, stage3_gather_16bit_weights_on_model_save=True)
