@@ -163,10 +163,11 @@ define install_torch
 $(PIP) install --no-deps "$(TORCH)" 2>/dev/null || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH)"
 endef
 
-# No single quotes, because the shell quotes this text with them.
+# No single quotes, because the shell quotes this text with them. nvidia-ml-py, which Axolotl needs, is Python alone.
 define check_torch
 import importlib.metadata, sys, torch; \
-cuda = sorted(d.name for d in importlib.metadata.distributions() if d.name.lower().startswith("nvidia-")); \
+names = {d.name.lower() for d in importlib.metadata.distributions()}; \
+cuda = sorted(name for name in names - {"nvidia-ml-py"} if name.startswith("nvidia-")); \
 sys.exit(f"$(VENV) holds CUDA; remove it and begin again. cuda={torch.version.cuda} packages={cuda}" \
 if torch.version.cuda or cuda else 0)
 endef
