@@ -74,7 +74,8 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     strategy = make_strategy(
         mode, None if is_stock else dict(options.get("settings") or {}), is_fabric=True, parallelize_fn=shard
     )
-    fabric = Fabric(accelerator=make_accelerator(mode), devices=1 if mode == "plain" else WORLD_SIZE, strategy=strategy)
+    accelerator = make_accelerator(mode, is_fabric=True)
+    fabric = Fabric(accelerator=accelerator, devices=1 if mode == "plain" else WORLD_SIZE, strategy=strategy)
     fabric.launch()
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 2, bias=False))

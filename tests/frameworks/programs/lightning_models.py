@@ -87,11 +87,12 @@ def _on_cpu(base: Any) -> Any:
     return type(base.__name__, (base,), {})
 
 
-def make_accelerator(mode: str) -> Any:
+def make_accelerator(mode: str, *, is_fabric: bool = False) -> Any:
     """Return the accelerator of a strategy: one that DeepSpeed's takes for CUDA, or the CPU."""
     if not mode.startswith("zero"):
         return "cpu"
-    from lightning.pytorch.accelerators import CUDAAccelerator
+    package = f"lightning.{'fabric' if is_fabric else 'pytorch'}.accelerators"
+    cuda_accelerator = importlib.import_module(package).CUDAAccelerator
 
     methods = {
         "setup_device": lambda self, device: None,
@@ -102,7 +103,7 @@ def make_accelerator(mode: str) -> Any:
         "auto_device_count": staticmethod(lambda: WORLD_SIZE),
         "is_available": staticmethod(lambda: True),
     }
-    return type("PretendedCuda", (CUDAAccelerator,), methods)()
+    return type("PretendedCuda", (cuda_accelerator,), methods)()
 
 
 def _deepspeed_on_cpu(base: Any, stage: int, options: dict[str, Any]) -> Any:
