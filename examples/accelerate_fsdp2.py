@@ -18,7 +18,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dcp_remote.errors import CheckpointNotFoundError  # changed
+from dcp_remote import latest  # changed
 from dcp_remote.integrations.accelerate import load_state, save_state  # changed
 from dcp_remote.integrations.runs import close_managers  # changed
 
@@ -54,11 +54,7 @@ def main() -> None:
     loader: Any = DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    step = 0
-    try:
-        step = load_state(accelerator, options.url)  # changed
-    except CheckpointNotFoundError:  # changed
-        accelerator.print("no checkpoint yet: training starts from the beginning")
+    step = load_state(accelerator, options.url) if latest(options.url) else 0  # changed
     while step < options.steps:
         loader.set_epoch(step // len(loader))
         for batch in accelerator.skip_first_batches(loader, step % len(loader)):

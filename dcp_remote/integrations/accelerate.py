@@ -274,7 +274,7 @@ def _apply(accelerator: Any, about: Mapping[str, Any], positions: Sequence[Any] 
 
 def _loader_state(loader: Any) -> dict[str, Any]:
     """Return the epoch of a data loader, and how its sampler shuffles; equal on all ranks."""
-    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    sampler = _sampler_of(loader)
     generator = getattr(sampler, "generator", None)
     return {
         "iteration": getattr(loader, "iteration", None),
@@ -284,8 +284,15 @@ def _loader_state(loader: Any) -> dict[str, Any]:
     }
 
 
-def _load_loader(loader: Any, saved: Mapping[str, Any]) -> None:
+def _sampler_of(loader: Any) -> Any:
+    """Return the sampler of a data loader, also below the batches of one of several processes; None if it has none."""
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    shared = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)  # of Accelerate's BatchSamplerShard
+    return getattr(shared, "sampler", None) if sampler is None else sampler
+
+
+def _load_loader(loader: Any, saved: Mapping[str, Any]) -> None:
+    sampler = _sampler_of(loader)
     if saved["iteration"] is not None and hasattr(loader, "iteration"):
         loader.iteration = saved["iteration"]
     for name, value in (("epoch", saved["epoch"]), ("initial_seed", saved["seed"])):

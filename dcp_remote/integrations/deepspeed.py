@@ -28,7 +28,7 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from dcp_remote import CheckpointManager, is_remote
+from dcp_remote import CheckpointManager, is_remote, open_run
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.deepspeed_state import EngineState, engine_state, require_supported
 from dcp_remote.integrations.entries import keep_only, leave_out_unused
@@ -154,15 +154,19 @@ def _methods(settings: Mapping[str, Any], *, is_waiting: bool) -> dict[str, Call
                 load_module_only,
                 custom_load_fn,
             )
-        return _load(
+        manager = manager_of(_text(load_dir), **settings)
+        loaded = _load(
             self,
-            manager_of(_text(load_dir), **settings),
+            manager,
             None if tag is None else str(tag),
             is_strict=load_module_strict,
             loads_optimizer=load_optimizer_states and not load_module_only,
             loads_scheduler=load_lr_scheduler_states and not load_module_only,
             is_module_only=load_module_only,
         )
+        if loaded[0] is None:
+            _require_run(manager.url, settings)
+        return loaded
 
     def save_16bit_model(self: Any, save_dir: Any, *arguments: Any, **options: Any) -> Any:
         if _is_url(save_dir):
@@ -226,6 +230,21 @@ def _load(
     if not is_module_only:
         note_step(manager.url, step, engine=engine)
     return f"{manager.url}/{tag or step}", part.client_state
+
+
+def _require_run(url: str, settings: Mapping[str, Any]) -> None:
+    """Refuse the URL of a checkpoint in a run: a training that begins there, with a warning alone, loses its state.
+
+    Costs one request.
+    """
+    run_url, _, name = url.rpartition("/")
+    options = {"storage_options": settings["storage_options"]} if "storage_options" in settings else {}
+    if run_url.count("/") > 2 and open_run(run_url, **options).latest() is not None:  # noqa: PLR2004  # s3://bucket has two
+        raise InvalidArgumentError(
+            "This is the URL of a checkpoint in a run. Pass the run as load_dir, and the name as tag.",
+            load_dir=run_url,
+            tag=name,
+        )
 
 
 def _is_url(folder: Any) -> bool:

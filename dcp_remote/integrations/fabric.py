@@ -300,7 +300,8 @@ def _is_value(value: Any) -> bool:
 
 
 def _is_loader(value: Any) -> bool:
-    return hasattr(value, "__iter__") and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    is_stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return is_stateful and hasattr(value, "__iter__") and not isinstance(value, nn.Module)  # as nn.Sequential is
 
 
 def _require_values(state: Mapping[str, Any], values: Mapping[str, Any], *, url: str) -> None:

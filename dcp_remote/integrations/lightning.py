@@ -116,6 +116,10 @@ class RemoteStrategy:
     def setup(self, trainer: Any) -> None:
         """Set up model and optimizers, and let `trainer.save_checkpoint` take URLs."""
         super().setup(trainer)  # type: ignore[misc]  # the strategy that comes after this class
+        for callback in self._savers():
+            # With a slash at its end, Lightning would take a saved folder for another one, and forget its checkpoints.
+            if is_remote(to_url(callback.dirpath or "")):
+                callback.dirpath = to_url(callback.dirpath)
         if not isinstance(trainer.save_checkpoint, functools.partial):
             trainer.save_checkpoint = functools.partial(_save_checkpoint, trainer, trainer.save_checkpoint)
 
@@ -126,6 +130,9 @@ class RemoteStrategy:
             InvalidArgumentError: There is such a run, on all ranks.
         """
         super().on_train_start()  # type: ignore[misc]  # as above
+        folders = sorted({str(one.dirpath) for one in self._savers() if not is_remote(to_url(one.dirpath or ""))})
+        if folders and self.is_global_zero:  # type: ignore[attr-defined]  # of the strategy
+            logger.warning("Checkpoints go to a local folder: %s. A run has a URL as dirpath.", ", ".join(folders))
         declares = self._settings.get("start_over") or self._settings.get("resumed_from") is not None
         for url in self._dirpaths():
             manager = self._manager(url)
@@ -345,8 +352,11 @@ class RemoteStrategy:
 
     def _dirpaths(self) -> list[str]:
         """Return the URLs to which callbacks save."""
-        callbacks = [one for one in self._trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        return sorted({to_url(one.dirpath) for one in callbacks if is_remote(to_url(one.dirpath or ""))})
+        return sorted({to_url(one.dirpath) for one in self._savers() if is_remote(to_url(one.dirpath or ""))})
+
+    def _savers(self) -> list[Any]:
+        """Return the callbacks that save checkpoints to a folder or a run."""
+        return [one for one in self._trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
 
     def _tensors(self, *, is_training: bool) -> dict[str, Any]:
         """Return the state of model, optimizers, schedulers and random states; the same to save and to load."""

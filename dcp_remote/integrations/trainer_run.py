@@ -383,7 +383,8 @@ def _report_changes(trainer: Any, about: Mapping[str, Any], url: str, step: int)
     if saved != here and not trainer.args.ignore_data_skip:
         logger.warning(
             "%s: step %d was trained with %d samples a step, and this job has %d. Trainer finds its place in the data "
-            "by the number of steps: samples are repeated or left out. Change gradient_accumulation_steps to keep %d.",
+            "by the number of steps: samples are repeated or left out. Keep %d by per_device_train_batch_size or "
+            "gradient_accumulation_steps.",
             *(url, step, saved, here, saved),
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -115,7 +115,13 @@ def enable(url: str, **settings: Any) -> None:
     _enabled = (url, settings)
 
 
-def load_weights(model: nn.Module, url: str, *, storage_options: Mapping[str, object] | None = None) -> int:
+def load_weights(
+    model: nn.Module,
+    url: str,
+    *,
+    exclude: str | Sequence[str] = (),
+    storage_options: Mapping[str, object] | None = None,
+) -> int:
     """Load the weights of a checkpoint into a model, in place; called by every rank. Returns the step.
 
     The checkpoint may be another framework's: names are canonical, and dtypes are converted. Weights of the model that
@@ -124,6 +130,7 @@ def load_weights(model: nn.Module, url: str, *, storage_options: Mapping[str, ob
     Args:
         model: Model, plain or wrapped (DDP, FSDP, PEFT).
         url: URL of a run, for its newest checkpoint, or of a checkpoint in a run: `s3://bucket/run/checkpoint-500`.
+        exclude: Patterns of weights that stay as they are, such as `model.classifier.*` for a head of another size.
         storage_options: Options of the store.
 
     Raises:
@@ -139,6 +146,7 @@ def load_weights(model: nn.Module, url: str, *, storage_options: Mapping[str, ob
             {"model": ModelState(model)},
             path.checkpoint,
             rename=keep_only("model"),
+            exclude=exclude,
             missing="keep",
             unexpected="ignore",
             dtype="convert",

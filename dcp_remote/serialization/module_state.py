@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -473,6 +473,8 @@ def find_models(
         InvalidArgumentError: Parameters belong to none of the modules.
     """
     wanted = {id(parameter): parameter for optimizer in optimizers for parameter in _parameters_of(optimizer)}
+    for model in models.values():
+        _reshard(model)
     owned = {name: {id(parameter) for parameter in model.parameters()} for name, model in models.items()}
     for name, owns in owned.items():
         if wanted.keys() <= owns:
@@ -555,10 +557,21 @@ def _is_renamed(model: nn.Module) -> bool:
 
 def names_of(model: nn.Module) -> dict[int, str]:
     """Return the canonical names of a module's parameters, by `id`; of a tied parameter the first name."""
+    _reshard(model)
     if not _is_renamed(model):
         return {id(parameter): name for name, parameter in model.named_parameters()}
     # A flat parameter of the older FSDP has several names; the first stands for it, as only its presence is asked for.
     return {id(parameter): min(_get_fqns(model, name)) for name, parameter in model.named_parameters()}
+
+
+def _reshard(model: nn.Module) -> None:
+    """Give modules of FSDP2 their sharded parameters, which the optimizer has.
+
+    After a forward pass without a backward pass, as in an evaluation, a root module still has its whole ones.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _join(models: Mapping[str, nn.Module]) -> nn.Module:

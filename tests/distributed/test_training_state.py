@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from dcp_remote import PerRank, RandomStates, training_state
@@ -217,6 +218,34 @@ def test_the_older_fsdp_makes_no_states_that_are_not_loaded(rank_pool: RankPool,
     assert rank_pool.run(save_fresh, fresh, "fsdp1", ranks=PAIR) == [0, 0]
     rank_pool.run(save_fresh, plain, "plain", ranks=range(1))
     assert rank_pool.run(restore_stateless, plain, ranks=PAIR) == [(0, 0.25)] * 2
+
+
+def through_evaluation(url: str) -> Any:
+    """Save, or restore if there is a checkpoint, right after an evaluation; return model and optimizer, whole."""
+    torch.manual_seed(dist.get_world_size())
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model[1], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = AdamW(model.parameters(), foreach=False)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert not any(isinstance(parameter, DTensor) for parameter in model[0].parameters())  # the root's
+    state = training_state(model=model, optimizer=optimizer, random_states=False)
+    with managing(url) as checkpoints:
+        if checkpoints.restore(state) is None:
+            checkpoints.save(1, state, wait=True)
+    return full({"model": state["model"].state_dict(), "optim": state["optim"].state_dict()})
+
+
+def test_a_save_after_an_evaluation(rank_pool: RankPool, tmp_path: Path) -> None:
+    """After a forward pass alone, FSDP2's root module has whole parameters, which no optimizer has."""
+    url = tmp_path.as_uri()
+    saved = rank_pool.run(through_evaluation, url, ranks=PAIR)[0]
+    for found in rank_pool.run(through_evaluation, url, ranks=(0, 1, 2)):
+        assert_same(found, saved)
 
 
 # ---- parameters with other names

@@ -146,6 +146,16 @@ def test_other_numbers_of_ranks_load_the_same_state(train: Jobs, bucket_url: str
             assert loaded["digests"]["2"][part] == saved["digests"]["2"][part], (mode, part)
 
 
+@LONG
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_order_of_samples_goes_on(run_program: Callable[..., Ranks], bucket_url: str, world_size: int) -> None:
+    """After a checkpoint at the end of an epoch, with the sampler that Accelerate uses by default."""
+    for found in run_program("accelerate_order.py", world_size, f"{bucket_url}/run").reports:
+        for name in ("own", "none"):
+            assert found[name]["parts"] == found[name]["whole"]
+            assert len({tuple(epoch) for epoch in found[name]["whole"]}) > 1
+
+
 def test_the_example(run_program: Callable[..., Ranks], bucket_url: str, s3_server: S3Server) -> None:
     """Two ranks, then one, which goes on where they stopped."""
     url, example = f"{bucket_url}/run", Path(__file__).parents[2] / "examples" / "accelerate_fsdp2.py"

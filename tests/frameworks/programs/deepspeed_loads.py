@@ -29,6 +29,7 @@ def options_of_a_load(url: str) -> None:
     assert engine.load_checkpoint(url) == (None, None)
     train(engine, 2)
     assert engine.save_checkpoint(url, tag="two", client_state={"epoch": [1, 2]}) is True
+    assert "Pass the run as load_dir" in raised(engine.load_checkpoint, f"{url}/two")
     two = digests(full_state(engine))
     train(engine, 1)
     assert engine.save_checkpoint(url) is True

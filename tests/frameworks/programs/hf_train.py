@@ -137,6 +137,7 @@ def make_arguments(mode: str, options: dict[str, Any], output: Path) -> Training
     if mode != "plain":
         given["ddp_backend"] = "gloo"
     if mode.startswith("fsdp"):
+        given |= {"eval_strategy": "steps", "eval_steps": 2}  # before a save: leaves the root's parameters unsharded
         given["fsdp"] = "full_shard auto_wrap"
         config = {"version": int(mode[-1]), "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
         config["sync_module_states"] = False  # needs an accelerator, and every rank makes the same model
