@@ -219,9 +219,10 @@ def test_a_name_given_twice() -> None:
 def test_other_versions() -> None:
     """The version and `requires` are checked first, as other fields may have any form in another version."""
     for change in (
-        {"version": "2", "shards": "?", "tensors": None},
+        {"version": "2", "shards": "?", "tensors": None, "requires": 7, "save_id": None, "kind": [], "writer": 1},
+        {"version": "1-draft.3"},
         {"requires": ["dedup"], "pieces": 7},
-        {"requires": ["x"] * 10_000},
+        {"requires": [f"x{n}" for n in range(10_000)]},
         {"version": "9" * 10_000},
     ):
         with pytest.raises(UnsupportedFormatError) as caught:
