@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import io
 import itertools
 import json
@@ -116,16 +117,15 @@ def read_document(fetch: Fetch, key: str, form: str) -> dict[str, Any]:
 
 def read_manifest(fetch: Fetch, step: int | None = None) -> dict[str, Any]:
     """Read the manifest of a checkpoint; in a run, of a step or of the newest checkpoint."""
-    key = "manifest.json"
-    try:
+    manifest = None
+    if step is None:
+        with contextlib.suppress(FileNotFoundError):  # a checkpoint by itself comes before a run
+            manifest = read_document(fetch, "manifest.json", "dcp_remote manifest")
+    if manifest is None:
         live = read_document(fetch, "catalog.json", "dcp_remote catalog")["checkpoints"]
-    except FileNotFoundError:
-        require(step is None, "there is no run here")
-    else:
         chosen = [entry for entry in live if entry["step"] == step or (step is None and not entry.get("abandoned"))]
         require(chosen, f"the run has no such checkpoint, only {[entry['step'] for entry in live]}")
-        key = chosen[-1]["manifest"]
-    manifest = read_document(fetch, key, "dcp_remote manifest")
+        manifest = read_document(fetch, chosen[-1]["manifest"], "dcp_remote manifest")
     require(manifest["kind"] == "checkpoint", "there is no checkpoint here")
     require(manifest["digest"] == "xxh3-128", f"the digests are {manifest['digest']}")
     return manifest
@@ -316,7 +316,8 @@ def numpy_dtype(content: Any) -> np.dtype[Any]:
     names, formats, offsets = ([field[i] for field in content["fields"]] for i in range(3))
     kinds = [numpy_dtype(kind) for kind in formats]
     fields: Any = {"names": names, "formats": kinds, "offsets": offsets, "itemsize": content["item_bytes"]}
-    return np.dtype(fields, align=content["aligned"])
+    structure: np.dtype[Any] = np.dtype(fields, align=content["aligned"])
+    return structure
 
 
 def numpy_array(data: bytes, content: Any) -> np.ndarray[Any, Any]:

@@ -121,7 +121,8 @@ def open_document(data: bytes, form: str) -> bytes:
             known_version=VERSION,
             writer=bytes(opening.writer)[:200].decode(errors="replace") or None,
         )
-    require_features(parse(bytes(opening.requires), _REQUIRES, form), kind)
+    required = parse(bytes(opening.requires), _REQUIRES, form)
+    require_features(required, kind)
     return text
 
 

@@ -117,7 +117,7 @@ def test_reader_is_a_program(tmp_path: Path) -> None:
         Thread(target=server.serve_forever, daemon=True).start()
         assert run(f"http://127.0.0.1:{server.server_port}/").stdout == listed.stdout
         server.shutdown()
-    assert "no run here" in run(str(tmp_path), "--step", "3").stderr
+    assert "catalog.json" in run(str(tmp_path), "--step", "3").stderr
     key = Checkpoint(tmp_path).manifest["shards"]["keys"][0]
     (tmp_path / key).write_bytes(b"x" * (tmp_path / key).stat().st_size)
     damaged = run(str(tmp_path))

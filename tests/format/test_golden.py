@@ -1,0 +1,156 @@
+"""Golden files: checkpoints of each feature of the format, written once, are read by this release and from the page."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from dcp_remote import Files, load, open_run
+from dcp_remote.errors import CheckpointNotFoundError
+from dcp_remote.format import catalog_json, manifest_json
+from dcp_remote.format.catalog import Catalog
+from dcp_remote.format.columns import decode_column
+from dcp_remote.serialization.objects import _TAG_BY_NAME
+from read_without_torch import Checkpoint, UnreadableError, read_document
+from tests.format import write_golden
+from tests.format.golden_forms import as_read, form
+from tests.format.golden_states import STATES
+
+GOLDEN = write_golden.GOLDEN
+
+# Digests of all files of each folder, with their paths. A digest never changes: the files are what old releases wrote.
+DIGESTS = {}
+
+# Tensors that are stored as streams, which a reader without torch leaves as bytes.
+STREAM_MAGIC = b"PK\x03\x04"
+
+
+def digest_of(folder: Path) -> str:
+    """Return the digest of the files of a folder."""
+    found = xxhash.xxh3_128()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        found.update(f"{path.relative_to(folder).as_posix()} {len(data)}\n".encode() + data)
+    return found.hexdigest()
+
+
+def test_golden_files_are_those_that_were_written() -> None:
+    """All folders are in the table, with the digest of their files."""
+    assert {path.name: digest_of(path) for path in GOLDEN.iterdir()} == DIGESTS
+    assert set(DIGESTS) == set(write_golden.CASES)
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 1_500_000
+
+
+@pytest.mark.parametrize(("name", "step"), STATES, ids=[f"{name}-{step}" for name, step in STATES])
+def test_this_release_reads(name: str, step: int | None) -> None:
+    """Values, types and structure are those of the state that was saved."""
+    expected = STATES[name, step]()
+    found = load(GOLDEN / name, step=step, allow_pickle=name in ("streams", "encodings"))
+    assert form(found) == form(loaded(name, expected))
+
+
+def loaded(name: str, expected: dict[str, Any]) -> dict[str, Any]:
+    """Return a state as `load` returns it: without parameters, with keys that are strings, and with `Files`."""
+    if name == "tensors":
+        return {key: value.detach() for key, value in expected.items()}
+    if name == "nested":
+        state = expected["optim"]["state"]
+        expected["optim"]["state"] = {str(key): inner for key, inner in state.items()}
+    if name == "per_rank":
+        expected["files"] = Files(expected["files"])
+    return expected
+
+
+@pytest.mark.parametrize(("name", "step"), STATES, ids=[f"{name}-{step}" for name, step in STATES])
+def test_a_reader_without_torch_reads(name: str, step: int | None) -> None:
+    """The reference reader returns the same values, as far as they need no torch; streams are left as bytes."""
+    expected = loaded(name, STATES[name, step]())
+    checkpoint = Checkpoint(GOLDEN / name, step)
+    found = checkpoint.read_state()
+    if name == "streams":
+        assert all(stream.startswith(STREAM_MAGIC) for stream in found.values())
+        return
+    if name == "encodings":
+        assert all(found.pop(key).startswith(STREAM_MAGIC) and expected.pop(key) for key in ("torch", "pickle"))
+        assert {entry.encoding for entry in checkpoint.entries.values()} == {"json", "json+raw", "torch", "pickle"}
+    assert form(found) == form(as_read(expected))
+
+
+def test_features_are_in_the_files() -> None:
+    """The files have the features for which they stand: chunks, pieces, blocks, compression, shared shards, labels."""
+
+    def shards(name: str, step: int | None = None) -> set[str]:
+        return set(Checkpoint(GOLDEN / name, step).manifest["shards"]["keys"])
+
+    chunks = Checkpoint(GOLDEN / "sharded").entries["blocks"].chunks
+    assert len(chunks) == 3
+    assert all(math.prod(sizes) > 2 * 65536 for _, sizes, _ in chunks)
+    assert len(Checkpoint(GOLDEN / "pieces").entries["cut"].chunks[0][2]) > 1
+    for name in ("compressed/manifest.json", "million/manifest.json", "catalog/catalog.json"):
+        assert (GOLDEN / name).read_bytes().startswith(b"\x28\xb5\x2f\xfd")
+    assert shards("dedup", 1) & shards("dedup", 2)
+    assert shards("thinned", 2) - shards("thinned", 1)
+    assert len(Checkpoint(GOLDEN / "replaced").manifest["replaces"]) == 1
+    tags = (GOLDEN / "tags" / "manifest.json").read_text() + "".join(
+        path.read_bytes().decode(errors="ignore") for path in (GOLDEN / "tags").rglob("*.safetensors")
+    )
+    assert not [tag for tag in _TAG_BY_NAME if f'"{tag}":' not in tags]
+
+
+def catalog_of(name: str) -> Catalog:
+    """Return the catalog of a run."""
+    return catalog_json.decode((GOLDEN / name / "catalog.json").read_bytes())
+
+
+def test_catalogs() -> None:
+    """Labels of checkpoints are read; retired, thinned and abandoned ones are marked so."""
+    first, second, third = catalog_of("labels").entries
+    assert [entry.step for entry in (first, second, third)] == [2, 3, 4]
+    assert (first.pinned, second.names, third.names) == (True, ("third",), ("best", "émile"))
+    assert dict(third.metrics) == {}
+    assert dict(second.metrics) == {"loss": 1 / 3, "accuracy": 1.0}
+    assert [entry.thinned for entry in catalog_of("thinned").entries] == [("optim",), ()]
+    assert [entry.abandoned for entry in catalog_of("abandoned").entries] == [False, True, False]
+    assert catalog_of("emptied").entries == ()
+    assert open_run(GOLDEN / "labels").user(3) == {"note": ["ä", None, 0.5]}
+    large = catalog_of("catalog")
+    assert (len(large.entries), large.floor) == (2_000, 5)
+    assert large.entries[7].abandoned
+    document = read_document(
+        lambda key, *_: (GOLDEN / "catalog" / key).read_bytes(), "catalog.json", "dcp_remote catalog"
+    )
+    assert [entry["step"] for entry in document["checkpoints"]] == list(range(2_000))
+
+
+def test_tombstone() -> None:
+    """There is no checkpoint, for this release and from the page."""
+    with pytest.raises(CheckpointNotFoundError):
+        load(GOLDEN / "tombstone")
+    head = manifest_json.decode_head((GOLDEN / "tombstone" / "manifest.json").read_bytes())
+    assert (head.kind, head.save_id, head.replaces) == ("tombstone", "1" * 32, ("2" * 32,))
+    with pytest.raises(UnreadableError, match="no checkpoint"):
+        Checkpoint(GOLDEN / "tombstone")
+
+
+def test_a_million_chunks(tmp_path: Path) -> None:
+    """The manifest is small, and one tensor of a thousand chunks is read; the shards are zeros that the test writes."""
+    shutil.copy(GOLDEN / "million" / "manifest.json", tmp_path)
+    assert (tmp_path / "manifest.json").stat().st_size < 300_000
+    manifest = manifest_json.decode((tmp_path / "manifest.json").read_bytes())
+    assert manifest is not None
+    assert len(manifest.tensors.chunk_pieces) == 1_000_000
+    for key, size in zip(manifest.shards.keys, manifest.shards.sizes.tolist(), strict=True):
+        (tmp_path / key).parent.mkdir(parents=True)
+        (tmp_path / key).write_bytes(bytes(size))
+    assert torch.equal(load(tmp_path, keys="t567")["t567"], torch.zeros(1_000, dtype=torch.uint8))
+    checkpoint = Checkpoint(tmp_path)
+    assert sum(len(entry.chunks) for entry in checkpoint.entries.values()) == 1_000_000
+    np.testing.assert_array_equal(checkpoint.read("t999"), np.zeros(1_000, dtype=np.uint8))
+    assert decode_column(checkpoint.manifest["chunks"]["sizes"], name="sizes").sum() == 1_000_000
