@@ -34,9 +34,9 @@ def _tensor(value: torch.Tensor) -> Any:
 
 
 def _items(value: Any) -> Any:
-    # The padding of structures has any value.
-    structure = value.dtype.descr if value.dtype.names else value.dtype.str
-    return structure, value.shape, repr(value.tolist()) if value.dtype.names else value.tobytes()
+    # The padding of structures and long doubles has any value.
+    is_padded = value.dtype.names is not None or value.dtype.char in "gG"
+    return str(value.dtype), value.shape, repr(value.tolist()) if is_padded else value.tobytes()
 
 
 def _generator(value: np.random.Generator) -> Any:

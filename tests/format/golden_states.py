@@ -104,16 +104,16 @@ def streams() -> dict[str, Any]:
 
 
 def sharded() -> dict[str, torch.Tensor]:
-    """Return tensors that three ranks save in chunks; each chunk of `blocks` has three blocks."""
+    """Return tensors that three ranks save in chunks; each chunk of `blocks` has two blocks."""
     return {
-        "blocks": counting(450, 1000, dtype=torch.uint8),
+        "blocks": counting(140, 1000, dtype=torch.uint8),
         "grid": counting(7, 5, 3),
         "rows": counting(4, 2, dtype=torch.int64),
         "empty": counting(0, 3),
     }
 
 
-GRIDS = {"blocks": (3, 1), "grid": (2, 3, 1), "rows": (3, 1), "empty": (3, 1)}
+GRIDS = {"blocks": (2, 1), "grid": (2, 3, 1), "rows": (3, 1), "empty": (3, 1)}
 
 
 def pieces() -> dict[str, torch.Tensor]:

@@ -45,15 +45,21 @@ def test_golden_files_are_those_that_were_written() -> None:
     """All folders are in the table, with the digest of their files."""
     assert {path.name: digest_of(path) for path in GOLDEN.iterdir()} == DIGESTS
     assert set(DIGESTS) == set(write_golden.CASES)
-    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 1_500_000
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 1_100_000
 
 
+def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Return the keys of which a state lacks the value that another has, or of which only one has a value."""
+    return [key for key in {**found, **expected} if form(found.get(key)) != form(expected.get(key, "none"))]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch's own, of quantized tensors
 @pytest.mark.parametrize(("name", "step"), STATES, ids=[f"{name}-{step}" for name, step in STATES])
 def test_this_release_reads(name: str, step: int | None) -> None:
     """Values, types and structure are those of the state that was saved."""
     expected = STATES[name, step]()
     found = load(GOLDEN / name, step=step, allow_pickle=name in ("streams", "encodings"))
-    assert form(found) == form(loaded(name, expected))
+    assert differing(found, loaded(name, expected)) == []
 
 
 def loaded(name: str, expected: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +86,7 @@ def test_a_reader_without_torch_reads(name: str, step: int | None) -> None:
     if name == "encodings":
         assert all(found.pop(key).startswith(STREAM_MAGIC) and expected.pop(key) for key in ("torch", "pickle"))
         assert {entry.encoding for entry in checkpoint.entries.values()} == {"json", "json+raw", "torch", "pickle"}
-    assert form(found) == form(as_read(expected))
+    assert differing(found, as_read(expected)) == []
 
 
 def test_features_are_in_the_files() -> None:
@@ -90,8 +96,8 @@ def test_features_are_in_the_files() -> None:
         return set(Checkpoint(GOLDEN / name, step).manifest["shards"]["keys"])
 
     chunks = Checkpoint(GOLDEN / "sharded").entries["blocks"].chunks
-    assert len(chunks) == 3
-    assert all(math.prod(sizes) > 2 * 65536 for _, sizes, _ in chunks)
+    assert len(chunks) == 2
+    assert all(math.prod(sizes) > 65536 for _, sizes, _ in chunks)
     assert len(Checkpoint(GOLDEN / "pieces").entries["cut"].chunks[0][2]) > 1
     for name in ("compressed/manifest.json", "million/manifest.json", "catalog/catalog.json"):
         assert (GOLDEN / name).read_bytes().startswith(b"\x28\xb5\x2f\xfd")

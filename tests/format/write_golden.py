@@ -143,7 +143,7 @@ def save_labels(folder: Path) -> None:
             if step == 2:
                 checkpoints.pin(step)
         checkpoints.name(3, "third")
-        checkpoints.save(4, golden_states.run_state(4), overwrite=True, wait=True)
+        checkpoints.save(4, golden_states.run_state(4), name=["best", "émile"], overwrite=True, wait=True)
 
 
 def save_abandoned(folder: Path) -> None:
@@ -185,7 +185,7 @@ def save_rank(rank: int, folder: Path, rendezvous: str) -> None:
 def save_per_rank(folder: Path) -> None:
     """Save values of two ranks, an `Opaque` and `Files`."""
     with tempfile.TemporaryDirectory() as temporary:
-        torch.multiprocessing.spawn(save_rank, (folder, f"{temporary}/rendezvous"), nprocs=2)  # type: ignore[no-untyped-call]  # torch declares no types
+        torch.multiprocessing.spawn(save_rank, (folder, f"{temporary}/rendezvous"), nprocs=2)
 
 
 CASES: dict[str, Callable[[Path], None]] = {
