@@ -26,7 +26,26 @@ from tests.format.golden_states import STATES
 GOLDEN = write_golden.GOLDEN
 
 # Digests of all files of each folder, with their paths. A digest never changes: the files are what old releases wrote.
-DIGESTS = {}
+DIGESTS = {
+    "abandoned": "3830b756af7ca2afa9b24c636f7e52fb",
+    "catalog": "713c0158d481547d01035966b51b6233",
+    "compressed": "e7bb17987aa2b438086edb5009c504ca",
+    "dedup": "2b8fd6a1bd8edf730bbaff99f4ccb0ce",
+    "emptied": "c1d262aae7cbc41f353a8a458bcdf355",
+    "encodings": "cb6ef64c973cdc88ae2f1400ba08a135",
+    "labels": "46b1e1ac92cbde0f6689379190f5db8a",
+    "million": "bfa657a466d014cc73d7940e4c93f5fc",
+    "nested": "5874f8bd7601a0e65c862ae72182ed04",
+    "per_rank": "ac63358b67a537c5cec1f4777682d6f8",
+    "pieces": "cc95666a43a3f3429c1dcc05fee8fd1c",
+    "replaced": "7f4bbfac9d06e9c9feb3186e8d97d81e",
+    "sharded": "88dd64f3242813748347bfe5987ba966",
+    "streams": "b1a506d34be330b4f74146df7b9b0640",
+    "tags": "ebd4eb5e26e4fe182564e45694ad4abe",
+    "tensors": "421f0f06f8ce60b4a3ee3c165080990d",
+    "thinned": "84c44e6ab2839d0fee44681baab4399b",
+    "tombstone": "a2681ee153ed63b834be1fc93d9ef355",
+}
 
 # Tensors that are stored as streams, which a reader without torch leaves as bytes.
 STREAM_MAGIC = b"PK\x03\x04"
