@@ -266,6 +266,7 @@ STATES: dict[tuple[str, int | None], Callable[[], dict[str, Any]]] = {
     ("tags", None): lambda: {name: (value,) for name, value in tagged().items()},
     ("encodings", None): encoded,
     ("replaced", None): lambda: run_state(2),
+    ("renewed", None): lambda: {"x": counting(3)},
     ("compressed", None): many,
     ("nested", 1): nested,
     ("dedup", 1): lambda: run_state(1),

@@ -17,6 +17,7 @@ from dcp_remote.errors import CheckpointNotFoundError
 from dcp_remote.format import catalog_json, manifest_json
 from dcp_remote.format.catalog import Catalog
 from dcp_remote.format.columns import decode_column
+from dcp_remote.format.dtypes import ITEM_BYTES
 from dcp_remote.serialization.objects import _TAG_BY_NAME
 from read_without_torch import Checkpoint, UnreadableError, read_document
 from tests.format import write_golden
@@ -38,6 +39,7 @@ DIGESTS = {
     "nested": "5874f8bd7601a0e65c862ae72182ed04",
     "per_rank": "ac63358b67a537c5cec1f4777682d6f8",
     "pieces": "cc95666a43a3f3429c1dcc05fee8fd1c",
+    "renewed": "ec9554c24c6f8a17e28cfb42d033101c",
     "replaced": "7f4bbfac9d06e9c9feb3186e8d97d81e",
     "sharded": "88dd64f3242813748347bfe5987ba966",
     "streams": "b1a506d34be330b4f74146df7b9b0640",
@@ -123,6 +125,13 @@ def test_features_are_in_the_files() -> None:
     assert shards("dedup", 1) & shards("dedup", 2)
     assert shards("thinned", 2) - shards("thinned", 1)
     assert len(Checkpoint(GOLDEN / "replaced").manifest["replaces"]) == 1
+    assert Checkpoint(GOLDEN / "renewed").manifest["nonce"] == "5" * 32
+    entries = [entry for name in ("tensors", "streams") for entry in Checkpoint(GOLDEN / name).entries.values()]
+    assert {entry.dtype for entry in entries} == set(ITEM_BYTES) - {
+        "quint4x2",
+        "quint2x4",
+    }  # rare kinds of quantization
+    assert {entry.encoding for entry in entries} == {"raw", "torch", "pickle"}
     tags = (GOLDEN / "tags" / "manifest.json").read_text() + "".join(
         path.read_bytes().decode(errors="ignore") for path in (GOLDEN / "tags").rglob("*.safetensors")
     )

@@ -73,6 +73,13 @@ def save_replaced(folder: Path) -> None:
     save(folder, golden_states.run_state(2), overwrite=True)
 
 
+def save_renewed(folder: Path) -> None:
+    """Put a manifest again with a nonce, as gc does."""
+    save(folder, golden_states.STATES["renewed", None]())
+    path = folder / "manifest.json"
+    path.write_bytes(manifest_json.reencode(path.read_bytes(), "5" * 32))
+
+
 def save_tombstone(folder: Path) -> None:
     """Write the tombstone of a save that never was."""
     folder.mkdir()
@@ -196,6 +203,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "tags": lambda folder: save(folder, golden_states.STATES["tags", None]()),
     "encodings": lambda folder: save(folder, golden_states.encoded(), allow_pickle=True),
     "replaced": save_replaced,
+    "renewed": save_renewed,
     "tombstone": save_tombstone,
     "compressed": lambda folder: save(folder, golden_states.many()),
     "million": save_million,
