@@ -1,9 +1,10 @@
 """Documents, shard headers and object keys of the format that FORMAT.md specifies. No I/O, no torch.
 
 manifest and catalog hold the values. manifest_json and catalog_json encode and decode them, document seals the JSON
-with a digest, columns packs integers, and manifest_validation (with tiling) checks the numbers of a manifest. shard
+with a digest and checks the version, columns packs integers, manifest_validation (with tiling) checks numbers. shard
 writes the header of a shard; keys makes and parses object keys. json_tree, json_text and raw_buffers write a Python
-object as JSON; empty_dicts and entry_names work on the names of entries; dtypes lists the element types.
+object as JSON; empty_dicts and entry_names work on the names of entries; dtypes lists the element types. schema/ has
+JSON Schemas of both documents.
 """
 
 from __future__ import annotations

@@ -74,6 +74,7 @@ class Catalog:
         token: Fencing token of the job that may commit.
         floor: Lowest revision at which a save that may still commit began; the shards of older saves may be gone.
         entries: Live checkpoints by ascending step.
+        requires_to_write: Features that a release must know to replace the catalog; a later release wrote them.
     """
 
     run_id: str
@@ -81,6 +82,7 @@ class Catalog:
     token: int = 0
     floor: int = 0
     entries: tuple[Entry, ...] = ()
+    requires_to_write: tuple[str, ...] = ()
 
     def entry_at(self, step: int) -> Entry | None:
         """Return the live checkpoint of a step, abandoned or not."""

@@ -6,16 +6,12 @@ import itertools
 import math
 import re
 from collections.abc import Iterable
-from typing import TypeVar
 
 import msgspec
 
-from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.format.catalog import Catalog, Entry
-from dcp_remote.format.document import seal, unseal
-from dcp_remote.format.manifest_json import VERSION
-
-_T = TypeVar("_T")
+from dcp_remote.format.document import VERSION, open_document, parse, require_features, seal
 
 FORMAT = "dcp_remote catalog"
 
@@ -36,12 +32,6 @@ _MANIFEST_KEY = re.compile(r"manifests/[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.json"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class _Head(msgspec.Struct):
-    format: str
-    version: str
-    requires: list[str] = []
-
-
 class _Entry(msgspec.Struct, omit_defaults=True):
     step: int
     save_id: str
@@ -57,7 +47,7 @@ class _Entry(msgspec.Struct, omit_defaults=True):
     abandoned: bool = False
 
 
-class _Document(msgspec.Struct):
+class _Document(msgspec.Struct, omit_defaults=True):
     format: str
     version: str
     requires: list[str]
@@ -67,10 +57,11 @@ class _Document(msgspec.Struct):
     token: int
     floor: int
     checkpoints: list[_Entry]
+    requires_to_write: list[str] = []
 
 
 # Made here, in one thread: two threads that decode a type for the first time at the same moment crash msgspec 0.22.
-_HEAD, _DOCUMENT = msgspec.json.Decoder(_Head), msgspec.json.Decoder(_Document)
+_DOCUMENT = msgspec.json.Decoder(_Document)
 
 
 def encode(catalog: Catalog, nonce: str, *, known: Catalog | None = None) -> bytes:
@@ -84,8 +75,11 @@ def encode(catalog: Catalog, nonce: str, *, known: Catalog | None = None) -> byt
     Raises:
         CorruptCheckpointError: The catalog contradicts itself: a bug of the caller.
         InvalidArgumentError: The document is larger than a reader accepts.
+        UnsupportedFormatError: The catalog was read, and only software with features that this release lacks may
+            replace it.
     """
     assert _ID.fullmatch(nonce)
+    require_features(catalog.requires_to_write, "catalog, to be changed,")
     check(catalog, known=known)
     entries = [
         _Entry(
@@ -131,21 +125,9 @@ def decode(data: bytes) -> Catalog:
 
     Raises:
         CorruptCheckpointError: The document is truncated or damaged, or contradicts itself.
-        UnsupportedFormatError: The document has another version, or requires a feature that this version lacks.
+        UnsupportedFormatError: The document has another version, or requires a feature that this release lacks.
     """
-    text = unseal(data)
-    head = _parse(text, _HEAD)
-    if head.format != FORMAT:
-        raise CorruptCheckpointError("This is not a catalog of dcp_remote.", format=head.format[:100])
-    if head.version != VERSION or head.requires:
-        raise UnsupportedFormatError(
-            "The run was written in another version of the format. Use the version of dcp_remote that wrote it, or a "
-            "newer one.",
-            version=head.version[:100],
-            known=VERSION,
-            requires=", ".join(head.requires)[:200] or None,
-        )
-    document = _parse(text, _DOCUMENT)
+    document = parse(open_document(data, FORMAT), _DOCUMENT, FORMAT)
     return check(
         Catalog(
             run_id=document.run_id,
@@ -169,6 +151,7 @@ def decode(data: bytes) -> Catalog:
                 )
                 for entry in document.checkpoints
             ),
+            requires_to_write=tuple(document.requires_to_write),
         )
     )
 
@@ -241,12 +224,3 @@ def _require_texts(texts: Iterable[str]) -> None:
 
 def _damaged(what: str, **details: object) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"The catalog is damaged: {what}.", **details)
-
-
-def _parse(text: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
-    try:
-        return decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            "The catalog is damaged: it is not JSON, or a field has another type.", cause=error
-        ) from error

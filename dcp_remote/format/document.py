@@ -1,4 +1,4 @@
-"""Stored form of a JSON document: a digest in its first field, and zstd compression where that pays. Pure.
+"""Stored form of a JSON document: its digest, its version, and zstd compression where that pays. Pure.
 
 The digest finds damage that other checks cannot: a flipped digit of an offset contradicts the rest of the document, a
 flipped digit of a learning rate does not.
@@ -7,12 +7,22 @@ flipped digit of a learning rate does not.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from typing import TypeVar
 
+import msgspec
 import zstandard
 
 from dcp_remote.common.digests import ALGORITHM, digest
 from dcp_remote.common.units import KiB, MiB
-from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
+
+_T = TypeVar("_T")
+
+# Every later release reads this version. An addition that a reader cannot ignore becomes a feature, which the document
+# that uses it names in `requires`.
+VERSION = "1"
+FEATURES: frozenset[str] = frozenset()
 
 # A manifest of a million chunks is under 25 MB; the bounds keep a hostile document from exhausting the host's memory.
 STORED_BYTES_MAX = 256 * MiB
@@ -28,6 +38,18 @@ _ZSTD_WINDOW_BYTES_MAX = 128 * MiB
 
 # First field of a stored document: the digest of all bytes after this field.
 _SEAL = re.compile(rb'\{"' + ALGORITHM.encode() + rb'":"([0-9a-f]{32})",')
+
+
+class _Opening(msgspec.Struct):
+    format: str
+    version: str
+    # Other versions may write these in any form.
+    requires: msgspec.Raw = msgspec.Raw(b"null")
+    writer: msgspec.Raw = msgspec.Raw(b"")
+
+
+# Made here, in one thread: two threads that decode a type for the first time at the same moment crash msgspec 0.22.
+_OPENING, _REQUIRES = msgspec.json.Decoder(_Opening), msgspec.json.Decoder(list[str])
 
 
 def seal(document: bytes) -> bytes:
@@ -70,6 +92,68 @@ def unseal(data: bytes) -> bytes:
             "The document is damaged or truncated: its digest does not match.", bytes=len(text)
         )
     return b"{" + rest
+
+
+def open_document(data: bytes, form: str) -> bytes:
+    """Return the JSON object of a document, after comparing its digest, version and required features.
+
+    Args:
+        data: Stored form.
+        form: Value of its field `format`, such as `dcp_remote manifest`.
+
+    Raises:
+        CorruptCheckpointError: The data is truncated, damaged, too large, or another document.
+        UnsupportedFormatError: The document has another version, or requires a feature that this release lacks.
+    """
+    text, kind = unseal(data), form.removeprefix("dcp_remote ")
+    opening = parse(text, _OPENING, form)
+    if opening.format != form:
+        raise CorruptCheckpointError(f"This is not a {kind} of dcp_remote.", format=opening.format[:100])
+    if opening.version != VERSION:
+        advice = (
+            "Only the software that wrote a draft reads it: load the checkpoint there."
+            if "-draft" in opening.version
+            else "Upgrade dcp_remote to a release that reads that version."
+        )
+        raise UnsupportedFormatError(
+            f"The {kind} has another version of the format than this release of dcp_remote reads. {advice}",
+            version=opening.version[:100],
+            known_version=VERSION,
+            writer=bytes(opening.writer)[:200].decode(errors="replace") or None,
+        )
+    required = parse(bytes(opening.requires), _REQUIRES, form)
+    require_features(required, kind)
+    return text
+
+
+def require_features(names: Collection[str], kind: str) -> None:
+    """Check that this release knows all features that a document requires.
+
+    Raises:
+        UnsupportedFormatError: A feature is not known.
+    """
+    unknown = sorted(set(names) - FEATURES)
+    if unknown:
+        raise UnsupportedFormatError(
+            f"The {kind} needs features of the format that this release of dcp_remote does not know. Upgrade it.",
+            features=", ".join(unknown)[:300],
+        )
+
+
+def parse(text: bytes, decoder: msgspec.json.Decoder[_T], form: str) -> _T:
+    """Decode the JSON of a document, or a part of it.
+
+    Raises:
+        CorruptCheckpointError: The text is not JSON, or a field has another type.
+    """
+    try:
+        return decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"The {form.removeprefix('dcp_remote ')} is damaged: it is not JSON, or a field has another type.",
+            cause=error,
+            bytes=len(text),
+        ) from error
 
 
 def _decompress(data: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """Encoding and decoding of manifests: JSON, sealed with a digest (`document.py`). `FORMAT.md` specifies the fields.
 
-Decoding is typed and bounded. It checks the version and the required features first, then the types of all fields,
-then the numbers (`manifest_validation.py`).
+Decoding is typed and bounded. It checks the version and the required features first (`document.py`), then the types of
+all fields, then the numbers (`manifest_validation.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 from dcp_remote.format.columns import decode_column, encode_column
-from dcp_remote.format.document import DOCUMENT_BYTES_MAX, seal, unseal
+from dcp_remote.format.document import DOCUMENT_BYTES_MAX, VERSION, open_document, parse, seal, unseal
 from dcp_remote.format.manifest import (
     DIMENSIONS_MAX,
     Manifest,
@@ -34,12 +34,7 @@ from dcp_remote.format.manifest import (
 )
 from dcp_remote.format.manifest_validation import check, check_saves
 
-_T = TypeVar("_T")
-
 FORMAT = "dcp_remote manifest"
-# Every change of a draft takes the next number, and a draft is read only by software of the same draft.
-VERSION = "1-draft.3"
-FEATURES: frozenset[str] = frozenset()
 
 CHECKPOINT, TOMBSTONE = "checkpoint", "tombstone"
 
@@ -282,9 +277,9 @@ def decode_head(data: bytes) -> Head:
 
     Raises:
         CorruptCheckpointError: The data is not a manifest, or is damaged.
-        UnsupportedFormatError: The document has another version, or requires a feature that this version lacks.
+        UnsupportedFormatError: The document has another version, or requires a feature that this release lacks.
     """
-    return _head(unseal(data))
+    return _head(open_document(data, FORMAT))
 
 
 def decode(data: bytes) -> Manifest | None:
@@ -292,15 +287,15 @@ def decode(data: bytes) -> Manifest | None:
 
     Raises:
         CorruptCheckpointError: The document is truncated or damaged, or contradicts itself.
-        UnsupportedFormatError: The document has another version, or requires a feature that this version lacks.
+        UnsupportedFormatError: The document has another version, or requires a feature that this release lacks.
     """
-    text = unseal(data)
+    text = open_document(data, FORMAT)
     head = _head(text)
     if head.kind == TOMBSTONE:
         return None
     if head.kind != CHECKPOINT:
         raise CorruptCheckpointError("The manifest is not that of a checkpoint.", kind=head.kind)
-    document = _parse(text, _DOCUMENT)
+    document = parse(text, _DOCUMENT, FORMAT)
     if document.digest != digests.ALGORITHM:
         raise UnsupportedFormatError(
             "The manifest uses a digest algorithm that this version does not know. Upgrade dcp_remote.",
@@ -363,27 +358,9 @@ def reencode(data: bytes, nonce: str) -> bytes:
 
 
 def _head(text: bytes) -> Head:
-    head = _parse(text, _HEAD)
-    if head.format != FORMAT:
-        raise CorruptCheckpointError("This is not a manifest of dcp_remote.", format=head.format[:100])
-    unknown = sorted(set(head.requires) - FEATURES)
-    if head.version != VERSION or unknown:
-        raise UnsupportedFormatError(
-            "The checkpoint was written in another version of the format. Read it with the version of dcp_remote that "
-            "wrote it, or a newer one.",
-            version=head.version[:100],
-            known_version=VERSION,
-            unknown_features=", ".join(unknown)[:300] or None,
-        )
+    head = parse(text, _HEAD, FORMAT)
     check_saves(head.save_id, head.replaces)
     return Head(head.kind, head.save_id, tuple(head.replaces))
-
-
-def _parse(text: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
-    try:
-        return decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptCheckpointError("The manifest is damaged or truncated.", cause=error, bytes=len(text)) from error
 
 
 def _shards(wire: _Shards) -> Shards:
@@ -464,7 +441,7 @@ def _stored(wire: list[_Stored], piece: int) -> tuple[StoredObject, ...]:
 def _user(text: msgspec.Raw) -> dict[str, Any]:
     if len(bytes(text)) > USER_BYTES_MAX:
         raise CorruptCheckpointError("The manifest is damaged: the user metadata is too large.", limit=USER_BYTES_MAX)
-    return _parse(bytes(text), _USER)
+    return parse(bytes(text), _USER, FORMAT)
 
 
 def _run(run: RunInfo) -> _Run:

@@ -268,13 +268,22 @@ def test_a_sealed_text_that_is_no_document(text: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("version", "2"), ("version", "1-draft.0"), ("version", ""), ("requires", ["wings"])]
+    ("field", "value"), [("version", "2"), ("version", "1-draft.3"), ("version", ""), ("requires", ["wings"])]
 )
 def test_another_version(field: str, value: object) -> None:
-    """Another version is refused as such, whatever other fields the document has."""
+    """Another version, or an unknown feature, is refused by its name, whatever other fields the document has."""
     newer = document() | {field: value, "checkpoints": "elsewhere"}
-    with pytest.raises(UnsupportedFormatError):
+    with pytest.raises(UnsupportedFormatError, match=r"wings" if field == "requires" else f"version='?{value}"):
         decode(dump(newer))
+
+
+def test_features_that_a_writer_must_know() -> None:
+    """A catalog that names them is read, with all fields, but neither written nor changed."""
+    newer = decode(dump(document() | {"requires_to_write": ["wings"]}))
+    assert replace(newer, requires_to_write=()) == EXAMPLE
+    for changed in (newer, replace(newer, revision=newer.revision + 1)):
+        with pytest.raises(UnsupportedFormatError, match="wings"):
+            encode(changed, NONCE)
 
 
 def test_unknown_fields_are_ignored() -> None:

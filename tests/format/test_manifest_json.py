@@ -218,12 +218,14 @@ def test_a_name_given_twice() -> None:
 
 def test_other_versions() -> None:
     """The version and `requires` are checked first, as other fields may have any form in another version."""
-    for change in (
-        {"version": "2", "shards": "?", "tensors": None},
+    changes: list[dict[str, Any]] = [
+        {"version": "2", "shards": "?", "tensors": None, "requires": 7, "save_id": None, "kind": [], "writer": 1},
+        {"version": "1-draft.3"},
         {"requires": ["dedup"], "pieces": 7},
-        {"requires": ["x"] * 10_000},
+        {"requires": [f"x{n}" for n in range(10_000)]},
         {"version": "9" * 10_000},
-    ):
+    ]
+    for change in changes:
         with pytest.raises(UnsupportedFormatError) as caught:
             decode(dump({**example_document(), **change}))
         assert len(str(caught.value)) < 1500

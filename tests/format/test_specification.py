@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -12,10 +17,11 @@ from safetensors import safe_open
 
 from dcp_remote import CheckpointManager, RemoteWriter
 from dcp_remote.format.shard import TABLE_NAME
-from tests.support import format_reader
+from read_without_torch import Checkpoint, UnreadableError, column
 from tests.support.simulated_ranks import save_as_ranks, shard
 
-LINES_MAX = 100
+READER = Path(__file__).parents[2] / "examples" / "read_without_torch.py"
+LINES_MAX = 450
 
 
 def saved(folder: Path) -> dict[str, object]:
@@ -41,15 +47,16 @@ def saved(folder: Path) -> dict[str, object]:
 def test_reader_written_from_the_page_alone_reads_a_checkpoint(tmp_path: Path) -> None:
     """Every tensor and object equals what was saved, in the order in which torch listed them."""
     expected = saved(tmp_path)
-    found = format_reader.read(tmp_path)
-    assert sorted(found) == sorted(expected)
+    checkpoint = Checkpoint(tmp_path)
+    assert sorted(checkpoint.entries) == sorted(expected)
     for name, value in expected.items():
+        found = checkpoint.read(name)
         if isinstance(value, np.ndarray):
-            assert found[name].dtype == value.dtype
-            np.testing.assert_array_equal(found[name], value)
+            assert found.dtype == value.dtype
+            np.testing.assert_array_equal(found, value)
         else:
             # A list of 10,000 is not flattened: it is one object, too large for the manifest.
-            assert found[name] == value
+            assert found == value
 
 
 def test_reader_written_from_the_page_alone_reads_a_run(tmp_path: Path) -> None:
@@ -59,11 +66,11 @@ def test_reader_written_from_the_page_alone_reads_a_run(tmp_path: Path) -> None:
             state = {"model": {"frozen": torch.arange(100_000), "weight": torch.full((3,), float(step))}, "step": step}
             checkpoints.save(step, state, wait=True)
     for step in (1, 2):
-        found = format_reader.read(tmp_path, step)
-        np.testing.assert_array_equal(found["model.frozen"], np.arange(100_000))
-        np.testing.assert_array_equal(found["model.weight"], np.full((3,), step, dtype=np.float32))
+        found = Checkpoint(tmp_path, step).read_state()
+        np.testing.assert_array_equal(found["model"]["frozen"], np.arange(100_000))
+        np.testing.assert_array_equal(found["model"]["weight"], np.full((3,), step, dtype=np.float32))
         assert found["step"] == step
-    keys = [set(format_reader.read_manifest(tmp_path, step)["shards"]["keys"]) for step in (1, 2)]
+    keys = [set(Checkpoint(tmp_path, step).manifest["shards"]["keys"]) for step in (1, 2)]
     assert keys[0] & keys[1]
 
 
@@ -72,32 +79,60 @@ def test_reader_written_from_the_page_alone_reads_raw_bytes_of_objects(tmp_path:
     values = [{"a": np.arange(70_000) + rank, "b": torch.arange(9_001.0), "c": b"xyz" * 1001} for rank in range(2)]
     save_as_ranks([{f"x{rank}": (values[rank],)} for rank in range(2)], lambda: RemoteWriter(tmp_path))
     for rank, value in enumerate(values):
-        tree, raw = format_reader.read(tmp_path)[f"x{rank}"]
-        found = tree["$tuple"][0]
-        places = [found["a"]["$numpy.ndarray"]["data"], found["b"]["$torch.Tensor"]["data"], found["c"]["$bytes"]]
-        a, b, c = (raw[start : start + length] for start, length in places)
-        np.testing.assert_array_equal(np.frombuffer(a, found["a"]["$numpy.ndarray"]["dtype"]), value["a"])
-        np.testing.assert_array_equal(np.frombuffer(b, "<f4"), np.arange(9_001, dtype="<f4"))
-        assert c == value["c"]
-        assert sum(length for _, length in places) == len(raw)
+        checkpoint = Checkpoint(tmp_path)
+        assert checkpoint.entries[f"x{rank}"].encoding == "json+raw"
+        (found,) = checkpoint.read(f"x{rank}")
+        np.testing.assert_array_equal(found["a"], value["a"])
+        np.testing.assert_array_equal(found["b"], np.arange(9_001, dtype="<f4"))
+        assert found["c"] == value["c"]
 
 
 def test_reader_written_from_the_page_alone_notices_damage(tmp_path: Path) -> None:
     """A flipped byte in the data or the block table of a shard is noticed."""
     saved(tmp_path)
-    manifest = format_reader.read_manifest(tmp_path)
-    key = manifest["shards"]["keys"][0]
-    start = format_reader.column(manifest["shards"]["data_starts"])[0]
+    shards = Checkpoint(tmp_path).manifest["shards"]
+    key, start = shards["keys"][0], column(shards["data_starts"])[0]
     data = (tmp_path / key).read_bytes()
     for position in (start - 1, start, len(data) - 1):
         (tmp_path / key).write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
-        with pytest.raises(AssertionError):
-            format_reader.read(tmp_path)
+        with pytest.raises(UnreadableError, match="damaged"):
+            Checkpoint(tmp_path).read_state()
+
+
+def test_reader_is_a_program(tmp_path: Path) -> None:
+    """The reader lists a folder, and behind HTTP the same; it refuses damage, and a step that is not there."""
+    saved(tmp_path)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(READER), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    listed = run(str(tmp_path))
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert "model.big: float32 [3000, 700]" in listed.stdout
+    assert "note: str 'größer'" in listed.stdout
+    assert listed.stdout.splitlines()[-1] == "9 entries, all digests right"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(tmp_path)))
+    with server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        assert run(f"http://127.0.0.1:{server.server_port}/").stdout == listed.stdout
+        server.shutdown()
+    assert "catalog.json" in run(str(tmp_path), "--step", "3").stderr
+    key = Checkpoint(tmp_path).manifest["shards"]["keys"][0]
+    (tmp_path / key).write_bytes(b"x" * (tmp_path / key).stat().st_size)
+    damaged = run(str(tmp_path))
+    assert (damaged.returncode, "damaged" in damaged.stderr) == (1, True)
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Files of a folder, without a log and without ranges."""
+
+    def log_message(self, *_: object) -> None: ...
 
 
 def test_reader_is_short_and_imports_neither_torch_nor_us() -> None:
     """The source of the reader is short, and imports neither torch nor dcp_remote."""
-    source = Path(format_reader.__file__).read_text(encoding="utf-8")
+    source = READER.read_text(encoding="utf-8")
     assert len(source.splitlines()) < LINES_MAX
     modules = {
         name

@@ -23,7 +23,7 @@ from dcp_remote.errors import (
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, add_entry, pin_entry, retire_entries, take_fence
 from dcp_remote.format.catalog_json import STORED_BYTES_MAX, encode
 from dcp_remote.format.document import seal, unseal
-from dcp_remote.run.catalog_store import Seen, read_catalog, swap
+from dcp_remote.run.catalog_store import Change, Seen, read_catalog, swap
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.base import Capabilities
 from dcp_remote.storage.wrapper import WrappedStore
@@ -65,6 +65,23 @@ def test_a_refusal_writes_nothing() -> None:
     with pytest.raises(CommitConflictError, match="step=1"):
         swapped(recording, commit(1))
     assert recording.calls == [("get", CATALOG_KEY)]
+
+
+def test_a_catalog_that_only_newer_software_may_replace() -> None:
+    """A catalog with `requires_to_write` is read, and every swap is refused before its PUT, also a fence."""
+    store = store_of()
+    newer = seal(unseal(encode(ONE, NONCE)).replace(b'"requires":[]', b'"requires":[],"requires_to_write":["holds"]'))
+    store.put(CATALOG_KEY, [newer])
+    seen = read_catalog(store)
+    assert seen is not None
+    assert seen.catalog.entries == ONE.entries
+    recording = RecordingStore(store)
+    changes: list[Change] = [take_fence, commit(2), lambda run: retire_entries(run, [identity(1)])]
+    for change in changes:
+        with pytest.raises(UnsupportedFormatError, match="holds"):
+            swapped(recording, change)
+    assert recording.count("put") == 0
+    assert bytes(store.space.objects[CATALOG_KEY].data) == newer
 
 
 def test_no_run() -> None:

@@ -22,7 +22,7 @@ from dcp_remote.errors import (
     StorageError,
     UnsupportedFormatError,
 )
-from dcp_remote.format import catalog_json, manifest_json
+from dcp_remote.format import catalog_json, document, manifest_json
 from dcp_remote.format.catalog import CATALOG_KEY, BeginAgainError, Catalog, Entry
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.format.manifest import MANIFEST_KEY, RunInfo
@@ -270,7 +270,7 @@ def test_a_catalog_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recover a run whose catalog a newer version wrote: refused, and the catalog stays."""
     store = a_run(1)
     before = dict(store.space.objects)
-    monkeypatch.setattr(catalog_json, "VERSION", "another")
+    monkeypatch.setattr(document, "VERSION", "another")
     with pytest.raises(UnsupportedFormatError, match="another version"):
         recover(store)
     assert store.space.objects == before

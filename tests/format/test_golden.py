@@ -1,0 +1,190 @@
+"""Golden files: checkpoints of each feature of the format, written once, are read by this release and from the page."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from dcp_remote import Files, load, open_run
+from dcp_remote.errors import CheckpointNotFoundError
+from dcp_remote.format import catalog_json, manifest_json
+from dcp_remote.format.catalog import Catalog
+from dcp_remote.format.columns import decode_column
+from dcp_remote.format.dtypes import ITEM_BYTES
+from dcp_remote.serialization.objects import _TAG_BY_NAME
+from read_without_torch import Checkpoint, UnreadableError, read_document
+from tests.format import write_golden
+from tests.format.golden_forms import as_read, form
+from tests.format.golden_states import STATES
+
+GOLDEN = write_golden.GOLDEN
+
+# Digests of all files of each folder, with their paths. A digest never changes: the files are what old releases wrote.
+DIGESTS = {
+    "abandoned": "3830b756af7ca2afa9b24c636f7e52fb",
+    "catalog": "713c0158d481547d01035966b51b6233",
+    "compressed": "e7bb17987aa2b438086edb5009c504ca",
+    "dedup": "2b8fd6a1bd8edf730bbaff99f4ccb0ce",
+    "emptied": "c1d262aae7cbc41f353a8a458bcdf355",
+    "encodings": "cb6ef64c973cdc88ae2f1400ba08a135",
+    "labels": "46b1e1ac92cbde0f6689379190f5db8a",
+    "million": "bfa657a466d014cc73d7940e4c93f5fc",
+    "nested": "5874f8bd7601a0e65c862ae72182ed04",
+    "per_rank": "ac63358b67a537c5cec1f4777682d6f8",
+    "pieces": "cc95666a43a3f3429c1dcc05fee8fd1c",
+    "renewed": "ec9554c24c6f8a17e28cfb42d033101c",
+    "replaced": "7f4bbfac9d06e9c9feb3186e8d97d81e",
+    "sharded": "88dd64f3242813748347bfe5987ba966",
+    "streams": "b1a506d34be330b4f74146df7b9b0640",
+    "tags": "ebd4eb5e26e4fe182564e45694ad4abe",
+    "tensors": "421f0f06f8ce60b4a3ee3c165080990d",
+    "thinned": "84c44e6ab2839d0fee44681baab4399b",
+    "tombstone": "a2681ee153ed63b834be1fc93d9ef355",
+}
+
+# Tensors that are stored as streams, which a reader without torch leaves as bytes.
+STREAM_MAGIC = b"PK\x03\x04"
+
+
+def digest_of(folder: Path) -> str:
+    """Return the digest of the files of a folder."""
+    found = xxhash.xxh3_128()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        found.update(f"{path.relative_to(folder).as_posix()} {len(data)}\n".encode() + data)
+    return found.hexdigest()
+
+
+def test_golden_files_are_those_that_were_written() -> None:
+    """All folders are in the table, with the digest of their files."""
+    assert {path.name: digest_of(path) for path in GOLDEN.iterdir()} == DIGESTS
+    assert set(DIGESTS) == set(write_golden.CASES)
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 1_100_000
+
+
+def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Return the keys of which a state lacks the value that another has, or of which only one has a value."""
+    return [key for key in {**found, **expected} if form(found.get(key)) != form(expected.get(key, "none"))]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch's own, of quantized tensors
+@pytest.mark.parametrize(("name", "step"), STATES, ids=[f"{name}-{step}" for name, step in STATES])
+def test_this_release_reads(name: str, step: int | None) -> None:
+    """Values, types and structure are those of the state that was saved."""
+    expected = STATES[name, step]()
+    found = load(GOLDEN / name, step=step, allow_pickle=name in ("streams", "encodings"))
+    assert differing(found, loaded(name, expected)) == []
+
+
+def loaded(name: str, expected: dict[str, Any]) -> dict[str, Any]:
+    """Return a state as `load` returns it: without parameters, with keys that are strings, and with `Files`."""
+    if name == "tensors":
+        return {key: value.detach() for key, value in expected.items()}
+    if name == "nested":
+        state = expected["optim"]["state"]
+        expected["optim"]["state"] = {str(key): inner for key, inner in state.items()}
+    if name == "per_rank":
+        expected["files"] = Files(expected["files"])
+    return expected
+
+
+@pytest.mark.parametrize(("name", "step"), STATES, ids=[f"{name}-{step}" for name, step in STATES])
+def test_a_reader_without_torch_reads(name: str, step: int | None) -> None:
+    """The reference reader returns the same values, as far as they need no torch; streams are left as bytes."""
+    expected = loaded(name, STATES[name, step]())
+    checkpoint = Checkpoint(GOLDEN / name, step)
+    found = checkpoint.read_state()
+    if name == "streams":
+        assert all(stream.startswith(STREAM_MAGIC) for stream in found.values())
+        return
+    if name == "encodings":
+        assert all(found.pop(key).startswith(STREAM_MAGIC) and expected.pop(key) for key in ("torch", "pickle"))
+        assert {entry.encoding for entry in checkpoint.entries.values()} == {"json", "json+raw", "torch", "pickle"}
+    assert differing(found, as_read(expected)) == []
+
+
+def test_features_are_in_the_files() -> None:
+    """The files have the features for which they stand: chunks, pieces, blocks, compression, shared shards, labels."""
+
+    def shards(name: str, step: int | None = None) -> set[str]:
+        return set(Checkpoint(GOLDEN / name, step).manifest["shards"]["keys"])
+
+    chunks = Checkpoint(GOLDEN / "sharded").entries["blocks"].chunks
+    assert len(chunks) == 2
+    assert all(math.prod(sizes) > 65536 for _, sizes, _ in chunks)
+    assert len(Checkpoint(GOLDEN / "pieces").entries["cut"].chunks[0][2]) > 1
+    for name in ("compressed/manifest.json", "million/manifest.json", "catalog/catalog.json"):
+        assert (GOLDEN / name).read_bytes().startswith(b"\x28\xb5\x2f\xfd")
+    assert shards("dedup", 1) & shards("dedup", 2)
+    assert shards("thinned", 2) - shards("thinned", 1)
+    assert len(Checkpoint(GOLDEN / "replaced").manifest["replaces"]) == 1
+    assert Checkpoint(GOLDEN / "renewed").manifest["nonce"] == "5" * 32
+    entries = [entry for name in ("tensors", "streams") for entry in Checkpoint(GOLDEN / name).entries.values()]
+    assert {entry.dtype for entry in entries} == set(ITEM_BYTES) - {
+        "quint4x2",
+        "quint2x4",
+    }  # rare kinds of quantization
+    assert {entry.encoding for entry in entries} == {"raw", "torch", "pickle"}
+    tags = (GOLDEN / "tags" / "manifest.json").read_text() + "".join(
+        path.read_bytes().decode(errors="ignore") for path in (GOLDEN / "tags").rglob("*.safetensors")
+    )
+    assert not [tag for tag in _TAG_BY_NAME if f'"{tag}":' not in tags]
+
+
+def catalog_of(name: str) -> Catalog:
+    """Return the catalog of a run."""
+    return catalog_json.decode((GOLDEN / name / "catalog.json").read_bytes())
+
+
+def test_catalogs() -> None:
+    """Labels of checkpoints are read; retired, thinned and abandoned ones are marked so."""
+    first, second, third = catalog_of("labels").entries
+    assert [entry.step for entry in (first, second, third)] == [2, 3, 4]
+    assert (first.pinned, second.names, third.names) == (True, ("third",), ("best", "émile"))
+    assert dict(third.metrics) == {}
+    assert dict(second.metrics) == {"loss": 1 / 3, "accuracy": 1.0}
+    assert [entry.thinned for entry in catalog_of("thinned").entries] == [("optim",), ()]
+    assert [entry.abandoned for entry in catalog_of("abandoned").entries] == [False, True, False]
+    assert catalog_of("emptied").entries == ()
+    assert open_run(GOLDEN / "labels").user(3) == {"note": ["ä", None, 0.5]}
+    large = catalog_of("catalog")
+    assert (len(large.entries), large.floor) == (2_000, 5)
+    assert large.entries[7].abandoned
+    document = read_document(
+        lambda key, *_: (GOLDEN / "catalog" / key).read_bytes(), "catalog.json", "dcp_remote catalog"
+    )
+    assert [entry["step"] for entry in document["checkpoints"]] == list(range(2_000))
+
+
+def test_tombstone() -> None:
+    """There is no checkpoint, for this release and from the page."""
+    with pytest.raises(CheckpointNotFoundError):
+        load(GOLDEN / "tombstone")
+    head = manifest_json.decode_head((GOLDEN / "tombstone" / "manifest.json").read_bytes())
+    assert (head.kind, head.save_id, head.replaces) == ("tombstone", "1" * 32, ("2" * 32,))
+    with pytest.raises(UnreadableError, match="no checkpoint"):
+        Checkpoint(GOLDEN / "tombstone")
+
+
+def test_a_million_chunks(tmp_path: Path) -> None:
+    """The manifest is small, and one tensor of a thousand chunks is read; the shards are zeros that the test writes."""
+    shutil.copy(GOLDEN / "million" / "manifest.json", tmp_path)
+    assert (tmp_path / "manifest.json").stat().st_size < 300_000
+    manifest = manifest_json.decode((tmp_path / "manifest.json").read_bytes())
+    assert manifest is not None
+    assert len(manifest.tensors.chunk_pieces) == 1_000_000
+    for key, size in zip(manifest.shards.keys, manifest.shards.sizes.tolist(), strict=True):
+        (tmp_path / key).parent.mkdir(parents=True)
+        (tmp_path / key).write_bytes(bytes(size))
+    assert torch.equal(load(tmp_path, keys="t567")["t567"], torch.zeros(1_000, dtype=torch.uint8))
+    checkpoint = Checkpoint(tmp_path)
+    assert sum(len(entry.chunks) for entry in checkpoint.entries.values()) == 1_000_000
+    np.testing.assert_array_equal(checkpoint.read("t999"), np.zeros(1_000, dtype=np.uint8))
+    assert decode_column(checkpoint.manifest["chunks"]["sizes"], name="sizes").sum() == 1_000_000
