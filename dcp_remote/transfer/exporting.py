@@ -1,4 +1,4 @@
-"""`export_checkpoint`: writes a checkpoint of a run as safetensors, or as a folder of torch's distributed checkpoint."""
+"""`export_checkpoint`: writes a checkpoint of a run as safetensors, or as torch's distributed checkpoint."""
 
 from __future__ import annotations
 

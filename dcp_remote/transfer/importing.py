@@ -33,7 +33,7 @@ def import_checkpoint(
 
     Args:
         source: URL or path of a folder that torch's distributed checkpoint or Hugging Face wrote, or path of a file of
-            `torch.save`. Weights of Hugging Face and state dicts are entries below `model`; all others keep their names.
+            `torch.save`. Weights of Hugging Face and state dicts are entries below `model`; others keep their names.
         run_url: URL of the run, as for `CheckpointManager`.
         step: Step of the new checkpoint.
         name: Name of the new checkpoint.
@@ -46,9 +46,7 @@ def import_checkpoint(
         UnsafeObjectError: An object needs code to load, and `allow_pickle` is False.
         CorruptCheckpointError: What was saved differs from the source.
     """
-    opened = open_source(
-        source, storage_options=source_options, allow_pickle=bool(settings.get("allow_pickle", False))
-    )
+    opened = open_source(source, storage_options=source_options, allow_pickle=bool(settings.get("allow_pickle", False)))
     with CheckpointManager(run_url, **settings) as checkpoints:
         planner = _SourcePlanner(opened)
         checkpoints.save(step, opened.state, name=name, planner=planner, wait=True, user={"imported_from": str(source)})
@@ -115,5 +113,7 @@ def _compare(
         for box in source.pieces(name):
             part = value[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
             expected = source.read(name, box)
-            if not torch.equal(part.contiguous().flatten().view(torch.uint8), expected.contiguous().flatten().view(torch.uint8)):
+            if not torch.equal(
+                part.contiguous().flatten().view(torch.uint8), expected.contiguous().flatten().view(torch.uint8)
+            ):
                 raise CorruptCheckpointError("What was saved differs from the source.", url=run_url, tensor=name)

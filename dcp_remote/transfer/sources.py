@@ -299,5 +299,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             ("pathlib", "PosixPath"),
         }
         if not (is_known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))):
-            raise UnsafeObjectError("The metadata of this checkpoint name a class that is none of torch's checkpoints.", type=f"{module}.{name}")
+            raise UnsafeObjectError(
+                "The metadata of this checkpoint name a class that is none of torch's checkpoints.",
+                type=f"{module}.{name}",
+            )
         return super().find_class(module, name)
