@@ -1,7 +1,7 @@
 """Checkpoints of other formats: into a run, and out of one.
 
-sources opens a checkpoint of torch, Hugging Face or `torch.save` as a state whose tensors are read piece by piece;
-importing saves such a state to a run; exporting writes a checkpoint of a run as safetensors or as a folder of torch.
+source opens a checkpoint of torch, Hugging Face or `torch.save` as a state whose tensors are read piece by piece;
+importing saves such a state to a run; exporting writes a checkpoint as safetensors or as a folder of torch.
 """
 
 from __future__ import annotations

@@ -3,117 +3,228 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
+from dcp_remote.common.digests import digest
 from dcp_remote.common.geometry import Box
-from dcp_remote.errors import CorruptCheckpointError
-from dcp_remote.loading.load import load
+from dcp_remote.common.units import MEMORY_BUDGET_BYTES, MiB
+from dcp_remote.errors import CheckpointExistsError, CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.manager.manager import CheckpointManager
-from dcp_remote.transfer.sources import Source, open_source
+from dcp_remote.manager.progress import ProgressSetting, start_progress
+from dcp_remote.manager.reports import SaveReport
+from dcp_remote.run.job import require_step
+from dcp_remote.serialization.tensors import byte_view, empty_tensor
+from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.location import require_budget
+from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
+from dcp_remote.transfer.checkpoint import SavedCheckpoint, Together, make_item, size_of
+from dcp_remote.transfer.source import PIECE_BYTES_MAX, Source, open_source
+
+# A terabyte at 50 MB/s.
+TIMEOUT_SECONDS = 6 * 3600.0
+
+# Part of the budget that one piece may have, and that the save has for its copies: a shard is put together beside those
+# that are being sent, and beside a piece and the small ones that were read together.
+_PIECE_SHARE = 8
+_SAVE_SHARE = 3 / 8
 
 
 def import_checkpoint(
-    source: str | os.PathLike[str],
-    run_url: str | os.PathLike[str],
+    source: str | os.PathLike[str] | ObjectStore,
+    run_url: str | os.PathLike[str] | ObjectStore,
     *,
     step: int,
     name: str | None = None,
     is_verified: bool = True,
+    overwrite: bool = False,
+    start_over: bool = False,
+    allow_pickle: bool = False,
     source_options: Mapping[str, object] | None = None,
-    **settings: Any,
-) -> int:
-    """Save a checkpoint of another format to a run, in one process; return the step.
+    storage_options: Mapping[str, object] | None = None,
+    memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    progress: ProgressSetting = True,
+) -> SaveReport:
+    """Save a checkpoint of another format to a run, in one process; return the report of the save.
+
+    Names, dtypes and all bits are kept. Weights of Hugging Face, and of a file that is a state dict, get names below
+    `model`; small files beside weights become the entry `files`. Other entries keep their names.
+
+    The checkpoint is committed at once, or not at all. The run belongs to this call from then on: a training that saves
+    to the run meanwhile is refused by `FencedError`. Steps are imported in ascending order; those that are there stay.
+
+    Costs: one GET per 32 MiB of a tensor, of a small tensor, and of an object; two to five more per chunk of torch's
+    that is larger than 32 MiB; the requests of a save. The verification reads the new checkpoint once, in ranges of
+    8 MiB, and compares each tensor with a digest of what was read from the source.
+
+    Holds `memory_budget_bytes`, and of torch's files one tensor or chunk that is not contiguous, or that is a sparse or
+    quantized one. Objects and small files come on top.
 
     Args:
-        source: URL or path of a folder that torch's distributed checkpoint or Hugging Face wrote, or path of a file of
-            `torch.save`. Weights of Hugging Face and state dicts are entries below `model`; others keep their names.
-        run_url: URL of the run, as for `CheckpointManager`.
+        source: URL, path or store of a folder that `torch.distributed.checkpoint` (FileSystemWriter, FsspecWriter,
+            s3torchconnector) or Hugging Face (safetensors) wrote; or URL or path of a file of safetensors or
+            `torch.save` (.pt, .pth, .ckpt, .bin), of which only tensors and plain values are loaded.
+        run_url: URL, path or store of the run, which may be new.
         step: Step of the new checkpoint.
-        name: Name of the new checkpoint.
-        is_verified: True to read both checkpoints once more and compare all bits.
+        name: Name of the new checkpoint, which it gets once it is verified.
+        is_verified: False to leave out the verification.
+        overwrite: True to replace the run's checkpoint of this step.
+        start_over: True to leave the checkpoints of the run behind, marked as abandoned.
+        allow_pickle: True to load and save objects that need code; torch's checkpoints alone.
         source_options: Options of the source's store.
-        settings: Keyword arguments of `CheckpointManager`, such as `storage_options`, `start_over`, `allow_pickle`.
+        storage_options: Options of the run's store.
+        memory_budget_bytes: Limit of the memory for tensors, in bytes.
+        timeout_seconds: Deadline of the save, in seconds. A request to the source is repeated for five minutes.
+        progress: True to draw a line or log; False for neither; or a function that gets a `ProgressReport`.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint of a known format.
-        UnsafeObjectError: An object needs code to load, and `allow_pickle` is False.
-        CorruptCheckpointError: What was saved differs from the source.
+        CheckpointExistsError: The run has a checkpoint of this step.
+        InvalidArgumentError: The step is below the newest one of the run, or the source uses what is not supported.
+        UnsafeObjectError: An object needs code to load. Nothing was saved.
+        CorruptCheckpointError: The source is damaged, and nothing was saved; or the saved checkpoint differs from what
+            was read, and was deleted again.
+        FencedError: Another job took the run meanwhile.
+        SaveFailedError: The run's store, or the source's, failed.
     """
-    opened = open_source(source, storage_options=source_options, allow_pickle=bool(settings.get("allow_pickle", False)))
-    with CheckpointManager(run_url, **settings) as checkpoints:
-        planner = _SourcePlanner(opened)
-        checkpoints.save(step, opened.state, name=name, planner=planner, wait=True, user={"imported_from": str(source)})
-    if is_verified:
-        _compare(opened, planner.tensors, str(run_url), step, settings.get("storage_options"))
-    return step
+    require_step(step)
+    require_budget(memory_budget_bytes)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise InvalidArgumentError(
+            "import_checkpoint runs in one process, and this one is a rank of several. Call it in a program of its own."
+        )
+    piece_bytes_max = min(PIECE_BYTES_MAX, max(MiB // 4, memory_budget_bytes // _PIECE_SHARE))
+    settings: dict[str, Any] = {
+        "storage_options": storage_options,
+        "memory_budget_bytes": max(1, int(memory_budget_bytes * _SAVE_SHARE)),
+        "timeout_seconds": timeout_seconds,
+        "allow_pickle": allow_pickle,
+        "progress": progress,
+        "dedup": False,  # the comparison would read the source once more
+    }
+    with CheckpointManager(run_url, **settings) as run:
+        newest = None if start_over else run.latest()
+        if newest is not None and newest.step == step and not overwrite:
+            raise CheckpointExistsError(
+                "The run has a checkpoint of this step. Choose another step, or pass overwrite=True.",
+                url=run.url,
+                step=step,
+            )
+    opened = open_source(
+        source, storage_options=source_options, allow_pickle=allow_pickle, piece_bytes_max=piece_bytes_max
+    )
+    planner = _SourcePlanner(opened, bytes_max=piece_bytes_max)
+    resumed_from = newest.step if newest is not None else None
+    with CheckpointManager(run_url, resumed_from=resumed_from, start_over=start_over, **settings) as run:
+        note = {"imported_from": opened.url, "imported_kind": opened.kind}
+        run.save(step, opened.state, planner=planner, overwrite=overwrite, wait=True, user=note)
+        report = cast("SaveReport", run.last_save)
+        if is_verified:
+            saved = SavedCheckpoint(
+                run_url,
+                step=step,
+                storage_options=storage_options,
+                allow_pickle=allow_pickle,
+                buffer_bytes_max=memory_budget_bytes // 2,
+                retry_seconds=RANGE_RETRY_SECONDS,
+            )
+            try:
+                _verify(saved, planner.digests, bytes_max=memory_budget_bytes // 2, progress=progress)
+            except CorruptCheckpointError:
+                run.delete(step, force=True)
+                raise
+        if name is not None:
+            run.name(step, name, move=True)
+    return report
 
 
 class _SourcePlanner(DefaultSavePlanner):
-    """Planner whose tensors are read from a source when they are sent."""
+    """Planner whose tensors are read from a source when they are sent.
 
-    def __init__(self, source: Source) -> None:
-        super().__init__(dedup_save_to_lowest_rank=True)
-        self._source = source
-        self.tensors: list[str] = []
+    Args:
+        source: Source.
+        bytes_max: Limit of the small tensors that are read together, in bytes.
+    """
+
+    def __init__(self, source: Source, *, bytes_max: int) -> None:
+        super().__init__()
+        self._source, self._bytes_max = source, bytes_max
+        # Digests of what was read, by name and box.
+        self.digests: dict[tuple[str, Box], tuple[torch.dtype, bytes]] = {}
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        self.tensors = [item.index.fqn for item in plan.items if _is_read(item, self.state_dict)]
-        items = [part for item in plan.items for part in self._split(item)]
+        sizes: dict[tuple[str, Box], int] = {}
+        items: list[WriteItem] = []
+        for item in plan.items:
+            if not self._is_read(item):
+                items.append(item)
+                continue
+            data = cast("TensorWriteData", item.tensor_data)
+            boxes = self._source.pieces(item.index.fqn)
+            sizes |= {(item.index.fqn, box): size_of(box, data.properties.dtype) for box in boxes}
+            items += [make_item(item, data, box, number) for number, box in enumerate(boxes)]
+        self._reads = Together(sizes, self._source.read, bytes_max=self._bytes_max)
         self.plan = replace(plan, items=items)
         return self.plan
 
-    def _split(self, item: WriteItem) -> list[WriteItem]:
-        data = item.tensor_data
-        if data is None or not _is_read(item, self.state_dict):
-            return [item]
-        boxes = self._source.pieces(item.index.fqn)
-        if len(boxes) == 1:
-            return [item]
-        return [
-            WriteItem(
-                index=MetadataIndex(item.index.fqn, torch.Size(box.offsets), number),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
-                    properties=data.properties,
-                    size=data.size,
-                ),
-            )
-            for number, box in enumerate(boxes)
-        ]
-
     def resolve_data(self, write_item: WriteItem) -> Any:
-        data = write_item.tensor_data
-        if data is None or not _is_read(write_item, self.state_dict):
+        if not self._is_read(write_item):
             return super().resolve_data(write_item)
-        return self._source.read(write_item.index.fqn, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+        data = cast("TensorWriteData", write_item.tensor_data)
+        box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        tensor = self._reads.take((write_item.index.fqn, box)).contiguous()
+        if tensor.dtype != data.properties.dtype:
+            raise CorruptCheckpointError(
+                "A tensor of the source has another dtype than its metadata tell.",
+                tensor=write_item.index.fqn,
+                dtype=tensor.dtype,
+                expected=data.properties.dtype,
+            )
+        self.digests[write_item.index.fqn, box] = tensor.dtype, digest(byte_view(tensor))
+        return tensor
+
+    def _is_read(self, item: WriteItem) -> bool:
+        value = self.state_dict.get(item.index.fqn)
+        return isinstance(value, torch.Tensor) and value.is_meta
 
 
-def _is_read(item: WriteItem, state: Mapping[str, Any]) -> bool:
-    value = state.get(item.index.fqn)
-    return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _compare(
-    source: Source, names: list[str], run_url: str, step: int, storage_options: Mapping[str, object] | None
+def _verify(
+    saved: SavedCheckpoint,
+    digests: Mapping[tuple[str, Box], tuple[torch.dtype, bytes]],
+    *,
+    bytes_max: int,
+    progress: ProgressSetting,
 ) -> None:
-    """Read each tensor of both checkpoints, and compare all bits."""
-    for name in names:
-        value: Any = load(run_url, step=step, keys=[name], storage_options=storage_options)
-        while isinstance(value, (dict, list)):
-            value = next(one for one in (value.values() if isinstance(value, dict) else value) if one is not None)
-        for box in source.pieces(name):
-            part = value[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
-            expected = source.read(name, box)
-            if not torch.equal(
-                part.contiguous().flatten().view(torch.uint8), expected.contiguous().flatten().view(torch.uint8)
-            ):
-                raise CorruptCheckpointError("What was saved differs from the source.", url=run_url, tensor=name)
+    """Read all boxes once, and compare their digests.
+
+    Raises:
+        CorruptCheckpointError: A box differs.
+    """
+    sizes = {key: size_of(key[1], dtype) for key, (dtype, _) in digests.items()}
+
+    def read(keys: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        tensors = [empty_tensor(digests[key][0], key[1].sizes) for key in keys]
+        saved.read([(name, box, tensor) for (name, box), tensor in zip(keys, tensors, strict=True)])
+        return tensors
+
+    reads = Together(sizes, read, bytes_max=bytes_max, small_bytes_max=bytes_max)
+    with start_progress(progress, "verify", is_coordinator=True) as shown:
+        shown.begin(saved.step, sum(sizes.values()))
+        for (name, box), (_, expected) in digests.items():
+            if digest(byte_view(reads.take((name, box)))) != expected:
+                raise CorruptCheckpointError(
+                    "A saved tensor differs from what was read. The checkpoint was deleted; import once more.",
+                    url=saved.store.url,
+                    tensor=name,
+                    offsets=box.offsets,
+                )
+            shown.add(sizes[name, box])
+        shown.close(f"verified step {saved.step}: all bits are those that were read")
