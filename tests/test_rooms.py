@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("errors", "common", "format", "storage", "run", "serialization", "coordination", "saving", "loading"),
         *("writer", "reader"),
     },
-    "transfer": {"errors", "common", "format", "storage", "run", "serialization", "loading", "manager"},
+    "transfer": {"errors", "common", "format", "storage", "run", "serialization", "loading", "manager", "coordination"},
     "testing": {"errors", "common", "storage"},
     # The public API, as its users import it: `from dcp_remote import …`, `from dcp_remote.errors import …`.
     "integrations": {"errors", "__init__"},

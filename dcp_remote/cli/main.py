@@ -158,8 +158,9 @@ def _add_export(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--file-bytes-max",
         type=bench.parse_bytes,
+        default=transfer.FILE_BYTES,
         metavar="N[MiB|GiB]",
-        help="size of one file of weights (default: 5,000,000,000)",
+        help="size of one file of weights (default: %(default)s bytes)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
 

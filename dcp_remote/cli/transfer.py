@@ -15,6 +15,9 @@ from dcp_remote.storage.url import is_remote
 
 KINDS = ("safetensors", "torch")
 
+# Size of one file of weights, as in Transformers.
+FILE_BYTES = 5_000_000_000
+
 
 def run_import(
     source: str,
@@ -75,7 +78,7 @@ def run_export(
     kind: str,
     key: str,
     dtype: str | None,
-    file_bytes_max: int | None,
+    file_bytes_max: int,
     as_json: bool,
     out: TextIO,
 ) -> None:
@@ -89,7 +92,7 @@ def run_export(
         kind: "safetensors" or "torch".
         key: First parts of the names of the weights.
         dtype: Name of the dtype to convert to; None to keep each.
-        file_bytes_max: Size of one file of weights, in bytes; None for that of Transformers.
+        file_bytes_max: Size of one file of weights, in bytes.
         as_json: Print a JSON document instead of text.
         out: Output stream.
     """
@@ -104,7 +107,7 @@ def run_export(
         key=key,
         dtype=dtype,
         storage_options=storage_options,
-        **({} if file_bytes_max is None else {"file_bytes_max": file_bytes_max}),
+        file_bytes_max=file_bytes_max,
     )
     total_bytes = sum(path.stat().st_size for path in written)
     document = {

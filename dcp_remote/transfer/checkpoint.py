@@ -16,7 +16,6 @@ from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MiB
 from dcp_remote.format.manifest import RAW
 from dcp_remote.loading.engine import Target, read_targets
-from dcp_remote.loading.load import load
 from dcp_remote.loading.targets import TensorTarget, make_object_targets
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.serialization.state_dict import unwrap_per_rank
@@ -112,13 +111,6 @@ class SavedCheckpoint:
             )
         self._read(targets)
         return {name: unwrap_per_rank(self.path(name), values[name]) for name in names}
-
-    def load(self, name: str) -> Any:
-        """Return an entry of any kind, whole."""
-        value: Any = load(self.store, step=self.step, keys=[name], allow_pickle=self._allow_pickle)
-        for part in self.path(name):
-            value = value[part]
-        return value
 
     def path(self, name: str) -> tuple[str | int, ...]:
         """Return the place of an entry in the state."""

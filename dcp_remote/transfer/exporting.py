@@ -61,8 +61,7 @@ def export_checkpoint(
     Costs: the GET of the manifest (for a run up to three), a GET per range of 8 MiB, and one per shard and half of the
     budget, for parts of pieces. The verification reads the files once.
 
-    Holds `memory_budget_bytes`, and with "torch" each tensor that is a sparse or quantized one; `files` and objects
-    come on top.
+    Holds `memory_budget_bytes`; `files` and objects come on top.
 
     Args:
         url: URL, path or store of a run or of a checkpoint.
@@ -85,8 +84,8 @@ def export_checkpoint(
             are written and those that are read back count.
 
     Raises:
-        InvalidArgumentError: The folder is not empty or is a URL, there is no tensor below `key`, or a tensor cannot be
-            written as safetensors.
+        InvalidArgumentError: The folder is not empty or is a URL, there is no tensor below `key`, or a tensor (sparse,
+            quantized, of a dtype that safetensors lack) cannot be written.
         CheckpointNotFoundError: No checkpoint is committed here.
         CorruptCheckpointError: The checkpoint is damaged, or bytes read back differ.
         UnsafeObjectError: An object needs code to load, and `allow_pickle` is False.

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -189,6 +189,6 @@ class SafetensorsSource:
         )
 
 
-def _are_sizes(value: object) -> bool:
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
     """Return whether this is a list of integers of at least 0."""
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)

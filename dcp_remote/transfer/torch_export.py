@@ -12,12 +12,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dcp_remote.common.digests import digest
 from dcp_remote.common.geometry import Box
-from dcp_remote.errors import CorruptCheckpointError
+from dcp_remote.coordination.torch_errors import plain_errors
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.serialization.files import Files
 from dcp_remote.serialization.tensors import byte_view, empty_tensor
 from dcp_remote.storage import open_store
@@ -36,8 +38,11 @@ class TorchExport:
         bytes_max: Bytes of tensors that are read at once; larger tensors are saved as several chunks.
 
     Attributes:
-        total_bytes: Size of all tensors that are stored as their elements.
+        total_bytes: Size of all tensors.
         last_file: Name of the file without which torch finds no checkpoint.
+
+    Raises:
+        InvalidArgumentError: torch's writer cannot save a tensor.
     """
 
     last_file = TORCH_METADATA_FILE
@@ -47,9 +52,14 @@ class TorchExport:
         self._saved, self._bytes_max = saved, bytes_max
         self._dtypes: dict[str, torch.dtype] = {}
         for name in saved.manifest.tensors.names:
-            if saved.is_plain(name):
-                own = saved.dtype(name)
-                self._dtypes[name] = own if dtype is None or not own.is_floating_point else dtype
+            if not saved.is_plain(name):
+                raise InvalidArgumentError(
+                    "torch's writer cannot save a tensor that is sparse, quantized or of an own class. Load it by "
+                    "dcp_remote.load.",
+                    tensor=name,
+                )
+            own = saved.dtype(name)
+            self._dtypes[name] = own if dtype is None or not own.is_floating_point else dtype
         self.total_bytes = sum(size_of(Box((), saved.shape(name)), own) for name, own in self._dtypes.items())
 
     def write(self, folder: Path, add: Callable[[int], None], *, is_verified: bool) -> None:
@@ -59,9 +69,15 @@ class TorchExport:
             CorruptCheckpointError: Bytes read back differ.
         """
         planner = _RunPlanner(self._saved, self._dtypes, add, bytes_max=self._bytes_max)
+        state = self._make_state()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: this is one process
-            dcp.save(self._make_state(), storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+            try:
+                with plain_errors():
+                    dcp.save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+            except CheckpointException as failed:
+                error, _ = failed.failures[0]
+                raise (error if isinstance(error, OSError) else failed) from None
         if not is_verified:
             return
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
@@ -81,14 +97,11 @@ class TorchExport:
     def _make_state(self) -> dict[str, Any]:
         """Return the state, with tensors on the meta device."""
         names = list(self._saved.manifest.names())
-        tensors = self._saved.manifest.tensors.index
-        values = self._saved.objects([name for name in names if name not in tensors])
+        values = self._saved.objects([name for name in names if name not in self._dtypes])
         state: dict[str, Any] = {}
         for name in names:
             if name in self._dtypes:
                 value: Any = torch.empty(self._saved.shape(name), dtype=self._dtypes[name], device="meta")
-            elif name in tensors:
-                value = self._saved.load(name)
             else:
                 value = values[name]
             # torch asks only the values at the top for their state.

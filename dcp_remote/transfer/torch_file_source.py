@@ -84,7 +84,12 @@ def find_stored(value: object) -> StoredTensor | None:
     if not isinstance(start, int) or value.is_conj() or value.is_neg():
         return None
     return StoredTensor(
-        start, storage.nbytes(), value.storage_offset(), tuple(value.shape), tuple(value.stride()), value.dtype
+        start=start,
+        length=int(storage.nbytes()),
+        first=int(value.storage_offset()),
+        shape=tuple(map(int, value.shape)),
+        strides=tuple(map(int, value.stride())),
+        dtype=value.dtype,
     )
 
 

@@ -6,7 +6,7 @@ import io
 import pickle
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -80,7 +80,7 @@ class TorchSource:
         self.state: dict[str, Any] = {}
         for name, entry in entries.items():
             value = values.get(name)
-            if name in self._chunks:
+            if _is_plain(entry):
                 value = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             set_element(self.state, paths.get(name, (name,)), value)
 
@@ -180,7 +180,7 @@ class TorchSource:
         )
 
 
-def _is_plain(entry: object) -> bool:
+def _is_plain(entry: object) -> TypeGuard[TensorStorageMetadata]:
     """Return whether an entry is a tensor whose elements are all of it; others are read like objects."""
     if not isinstance(entry, TensorStorageMetadata):
         return False

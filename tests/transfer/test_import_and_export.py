@@ -157,17 +157,8 @@ def test_wrong_calls(tmp_path: Path) -> None:
     import_checkpoint(tmp_path / "hf", tmp_path / "run", step=1, **QUIET)
     with pytest.raises(InvalidArgumentError, match="not empty"):
         export_checkpoint(tmp_path / "run", tmp_path / "some")
-    with pytest.raises(InvalidArgumentError, match="has='files, model'"):
+    with pytest.raises(InvalidArgumentError, match="has='model'"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", key="ema")
     (tmp_path / "hf" / "model-00001-of-00001.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(CorruptCheckpointError, match="no file of safetensors"):
+    with pytest.raises(CorruptCheckpointError, match="header does not fit"):
         import_checkpoint(tmp_path / "hf", tmp_path / "other", step=1, **QUIET)
-
-
-def test_what_was_saved_is_compared_with_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_hugging_face(tmp_path / "hf", 1)
-    monkeypatch.setattr(
-        importing, "load", lambda *_args, keys, **_options: {"x": torch.zeros_like(weights()[keys[0][6:]])}
-    )
-    with pytest.raises(CorruptCheckpointError, match="differs from the source"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "run", step=1, **QUIET)
