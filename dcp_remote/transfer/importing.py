@@ -20,6 +20,7 @@ from dcp_remote.manager.manager import CheckpointManager
 from dcp_remote.manager.progress import ProgressSetting, start_progress
 from dcp_remote.manager.reports import SaveReport
 from dcp_remote.run.job import require_step
+from dcp_remote.run.run import latest
 from dcp_remote.serialization.tensors import byte_view, empty_tensor
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import require_budget
@@ -30,10 +31,10 @@ from dcp_remote.transfer.source import PIECE_BYTES_MAX, Source, open_source
 # A terabyte at 50 MB/s.
 TIMEOUT_SECONDS = 6 * 3600.0
 
-# Part of the budget that one piece may have, and that the save has for its copies: a shard is put together beside those
-# that are being sent, and beside a piece and the small ones that were read together.
-_PIECE_SHARE = 8
-_SAVE_SHARE = 3 / 8
+# Shares of the budget. The save holds its own twice, since a shard is put together beside those that are being sent;
+# a piece is held three times: one that is read, its request's copy, and small ones that were read together.
+_PIECE_SHARE = 1 / 8
+_SAVE_SHARE = 5 / 16
 
 
 def import_checkpoint(
@@ -61,7 +62,7 @@ def import_checkpoint(
     to the run meanwhile is refused by `FencedError`. Steps are imported in ascending order; those that are there stay.
 
     Costs: one GET per 32 MiB of a tensor, of a small tensor, and of an object; two to five more per chunk of torch's
-    that is larger than 32 MiB; the requests of a save. The verification reads the new checkpoint once, in ranges of
+    that is larger than 8 MiB; the requests of a save. The verification reads the new checkpoint once, in ranges of
     8 MiB, and compares each tensor with a digest of what was read from the source.
 
     Holds `memory_budget_bytes`, and of torch's files one tensor or chunk that is not contiguous, or that is a sparse or
@@ -100,7 +101,7 @@ def import_checkpoint(
         raise InvalidArgumentError(
             "import_checkpoint runs in one process, and this one is a rank of several. Call it in a program of its own."
         )
-    piece_bytes_max = min(PIECE_BYTES_MAX, max(MiB // 4, memory_budget_bytes // _PIECE_SHARE))
+    piece_bytes_max = min(PIECE_BYTES_MAX, max(MiB // 4, int(memory_budget_bytes * _PIECE_SHARE)))
     settings: dict[str, Any] = {
         "storage_options": storage_options,
         "memory_budget_bytes": max(1, int(memory_budget_bytes * _SAVE_SHARE)),
@@ -109,20 +110,19 @@ def import_checkpoint(
         "progress": progress,
         "dedup": False,  # the comparison would read the source once more
     }
-    with CheckpointManager(run_url, **settings) as run:
-        newest = None if start_over else run.latest()
-        if newest is not None and newest.step == step and not overwrite:
-            raise CheckpointExistsError(
-                "The run has a checkpoint of this step. Choose another step, or pass overwrite=True.",
-                url=run.url,
-                step=step,
-            )
-    opened = open_source(
-        source, storage_options=source_options, allow_pickle=allow_pickle, piece_bytes_max=piece_bytes_max
-    )
-    planner = _SourcePlanner(opened, bytes_max=piece_bytes_max)
+    newest = None if start_over else latest(run_url, storage_options=storage_options)
+    if newest is not None and newest.step == step and not overwrite:
+        raise CheckpointExistsError(
+            "The run has a checkpoint of this step. Choose another step, or pass overwrite=True.",
+            url=run_url,
+            step=step,
+        )
     resumed_from = newest.step if newest is not None else None
     with CheckpointManager(run_url, resumed_from=resumed_from, start_over=start_over, **settings) as run:
+        opened = open_source(
+            source, storage_options=source_options, allow_pickle=allow_pickle, piece_bytes_max=piece_bytes_max
+        )
+        planner = _SourcePlanner(opened, bytes_max=piece_bytes_max)
         note = {"imported_from": opened.url, "imported_kind": opened.kind}
         run.save(step, opened.state, planner=planner, overwrite=overwrite, wait=True, user=note)
         report = cast("SaveReport", run.last_save)

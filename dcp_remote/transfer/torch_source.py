@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_remote.common.geometry import Box
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsafeObjectError
+from dcp_remote.loading.downloads import RANGE_BYTES_MAX
 from dcp_remote.serialization.files import unwrap_marked
 from dcp_remote.serialization.pickle_validator import DamagedStreamError, UnsafeStreamError
 from dcp_remote.serialization.torch_streams import load_restricted, load_trusted
@@ -142,7 +143,7 @@ class TorchSource:
             (name, box, span)
             for name, chunks in self._chunks.items()
             for box, span in chunks
-            if span.length > self._piece_bytes_max
+            if span.length > min(self._piece_bytes_max, RANGE_BYTES_MAX)  # to decode a stream takes four times its size
         ]
         with ThreadPoolExecutor(_THREADS) as pool:
             values = list(pool.map(lambda one: load_layout(self._reader, one[2]), large))

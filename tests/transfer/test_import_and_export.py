@@ -59,6 +59,14 @@ def save_hugging_face(folder: Path, parts: int) -> None:
     (folder / "config.json").write_text('{"model_type": "small"}')
 
 
+def in_order(path: Path) -> list[str]:
+    """Return the names of the tensors in a file, in the order of their bytes."""
+    data = path.read_bytes()
+    header: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    places = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return sorted(places, key=lambda name: places[name])
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_hugging_face_comes_and_goes(tmp_path: Path, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All bits, and the small files; a tensor is cut into pieces."""
@@ -75,6 +83,9 @@ def test_hugging_face_comes_and_goes(tmp_path: Path, parts: int, monkeypatch: py
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 1
+    # The order is that of the files, and of the bytes in each.
+    theirs = [name for path in sorted((tmp_path / "hf").glob("*.safetensors")) for name in in_order(path)]
+    assert [name for file in files for name in in_order(tmp_path / "out" / file)] == theirs
     back = {name: value for file in files for name, value in load_file(tmp_path / "out" / file).items()}
     assert equal(back, weights())
     assert (tmp_path / "out" / "config.json").read_text() == '{"model_type": "small"}'
