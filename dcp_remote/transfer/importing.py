@@ -23,10 +23,10 @@ from dcp_remote.run.job import require_step
 from dcp_remote.run.run import latest
 from dcp_remote.serialization.tensors import byte_view, empty_tensor
 from dcp_remote.storage import ObjectStore
-from dcp_remote.storage.location import require_budget
+from dcp_remote.storage.location import require_budget, require_timeout
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
 from dcp_remote.transfer.checkpoint import SavedCheckpoint, Together, make_item, size_of
-from dcp_remote.transfer.source import PIECE_BYTES_MAX, Source, open_source
+from dcp_remote.transfer.source import LOOK_SECONDS, PIECE_BYTES_MAX, Source, open_source
 
 # A terabyte at 50 MB/s.
 TIMEOUT_SECONDS = 6 * 3600.0
@@ -82,7 +82,8 @@ def import_checkpoint(
         source_options: Options of the source's store.
         storage_options: Options of the run's store.
         memory_budget_bytes: Limit of the memory for tensors, in bytes.
-        timeout_seconds: Deadline of the save, in seconds. A request to the source is repeated for five minutes.
+        timeout_seconds: Deadline of the save, in seconds. A request to the source is repeated for five minutes,
+            the first ones for 30 s.
         progress: True to draw a line or log; False for neither; or a function that gets a `ProgressReport`.
 
     Raises:
@@ -96,6 +97,7 @@ def import_checkpoint(
         SaveFailedError: The run's store, or the source's, failed.
     """
     require_step(step)
+    require_timeout(timeout_seconds)
     require_budget(memory_budget_bytes)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise InvalidArgumentError(
@@ -110,7 +112,11 @@ def import_checkpoint(
         "progress": progress,
         "dedup": False,  # the comparison would read the source once more
     }
-    newest = None if start_over else latest(run_url, storage_options=storage_options)
+    newest = (
+        None
+        if start_over
+        else latest(run_url, storage_options=storage_options, timeout_seconds=min(LOOK_SECONDS, timeout_seconds))
+    )
     if newest is not None and newest.step == step and not overwrite:
         raise CheckpointExistsError(
             "The run has a checkpoint of this step. Choose another step, or pass overwrite=True.",
@@ -120,7 +126,11 @@ def import_checkpoint(
     resumed_from = newest.step if newest is not None else None
     with CheckpointManager(run_url, resumed_from=resumed_from, start_over=start_over, **settings) as run:
         opened = open_source(
-            source, storage_options=source_options, allow_pickle=allow_pickle, piece_bytes_max=piece_bytes_max
+            source,
+            storage_options=source_options,
+            allow_pickle=allow_pickle,
+            piece_bytes_max=piece_bytes_max,
+            retry_seconds=min(RANGE_RETRY_SECONDS, timeout_seconds),
         )
         planner = _SourcePlanner(opened, bytes_max=piece_bytes_max)
         note = {"imported_from": opened.url, "imported_kind": opened.kind}

@@ -9,13 +9,14 @@ from typing import Any, Protocol
 
 import torch
 
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CheckpointNotFoundError
 from dcp_remote.run.foreign_checkpoints import describe_keys
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import Location
-from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
+from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
 from dcp_remote.storage.url import is_remote, parse_url
 from dcp_remote.transfer.ranges import RangeReader
 from dcp_remote.transfer.safetensors_source import SafetensorsSource
@@ -24,6 +25,9 @@ from dcp_remote.transfer.torch_source import TORCH_METADATA_FILE, TorchSource
 
 # Bytes of a tensor that are read at once.
 PIECE_BYTES_MAX = 32 * MiB
+
+# Time for which the first requests are repeated, in seconds: a user who waits hears soon of a server that is down.
+LOOK_SECONDS = 30.0
 
 _SAFETENSORS = ".safetensors"
 _TORCH_FILES = (".pt", ".pth", ".ckpt", ".bin")
@@ -77,7 +81,7 @@ def open_source(
         CorruptCheckpointError: A header is not of its format, or a file is missing or too short.
         InvalidArgumentError: The checkpoint uses what is not supported.
     """
-    store, sizes, file = _look(source, storage_options)
+    store, sizes, file = _look(source, storage_options, Deadline(min(LOOK_SECONDS, retry_seconds)))
     reader = RangeReader(store, sizes, retry_seconds=retry_seconds)
     if file is not None and not file.endswith(_SAFETENSORS):
         return TorchFileSource(reader, file, piece_bytes_max=piece_bytes_max)
@@ -95,20 +99,20 @@ def open_source(
 
 
 def _look(
-    source: str | os.PathLike[str] | ObjectStore, options: Mapping[str, object] | None
+    source: str | os.PathLike[str] | ObjectStore, options: Mapping[str, object] | None, deadline: Deadline
 ) -> tuple[ObjectStore, dict[str, int], str | None]:
     """Return the store of a folder, the sizes of the files in it, and the one that is meant; None for all of them."""
     if isinstance(source, ObjectStore):
-        return source, _list_files(source), None
+        return source, _list_files(source, deadline), None
     text = os.fspath(source).rstrip("/")
     folder, _, name = text.rpartition("/")
     is_file = name.endswith((_SAFETENSORS, *_TORCH_FILES)) if "://" in text else Path(text).is_file()
     if is_file:
         store = Location.of(folder or ("/" if text.startswith("/") else "."), options).store
-        return store, {name: store.head(name).size_bytes}, name
+        return store, {name: RetryingStore(store, deadline).head(name).size_bytes}, name
     store = Location.of(source, options).store
     if is_remote(store.url):
-        return store, _list_files(store), None
+        return store, _list_files(store, deadline), None
     path = Path(parse_url(store.url).path)
     if not path.is_dir():
         raise CheckpointNotFoundError("There is no such folder or file.", path=str(path))
@@ -116,5 +120,5 @@ def _look(
     return store, {one.name: one.stat().st_size for one in sorted(path.iterdir()) if one.is_file()}, None
 
 
-def _list_files(store: ObjectStore) -> dict[str, int]:
-    return {info.key: info.size_bytes for info in store.list() if "/" not in info.key}
+def _list_files(store: ObjectStore, deadline: Deadline) -> dict[str, int]:
+    return {info.key: info.size_bytes for info in RetryingStore(store, deadline).list() if "/" not in info.key}

@@ -374,12 +374,15 @@ def test_a_server_that_is_down(tmp_path: Path, s3_server: S3Server) -> None:
     """Both ends; the port belongs to nobody."""
     options = {**s3_server.storage_options, "endpoint_url": "http://127.0.0.1:9"}
     torch.save({"w": torch.ones(1)}, tmp_path / "a.pt")
+    soon: dict[str, Any] = {"timeout_seconds": 1, **QUIET}
     with pytest.raises(errors.StorageError):
-        export_checkpoint("s3://b/run", tmp_path / "out", storage_options=options, timeout_seconds=1, **QUIET)
+        export_checkpoint("s3://b/run", tmp_path / "out", storage_options=options, **soon)
     with pytest.raises(errors.StorageError):
-        import_checkpoint("s3://b/source", tmp_path / "run", step=1, source_options=options, **QUIET)
+        import_checkpoint("s3://b/source", tmp_path / "run", step=1, source_options=options, **soon)
     with pytest.raises(errors.StorageError):
-        import_checkpoint(tmp_path / "a.pt", "s3://b/run", step=1, storage_options=options, **QUIET)
+        import_checkpoint("s3://b/model.pt", tmp_path / "run", step=1, source_options=options, **soon)
+    with pytest.raises(errors.StorageError):
+        import_checkpoint(tmp_path / "a.pt", "s3://b/run", step=1, storage_options=options, **soon)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "run").exists()
 
