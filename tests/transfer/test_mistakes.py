@@ -172,13 +172,6 @@ def test_metadata_of_torch_that_are_no_metadata(tmp_path: Path) -> None:
     refused(errors.CorruptCheckpointError, "no place", folder, tmp_path)
 
 
-class Calls:
-    """Object whose unpickling calls a function, by a name inside a module that metadata may name."""
-
-    def __init__(self, program: bytes) -> None:
-        self.program = program
-
-
 def test_metadata_of_torch_that_call_functions(tmp_path: Path) -> None:
     """`os.system` is also a name in a module of torch's checkpoints, which pickle would look up part by part."""
     folder = by_torch(tmp_path / "torch")
@@ -322,16 +315,20 @@ def test_a_disk_that_loses_bits(tmp_path: Path, kind: Any, monkeypatch: pytest.M
         from dcp_remote.transfer import safetensors_export as module
 
         verify = module._verify
-        monkeypatch.setattr(module, "_verify", lambda path, *rest: (damage(path), verify(path, *rest)))
-    else:
-        from dcp_remote.transfer import torch_export
 
+        def verify_damaged(path: Path, *rest: Any) -> None:
+            damage(path)
+            verify(path, *rest)
+
+        monkeypatch.setattr(module, "_verify", verify_damaged)
+    else:
         save = dcp.save
-        monkeypatch.setattr(
-            torch_export.dcp,
-            "save",
-            lambda *args, **options: (save(*args, **options), damage(options["storage_writer"].path)),
-        )
+
+        def save_damaged(*args: Any, **options: Any) -> None:
+            save(*args, **options)
+            damage(options["storage_writer"].path)
+
+        monkeypatch.setattr(dcp, "save", save_damaged)
     with pytest.raises(errors.CorruptCheckpointError, match="read back differ"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", kind=kind, **QUIET)
     assert not list((tmp_path / "out").iterdir())

@@ -24,21 +24,21 @@ def test_a_checkpoint_of_s3torchconnector(
 ) -> None:
     """Also with files in subfolders, as its prefix strategies place them."""
     from s3torchconnector import S3ClientConfig
-    from s3torchconnector.dcp import RoundRobinPrefixStrategy, S3StorageWriter
+    from s3torchconnector.dcp import HexPrefixStrategy, S3StorageWriter
 
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     bucket = f"s3torchconnector-{uuid.uuid4().hex[:12]}"
     s3_server.create_bucket(bucket)
     url = f"s3://{bucket}/theirs"
-    options: dict[str, Any] = {"prefix_strategy": RoundRobinPrefixStrategy(["a", "b"])} if has_prefixes else {}
+    options: dict[str, Any] = {"prefix_strategy": HexPrefixStrategy(epoch_num=3)} if has_prefixes else {}
     writer = S3StorageWriter(
         region="us-east-1",
         path=url,
         s3client_config=S3ClientConfig(force_path_style=True),
-        endpoint=s3_server.endpoint_url,
         **options,
     )
+    writer.fs._client._endpoint = s3_server.endpoint_url  # the writer has no argument for it
     torch.manual_seed(0)
     state = {"model": {"w": torch.randn(3000, 4000), "b": torch.ones(3).bfloat16()}, "optim": {"lr": 0.1}, "epoch": 3}
     dcp.save(state, storage_writer=writer, no_dist=True)
