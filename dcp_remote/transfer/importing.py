@@ -19,7 +19,7 @@ from dcp_remote.errors import CheckpointExistsError, CorruptCheckpointError, Inv
 from dcp_remote.manager.manager import CheckpointManager
 from dcp_remote.manager.progress import ProgressSetting, start_progress
 from dcp_remote.manager.reports import SaveReport
-from dcp_remote.run.job import require_step
+from dcp_remote.run.job import CheckpointLabels
 from dcp_remote.run.run import latest
 from dcp_remote.serialization.tensors import byte_view, empty_tensor
 from dcp_remote.storage import ObjectStore
@@ -58,15 +58,16 @@ def import_checkpoint(
     Names, dtypes and all bits are kept. Weights of Hugging Face, and of a file that is a state dict, get names below
     `model`; small files beside weights become the entry `files`. Other entries keep their names.
 
-    The checkpoint is committed at once, or not at all. The run belongs to this call from then on: a training that saves
+    The checkpoint is committed at once, or not at all, then verified, then named: a crash in between leaves it without
+    the name. The run belongs to this call from then on: a training that saves
     to the run meanwhile is refused by `FencedError`. Steps are imported in ascending order; those that are there stay.
 
-    Costs: one GET per 32 MiB of a tensor, of a small tensor, and of an object; two to five more per chunk of torch's
+    Costs: one GET per 8 MiB of a tensor, per small tensor, and per object; two to five more per chunk of torch's
     that is larger than 8 MiB; the requests of a save. The verification reads the new checkpoint once, in ranges of
     8 MiB, and compares each tensor with a digest of what was read from the source.
 
-    Holds `memory_budget_bytes`, and of torch's files one tensor or chunk that is not contiguous, or that is a sparse or
-    quantized one. Objects and small files come on top.
+    Holds `memory_budget_bytes`. On top come objects and small files, tensors and chunks in torch's files that are not
+    contiguous (one at a time), and sparse and quantized tensors of torch's checkpoints.
 
     Args:
         source: URL, path or store of a folder that `torch.distributed.checkpoint` (FileSystemWriter, FsspecWriter,
@@ -96,7 +97,7 @@ def import_checkpoint(
         FencedError: Another job took the run meanwhile.
         SaveFailedError: The run's store, or the source's, failed.
     """
-    require_step(step)
+    CheckpointLabels.of(step, name=name, metrics=None, overwrite=overwrite, exist_ok=False)  # before all is read
     require_timeout(timeout_seconds)
     require_budget(memory_budget_bytes)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

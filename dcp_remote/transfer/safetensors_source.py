@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -23,6 +24,9 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
 DTYPES = {name: parse_dtype(dtype) for dtype, name in SAFETENSORS_NAMES.items()}
+
+_PART = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
+_SHOWN_MAX = 5
 
 # Key of the state below which the weights are.
 _KEY = "model"
@@ -117,6 +121,12 @@ class SafetensorsSource:
                 require_range(self._reader, file, stop=8, of=index) for file in dict.fromkeys(map(str, found.values()))
             ]
         files = [file for file in self._reader.sizes if file.endswith(".safetensors")]
+        if parts := [file for file in files if _PART.fullmatch(file)]:
+            raise CorruptCheckpointError(
+                "Files of weights in several parts have no index, so that some may be missing. Copy all files.",
+                url=self.url,
+                files=", ".join(parts[:_SHOWN_MAX]),
+            )
         return [WEIGHTS_FILE] if WEIGHTS_FILE in files else files
 
     def _read_header(self, file: str) -> dict[str, _Place]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
-import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,10 +136,17 @@ def test_a_damaged_index(tmp_path: Path) -> None:
     refused(errors.CorruptCheckpointError, "its JSON is damaged", folder, tmp_path)
 
 
-def test_two_files_with_one_name(tmp_path: Path) -> None:
+def test_parts_without_an_index(tmp_path: Path) -> None:
     folder = hugging_face(tmp_path / "hf")
     (folder / INDEX).unlink()
+    refused(errors.CorruptCheckpointError, f"no index.*{SHARD}", folder, tmp_path)
+
+
+def test_two_files_with_one_name(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
     save_file({"a": torch.ones(1)}, folder / "adapter.safetensors")
+    save_file({"a": torch.ones(1)}, folder / "other.safetensors")
     refused(errors.CorruptCheckpointError, "Two files have a tensor", folder, tmp_path)
     import_checkpoint(folder / "adapter.safetensors", tmp_path / "run", step=1, **QUIET)
 
@@ -384,17 +392,46 @@ def test_a_server_that_is_down(tmp_path: Path, s3_server: S3Server) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_killed_export_is_not_taken_for_whole(tmp_path: Path) -> None:
-    """What a killed process leaves is a draft, which a further export refuses."""
-    torch.save({"w": torch.ones(1000)}, tmp_path / "a.pt")
+# Ends as `kill -9` would, at the n-th call of a function in an export.
+KILLED = """
+import os, sys
+from pathlib import Path
+from dcp_remote import export_checkpoint
+from dcp_remote.transfer.checkpoint import SavedCheckpoint
+
+run, folder, kind, owner, name, number = sys.argv[1:]
+owner = {"Path": Path, "SavedCheckpoint": SavedCheckpoint}[owner]
+original, left = getattr(owner, name), int(number)
+
+def counted(*arguments):
+    global left
+    left -= 1
+    if left == 0:
+        os._exit(9)
+    return original(*arguments)
+
+setattr(owner, name, counted)
+export_checkpoint(run, folder, kind=kind, file_bytes_max=4000, memory_budget_bytes=32_000, progress=False)
+"""
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+@pytest.mark.parametrize(("owner", "name", "number"), [("SavedCheckpoint", "read", 2), ("Path", "rename", 2)])
+def test_a_killed_export_is_not_taken_for_whole(tmp_path: Path, kind: str, owner: str, name: str, number: int) -> None:
+    """Killed while tensors are written, and while files are moved to their places."""
+    torch.save({"a": torch.ones(1000), "b": torch.ones(4000), "c": torch.ones(1000)}, tmp_path / "a.pt")
     import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, **QUIET)
-    export_checkpoint(tmp_path / "run", tmp_path / "out", **QUIET)
-    draft = tmp_path / "killed" / ".export-12345678"
-    shutil.copytree(tmp_path / "out", draft)
-    with pytest.raises(errors.InvalidArgumentError, match=r"not empty.*\.export-12345678"):
-        export_checkpoint(tmp_path / "run", tmp_path / "killed", **QUIET)
-    with pytest.raises(errors.CheckpointNotFoundError):
-        import_checkpoint(tmp_path / "killed", tmp_path / "again", step=1, **QUIET)
+    out = tmp_path / "out"
+    if kind == "torch" and name == "rename":
+        number = 3  # torch itself renames .metadata once
+    arguments = [str(one) for one in (tmp_path / "run", out, kind, owner, name, number)]
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, *arguments], check=False, timeout=120)
+    assert ended.returncode == 9
+    assert [path for path in out.iterdir() if path.name.startswith(".export-")]
+    assert not list(out.glob("*.index.json")) + list(out.glob(".metadata")) + list(out.glob("model.safetensors"))
+    refused(errors.DcpRemoteError, "no index|Nothing that can be imported", out, tmp_path / "other")
+    with pytest.raises(errors.InvalidArgumentError, match=r"not empty.*\.export-"):
+        export_checkpoint(tmp_path / "run", out, **QUIET)
 
 
 def test_a_store_is_a_source(tmp_path: Path) -> None:
