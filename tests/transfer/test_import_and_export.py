@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp_remote import latest, load
+from dcp_remote import ProgressReport, RemoteWriter, latest, load
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -173,3 +173,78 @@ def test_wrong_calls(tmp_path: Path) -> None:
     (tmp_path / "hf" / "model-00001-of-00001.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(CorruptCheckpointError, match="header does not fit"):
         import_checkpoint(tmp_path / "hf", tmp_path / "other", step=1, **QUIET)
+
+
+def test_a_cache_of_links(tmp_path: Path) -> None:
+    """The cache of the Hugging Face hub has links to files with other names."""
+    save_hugging_face(tmp_path / "blobs", 2)
+    (tmp_path / "snapshot").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    import_checkpoint(tmp_path / "snapshot", tmp_path / "run", step=1, **QUIET)
+    assert equal(load(tmp_path / "run")["model"], weights())
+
+
+@pytest.mark.parametrize("piece_bytes", [1000, 10**6])
+def test_tensors_that_are_not_contiguous(tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposed ones, views of one storage, parameters, and tensors in a tuple, which torch takes for one object."""
+    monkeypatch.setattr(importing, "PIECE_BYTES_MAX", piece_bytes)
+    torch.manual_seed(0)
+    base = torch.randn(40, 50)
+    model = {
+        "t": base.t(),
+        "view": base[10:20],
+        "columns": base[:, 3:7],
+        "parameter": torch.nn.Parameter(torch.randn(30, 30)),
+        "again": base,
+    }
+    dcp.save({"model": model}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    torch.save({"model": model, "pair": (torch.ones(3), {"x": torch.zeros(2)}), "list": [base, 1]}, tmp_path / "a.pt")
+    for number, source in enumerate(("torch", "a.pt")):
+        import_checkpoint(tmp_path / source, tmp_path / f"run-{number}", step=1, **QUIET)
+        loaded = load(tmp_path / f"run-{number}")
+        assert equal(loaded["model"], {name: value.detach() for name, value in model.items()})
+    assert torch.equal(loaded["pair"][0], torch.ones(3))
+    assert torch.equal(loaded["pair"][1]["x"], torch.zeros(2))
+    assert torch.equal(loaded["list"][0], base)
+    assert loaded["list"][1] == 1
+
+
+def test_names(tmp_path: Path) -> None:
+    """Another key, all tensors, and new names."""
+    torch.save({"model": weights(), "ema": {"w": torch.ones(2)}, "epoch": 4}, tmp_path / "a.pt")
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, **QUIET)
+
+    def exported(name: str, **options: Any) -> dict[str, torch.Tensor]:
+        (path,) = export_checkpoint(tmp_path / "run", tmp_path / name, **QUIET, **options)
+        return load_file(path)
+
+    assert list(exported("ema", key="ema")) == ["w"]
+    assert set(exported("all", key="")) == {"ema.w", *(f"model.{name}" for name in weights())}
+    renamed = exported("renamed", rename={"layers": "blocks", "scale": None})
+    assert set(renamed) == {name.replace("layers", "blocks") for name in weights()} - {"scale"}
+    assert torch.equal(renamed["blocks.0.weight"], weights()["layers.0.weight"])
+
+
+def test_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A function hears of each operation, up to the end; nothing is written where there is no terminal."""
+    torch.save(weights(), tmp_path / "a.pt")
+    reports: list[ProgressReport] = []
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, progress=reports.append)
+    export_checkpoint(tmp_path / "run", tmp_path / "out", progress=reports.append)
+    export_checkpoint(tmp_path / "run", tmp_path / "torch", kind="torch", progress=reports.append)
+    last = {report.what: report for report in reports}
+    assert list(last) == ["save", "verify", "export"]
+    size_bytes = sum(value.nbytes for value in weights().values())
+    assert (last["verify"].step, last["verify"].total_bytes) == (1, size_bytes)
+    assert (last["export"].step, last["export"].total_bytes) == (1, 2 * size_bytes)  # written and read back
+    assert all(report.done_bytes == report.total_bytes for report in last.values())
+    export_checkpoint(tmp_path / "run", tmp_path / "third")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_checkpoint_by_itself(tmp_path: Path) -> None:
+    """One that `dcp.save` wrote by RemoteWriter, outside a run."""
+    dcp.save({"model": weights()}, storage_writer=RemoteWriter(tmp_path / "single"), no_dist=True)
+    (path,) = export_checkpoint(tmp_path / "single", tmp_path / "out", **QUIET)
+    assert equal(load_file(path), weights())
