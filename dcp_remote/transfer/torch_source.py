@@ -13,7 +13,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dcp_remote.common.geometry import Box
-from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsafeObjectError
+from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, UnsafeObjectError
 from dcp_remote.loading.downloads import RANGE_BYTES_MAX
 from dcp_remote.serialization.files import unwrap_marked
 from dcp_remote.serialization.pickle_validator import DamagedStreamError, UnsafeStreamError
@@ -59,7 +59,17 @@ class TorchSource:
         """Read the metadata, the objects, and the beginning and end of large chunks; check that all files are there."""
         self.url = reader.store.url
         self._reader, self._allow_pickle, self._piece_bytes_max = reader, allow_pickle, piece_bytes_max
-        metadata = _load_metadata(reader)
+        try:
+            self._open(_load_metadata(reader))
+        except (DcpRemoteError, MemoryError):
+            raise
+        except Exception as error:
+            # Metadata whose parts are of other types may raise anything.
+            raise CorruptCheckpointError(
+                "torch's .metadata are damaged. Copy the file once more.", url=self.url, cause=error
+            ) from error
+
+    def _open(self, metadata: Metadata) -> None:
         spans = {index: self._span(index, info) for index, info in metadata.storage_data.items()}
         entries = metadata.state_dict_metadata
         # Boxes and streams of the chunks of each tensor.
@@ -75,7 +85,7 @@ class TorchSource:
         # Chunk of each piece.
         self._whole: dict[tuple[str, Box], tuple[Box, FileRange]] = {}
         values = self._load_objects(
-            {name: self._require(spans, MetadataIndex(name)) for name in entries if name not in self._chunks}
+            {name: self._require(spans, _index(name, entry)) for name, entry in entries.items() if not _is_plain(entry)}
         )
         paths = metadata.planner_data or {}
         self.state: dict[str, Any] = {}
@@ -122,7 +132,7 @@ class TorchSource:
             raise InvalidArgumentError(
                 "The checkpoint was saved with stream extensions of torch, such as compression, which are not "
                 "supported. Load it by torch.distributed.checkpoint, and save it by CheckpointManager.",
-                url=self._reader.store.url,
+                url=self.url,
                 extensions=", ".join(map(str, extensions)),
             )
         start, length = getattr(info, "offset", None), getattr(info, "length", None)
@@ -167,7 +177,7 @@ class TorchSource:
         except UnsafeStreamError as error:
             raise UnsafeObjectError(
                 "An object needs code to load. Pass allow_pickle=True if you trust the checkpoint.",
-                url=self._reader.store.url,
+                url=self.url,
                 object=name,
                 types=", ".join(error.type_names),
                 cause=error,
@@ -177,7 +187,7 @@ class TorchSource:
 
     def _corrupt(self, what: str, name: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            f"{what} Copy the checkpoint once more, or use another one.", url=self._reader.store.url, entry=name
+            f"{what} Copy the checkpoint once more, or use another one.", url=self.url, entry=name
         )
 
 
@@ -186,6 +196,11 @@ def _is_plain(entry: object) -> TypeGuard[TensorStorageMetadata]:
     if not isinstance(entry, TensorStorageMetadata):
         return False
     return entry.properties.layout == torch.strided and not str(entry.properties.dtype).startswith("torch.q")
+
+
+def _index(name: str, entry: object) -> MetadataIndex:
+    """Return the index of an entry that is stored whole."""
+    return MetadataIndex(name, entry.chunks[0].offsets if isinstance(entry, TensorStorageMetadata) else None)
 
 
 def _load_metadata(reader: RangeReader) -> Metadata:

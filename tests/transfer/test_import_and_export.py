@@ -248,3 +248,12 @@ def test_a_checkpoint_by_itself(tmp_path: Path) -> None:
     dcp.save({"model": weights()}, storage_writer=RemoteWriter(tmp_path / "single"), no_dist=True)
     (path,) = export_checkpoint(tmp_path / "single", tmp_path / "out", **QUIET)
     assert equal(load_file(path), weights())
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+def test_a_quantized_tensor_of_torch(tmp_path: Path) -> None:
+    """Read whole, like an object; torch's own writer takes these."""
+    value = torch.quantize_per_tensor(torch.arange(6.0), 0.5, 1, torch.qint8)
+    dcp.save({"q": value, "w": torch.ones(2)}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    import_checkpoint(tmp_path / "torch", tmp_path / "run", step=1, **QUIET)
+    assert torch.equal(load(tmp_path / "run")["q"], value)

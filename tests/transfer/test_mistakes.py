@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,8 @@ def test_metadata_of_torch_that_are_no_metadata(tmp_path: Path) -> None:
         metadata.storage_data[index] = type(info)("../x.distcp", info.offset, info.length)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     refused(errors.CorruptCheckpointError, "none of a file in this folder", folder, tmp_path)
+    (folder / ".metadata").write_bytes(pickle.dumps(replace(metadata, storage_data={}, state_dict_metadata=None)))
+    refused(errors.CorruptCheckpointError, "metadata are damaged", folder, tmp_path)
     metadata.storage_data.clear()
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     refused(errors.CorruptCheckpointError, "no place", folder, tmp_path)
@@ -395,6 +398,7 @@ def test_a_server_that_is_down(tmp_path: Path, s3_server: S3Server) -> None:
 # Ends as `kill -9` would, at the n-th call of a function in an export.
 KILLED = """
 import os, sys
+from dataclasses import replace
 from pathlib import Path
 from dcp_remote import export_checkpoint
 from dcp_remote.transfer.checkpoint import SavedCheckpoint
