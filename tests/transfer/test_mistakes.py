@@ -176,7 +176,8 @@ def test_metadata_of_torch_that_are_no_metadata(tmp_path: Path) -> None:
         metadata.storage_data[index] = type(info)("../x.distcp", info.offset, info.length)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     refused(errors.CorruptCheckpointError, "none of a file in this folder", folder, tmp_path)
-    (folder / ".metadata").write_bytes(pickle.dumps(replace(metadata, storage_data={}, state_dict_metadata=None)))
+    nothing: Any = None
+    (folder / ".metadata").write_bytes(pickle.dumps(replace(metadata, storage_data={}, state_dict_metadata=nothing)))
     refused(errors.CorruptCheckpointError, "metadata are damaged", folder, tmp_path)
     metadata.storage_data.clear()
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
