@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from dcp_remote.serialization.refused_values import RefusedValue, refused_values
     from dcp_remote.serialization.state_dict import PerRank
     from dcp_remote.storage.url import is_remote
+    from dcp_remote.transfer.exporting import export_checkpoint
+    from dcp_remote.transfer.importing import import_checkpoint
     from dcp_remote.writer import RemoteWriter
 
     __version__: str
@@ -70,6 +72,8 @@ __all__ = [
     "__version__",
     "as_plain",
     "errors",
+    "export_checkpoint",
+    "import_checkpoint",
     "is_remote",
     "latest",
     "load",
@@ -102,6 +106,8 @@ _LAZY = {
     "SavePolicy": "manager.save_policy",
     "Run": "loading.run_handle",
     "SaveReport": "manager.reports",
+    "export_checkpoint": "transfer.exporting",
+    "import_checkpoint": "transfer.importing",
     "is_remote": "storage.url",
     "as_plain": "serialization.plain_values",
     "latest": "run.run",

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeAlias
 
-from dcp_remote.cli import bench, gc, ls, pin, recover, rm, show
+from dcp_remote.cli import bench, gc, ls, pin, recover, rm, show, transfer
 from dcp_remote.cli.selection import parse_step
 from dcp_remote.common.text import escape_unprintable
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
@@ -70,7 +70,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dcp-remote {version('dcp-remote')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     shared = _build_shared_parser()
-    for add in (_add_ls, _add_show, _add_gc, _add_rm, _add_pin, _add_recover, _add_bench):
+    for add in (_add_ls, _add_show, _add_import, _add_export, _add_gc, _add_rm, _add_pin, _add_recover, _add_bench):
         add(commands, shared)
     return parser
 
@@ -106,6 +106,61 @@ def _add_show(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         default=[],
         metavar="PATTERN",
         help="list the entries that match a name or pattern, such as 'model.*'; repeatable",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
+
+
+def _add_import(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(
+        "import",
+        allow_abbrev=False,
+        help="save a checkpoint of another format to a run",
+        description="Save a checkpoint of torch.distributed.checkpoint, of Hugging Face (safetensors) or of torch.save "
+        "to a run, and read it back. A training that saves to this run meanwhile is stopped.",
+    )
+    parser.set_defaults(run=_import)
+    parser.add_argument("source", help="URL or path of a folder, of a file of torch.save, or of a file of safetensors")
+    _add_store_arguments(parser)
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="step of the new checkpoint")
+    parser.add_argument("--name", help="name of the new checkpoint")
+    parser.add_argument(
+        "--source-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="storage option of a source in object storage, beside those of the run; repeatable",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
+
+
+def _add_export(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(
+        "export",
+        parents=[shared],
+        allow_abbrev=False,
+        help="write a checkpoint as safetensors, or as a folder of torch",
+        description="Write the weights of a checkpoint to a local folder as Transformers does, or all of it as "
+        "torch.distributed.checkpoint does, and read the files back.",
+    )
+    parser.set_defaults(run=_export)
+    parser.add_argument("folder", help="local folder, which must be empty; made if it does not exist")
+    parser.add_argument(
+        "--step",
+        type=parse_step,
+        metavar="N|NAME",
+        help="checkpoint of a run, by step or name (default: the newest)",
+    )
+    parser.add_argument("--kind", choices=transfer.KINDS, default=transfer.KINDS[0], help="default: %(default)s")
+    parser.add_argument(
+        "--key", default="model", help="first parts of the names of the weights; '' for all (default: %(default)s)"
+    )
+    parser.add_argument("--dtype", help="floating-point dtype to convert to, such as bfloat16 (default: as saved)")
+    parser.add_argument(
+        "--file-bytes-max",
+        type=bench.parse_bytes,
+        default=transfer.FILE_BYTES,
+        metavar="N[MiB|GiB]",
+        help="size of one file of weights (default: %(default)s bytes)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
 
@@ -216,6 +271,11 @@ def _add_bench(commands: _Commands, shared: argparse.ArgumentParser) -> None:
 def _build_shared_parser() -> argparse.ArgumentParser:
     """Return a parser of the arguments that all commands share."""
     parser = argparse.ArgumentParser(add_help=False)
+    _add_store_arguments(parser)
+    return parser
+
+
+def _add_store_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", help="s3://bucket/checkpoint-or-run, gs://…, az://…, file:///…, or a path")
     parser.add_argument("--endpoint-url", help="URL of an S3-compatible server")
     parser.add_argument("--profile", help="profile of the AWS configuration")
@@ -223,7 +283,6 @@ def _build_shared_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="any other storage option; repeatable"
     )
-    return parser
 
 
 def _ls(options: argparse.Namespace) -> None:
@@ -236,6 +295,34 @@ def _show(options: argparse.Namespace) -> None:
         storage_options=_parse_storage_options(options),
         step=options.step,
         patterns=options.key,
+        as_json=options.json,
+        out=sys.stdout,
+    )
+
+
+def _import(options: argparse.Namespace) -> None:
+    transfer.run_import(
+        options.source,
+        options.url,
+        source_options=_parse_pairs("--source-option", options.source_option),
+        storage_options=_parse_storage_options(options),
+        step=options.step,
+        name=options.name,
+        as_json=options.json,
+        out=sys.stdout,
+    )
+
+
+def _export(options: argparse.Namespace) -> None:
+    transfer.run_export(
+        options.url,
+        options.folder,
+        storage_options=_parse_storage_options(options),
+        step=options.step,
+        kind=options.kind,
+        key=options.key,
+        dtype=options.dtype,
+        file_bytes_max=options.file_bytes_max,
         as_json=options.json,
         out=sys.stdout,
     )
@@ -290,11 +377,16 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def _parse_storage_options(options: argparse.Namespace) -> dict[str, object]:
-    parsed: dict[str, object] = {}
-    for option in options.option:
-        name, equals, value = option.partition("=")
-        if not equals:
-            raise InvalidArgumentError("An --option must have the form NAME=VALUE.", option=name)
-        parsed[name] = value
+    parsed = _parse_pairs("--option", options.option)
     named = {"endpoint_url": options.endpoint_url, "profile_name": options.profile, "region_name": options.region}
     return parsed | {name: value for name, value in named.items() if value is not None}
+
+
+def _parse_pairs(option: str, pairs: Sequence[str]) -> dict[str, object]:
+    parsed: dict[str, object] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise InvalidArgumentError(f"An {option} must have the form NAME=VALUE.", option=name)
+        parsed[name] = value
+    return parsed

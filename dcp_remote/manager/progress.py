@@ -1,4 +1,4 @@
-"""Progress of a save or restore: a line on a terminal or in a notebook, a log record per minute, or a function's calls.
+"""Progress of a save, restore, import or export: a line on a terminal or in a notebook, log records, or calls.
 
 Where tqdm is loaded (torch loads it if it is installed), tqdm draws the line, below the bars of the training loop.
 Otherwise, and in a notebook, the line needs only carriage returns and spaces. The cursor always returns to the first
@@ -20,6 +20,14 @@ from dcp_remote.common.text import escape_unprintable, human_bytes, human_second
 from dcp_remote.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
+
+Operation: TypeAlias = Literal["save", "restore", "export", "verify"]
+_DOING: dict[Operation, str] = {
+    "save": "saving",
+    "restore": "restoring",
+    "export": "exporting",
+    "verify": "verifying",
+}
 
 _REDRAW_SECONDS = 0.1
 _CALL_SECONDS = 1.0
@@ -45,15 +53,15 @@ class ProgressReport:
     """Progress of one save or restore on rank 0, as `CheckpointManager(progress=function)` passes it to the function.
 
     Attributes:
-        what: "save" or "restore".
-        step: Step of the checkpoint.
+        what: "save" or "restore"; "verify" in `import_checkpoint`, "export" in `export_checkpoint`.
+        step: Step of the checkpoint; None where a checkpoint outside a run is exported.
         done_bytes: Bytes that this rank has moved so far, of its own part; `total_bytes` in the last call of a save or
             restore that succeeded.
         total_bytes: Bytes of this rank's part.
     """
 
-    what: Literal["save", "restore"]
-    step: int
+    what: Operation
+    step: int | None
     done_bytes: int
     total_bytes: int
 
@@ -74,7 +82,7 @@ def check_progress(given: object) -> None:
 
 
 def start_progress(
-    setting: ProgressSetting, what: Literal["save", "restore"], *, is_coordinator: bool, out: TextIO | None = None
+    setting: ProgressSetting, what: Operation, *, is_coordinator: bool, out: TextIO | None = None
 ) -> Progress:
     """Return the progress of a save or restore; call `begin` when its step is known.
 
@@ -86,8 +94,7 @@ def start_progress(
     """
     out = sys.stderr if out is None else out
     shown = setting is True and is_coordinator
-    name = {"save": "saving", "restore": "restoring"}[what]
-    progress = Progress(name, None, out, is_terminal=shown and can_redraw(out), is_silent=not shown)
+    progress = Progress(_DOING[what], None, out, is_terminal=shown and can_redraw(out), is_silent=not shown)
     if is_coordinator and not isinstance(setting, bool):
         progress.call(setting, what)
     return progress
@@ -142,8 +149,8 @@ class Progress:
         self._tqdm: Any = None if _is_notebook(out) else getattr(sys.modules.get("tqdm"), "tqdm", None)
         self._bar: Any = None
         self._function: Callable[[ProgressReport], object] | None = None
-        self._operation: Literal["save", "restore"] = "save"
-        self._step = 0
+        self._operation: Operation = "save"
+        self._step: int | None = None
         self._is_silent = is_silent
         self._clock = clock
         self._began_seconds = clock()
@@ -155,17 +162,22 @@ class Progress:
         self._counting = threading.Lock()
         self._drawing = threading.Lock()
 
-    def call(self, function: Callable[[ProgressReport], object], what: Literal["save", "restore"]) -> None:
+    def call(self, function: Callable[[ProgressReport], object], what: Operation) -> None:
         """Call a function from `begin` on, about once a second, in the thread that moved bytes; never two at a time.
 
         An exception that the function raises is logged, and then the function is not called any more.
         """
         self._function, self._operation = function, what
 
-    def begin(self, step: int, total_bytes: int | None = None) -> None:
-        """Set the step, and the bytes to be moved; None if `expect` tells them. The time counts from now on."""
+    def begin(self, step: int | None, total_bytes: int | None = None) -> None:
+        """Set the step, and the bytes to be moved; None if `expect` tells them. The time counts from now on.
+
+        Args:
+            step: Step of the checkpoint; None outside a run.
+            total_bytes: Bytes to be moved.
+        """
         with self._counting:
-            self._what = f"{self._what} step {step}"
+            self._what = self._what if step is None else f"{self._what} step {step}"
             self._step, self._total_bytes = step, total_bytes
             self._began_seconds = self._clock()
             self._next_seconds = self._began_seconds

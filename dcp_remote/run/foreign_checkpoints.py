@@ -175,7 +175,7 @@ _KINDS = (
     _Kind(
         "A checkpoint of torch's own writer lies there",
         "load it with torch.distributed.checkpoint.FileSystemReader (FsspecReader for a URL) into a dict of"
-        " ModelState(model) and OptimizerState(model, optimizer), then save it once.",
+        " ModelState(model) and OptimizerState(model, optimizer), then save it once, or run `dcp-remote import`.",
         _matching(r"\.metadata|__\d+_\d+\.distcp"),
     ),
     _Kind(
@@ -185,7 +185,7 @@ _KINDS = (
     ),
     _Kind(
         "Weights in the layout of Hugging Face lie there",
-        "load them with from_pretrained, then save them once.",
+        "load them with from_pretrained, then save them once, or run `dcp-remote import`.",
         _matching(
             r"(?:model|adapter_model|pytorch_model|diffusion_pytorch_model)(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
             r"|(?:model|pytorch_model)\.(?:safetensors|bin)\.index\.json"
@@ -193,12 +193,12 @@ _KINDS = (
     ),
     _Kind(
         "Files of safetensors lie there",
-        "load them with the safetensors package, then save them once.",
+        "run `dcp-remote import`.",
         _matching(r".*\.safetensors"),
     ),
     _Kind(
         "Files of torch.save lie there",
-        "load them with torch.load, then save them once.",
+        "load them with torch.load, then save them once, or run `dcp-remote import` with one of them.",
         _matching(r".*\.(?:pt|pth|ckpt)"),
     ),
     _Kind(

@@ -1,0 +1,193 @@
+"""SavedCheckpoint: a checkpoint of dcp_remote of which parts of tensors are read; and small reads put together."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from dcp_remote.common.geometry import Box
+from dcp_remote.common.units import MiB
+from dcp_remote.format.manifest import RAW
+from dcp_remote.loading.engine import Target, read_targets
+from dcp_remote.loading.targets import TensorTarget, make_object_targets
+from dcp_remote.run.lookup import read_manifest
+from dcp_remote.serialization.state_dict import unwrap_per_rank
+from dcp_remote.serialization.tensors import narrow, parse_dtype
+from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.location import Location
+
+K = TypeVar("K", bound=Hashable)
+
+# Parts up to this size are read together with the next ones.
+_SMALL_BYTES_MAX = 1 * MiB
+
+
+class SavedCheckpoint:
+    """Checkpoint of a run, or by itself; every byte that is read is verified.
+
+    Args:
+        url: URL, path or store.
+        step: Step or name in a run; None is the newest.
+        storage_options: Options of the store.
+        allow_pickle: True to load objects that need code.
+        buffer_bytes_max: Limit of the memory of requests in flight, in bytes.
+        retry_seconds: Time for which one request is repeated, in seconds.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | ObjectStore,
+        *,
+        step: int | str | None,
+        storage_options: Mapping[str, object] | None,
+        allow_pickle: bool,
+        buffer_bytes_max: int,
+        retry_seconds: float,
+    ) -> None:
+        """Read the manifest; one GET, of a run up to three."""
+        self.store = Location.of(url, storage_options).store
+        self.manifest = read_manifest(self.store, step=step, retry_seconds=retry_seconds)
+        self._allow_pickle, self._buffer_bytes_max, self._retry_seconds = allow_pickle, buffer_bytes_max, retry_seconds
+
+    @property
+    def step(self) -> int | None:
+        """Step of training; None outside a run."""
+        return self.manifest.run.step if self.manifest.run is not None else None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self.manifest.tensors.shape_of(self.manifest.tensors.index[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return parse_dtype(self.manifest.tensors.kind_of(self.manifest.tensors.index[name]).dtype)
+
+    def is_plain(self, name: str) -> bool:
+        """Return whether an entry is a tensor that is stored as its elements."""
+        number = self.manifest.tensors.index.get(name)
+        return number is not None and self.manifest.tensors.kind_of(number).encoding == RAW
+
+    def read(self, parts: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
+        """Read boxes of plain tensors into tensors, which may have another dtype.
+
+        Costs one GET per range of 8 MiB, and one per shard of which a piece is read in part.
+        """
+        targets: list[Target] = []
+        tensors = self.manifest.tensors
+        for name, box, into in parts:
+            number = tensors.index[name]
+            first = int(tensors.chunk_first[number])
+            for chunk in range(first, first + int(tensors.chunks[number])):
+                own = Box(tensors.offsets_of(chunk), tensors.sizes_of(chunk))
+                common = own.intersection(box)
+                if common is not None:
+                    destination = narrow(into, common.relative_to(box.offsets))
+                    targets.append(
+                        TensorTarget(
+                            self.manifest,
+                            tensor=number,
+                            chunk=chunk,
+                            box=common.relative_to(own.offsets),
+                            resolve=partial(_return_same, destination),
+                            commit=_ignore,
+                        )
+                    )
+        self._read(targets)
+
+    def objects(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return objects by name; one GET per range of 8 MiB of those that are not in the manifest."""
+        values: dict[str, Any] = {}
+        targets: list[Target] = []
+        for name in names:
+            targets += make_object_targets(
+                self.manifest, name, partial(values.__setitem__, name), allow_pickle=self._allow_pickle
+            )
+        self._read(targets)
+        return {name: unwrap_per_rank(self.path(name), values[name]) for name in names}
+
+    def path(self, name: str) -> tuple[str | int, ...]:
+        """Return the place of an entry in the state."""
+        return (self.manifest.flatten or {}).get(name, (name,))
+
+    def _read(self, targets: Sequence[Target]) -> None:
+        read_targets(
+            self.store,
+            self.manifest,
+            targets,
+            memory_budget_bytes=self._buffer_bytes_max,
+            retry_seconds=self._retry_seconds,
+        )
+
+
+class Together(Generic[K]):
+    """Reads of parts one at a time, in about a known order, of which small ones are read together with the next.
+
+    Args:
+        sizes: Size of each part in bytes, in the order in which they are asked for.
+        read: Function that reads several parts.
+        bytes_max: Limit of the bytes that are read together.
+        small_bytes_max: Largest part that is read together with others, in bytes.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[K, int],
+        read: Callable[[Sequence[K]], Sequence[torch.Tensor]],
+        *,
+        bytes_max: int,
+        small_bytes_max: int = _SMALL_BYTES_MAX,
+    ) -> None:
+        """Keep the arguments; nothing is read."""
+        self._sizes, self._read, self._bytes_max = sizes, read, bytes_max
+        self._small = [key for key, size in sizes.items() if size <= min(small_bytes_max, bytes_max)]
+        self._places = {key: number for number, key in enumerate(self._small)}
+        self._kept: dict[K, torch.Tensor] = {}
+
+    def take(self, key: K) -> torch.Tensor:
+        """Return a part, which is kept no longer."""
+        place = self._places.get(key)
+        if place is None:
+            return self._read([key])[0]
+        if key not in self._kept:
+            chosen, total_bytes = [], 0
+            for other in self._small[place:]:
+                total_bytes += self._sizes[other]
+                if total_bytes > self._bytes_max:
+                    break
+                chosen.append(other)
+            # In another order than that of `sizes`, the parts that were kept would add up.
+            self._kept = dict(zip(chosen, self._read(chosen), strict=True))
+        return self._kept.pop(key)
+
+
+def make_item(item: WriteItem, data: TensorWriteData, box: Box, number: int) -> WriteItem:
+    """Return the item of a box of a tensor."""
+    return WriteItem(
+        index=MetadataIndex(item.index.fqn, torch.Size(box.offsets), number),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
+            properties=data.properties,
+            size=data.size,
+        ),
+    )
+
+
+def size_of(box: Box, dtype: torch.dtype) -> int:
+    """Return the size of a box in bytes."""
+    return math.prod(box.sizes) * dtype.itemsize
+
+
+def _return_same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _ignore(_tensor: torch.Tensor) -> None:
+    """Do nothing: a destination of our own needs no commit."""

@@ -1,0 +1,241 @@
+"""`import_checkpoint`: saves a checkpoint of another format to a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+
+from dcp_remote.common.digests import digest
+from dcp_remote.common.geometry import Box
+from dcp_remote.common.units import MEMORY_BUDGET_BYTES, MiB
+from dcp_remote.errors import CheckpointExistsError, CorruptCheckpointError, InvalidArgumentError
+from dcp_remote.manager.manager import CheckpointManager
+from dcp_remote.manager.progress import ProgressSetting, start_progress
+from dcp_remote.manager.reports import SaveReport
+from dcp_remote.run.job import CheckpointLabels
+from dcp_remote.run.run import latest
+from dcp_remote.serialization.tensors import byte_view, empty_tensor
+from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.location import require_budget, require_timeout
+from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
+from dcp_remote.transfer.checkpoint import SavedCheckpoint, Together, make_item, size_of
+from dcp_remote.transfer.source import LOOK_SECONDS, PIECE_BYTES_MAX, Source, open_source
+
+# A terabyte at 50 MB/s.
+TIMEOUT_SECONDS = 6 * 3600.0
+
+# Shares of the budget. The save holds its own twice, since a shard is put together beside those that are being sent;
+# a piece is held three times: one that is read, its request's copy, and small ones that were read together.
+_PIECE_SHARE = 1 / 8
+_SAVE_SHARE = 5 / 16
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str] | ObjectStore,
+    run_url: str | os.PathLike[str] | ObjectStore,
+    *,
+    step: int,
+    name: str | None = None,
+    is_verified: bool = True,
+    overwrite: bool = False,
+    start_over: bool = False,
+    allow_pickle: bool = False,
+    source_options: Mapping[str, object] | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    progress: ProgressSetting = True,
+) -> SaveReport:
+    """Save a checkpoint of another format to a run, in one process; return the report of the save.
+
+    Names, dtypes and all bits are kept. Weights of Hugging Face, and of a file that is a state dict, get names below
+    `model`; small files beside weights become the entry `files`. Other entries keep their names.
+
+    The checkpoint is committed at once, or not at all, then verified, then named: a crash in between leaves it without
+    the name. The run belongs to this call from then on: a training that saves
+    to the run meanwhile is refused by `FencedError`. Steps are imported in ascending order; those that are there stay.
+
+    Costs: one GET per 8 MiB of a tensor, per small tensor, and per object; two to five more per chunk of torch's
+    that is larger than 8 MiB; the requests of a save. The verification reads the new checkpoint once, in ranges of
+    8 MiB, and compares each tensor with a digest of what was read from the source.
+
+    Holds `memory_budget_bytes`. On top come objects and small files, tensors and chunks in torch's files that are not
+    contiguous (one at a time), and sparse and quantized tensors of torch's checkpoints.
+
+    Args:
+        source: URL, path or store of a folder that `torch.distributed.checkpoint` (FileSystemWriter, FsspecWriter,
+            s3torchconnector) or Hugging Face (safetensors) wrote; or URL or path of a file of safetensors or
+            `torch.save` (.pt, .pth, .ckpt, .bin), of which only tensors and plain values are loaded.
+        run_url: URL, path or store of the run, which may be new.
+        step: Step of the new checkpoint.
+        name: Name of the new checkpoint, which it gets once it is verified.
+        is_verified: False to leave out the verification.
+        overwrite: True to replace the run's checkpoint of this step.
+        start_over: True to leave the checkpoints of the run behind, marked as abandoned.
+        allow_pickle: True to load and save objects that need code; torch's checkpoints alone.
+        source_options: Options of the source's store.
+        storage_options: Options of the run's store.
+        memory_budget_bytes: Limit of the memory for tensors, in bytes.
+        timeout_seconds: Deadline of the save, in seconds. A request to the source is repeated for five minutes,
+            the first ones for 30 s.
+        progress: True to draw a line or log; False for neither; or a function that gets a `ProgressReport`.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint of a known format.
+        CheckpointExistsError: The run has a checkpoint of this step.
+        InvalidArgumentError: The step is below the newest one of the run, or the source uses what is not supported.
+        UnsafeObjectError: An object needs code to load. Nothing was saved.
+        CorruptCheckpointError: The source is damaged, and nothing was saved; or the saved checkpoint differs from what
+            was read, and was deleted again.
+        FencedError: Another job took the run meanwhile.
+        SaveFailedError: The run's store, or the source's, failed.
+    """
+    CheckpointLabels.of(step, name=name, metrics=None, overwrite=overwrite, exist_ok=False)  # before all is read
+    require_timeout(timeout_seconds)
+    require_budget(memory_budget_bytes)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise InvalidArgumentError(
+            "import_checkpoint runs in one process, and this one is a rank of several. Call it in a program of its own."
+        )
+    piece_bytes_max = min(PIECE_BYTES_MAX, max(MiB // 4, int(memory_budget_bytes * _PIECE_SHARE)))
+    settings: dict[str, Any] = {
+        "storage_options": storage_options,
+        "memory_budget_bytes": max(1, int(memory_budget_bytes * _SAVE_SHARE)),
+        "timeout_seconds": timeout_seconds,
+        "allow_pickle": allow_pickle,
+        "progress": progress,
+        "dedup": False,  # the comparison would read the source once more
+    }
+    newest = (
+        None
+        if start_over
+        else latest(run_url, storage_options=storage_options, timeout_seconds=min(LOOK_SECONDS, timeout_seconds))
+    )
+    if newest is not None and newest.step == step and not overwrite:
+        raise CheckpointExistsError(
+            "The run has a checkpoint of this step. Choose another step, or pass overwrite=True.",
+            url=run_url,
+            step=step,
+        )
+    resumed_from = newest.step if newest is not None else None
+    with CheckpointManager(run_url, resumed_from=resumed_from, start_over=start_over, **settings) as run:
+        opened = open_source(
+            source,
+            storage_options=source_options,
+            allow_pickle=allow_pickle,
+            piece_bytes_max=piece_bytes_max,
+            retry_seconds=min(RANGE_RETRY_SECONDS, timeout_seconds),
+        )
+        planner = _SourcePlanner(opened, bytes_max=piece_bytes_max)
+        note = {"imported_from": opened.url, "imported_kind": opened.kind}
+        run.save(step, opened.state, planner=planner, overwrite=overwrite, wait=True, user=note)
+        report = cast("SaveReport", run.last_save)
+        if is_verified:
+            saved = SavedCheckpoint(
+                run_url,
+                step=step,
+                storage_options=storage_options,
+                allow_pickle=allow_pickle,
+                buffer_bytes_max=memory_budget_bytes // 2,
+                retry_seconds=RANGE_RETRY_SECONDS,
+            )
+            try:
+                _verify(saved, planner.digests, bytes_max=memory_budget_bytes // 2, progress=progress)
+            except CorruptCheckpointError:
+                run.delete(step, force=True)
+                raise
+        if name is not None:
+            run.name(step, name, move=True)
+    return report
+
+
+class _SourcePlanner(DefaultSavePlanner):
+    """Planner whose tensors are read from a source when they are sent.
+
+    Args:
+        source: Source.
+        bytes_max: Limit of the small tensors that are read together, in bytes.
+    """
+
+    def __init__(self, source: Source, *, bytes_max: int) -> None:
+        super().__init__()
+        self._source, self._bytes_max = source, bytes_max
+        # Digests of what was read, by name and box.
+        self.digests: dict[tuple[str, Box], tuple[torch.dtype, bytes]] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        sizes: dict[tuple[str, Box], int] = {}
+        items: list[WriteItem] = []
+        for item in plan.items:
+            if not self._is_read(item):
+                items.append(item)
+                continue
+            data = cast("TensorWriteData", item.tensor_data)
+            boxes = self._source.pieces(item.index.fqn)
+            sizes |= {(item.index.fqn, box): size_of(box, data.properties.dtype) for box in boxes}
+            items += [make_item(item, data, box, number) for number, box in enumerate(boxes)]
+        self._reads = Together(sizes, self._source.read, bytes_max=self._bytes_max)
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if not self._is_read(write_item):
+            return super().resolve_data(write_item)
+        data = cast("TensorWriteData", write_item.tensor_data)
+        box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        tensor = self._reads.take((write_item.index.fqn, box)).contiguous()
+        if tensor.dtype != data.properties.dtype:
+            raise CorruptCheckpointError(
+                "A tensor of the source has another dtype than its metadata tell.",
+                tensor=write_item.index.fqn,
+                dtype=tensor.dtype,
+                expected=data.properties.dtype,
+            )
+        self.digests[write_item.index.fqn, box] = tensor.dtype, digest(byte_view(tensor))
+        return tensor
+
+    def _is_read(self, item: WriteItem) -> bool:
+        value = self.state_dict.get(item.index.fqn)
+        return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _verify(
+    saved: SavedCheckpoint,
+    digests: Mapping[tuple[str, Box], tuple[torch.dtype, bytes]],
+    *,
+    bytes_max: int,
+    progress: ProgressSetting,
+) -> None:
+    """Read all boxes once, and compare their digests.
+
+    Raises:
+        CorruptCheckpointError: A box differs.
+    """
+    sizes = {key: size_of(key[1], dtype) for key, (dtype, _) in digests.items()}
+
+    def read(keys: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        tensors = [empty_tensor(digests[key][0], key[1].sizes) for key in keys]
+        saved.read([(name, box, tensor) for (name, box), tensor in zip(keys, tensors, strict=True)])
+        return tensors
+
+    reads = Together(sizes, read, bytes_max=bytes_max, small_bytes_max=bytes_max)
+    with start_progress(progress, "verify", is_coordinator=True) as shown:
+        shown.begin(saved.step, sum(sizes.values()))
+        for (name, box), (_, expected) in digests.items():
+            if digest(byte_view(reads.take((name, box)))) != expected:
+                raise CorruptCheckpointError(
+                    "A saved tensor differs from what was read. The checkpoint was deleted; import once more.",
+                    url=saved.store.url,
+                    tensor=name,
+                    offsets=box.offsets,
+                )
+            shown.add(sizes[name, box])
+        shown.close(f"verified step {saved.step}: all bits are those that were read")

@@ -1,0 +1,197 @@
+"""Reading of byte ranges of another tool's files: many at a time, or as a file that can be sought."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.geometry import Box, boxes_of_run, cut_chunk
+from dcp_remote.common.units import KiB
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, ObjectNotFoundError
+from dcp_remote.loading.downloads import RANGE_BYTES_MAX, Fetch, download
+from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.retrying import RetryingStore
+from dcp_remote.storage.url import check_key
+
+# Block that `RangeFile` reads at once: the directory of a zip of a thousand tensors.
+_BLOCK_BYTES = 64 * KiB
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Bytes of a file.
+
+    Attributes:
+        file: Key of the file.
+        start: First byte.
+        length: Number of bytes.
+    """
+
+    file: str
+    start: int
+    length: int
+
+
+class RangeReader:
+    """Reader of ranges of the files of a folder; repeats failed requests.
+
+    Args:
+        store: Store of the folder.
+        sizes: Size of each file, in bytes.
+        retry_seconds: Time for which one request is repeated, in seconds.
+    """
+
+    def __init__(self, store: ObjectStore, sizes: dict[str, int], *, retry_seconds: float) -> None:
+        """Store the arguments."""
+        self.store, self.sizes, self._retry_seconds = store, sizes, retry_seconds
+
+    def size_of(self, file: str) -> int | None:
+        """Return the size of a file in bytes, None if there is none; a HEAD for one in a subfolder."""
+        if file not in self.sizes:
+            try:
+                self.sizes[file] = self._retrying().head(file).size_bytes
+            except ObjectNotFoundError:
+                return None
+        return self.sizes[file]
+
+    def read(self, ranges: Sequence[FileRange]) -> list[memoryview]:
+        """Return the bytes of ranges, which are held at once; one GET per 8 MiB, up to 16 at a time."""
+        try:
+            found = [memoryview(np.empty(one.length, dtype=np.uint8)) for one in ranges]  # type: ignore[arg-type]  # a buffer
+        except MemoryError as error:
+            raise InvalidArgumentError(
+                "A part of the source does not fit into the memory of this process.",
+                url=self.store.url,
+                bytes=sum(one.length for one in ranges),
+            ) from error
+        fetches = [
+            Fetch(
+                one.file,
+                one.start + at,
+                min(RANGE_BYTES_MAX, one.length - at),
+                data[at : at + RANGE_BYTES_MAX],
+                _none,
+                None,
+            )
+            for one, data in zip(ranges, found, strict=True)
+            for at in range(0, one.length, RANGE_BYTES_MAX)
+        ]
+        if len(fetches) == 1 and fetches[0].into is not None:  # without a thread
+            self._retrying().get_into(fetches[0].key, fetches[0].start, fetches[0].into)
+            return found
+        # The buffers are the caller's, so the budget only bounds the requests in flight.
+        for _ in download(
+            self.store, fetches, memory_budget_bytes=16 * RANGE_BYTES_MAX, retry_seconds=self._retry_seconds
+        ):
+            pass
+        return found
+
+    def _retrying(self) -> RetryingStore:
+        return RetryingStore(self.store, Deadline(self._retry_seconds))
+
+
+class RangeFile(io.RawIOBase):
+    """Part of a file as a file to read; keeps the blocks that were read.
+
+    Args:
+        reader: Reader of the file's folder.
+        span: Part of the file.
+    """
+
+    def __init__(self, reader: RangeReader, span: FileRange) -> None:
+        """Begin at the first byte; no request is sent."""
+        self._reader, self._span = reader, span
+        self._position = 0
+        self._blocks: dict[int, memoryview] = {}
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Move the position."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._span.length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: memoryview, /) -> int:  # type: ignore[override]  # the base names it by its protocol
+        """Read up to the end of a block."""
+        number, begin = divmod(self._position, _BLOCK_BYTES)
+        if self._position >= self._span.length:
+            return 0
+        block = self._blocks.get(number)
+        if block is None:
+            start = number * _BLOCK_BYTES
+            length = min(_BLOCK_BYTES, self._span.length - start)
+            (block,) = self._reader.read([FileRange(self._span.file, self._span.start + start, length)])
+            self._blocks[number] = block
+        view = memoryview(buffer).cast("B")
+        count = min(len(view), len(block) - begin)
+        view[:count] = block[begin : begin + count]
+        self._position += count
+        return count
+
+
+def _none(_data: memoryview) -> bytes:
+    """Return no digest: these files have none."""
+    return b""
+
+
+def require_range(reader: RangeReader, file: object, *, stop: int, of: str) -> str:
+    """Return the key of a file; a name and a size from another file are not trusted.
+
+    Raises:
+        CorruptCheckpointError: The name is none of a file in the folder, or the file is missing or shorter than `stop`.
+    """
+    try:
+        check_key(str(file))
+    except InvalidArgumentError as error:
+        raise CorruptCheckpointError(
+            "A name is none of a file in this folder.", url=reader.store.url, file=file, named_by=of
+        ) from error
+    file = str(file)
+    size_bytes = reader.size_of(file)
+    if size_bytes is None:
+        raise CorruptCheckpointError(
+            "A file of the checkpoint is missing. Copy all of its files.", url=reader.store.url, file=file, named_by=of
+        )
+    if size_bytes < stop:
+        raise CorruptCheckpointError(
+            "A file of the checkpoint is too short. Copy it once more.",
+            url=reader.store.url,
+            file=file,
+            size_bytes=size_bytes,
+            needed_bytes=stop,
+        )
+    return file
+
+
+def cut_pieces(box: Box, dtype: torch.dtype, *, piece_bytes_max: int) -> list[Box]:
+    """Return a box cut into boxes of at most some bytes, each contiguous in the row-major box, in order."""
+    runs = cut_chunk(box.sizes, item_bytes=dtype.itemsize, piece_bytes_max=piece_bytes_max)
+    if len(runs) < 2:  # noqa: PLR2004  # one, or none of an empty box
+        return [box]
+    return [
+        Box(tuple(a + b for a, b in zip(box.offsets, part.offsets, strict=True)), part.sizes)
+        for start, stop in runs
+        for _, part in boxes_of_run(box.sizes, start, stop)
+    ]
+
+
+def first_element(sizes: Sequence[int], offsets: Sequence[int]) -> int:
+    """Return the number of the element at some offsets, in row-major order."""
+    return sum(offset * math.prod(sizes[dim + 1 :]) for dim, offset in enumerate(offsets))

@@ -1,0 +1,247 @@
+"""SafetensorsExport: the weights of a checkpoint as files of safetensors, as Transformers writes them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcp_remote.common.digests import digest
+from dcp_remote.common.geometry import Box, boxes_of_run, cut_chunk
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
+from dcp_remote.loading.selection import Rename, Selection
+from dcp_remote.serialization.files import Files
+from dcp_remote.serialization.tensors import byte_view, dtype_name, empty_tensor
+from dcp_remote.transfer.checkpoint import SavedCheckpoint, size_of
+from dcp_remote.transfer.safetensors_source import DTYPES, INDEX_SUFFIX, WEIGHTS_FILE
+
+logger = logging.getLogger(__name__)
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# Entry of the small files beside the weights.
+_FILES = "files"
+
+_SHOWN_MAX = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Tensor to write: its name in the checkpoint and in the file, its shape, and its dtype in the file."""
+
+    name: str
+    title: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Size in bytes."""
+        return size_of(Box((), self.shape), self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Elements `start` to `stop` of a tensor, in row-major order."""
+
+    tensor: _Tensor
+    start: int
+    stop: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Size in bytes."""
+        return (self.stop - self.start) * self.tensor.dtype.itemsize
+
+
+class SafetensorsExport:
+    """Export of the tensors below a key.
+
+    Args:
+        saved: Checkpoint.
+        key: First parts of the names of the tensors; "" for all.
+        dtype: Floating-point dtype to convert to; None keeps each.
+        rename: New names for those below the key.
+        file_bytes_max: Size of the tensors in one file, in bytes.
+        bytes_max: Bytes of tensors that are read at once.
+
+    Attributes:
+        total_bytes: Size of all tensors.
+        last_file: Name of the file without which `from_pretrained` finds no weights.
+
+    Raises:
+        InvalidArgumentError: There is no tensor below the key, or one cannot be written.
+    """
+
+    def __init__(
+        self,
+        saved: SavedCheckpoint,
+        *,
+        key: str,
+        dtype: torch.dtype | None,
+        rename: Rename | None,
+        file_bytes_max: int,
+        bytes_max: int,
+    ) -> None:
+        """Choose the tensors, and divide them into files; no request is sent."""
+        self._saved, self._bytes_max = saved, bytes_max
+        self._files = _divide(_choose(saved, key=key, dtype=dtype, rename=rename), file_bytes_max)
+        self.total_bytes = sum(tensor.size_bytes for tensors in self._files.values() for tensor in tensors)
+        self.last_file = WEIGHTS_FILE if WEIGHTS_FILE in self._files else f"model{INDEX_SUFFIX}"
+
+    def write(self, folder: Path, add: Callable[[int], None], *, is_verified: bool) -> None:
+        """Write the files into a folder; `add` is told the bytes that were written, and read back."""
+        self._write_side_files(folder)
+        for file, tensors in self._files.items():
+            digests = self._write_file(folder / file, tensors, add)
+            if is_verified:
+                _verify(folder / file, digests, add)
+        if WEIGHTS_FILE not in self._files:
+            weight_map = {tensor.title: file for file, tensors in self._files.items() for tensor in tensors}
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            (folder / self.last_file).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def _write_file(
+        self, path: Path, tensors: Sequence[_Tensor], add: Callable[[int], None]
+    ) -> list[tuple[str, int, bytes]]:
+        """Write a file; return the name, the length and the digest of each part of it, in order."""
+        header = _make_header(tensors)
+        parts = [("the header", len(header), digest(header))]
+        with path.open("xb") as opened:
+            opened.write(header)
+            for runs in _group(tensors, self._bytes_max):
+                for run, data in zip(runs, self._read(runs), strict=True):
+                    opened.write(data)
+                    parts.append((run.tensor.title, len(data), digest(data)))
+                    add(len(data))
+            opened.flush()
+            os.fsync(opened.fileno())
+        return parts
+
+    def _read(self, runs: Sequence[_Run]) -> list[memoryview]:
+        found = [empty_tensor(run.tensor.dtype, (run.stop - run.start,)) for run in runs]
+        self._saved.read(
+            (run.tensor.name, box, flat[first - run.start : first - run.start + box.elements].view(box.sizes))
+            for run, flat in zip(runs, found, strict=True)
+            for first, box in boxes_of_run(run.tensor.shape, run.start, run.stop)
+        )
+        return [byte_view(flat) for flat in found]
+
+    def _write_side_files(self, folder: Path) -> None:
+        manifest = self._saved.manifest
+        if _FILES in manifest.inline or _FILES in manifest.stored_index:
+            files = self._saved.objects([_FILES])[_FILES]
+            if isinstance(files, Files) and len(files):
+                files.write(folder)
+
+
+def _choose(saved: SavedCheckpoint, *, key: str, dtype: torch.dtype | None, rename: Rename | None) -> Iterator[_Tensor]:
+    """Yield the tensors to write, in the order of the checkpoint."""
+    prefix = f"{key}." if key else ""
+    names = [name for name in saved.manifest.names() if name.startswith(prefix)]
+    tensors = [name for name in names if name in saved.manifest.tensors.index]
+    if not tensors:
+        tops = dict.fromkeys(name.partition(".")[0] for name in saved.manifest.tensors.names)
+        raise InvalidArgumentError(
+            'The checkpoint has no tensors below this key. Name another one, or "" for all tensors.',
+            url=saved.store.url,
+            key=key,
+            has=", ".join(tops),
+        )
+    if key and len(tensors) < len(names):
+        left = [name for name in names if name not in saved.manifest.tensors.index]
+        logger.warning(
+            "left out of the export, since safetensors hold no objects: %d entries, such as %s",
+            len(left),
+            ", ".join(left[:_SHOWN_MAX]),
+        )
+    titles = {name.removeprefix(prefix): name for name in tensors}
+    for title, new in Selection.of(rename=rename).rename_entries(titles).items():
+        name = titles[title]
+        own = saved.dtype(name)
+        wanted = own if dtype is None or not own.is_floating_point else dtype
+        if not saved.is_plain(name) or wanted not in _NAMES:
+            raise InvalidArgumentError(
+                'safetensors cannot hold a tensor. Leave it out by rename={name: None}, or export kind="torch".',
+                tensor=name,
+                dtype=dtype_name(wanted),
+            )
+        yield _Tensor(name, new, saved.shape(name), wanted)
+
+
+def _divide(tensors: Iterator[_Tensor], bytes_max: int) -> dict[str, list[_Tensor]]:
+    """Return the tensors by the name of their file, in order."""
+    groups: list[list[_Tensor]] = [[]]
+    used_bytes = 0
+    for tensor in tensors:
+        if groups[-1] and used_bytes + tensor.size_bytes > bytes_max:
+            groups.append([])
+            used_bytes = 0
+        groups[-1].append(tensor)
+        used_bytes += tensor.size_bytes
+    if len(groups) == 1:
+        return {WEIGHTS_FILE: groups[0]}
+    return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
+
+
+def _group(tensors: Sequence[_Tensor], bytes_max: int) -> Iterator[list[_Run]]:
+    """Yield the elements of all tensors, in groups of at most some bytes, or of one element."""
+    group: list[_Run] = []
+    used_bytes = 0
+    for tensor in tensors:
+        item_bytes = tensor.dtype.itemsize
+        for start, stop in cut_chunk(tensor.shape, item_bytes=item_bytes, piece_bytes_max=max(item_bytes, bytes_max)):
+            run = _Run(tensor, start, stop)
+            if group and used_bytes + run.size_bytes > bytes_max:
+                yield group
+                group, used_bytes = [], 0
+            group.append(run)
+            used_bytes += run.size_bytes
+    if group:
+        yield group
+
+
+def _make_header(tensors: Sequence[_Tensor]) -> bytes:
+    """Return the beginning of a file: length of the header, and the header."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # asked for by Transformers
+    begin = 0
+    for tensor in tensors:
+        header[tensor.title] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, begin + tensor.size_bytes],
+        }
+        begin += tensor.size_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _verify(path: Path, parts: Sequence[tuple[str, int, bytes]], add: Callable[[int], None]) -> None:
+    """Read a file, and compare the digests of its parts.
+
+    Raises:
+        CorruptCheckpointError: Bytes differ.
+    """
+    with path.open("rb", buffering=0) as opened:
+        if hasattr(os, "posix_fadvise"):  # so that the disk is read, and not the copy in memory
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for number, (title, length, expected) in enumerate(parts):
+            data = bytearray(length)
+            read_bytes = 0
+            while read_bytes < length:
+                count = opened.readinto(memoryview(data)[read_bytes:])
+                if not count:
+                    break
+                read_bytes += count
+            if read_bytes < length or digest(data) != expected:
+                raise CorruptCheckpointError(
+                    "Bytes read back differ from those that were written. Check the disk.", file=str(path), tensor=title
+                )
+            add(length if number else 0)

@@ -1,0 +1,204 @@
+"""SafetensorsSource: weights in the layout of Hugging Face, and the small files beside them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+
+from dcp_remote.common.geometry import Box
+from dcp_remote.common.units import MiB
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
+from dcp_remote.format.dtypes import SAFETENSORS_NAMES
+from dcp_remote.serialization.files import Files
+from dcp_remote.serialization.tensors import parse_dtype, tensor_from
+from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, first_element, require_range
+
+# Name of the only file of weights, where there are other files of safetensors beside it.
+WEIGHTS_FILE = "model.safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+
+DTYPES = {name: parse_dtype(dtype) for dtype, name in SAFETENSORS_NAMES.items()}
+
+_PART = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
+_SHOWN_MAX = 5
+
+# Key of the state below which the weights are.
+_KEY = "model"
+
+_HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit
+_FILE_BYTES_MAX = 64 * MiB
+
+# Small files beside the weights that `from_pretrained` reads.
+_SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".md")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Place of a tensor: its file, its first byte there, its shape and its dtype."""
+
+    file: str
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class SafetensorsSource:
+    """Weights of Hugging Face as `model`, and the small files beside them as `files`.
+
+    Args:
+        reader: Reader of the folder.
+        piece_bytes_max: Bytes of a tensor that are read at once.
+    """
+
+    kind = "safetensors"
+
+    def __init__(self, reader: RangeReader, *, piece_bytes_max: int) -> None:
+        """Read the header of each file of weights, and the small files."""
+        self.url = reader.store.url
+        self._reader, self._piece_bytes_max = reader, piece_bytes_max
+        self._places: dict[str, _Place] = {}
+        for file in self._find_weights():
+            for name, place in self._read_header(file).items():
+                if f"{_KEY}.{name}" in self._places:
+                    raise CorruptCheckpointError(
+                        "Two files have a tensor of this name. Name one file of the folder.",
+                        url=reader.store.url,
+                        tensor=name,
+                        files=f"{self._places[f'{_KEY}.{name}'].file}, {file}",
+                    )
+                self._places[f"{_KEY}.{name}"] = place
+        for name in self._indexed:
+            if f"{_KEY}.{name}" not in self._places:
+                raise CorruptCheckpointError("No file has a tensor of the index.", url=reader.store.url, tensor=name)
+        model = {
+            name.removeprefix(f"{_KEY}."): torch.empty(place.shape, dtype=place.dtype, device="meta")
+            for name, place in self._places.items()
+        }
+        self.state: dict[str, Any] = {_KEY: model}
+        sides = [file for file in reader.sizes if file.endswith(_SIDE_SUFFIXES) and not file.endswith(INDEX_SUFFIX)]
+        if sides:
+            self.state["files"] = Files(dict(zip(sides, map(bytes, self._read_files(sides)), strict=True)))
+
+    def pieces(self, name: str) -> Sequence[Box]:
+        """Return boxes that are each contiguous in the file."""
+        place = self._places[name]
+        box = Box((0,) * len(place.shape), place.shape)
+        return cut_pieces(box, place.dtype, piece_bytes_max=self._piece_bytes_max)
+
+    def read(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """Return the values of boxes; one GET per box and 8 MiB."""
+        places = [self._places[name] for name, _ in parts]
+        ranges = [
+            FileRange(
+                place.file,
+                place.start + first_element(place.shape, box.offsets) * place.dtype.itemsize,
+                box.elements * place.dtype.itemsize,
+            )
+            for place, (_, box) in zip(places, parts, strict=True)
+        ]
+        return [
+            tensor_from(data, place.dtype, box.sizes) if len(data) else torch.empty(box.sizes, dtype=place.dtype)
+            for place, data, (_, box) in zip(places, self._reader.read(ranges), parts, strict=True)
+        ]
+
+    def _find_weights(self) -> list[str]:
+        """Return the files of weights: those of an index, the usual one, or all."""
+        self._indexed: dict[str, object] = {}
+        index = next((file for file in self._reader.sizes if file.endswith(INDEX_SUFFIX)), None)
+        if index is not None:
+            document = self._parse(index, *self._read_files([index]))
+            found = document.get("weight_map")
+            if not isinstance(found, dict) or not found:
+                raise self._corrupt(index, "it has no weight_map")
+            self._indexed = found
+            return [
+                require_range(self._reader, file, stop=8, of=index) for file in dict.fromkeys(map(str, found.values()))
+            ]
+        files = [file for file in self._reader.sizes if file.endswith(".safetensors")]
+        if parts := [file for file in files if _PART.fullmatch(file)]:
+            raise CorruptCheckpointError(
+                "Files of weights in several parts have no index, so that some may be missing. Copy all files.",
+                url=self.url,
+                files=", ".join(parts[:_SHOWN_MAX]),
+            )
+        return [WEIGHTS_FILE] if WEIGHTS_FILE in files else files
+
+    def _read_header(self, file: str) -> dict[str, _Place]:
+        """Return the places of the tensors of a file, in the order of their bytes."""
+        size_bytes = self._reader.sizes[file]
+        if size_bytes < 8:  # noqa: PLR2004  # the length of the header
+            raise self._corrupt(file, "it is empty or cut off")
+        (data,) = self._reader.read([FileRange(file, 0, 8)])
+        length = int.from_bytes(data, "little")
+        if length > min(_HEADER_BYTES_MAX, size_bytes - 8):
+            raise self._corrupt(file, "its header does not fit into it")
+        (data,) = self._reader.read([FileRange(file, 8, length)])
+        header = self._parse(file, data)
+        header.pop("__metadata__", None)
+        found = {name: self._place(file, name, entry, 8 + length) for name, entry in header.items()}
+        places = dict(sorted(found.items(), key=lambda item: (item[1].start, math.prod(item[1].shape))))
+        position = 8 + length
+        for name, place in places.items():
+            if place.start != position:
+                raise self._corrupt(file, "its tensors overlap, or leave a gap", tensor=name)
+            position += math.prod(place.shape) * place.dtype.itemsize
+        if position != size_bytes:
+            raise self._corrupt(file, f"it has {size_bytes} bytes where its header tells {position}")
+        return places
+
+    def _place(self, file: str, name: str, entry: object, base: int) -> _Place:
+        if not isinstance(entry, dict):
+            raise self._corrupt(file, "an entry is no dict", tensor=name)
+        given, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+        if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or not isinstance(given, str):  # noqa: PLR2004  # begin and end
+            raise self._corrupt(file, "an entry has a wrong shape, dtype or data_offsets", tensor=name)
+        dtype = DTYPES.get(given)
+        if dtype is None:
+            raise InvalidArgumentError(
+                "A tensor has a dtype that cannot be imported.",
+                url=self._reader.store.url,
+                file=file,
+                tensor=name,
+                dtype=given,
+            )
+        if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
+            raise self._corrupt(file, "the bytes of a tensor are not those of its shape", tensor=name)
+        return _Place(file, base + offsets[0], tuple(shape), dtype)
+
+    def _read_files(self, files: Sequence[str]) -> list[memoryview]:
+        for file in files:
+            if self._reader.sizes[file] > _FILE_BYTES_MAX:
+                raise InvalidArgumentError(
+                    "A small file beside the weights is larger than 64 MiB. Move it elsewhere.",
+                    url=self._reader.store.url,
+                    file=file,
+                )
+        return self._reader.read([FileRange(file, 0, self._reader.sizes[file]) for file in files])
+
+    def _parse(self, file: str, data: memoryview) -> dict[str, Any]:
+        try:
+            document = json.loads(bytes(data))
+        except (ValueError, RecursionError) as error:
+            raise self._corrupt(file, "its JSON is damaged") from error
+        if not isinstance(document, dict):
+            raise self._corrupt(file, "its JSON is no dict")
+        return document
+
+    def _corrupt(self, file: str, why: str, **details: object) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"A file of safetensors is damaged: {why}. Copy it once more.",
+            url=self._reader.store.url,
+            file=file,
+            **details,
+        )
+
+
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    """Return whether this is a list of integers of at least 0."""
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)

@@ -1,0 +1,124 @@
+"""Checkpoints of other formats as states: tensors are on the meta device, and are read piece by piece."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.geometry import Box
+from dcp_remote.common.units import MiB
+from dcp_remote.errors import CheckpointNotFoundError
+from dcp_remote.run.foreign_checkpoints import describe_keys
+from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.location import Location
+from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
+from dcp_remote.storage.url import is_remote, parse_url
+from dcp_remote.transfer.ranges import RangeReader
+from dcp_remote.transfer.safetensors_source import SafetensorsSource
+from dcp_remote.transfer.torch_file_source import TorchFileSource
+from dcp_remote.transfer.torch_source import TORCH_METADATA_FILE, TorchSource
+
+# Bytes of a tensor that are read at once.
+PIECE_BYTES_MAX = 32 * MiB
+
+# Time for which the first requests are repeated, in seconds: a user who waits hears soon of a server that is down.
+LOOK_SECONDS = 30.0
+
+_SAFETENSORS = ".safetensors"
+_TORCH_FILES = (".pt", ".pth", ".ckpt", ".bin")
+
+_SHOWN_MAX = 5
+
+
+class Source(Protocol):
+    """Checkpoint to read from.
+
+    Attributes:
+        kind: Name of the format.
+        url: URL of the folder.
+        state: State, nested as it was saved; tensors that `read` returns are on the meta device.
+    """
+
+    kind: str
+    url: str
+    state: dict[str, Any]
+
+    def pieces(self, name: str) -> Sequence[Box]:
+        """Return the boxes of a tensor that are read at once; together they are the whole tensor."""
+        ...
+
+    def read(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """Return the values of boxes that `pieces` has returned, on the CPU; several are read at a time."""
+        ...
+
+
+def open_source(
+    source: str | os.PathLike[str] | ObjectStore,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    allow_pickle: bool = False,
+    piece_bytes_max: int = PIECE_BYTES_MAX,
+    retry_seconds: float = RANGE_RETRY_SECONDS,
+) -> Source:
+    """Open a checkpoint by what lies there; reads no tensor, but for those that are no plain ones.
+
+    Args:
+        source: URL, path or store of a folder that torch's distributed checkpoint or Hugging Face wrote; or URL or path
+            of a file of safetensors or `torch.save`.
+        storage_options: Options of the store.
+        allow_pickle: True to load objects of torch's distributed checkpoint that need code.
+        piece_bytes_max: Bytes of a tensor that are read at once, where the format allows it.
+        retry_seconds: Time for which one request is repeated, in seconds.
+
+    Raises:
+        CheckpointNotFoundError: Nothing of these lies there.
+        UnsafeObjectError: An object needs code to load.
+        CorruptCheckpointError: A header is not of its format, or a file is missing or too short.
+        InvalidArgumentError: The checkpoint uses what is not supported.
+    """
+    store, sizes, file = _look(source, storage_options, Deadline(min(LOOK_SECONDS, retry_seconds)))
+    reader = RangeReader(store, sizes, retry_seconds=retry_seconds)
+    if file is not None and not file.endswith(_SAFETENSORS):
+        return TorchFileSource(reader, file, piece_bytes_max=piece_bytes_max)
+    if TORCH_METADATA_FILE in sizes:
+        return TorchSource(reader, allow_pickle=allow_pickle, piece_bytes_max=piece_bytes_max)
+    if any(key.endswith(_SAFETENSORS) for key in sizes):
+        return SafetensorsSource(reader, piece_bytes_max=piece_bytes_max)
+    keys = list(sizes)
+    raise CheckpointNotFoundError(
+        "Nothing that can be imported lies here: neither torch's .metadata, nor files of safetensors; a file of "
+        f"torch.save is named itself. {describe_keys(keys, store.url) or ''}".rstrip(),
+        url=store.url,
+        found=", ".join(keys[:_SHOWN_MAX]) or "nothing",
+    )
+
+
+def _look(
+    source: str | os.PathLike[str] | ObjectStore, options: Mapping[str, object] | None, deadline: Deadline
+) -> tuple[ObjectStore, dict[str, int], str | None]:
+    """Return the store of a folder, the sizes of the files in it, and the one that is meant; None for all of them."""
+    if isinstance(source, ObjectStore):
+        return source, _list_files(source, deadline), None
+    text = os.fspath(source).rstrip("/")
+    folder, _, name = text.rpartition("/")
+    is_file = name.endswith((_SAFETENSORS, *_TORCH_FILES)) if "://" in text else Path(text).is_file()
+    if is_file:
+        store = Location.of(folder or ("/" if text.startswith("/") else "."), options).store
+        return store, {name: RetryingStore(store, deadline).head(name).size_bytes}, name
+    store = Location.of(source, options).store
+    if is_remote(store.url):
+        return store, _list_files(store, deadline), None
+    path = Path(parse_url(store.url).path)
+    if not path.is_dir():
+        raise CheckpointNotFoundError("There is no such folder or file.", path=str(path))
+    # Not by the store, which leaves out links: in the cache of Hugging Face all files are links.
+    return store, {one.name: one.stat().st_size for one in sorted(path.iterdir()) if one.is_file()}, None
+
+
+def _list_files(store: ObjectStore, deadline: Deadline) -> dict[str, int]:
+    return {info.key: info.size_bytes for info in RetryingStore(store, deadline).list() if "/" not in info.key}

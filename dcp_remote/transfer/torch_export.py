@@ -1,0 +1,164 @@
+"""TorchExport: a checkpoint as a folder of torch's distributed checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from dcp_remote.common.digests import digest
+from dcp_remote.common.geometry import Box
+from dcp_remote.coordination.torch_errors import plain_errors
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
+from dcp_remote.serialization.files import Files
+from dcp_remote.serialization.tensors import byte_view, empty_tensor
+from dcp_remote.storage import open_store
+from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
+from dcp_remote.transfer.checkpoint import SavedCheckpoint, Together, make_item, size_of
+from dcp_remote.transfer.ranges import RangeReader, cut_pieces
+from dcp_remote.transfer.torch_source import TORCH_METADATA_FILE, TorchSource
+
+
+class TorchExport:
+    """Export of all entries.
+
+    Args:
+        saved: Checkpoint.
+        dtype: Floating-point dtype to convert to; None keeps each.
+        bytes_max: Bytes of tensors that are read at once; larger tensors are saved as several chunks.
+
+    Attributes:
+        total_bytes: Size of all tensors.
+        last_file: Name of the file without which torch finds no checkpoint.
+
+    Raises:
+        InvalidArgumentError: torch's writer cannot save a tensor.
+    """
+
+    last_file = TORCH_METADATA_FILE
+
+    def __init__(self, saved: SavedCheckpoint, *, dtype: torch.dtype | None, bytes_max: int) -> None:
+        """Choose the dtypes; no request is sent."""
+        self._saved, self._bytes_max = saved, bytes_max
+        self._dtypes: dict[str, torch.dtype] = {}
+        for name in saved.manifest.tensors.names:
+            if not saved.is_plain(name):
+                raise InvalidArgumentError(
+                    "torch's writer cannot save a tensor that is sparse, quantized or of an own class. Load it by "
+                    "dcp_remote.load.",
+                    tensor=name,
+                )
+            own = saved.dtype(name)
+            self._dtypes[name] = own if dtype is None or not own.is_floating_point else dtype
+        self.total_bytes = sum(size_of(Box((), saved.shape(name)), own) for name, own in self._dtypes.items())
+
+    def write(self, folder: Path, add: Callable[[int], None], *, is_verified: bool) -> None:
+        """Write the files into a folder; `add` is told the bytes that were written, and read back.
+
+        Raises:
+            CorruptCheckpointError: Bytes read back differ.
+        """
+        planner = _RunPlanner(self._saved, self._dtypes, add, bytes_max=self._bytes_max)
+        state = self._make_state()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: this is one process
+            try:
+                with plain_errors():
+                    dcp.save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+            except CheckpointException as failed:
+                error, _ = failed.failures[0]
+                raise (error if isinstance(error, OSError) else failed) from None
+        if not is_verified:
+            return
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+        reader = RangeReader(open_store(folder), sizes, retry_seconds=RANGE_RETRY_SECONDS)
+        written = TorchSource(reader, allow_pickle=True, piece_bytes_max=2 * self._bytes_max)
+        for name in self._dtypes:
+            for box in written.pieces(name):
+                (tensor,) = written.read([(name, box)])
+                if digest(byte_view(tensor.contiguous())) != planner.digests[name, box]:
+                    raise CorruptCheckpointError(
+                        "Bytes read back differ from those that were written. Check the disk.",
+                        folder=str(folder),
+                        tensor=name,
+                    )
+                add(size_of(box, tensor.dtype))
+
+    def _make_state(self) -> dict[str, Any]:
+        """Return the state, with tensors on the meta device."""
+        names = list(self._saved.manifest.names())
+        values = self._saved.objects([name for name in names if name not in self._dtypes])
+        state: dict[str, Any] = {}
+        for name in names:
+            if name in self._dtypes:
+                value: Any = torch.empty(self._saved.shape(name), dtype=self._dtypes[name], device="meta")
+            else:
+                value = values[name]
+            # torch asks only the values at the top for their state.
+            set_element(state, self._saved.path(name), value.state_dict() if isinstance(value, Files) else value)
+        return state
+
+
+class _RunPlanner(DefaultSavePlanner):
+    """Planner whose tensors are read from a checkpoint when they are written.
+
+    Args:
+        saved: Checkpoint.
+        dtypes: dtypes of the tensors to read, by name.
+        add: Function that is told the bytes that were read.
+        bytes_max: Bytes of tensors that are read at once.
+    """
+
+    def __init__(
+        self,
+        saved: SavedCheckpoint,
+        dtypes: dict[str, torch.dtype],
+        add: Callable[[int], None],
+        *,
+        bytes_max: int,
+    ) -> None:
+        super().__init__()
+        self._saved, self._dtypes, self._add, self._bytes_max = saved, dtypes, add, bytes_max
+        self.digests: dict[tuple[str, Box], bytes] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        sizes: dict[tuple[str, Box], int] = {}
+        items: list[WriteItem] = []
+        for item in plan.items:
+            name, data = item.index.fqn, item.tensor_data
+            if data is None or name not in self._dtypes:
+                items.append(item)
+                continue
+            whole = Box((0,) * len(data.size), tuple(data.size))
+            boxes = cut_pieces(whole, self._dtypes[name], piece_bytes_max=max(16, self._bytes_max))
+            sizes |= {(name, box): size_of(box, self._dtypes[name]) for box in boxes}
+            items += [make_item(item, data, box, number) for number, box in enumerate(boxes)]
+        self._reads = Together(sizes, self._read, bytes_max=self._bytes_max)
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = write_item.tensor_data
+        if data is None or write_item.index.fqn not in self._dtypes:
+            return super().resolve_data(write_item)
+        key = write_item.index.fqn, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        tensor = self._reads.take(key)
+        self.digests[key] = digest(byte_view(tensor))
+        self._add(tensor.nbytes)
+        return tensor
+
+    def _read(self, keys: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        tensors = [empty_tensor(self._dtypes[name], box.sizes) for name, box in keys]
+        self._saved.read([(name, box, tensor) for (name, box), tensor in zip(keys, tensors, strict=True)])
+        return tensors

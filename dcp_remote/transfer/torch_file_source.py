@@ -1,0 +1,189 @@
+"""TorchFileSource: a file of `torch.save`, of which only the layout is loaded; tensors are read by ranges."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dcp_remote.common.geometry import Box
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsafeObjectError
+from dcp_remote.serialization.tensors import tensor_from
+from dcp_remote.transfer.ranges import FileRange, RangeFile, RangeReader, cut_pieces, first_element
+
+# Name of the refused class or function in the message of torch's restricted unpickler.
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+
+_ZIP = b"PK\x03\x04"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Place of a tensor in a stream of `torch.save`.
+
+    Attributes:
+        start: First byte of the storage, counted from the beginning of the stream.
+        length: Size of the storage in bytes.
+        first: Number of the storage's element at which the tensor begins.
+        shape: Shape.
+        strides: Strides, in elements.
+        dtype: dtype.
+    """
+
+    start: int
+    length: int
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the elements lie one after another in row-major order."""
+        return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
+
+
+def load_layout(reader: RangeReader, span: FileRange) -> Any:
+    """Return the value of a stream with tensors that have no memory; two to five GETs of 64 KiB.
+
+    torch's restricted unpickler runs no code. In its mode of fake tensors it reads no storage, and tells their places.
+
+    Raises:
+        UnsafeObjectError: An object needs code to load.
+        CorruptCheckpointError: The stream is damaged.
+    """
+    try:
+        with FakeTensorMode(), io.BufferedReader(RangeFile(reader, span)) as stream:
+            return torch.load(stream, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UnsafeObjectError(
+            "An object in a file of torch.save needs code to load, which an import never runs. If you trust the file, "
+            "load it by torch.load(weights_only=False), and save its dict by CheckpointManager.",
+            url=reader.store.url,
+            file=span.file,
+            type=(_GLOBAL.findall(str(error)) or ["unknown"])[0],
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            "A file of torch.save is damaged. Copy it once more.", url=reader.store.url, file=span.file, cause=error
+        ) from error
+
+
+def find_stored(value: object) -> StoredTensor | None:
+    """Return the place of a tensor of `load_layout`; None of a value that its elements alone do not describe."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized:
+        return None
+    storage = value.untyped_storage()
+    start = getattr(storage, "_checkpoint_offset", None)  # set by torch.load, for readers like this one
+    if not isinstance(start, int) or value.is_conj() or value.is_neg():
+        return None
+    return StoredTensor(
+        start=start,
+        length=int(storage.nbytes()),
+        first=int(value.storage_offset()),
+        shape=tuple(map(int, value.shape)),
+        strides=tuple(map(int, value.stride())),
+        dtype=value.dtype,
+    )
+
+
+class TorchFileSource:
+    """State dict of `torch.save` as `model`, or a dict of several values under their own keys.
+
+    Args:
+        reader: Reader of the file's folder.
+        file: Key of the file.
+        piece_bytes_max: Bytes of a tensor that are read at once; one that is not contiguous is read whole.
+    """
+
+    kind = "torch.save"
+
+    def __init__(self, reader: RangeReader, file: str, *, piece_bytes_max: int) -> None:
+        """Load the layout of the file."""
+        self.url = reader.store.url
+        self._reader, self._file, self._piece_bytes_max = reader, file, piece_bytes_max
+        size_bytes = reader.sizes[file]
+        (head,) = reader.read([FileRange(file, 0, min(size_bytes, len(_ZIP)))])
+        if head != _ZIP:
+            raise InvalidArgumentError(
+                "The file is none of safetensors, and none of torch.save in the format of torch 1.6 and later. If it "
+                "is an older one, load it by torch.load, and save it once more.",
+                url=reader.store.url,
+                file=file,
+            )
+        value = load_layout(reader, FileRange(file, 0, size_bytes))
+        if not isinstance(value, dict) or not value:
+            raise InvalidArgumentError(
+                "The file holds no dict of tensors.", url=reader.store.url, file=file, type=type(value).__qualname__
+            )
+        is_state_dict = all(isinstance(one, torch.Tensor) for one in value.values())
+        self._stored: dict[str, StoredTensor] = {}
+        self.state: dict[str, Any] = self._replace({"model": dict(value)} if is_state_dict else dict(value), ())
+
+    def pieces(self, name: str) -> Sequence[Box]:
+        """Return boxes that are each contiguous in the file; the whole tensor if none is."""
+        stored = self._stored[name]
+        box = Box((0,) * len(stored.shape), stored.shape)
+        return cut_pieces(box, stored.dtype, piece_bytes_max=self._piece_bytes_max) if stored.is_contiguous else [box]
+
+    def read(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """Return the values of boxes; one GET per box and 8 MiB."""
+        found = [self._stored[name] for name, _ in parts]
+        ranges = [
+            stored_range(FileRange(self._file, 0, self._reader.sizes[self._file]), one, box)
+            for one, (_, box) in zip(found, parts, strict=True)
+        ]
+        return [
+            restore(one, box, data) for one, (_, box), data in zip(found, parts, self._reader.read(ranges), strict=True)
+        ]
+
+    def _replace(self, value: Any, path: tuple[str, ...], *, is_read: bool = False) -> Any:
+        """Return a value with tensors on the meta device, and note their places by their names.
+
+        Tensors in a tuple, which torch's planner takes for one object, are read.
+        """
+        if isinstance(value, dict):
+            return {key: self._replace(one, (*path, str(key)), is_read=is_read) for key, one in value.items()}
+        if isinstance(value, (list, tuple)):
+            is_read = is_read or isinstance(value, tuple)
+            found = [self._replace(one, (*path, str(n)), is_read=is_read) for n, one in enumerate(value)]
+            return tuple(found) if isinstance(value, tuple) else found
+        if not isinstance(value, torch.Tensor):
+            return value
+        stored, name = find_stored(value), ".".join(path)
+        if stored is None or stored.start + stored.length > self._reader.sizes[self._file]:
+            raise InvalidArgumentError(
+                "A tensor of the file is no plain one. Load it by torch.load, and save its dict by CheckpointManager.",
+                file=self._file,
+                tensor=name,
+                layout=value.layout,
+            )
+        self._stored[name] = stored
+        if is_read:
+            return self.read([(name, Box((0,) * len(stored.shape), stored.shape))])[0]
+        return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+
+
+def stored_range(span: FileRange, stored: StoredTensor, box: Box) -> FileRange:
+    """Return the bytes of a box of a stored tensor; of one that is not contiguous those of the storage."""
+    item = stored.dtype.itemsize
+    if not stored.is_contiguous:
+        return FileRange(span.file, span.start + stored.start, stored.length)
+    first = stored.first + first_element(stored.shape, box.offsets)
+    return FileRange(span.file, span.start + stored.start + first * item, box.elements * item)
+
+
+def restore(stored: StoredTensor, box: Box, data: memoryview) -> torch.Tensor:
+    """Return the values of a box, of the bytes that `stored_range` names."""
+    if not box.elements:
+        return torch.empty(box.sizes, dtype=stored.dtype)
+    if stored.is_contiguous:
+        return tensor_from(data, stored.dtype, box.sizes)
+    flat = tensor_from(data, stored.dtype, (stored.length // stored.dtype.itemsize,))
+    return flat.as_strided(stored.shape, stored.strides, stored.first).contiguous()

@@ -1,0 +1,235 @@
+"""TorchSource: torch's distributed checkpoint, as FileSystemWriter, FsspecWriter and s3torchconnector write it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeGuard
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from dcp_remote.common.geometry import Box
+from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, UnsafeObjectError
+from dcp_remote.loading.downloads import RANGE_BYTES_MAX
+from dcp_remote.serialization.files import unwrap_marked
+from dcp_remote.serialization.pickle_validator import DamagedStreamError, UnsafeStreamError
+from dcp_remote.serialization.torch_streams import load_restricted, load_trusted
+from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, require_range
+from dcp_remote.transfer.torch_file_source import StoredTensor, find_stored, load_layout, restore, stored_range
+
+TORCH_METADATA_FILE = ".metadata"
+
+_THREADS = 16
+
+# Classes and functions that metadata may name. A prefix would not do: `os.system` is a name in a module of torch's.
+_CHECKPOINT = "torch.distributed.checkpoint"
+_KNOWN = {
+    *(
+        (f"{_CHECKPOINT}.metadata", name)
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+            *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        )
+    ),
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    (f"{_CHECKPOINT}.filesystem", "_StoragePrefix"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
+}
+
+
+class TorchSource:
+    """State of torch's distributed checkpoint, under its own keys.
+
+    Args:
+        reader: Reader of the folder.
+        allow_pickle: True to load objects that need code.
+        piece_bytes_max: Bytes of a chunk that are read at once; one that is not contiguous is read whole.
+    """
+
+    kind = "torch's distributed checkpoint"
+
+    def __init__(self, reader: RangeReader, *, allow_pickle: bool, piece_bytes_max: int) -> None:
+        """Read the metadata, the objects, and the beginning and end of large chunks; check that all files are there."""
+        self.url = reader.store.url
+        self._reader, self._allow_pickle, self._piece_bytes_max = reader, allow_pickle, piece_bytes_max
+        try:
+            self._open(_load_metadata(reader))
+        except (DcpRemoteError, MemoryError):
+            raise
+        except Exception as error:
+            # Metadata whose parts are of other types may raise anything.
+            raise CorruptCheckpointError(
+                "torch's .metadata are damaged. Copy the file once more.", url=self.url, cause=error
+            ) from error
+
+    def _open(self, metadata: Metadata) -> None:
+        spans = {index: self._span(index, info) for index, info in metadata.storage_data.items()}
+        entries = metadata.state_dict_metadata
+        # Boxes and streams of the chunks of each tensor.
+        self._chunks: dict[str, list[tuple[Box, FileRange]]] = {
+            name: [
+                (Box(tuple(one.offsets), tuple(one.sizes)), self._require(spans, MetadataIndex(name, one.offsets)))
+                for one in entry.chunks
+            ]
+            for name, entry in entries.items()
+            if _is_plain(entry)
+        }
+        self._stored = self._find_places()
+        # Chunk of each piece.
+        self._whole: dict[tuple[str, Box], tuple[Box, FileRange]] = {}
+        values = self._load_objects(
+            {name: self._require(spans, _index(name, entry)) for name, entry in entries.items() if not _is_plain(entry)}
+        )
+        paths = metadata.planner_data or {}
+        self.state: dict[str, Any] = {}
+        for name, entry in entries.items():
+            value = values.get(name)
+            if _is_plain(entry):
+                value = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            set_element(self.state, paths.get(name, (name,)), value)
+
+    def pieces(self, name: str) -> Sequence[Box]:
+        """Return the chunks that were saved; large ones cut."""
+        pieces: list[Box] = []
+        for box, span in self._chunks[name]:
+            stored = self._stored.get(span)
+            parts = [box]
+            if stored is not None and stored.is_contiguous:
+                parts = cut_pieces(box, stored.dtype, piece_bytes_max=self._piece_bytes_max)
+            self._whole.update(((name, part), (box, span)) for part in parts)
+            pieces += parts
+        return pieces
+
+    def read(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """Return the values of boxes; one GET per box and 8 MiB."""
+        ranges: list[FileRange] = []
+        found = [(name, box, *self._whole[name, box]) for name, box in parts]
+        for _, box, whole, span in found:
+            stored = self._stored.get(span)
+            ranges.append(span if stored is None else stored_range(span, stored, box.relative_to(whole.offsets)))
+        tensors: list[torch.Tensor] = []
+        for (name, box, whole, span), data in zip(found, self._reader.read(ranges), strict=True):
+            stored = self._stored.get(span)
+            if stored is not None:
+                tensors.append(restore(stored, box.relative_to(whole.offsets), data))
+                continue
+            value = self._decode(name, data)
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != box.sizes:
+                raise self._corrupt("A stream does not hold the chunk that the metadata describe.", name)
+            tensors.append(value)
+        return tensors
+
+    def _span(self, index: MetadataIndex, info: Any) -> FileRange:
+        extensions = getattr(info, "transform_descriptors", None)
+        if extensions:
+            raise InvalidArgumentError(
+                "The checkpoint was saved with stream extensions of torch, such as compression, which are not "
+                "supported. Load it by torch.distributed.checkpoint, and save it by CheckpointManager.",
+                url=self.url,
+                extensions=", ".join(map(str, extensions)),
+            )
+        start, length = getattr(info, "offset", None), getattr(info, "length", None)
+        if type(start) is not int or type(length) is not int or start < 0 or length < 1:
+            raise self._corrupt("The metadata give an entry no place.", index.fqn)
+        file = require_range(self._reader, info.relative_path, stop=start + length, of=TORCH_METADATA_FILE)
+        return FileRange(file, start, length)
+
+    def _require(self, spans: Mapping[MetadataIndex, FileRange], index: MetadataIndex) -> FileRange:
+        span = spans.get(index)
+        if span is None:
+            raise self._corrupt("The metadata give an entry no place.", index.fqn)
+        return span
+
+    def _find_places(self) -> dict[FileRange, StoredTensor]:
+        """Return the places of the tensors in the streams of large chunks; others are read whole."""
+        large = [
+            (name, box, span)
+            for name, chunks in self._chunks.items()
+            for box, span in chunks
+            if span.length > min(self._piece_bytes_max, RANGE_BYTES_MAX)  # to decode a stream takes four times its size
+        ]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            values = list(pool.map(lambda one: load_layout(self._reader, one[2]), large))
+        found: dict[FileRange, StoredTensor] = {}
+        for (name, box, span), value in zip(large, values, strict=True):
+            stored = find_stored(value)
+            if stored is None:
+                continue
+            if stored.shape != box.sizes or stored.start + stored.length > span.length:
+                raise self._corrupt("A stream does not hold the chunk that the metadata describe.", name)
+            found[span] = stored
+        return found
+
+    def _load_objects(self, spans: Mapping[str, FileRange]) -> dict[str, Any]:
+        streams = self._reader.read(list(spans.values()))
+        return {name: unwrap_marked(self._decode(name, data)) for name, data in zip(spans, streams, strict=True)}
+
+    def _decode(self, name: str, data: memoryview) -> Any:
+        try:
+            return load_trusted(bytes(data)) if self._allow_pickle else load_restricted(bytes(data))
+        except UnsafeStreamError as error:
+            raise UnsafeObjectError(
+                "An object needs code to load. Pass allow_pickle=True if you trust the checkpoint.",
+                url=self.url,
+                object=name,
+                types=", ".join(error.type_names),
+                cause=error,
+            ) from error
+        except DamagedStreamError as error:
+            raise self._corrupt(f"A stream of torch.save is damaged: {error}.", name) from error
+
+    def _corrupt(self, what: str, name: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{what} Copy the checkpoint once more, or use another one.", url=self.url, entry=name
+        )
+
+
+def _is_plain(entry: object) -> TypeGuard[TensorStorageMetadata]:
+    """Return whether an entry is a tensor whose elements are all of it; others are read like objects."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return False
+    return entry.properties.layout == torch.strided and not str(entry.properties.dtype).startswith("torch.q")
+
+
+def _index(name: str, entry: object) -> MetadataIndex:
+    """Return the index of an entry that is stored whole."""
+    return MetadataIndex(name, entry.chunks[0].offsets if isinstance(entry, TensorStorageMetadata) else None)
+
+
+def _load_metadata(reader: RangeReader) -> Metadata:
+    (data,) = reader.read([FileRange(TORCH_METADATA_FILE, 0, reader.sizes[TORCH_METADATA_FILE])])
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+    except (UnsafeObjectError, MemoryError):
+        raise
+    except Exception as error:
+        # A damaged pickle may raise anything.
+        raise CorruptCheckpointError(
+            "torch's .metadata are damaged. Copy the file once more.", url=reader.store.url, cause=error
+        ) from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, Mapping):
+        raise CorruptCheckpointError(
+            "The file .metadata is none of torch's checkpoints.", url=reader.store.url, type=type(metadata).__name__
+        )
+    return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickler of `.metadata`, of classes of torch's checkpoints alone."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class that metadata may have."""
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if not is_dtype and (module, name) not in _KNOWN:
+            raise UnsafeObjectError(
+                "The metadata of this checkpoint name a class that is none of torch's checkpoints.",
+                type=f"{module}.{name}",
+            )
+        return super().find_class(module, name)
