@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 import dcp_remote
 from dcp_remote import CheckpointManager, training_state
@@ -179,14 +180,13 @@ class Training:
     def names(self) -> dict[str, Any]:
         """Return the names that examples use and do not define."""
         state = training_state(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler)
-        loader = {"position": 0}
         return {
             "torch": torch,
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
             "state": state,
-            "loader": loader,
+            "loader": {"position": 0},
             "last": 3,
             "train_one_step": self.train_one_step,
             "evaluate": lambda weights: None,
@@ -198,8 +198,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, dict[str,
     """A run with checkpoints of steps 5 and 10 in a folder, which stands for s3://my-bucket; and the stand-ins."""
     monkeypatch.chdir(tmp_path)
     training = Training()
-    names = training.names()
-    bucket = tmp_path / "my-bucket"
+    names, bucket = training.names(), tmp_path / "my-bucket"
     with CheckpointManager(str(bucket / "run")) as checkpoints:
         for step in (5, 10):
             training.train_one_step()
@@ -230,7 +229,9 @@ def test_python_of_the_page_runs(
     bucket, names = run
     if page.name in BEGINS:
         bucket = (tmp_path / "new").as_uri()
-    for block in (block for block in blocks_of(page) if block.language == "python"):
+    for block in blocks_of(page):
+        if block.language != "python":
+            continue
         if page.name == "restore.md" and "checkpoints.restore" in block.text:
             restore_each_way(block, bucket)
             continue
@@ -243,7 +244,8 @@ def test_python_of_the_page_runs(
 def restore_each_way(block: Block, bucket: str) -> None:
     """Run each line into a model that differs from the saved one as the line says; the body is loaded each time."""
     linear, names = torch.nn.Linear, dict[str, Any]()
-    layers = {  # by words of the line: layers beside the body that were saved, and those of the state
+    layers: dict[str, tuple[dict[str, torch.nn.Module], dict[str, torch.nn.Module]]] = {
+        # By words of the line: layers beside the body that were saved, and those of the state.
         'exclude="*head.*"': ({"head": linear(2, 1)}, {"head": linear(2, 3)}),
         'missing="keep"': ({}, {"adapter": linear(2, 1)}),
         'include="model.*")': ({}, {}),
@@ -253,22 +255,26 @@ def restore_each_way(block: Block, bucket: str) -> None:
         "rename=ema": ({}, {}),
     }
     for number, line in enumerate(block.text.splitlines()):
-        if "restore(" in line:
-            (words,) = (words for words in layers if words in line)
-            saved, present = (torch.nn.ModuleDict({"body": linear(4, 2)} | more) for more in layers.pop(words))
-            if "dtype" in words:
-                present.double()
-            averaged = torch.optim.swa_utils.AveragedModel(saved) if "ema" in words else None
-            expected = saved["body"].weight.detach().clone()
-            if averaged is not None:
-                torch.nn.init.zeros_(saved["body"].weight)
-            with CheckpointManager(f"{bucket}/way-{number}") as checkpoints:
-                checkpoints.save(1, training_state(model=saved, ema=averaged), wait=True)
-                names |= {"model": present, "state": training_state(model=present), "checkpoints": checkpoints}
-                execute(Block(block.page, block.line + number, "python", line), bucket, names)
-            assert torch.equal(present["body"].weight, expected.to(present["body"].weight.dtype)), line
-        else:
-            execute(Block(block.page, block.line + number, "python", line), bucket, names)
+        one_line = Block(block.page, block.line + number, "python", line)
+        if "restore(" not in line:
+            execute(one_line, bucket, names)
+            continue
+        (words,) = (words for words in layers if words in line)
+        saved_layers, present_layers = layers.pop(words)
+        saved_body, body = linear(4, 2), linear(4, 2)
+        saved = torch.nn.ModuleDict({"body": saved_body} | saved_layers)
+        model = torch.nn.ModuleDict({"body": body} | present_layers)
+        expected = saved_body.weight.detach().clone()
+        averaged = AveragedModel(saved) if "ema" in words else None
+        if averaged is not None:
+            torch.nn.init.zeros_(saved_body.weight)  # so that it differs from the average
+        if "dtype" in words:
+            model.double()
+        with CheckpointManager(f"{bucket}/way-{number}") as checkpoints:
+            checkpoints.save(1, training_state(model=saved, ema=averaged), wait=True)
+            names |= {"model": model, "state": training_state(model=model), "checkpoints": checkpoints}
+            execute(one_line, bucket, names)
+        assert torch.equal(body.weight, expected.to(body.weight.dtype)), line
     assert not layers  # each way was shown
 
 
@@ -281,8 +287,8 @@ def test_commands_of_the_page_run(
 ) -> None:
     """Each line of `dcp-remote` ends with exit code 0 and says something; any other line is known."""
     bucket, _ = run
-    for block in (block for block in blocks_of(page) if block.language == "sh"):
-        for line in block.text.splitlines():
+    for block in blocks_of(page):
+        for line in block.text.splitlines() if block.language == "sh" else ():
             if any(line.startswith(beginning) for beginning in NOT_RUN_LINES):
                 continue
             program, *arguments = shlex.split(line.replace("s3://my-bucket", bucket), comments=True)

@@ -93,7 +93,7 @@ def readme_part(results: Results) -> str:
         f"- **Training waits** {waits:.2f} s for a save in the background, over http; a save of the better peer that "
         f"is not in the background takes {peer_waits:.2f} s."
     )
-    return "\n".join([BEGIN, conditions, "", seconds_line, memory_line, waits_line, END])
+    return f"{BEGIN}\n{conditions}\n\n{seconds_line}\n{memory_line}\n{waits_line}\n{END}"
 
 
 def _median(results: Results, section: str, client: str, action: str, field: str) -> float:
