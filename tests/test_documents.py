@@ -40,8 +40,14 @@ NOT_RUN_LINES = {
     "make ": "a target of the Makefile, which CI runs itself, or which takes minutes",
     "pip install": "installs",
     "python examples/first_hour.py": "tests/test_examples.py runs it",
+    "dcp-remote recover": "refuses a run whose catalog can be read; tests/cli/test_recover.py runs it",
     "dcp-remote bench": "measures for seconds; tests/cli/test_bench.py runs it",
 }
+
+
+def name_of(page: Path) -> str:
+    """Return the path of a page from the root of the repository."""
+    return page.relative_to(ROOT).as_posix()
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_and_pictures_lead_to_files(page: Path) -> None:
     """Of this repository, relative to the page; an anchor is that of a heading there."""
     for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", page.read_text()):
@@ -80,7 +86,7 @@ def test_links_and_pictures_lead_to_files(page: Path) -> None:
         assert not anchor or anchor in anchors_of(path), f"{target}#{anchor}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_references_are_defined_and_used(page: Path) -> None:
     """The numbers of sources, such as [4], each with its line `[4]: https://…`."""
     text = page.read_text()
@@ -90,7 +96,7 @@ def test_references_are_defined_and_used(page: Path) -> None:
         assert set(defined) == set(re.findall(r"\[(\d+)\](?!:)", text))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_that_are_named_exist(page: Path) -> None:
     """From the root, below the package, or somewhere in it where only the file's name is given."""
     known = {path.name for path in PACKAGE.rglob("*.py")} | {path.name for path in (ROOT / "tests").rglob("*.py")}
@@ -221,7 +227,7 @@ WITH_CODE = [page for page in RUN_PAGES if any(block.language == "python" for bl
 BEGINS = {"README.md", "first-hour.md"}
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_python_of_the_page_runs(
     page: Path, run: tuple[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,7 +287,7 @@ def restore_each_way(block: Block, bucket: str) -> None:
 SHELL_PAGES = [page for page in RUN_PAGES if any(block.language == "sh" for block in blocks_of(page))]
 
 
-@pytest.mark.parametrize("page", SHELL_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", SHELL_PAGES, ids=name_of)
 def test_commands_of_the_page_run(
     page: Path, run: tuple[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,4 +320,4 @@ def test_every_block_is_run_or_has_a_reason() -> None:
 
 def _without_blocks(page: Path) -> str:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"^!!! .*\n\n(    .*\n)+", "", text, flags=re.MULTILINE)
+    return re.sub(r"^(!!! .*\n|::: .*)\n(    .*\n)+", "", text, flags=re.MULTILINE)
