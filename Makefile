@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install lint format typecheck pytest test test-frameworks campaign torture demo bench clean
+.PHONY: help install lint format typecheck pytest test test-frameworks campaign torture demo bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -128,8 +128,13 @@ bench: $(INSTALLED) ## Measure save and load beside s3fs, s3torchconnector and b
 	$(PIP) install --quiet "$(TORCH)" --editable ".[dev,bench]"
 	$(PYTHON) -m tests.benchmark.run $(ARGS)
 
+# --strict: a link or anchor that leads nowhere, and a name that the API page does not find, fail the build.
+docs: $(INSTALLED) ## Build the site of the documentation into site/
+	$(PIP) install --quiet "$(TORCH)" --editable ".[dev,docs]"
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
 clean: ## Remove what the tools, the tests and the demo left; .venv stays
-	rm -rf build dist bench-output demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist bench-output demo-output site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # ---- recipes, each one shell command line

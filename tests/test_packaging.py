@@ -135,7 +135,8 @@ def test_import_loads_no_torch() -> None:
 def test_development_tools_are_pinned_and_the_rest_is_not() -> None:
     """Requirements of users have lower bounds alone, so that they install beside a framework's own pins."""
     extras: dict[str, list[str]] = project()["optional-dependencies"]
-    tools = [requirement for requirement in extras.pop("dev") if not requirement.startswith("dcp-remote[")]
+    pinned = extras.pop("dev") + extras.pop("docs")
+    tools = [requirement for requirement in pinned if not requirement.startswith("dcp-remote[")]
     assert all("==" in requirement for requirement in tools)
     for requirement in [*project()["dependencies"], *(r for extra in extras.values() for r in extra)]:
         assert ">=" in requirement or requirement.startswith("dcp-remote["), requirement

@@ -14,7 +14,7 @@ from dcp_remote.errors import InvalidArgumentError
 from tests.benchmark import run
 from tests.benchmark.report import publish
 from tests.benchmark.report.goals import Goal, goals
-from tests.benchmark.report.plan import FULL, HTTP, LARGEST, OURS, PEERS, QUICK, RAW, TRAINING
+from tests.benchmark.report.plan import FULL, HTTP, LARGEST, OURS, PEERS, QUICK, RAW, TLS, TRAINING
 from tests.benchmark.report.publish import (
     BEGIN,
     CHART,
@@ -66,6 +66,13 @@ ROWS = (
     row(PEERS[0], "save", 8.0),
     row(PEERS[1], "save", 7.0),
     replace(row(PEERS[1], "load", 0.0), failed="Traceback\n  a line\nError: it `broke`"),
+)
+
+# With the figures of the README.
+PUBLISHED = (
+    *ROWS,
+    *(row(client, action, 3.0, section=TLS) for client in (OURS, *PEERS) for action in ("save", "load")),
+    replace(row(OURS, "background", 1.0), blocked_seconds=0.25),
 )
 
 
@@ -151,11 +158,14 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_published(shown: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     results = tmp_path_factory.mktemp("run") / RESULTS
-    results.write_text(Results(ABOUT, ROWS).to_json(), encoding="utf-8")
+    results.write_text(Results(ABOUT, PUBLISHED).to_json(), encoding="utf-8")
     publish.main([str(results)])
     assert {path.name for path in shown.iterdir()} == {"README.md", RESULTS, TABLES, CHART}
     readme = (shown / "README.md").read_text(encoding="utf-8")
-    assert readme == f"before\n{readme_part(Results(ABOUT, ROWS))}\nafter\n"
+    assert readme == f"before\n{readme_part(Results(ABOUT, PUBLISHED))}\nafter\n"
+    assert "a save takes 3.00 s, a load 3.00 s; the better peer 3.00 s and 3.00 s" in readme
+    assert "at most 300.0 MiB; the peers 300.0 MiB and 300.0 MiB" in readme
+    assert "waits** 0.25 s for a save in the background" in readme
 
 
 @pytest.mark.parametrize(
@@ -168,14 +178,15 @@ def test_published(shown: Path, tmp_path_factory: pytest.TempPathFactory) -> Non
         '{"about": {}, "rows": {}}',
         '{"about": {}, "rows": [{"a": 1}]}',
         Results(ABOUT, ()).to_json(),
-        Results({}, ROWS).to_json(),
-        Results(ABOUT, ROWS).to_json().replace('"wall_seconds": 1.0', '"wall_seconds": "long"'),
+        Results(ABOUT, ROWS).to_json(),
+        Results({}, PUBLISHED).to_json(),
+        Results(ABOUT, PUBLISHED).to_json().replace('"wall_seconds": 1.0', '"wall_seconds": "long"'),
     ],
 )
 def test_what_is_no_measurement_is_one_line_and_nothing_is_written(
     shown: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str], text: str | None
 ) -> None:
-    """Missing, broken, of somebody else, empty."""
+    """Missing, broken, of somebody else, empty, without the figures of the README."""
     results = tmp_path_factory.mktemp("run") / RESULTS
     if text is not None:
         results.write_text(text, encoding="utf-8")
@@ -187,7 +198,7 @@ def test_readme_without_a_place_leaves_all_as_it_was(
     shown: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = tmp_path_factory.mktemp("run") / RESULTS
-    results.write_text(Results(ABOUT, ROWS).to_json(), encoding="utf-8")
+    results.write_text(Results(ABOUT, PUBLISHED).to_json(), encoding="utf-8")
     (shown / "README.md").write_text("before\nafter\n", encoding="utf-8")
     _refused(results, shown, capsys)
 

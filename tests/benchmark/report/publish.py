@@ -1,9 +1,9 @@
-"""Publish measurements: tables in Markdown, a chart, and the part of the README between two comments.
+"""Publish measurements: tables in Markdown, a chart, and the figures of the README.
 
     python -m tests.benchmark.report.publish bench-output/results.json
 
-writes `results.json`, `RESULTS.md` and `results.png` beside this file, and the part of README.md. None of these is
-written by hand.
+writes `results.json`, `RESULTS.md` and `results.png` beside this file, and the part of README.md between two comments.
+None of these is written by hand.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from dcp_remote.common.text import human_bytes
 from dcp_remote.errors import InvalidArgumentError
 from tests.benchmark.report.chart import draw
-from tests.benchmark.report.goals import goals
-from tests.benchmark.report.plan import BUSY, HTTP, RESHARDING, TLS, TRAINING
-from tests.benchmark.report.rows import Results
+from tests.benchmark.report.goals import goals, wall_of_better_peer
+from tests.benchmark.report.plan import BUSY, HTTP, OURS, PEERS, RESHARDING, TLS, TRAINING
+from tests.benchmark.report.rows import Results, median
 from tests.benchmark.report.tables import (
-    SHORT_COLUMNS,
     about,
     busy_table,
     failures,
@@ -42,6 +42,7 @@ _TABLES = {BUSY: busy_table, TRAINING: training_table, RESHARDING: resharding_ta
 _FOREIGN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 _PICTURE = "Seconds of a save and of a load, by client"
+_ACTIONS = ("save", "load")
 
 
 def document(results: Results) -> str:
@@ -63,18 +64,47 @@ def document(results: Results) -> str:
 
 
 def readme_part(results: Results) -> str:
-    """Return the part of the README between the two comments, these included."""
-    shown = [section for section in results.sections() if section in (HTTP, TLS)]
-    parts = [
-        BEGIN,
-        about(results),
-        f"![{_PICTURE}](tests/benchmark/report/{CHART})",
-        *(f"**{section}**\n\n{transfer_table(results, section, columns=SHORT_COLUMNS)}" for section in shown),
-        goals_table(goals(results)),
-        f"All tables, with other servers, defaults and training: [{TABLES}](tests/benchmark/report/{TABLES}).",
-        END,
-    ]
-    return "\n\n".join(parts)
+    """Return the part of the README between the two comments, these included: three figures and their conditions.
+
+    Raises:
+        InvalidArgumentError: A figure was not measured.
+    """
+    seconds = {action: _median(results, TLS, OURS, action, "wall_seconds") for action in _ACTIONS}
+    of_peer = {action: _measured(wall_of_better_peer(results, TLS, action, 1)) for action in _ACTIONS}
+    above, *peers_above = (
+        human_bytes(int(max(_median(results, TLS, client, action, "above_state_bytes") for action in _ACTIONS)))
+        for client in (OURS, *PEERS)
+    )
+    waits = _median(results, HTTP, OURS, "background", "blocked_seconds")
+    peer_waits = _measured(wall_of_better_peer(results, HTTP, "save", 1))
+    state = human_bytes(int(_median(results, TLS, OURS, "save", "state_bytes")))
+    told = results.about
+    conditions = (
+        f"One rank, {state} of parameters and Adam moments, a server on the same {told['cores']} cores; the peers are "
+        "FsspecWriter with s3fs, and s3torchconnector, each at its best settings\n"
+        f"({told['versions']}; {told['date']}):"
+    )
+    seconds_line = (
+        f"- **Seconds**, over TLS: a save takes {seconds['save']:.2f} s, a load {seconds['load']:.2f} s; the better "
+        f"peer {of_peer['save']:.2f} s and {of_peer['load']:.2f} s."
+    )
+    memory_line = f"- **Memory** above the state, over TLS: at most {above}; the peers {' and '.join(peers_above)}."
+    waits_line = (
+        f"- **Training waits** {waits:.2f} s for a save in the background, over http; a save of the better peer that "
+        f"is not in the background takes {peer_waits:.2f} s."
+    )
+    return f"{BEGIN}\n{conditions}\n\n{seconds_line}\n{memory_line}\n{waits_line}\n{END}"
+
+
+def _median(results: Results, section: str, client: str, action: str, field: str) -> float:
+    """Return the median of a figure on one rank, by the name of its field."""
+    return _measured(median(results.select(section, client, action), lambda row: float(getattr(row, field))))
+
+
+def _measured(figure: float | None) -> float:
+    if figure is None:
+        raise InvalidArgumentError("A figure of the README was not measured.", sections=f"{HTTP}, {TLS}")
+    return figure
 
 
 def with_part(readme: str, part: str) -> str:

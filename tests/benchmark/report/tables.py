@@ -41,8 +41,6 @@ COLUMNS = (
     "bytes on the wire / state",
     _WAITS,
 )
-# Columns that a page has room for.
-SHORT_COLUMNS = (*COLUMNS[:6], "memory above the state", _WAITS)
 
 
 def about(results: Results) -> str:
@@ -76,11 +74,11 @@ def _judged(goal: Goal) -> str:
     return "reached" if goal.reached else "**missed**"
 
 
-def transfer_table(results: Results, section: str, *, columns: Sequence[str] = COLUMNS) -> str:
+def transfer_table(results: Results, section: str) -> str:
     """Return the table of a section: saves and loads by client, with ratios to ours."""
     found = [row for row in results.rows if row.section == section and row.action in {"save", "load"}]
     # How long ours waits is known only if a save in the background was measured.
-    shown = [name for name in columns if name != _WAITS or results.select(section, OURS, "background")]
+    shown = [name for name in COLUMNS if name != _WAITS or results.select(section, OURS, "background")]
     lines = []
     for ranks, client in dict.fromkeys((row.ranks, row.client) for row in found):
         cells = _cells(results, section, ranks, client)
