@@ -706,7 +706,7 @@ def test_an_opaque_value_is_kept() -> None:
 
 
 def test_averaged_weights_are_evaluated_in_the_model() -> None:
-    """Restore the averaged weights into a plain model, as the README shows: theirs come, and the run stays as it is."""
+    """Restore the averaged weights into a plain model, as on docs/restore.md: the run stays as it is."""
     model, plain = nn.Linear(2, 2), nn.Linear(2, 2)
     averaged = AveragedModel(model)
     nn.init.zeros_(model.weight)
