@@ -306,8 +306,8 @@ class RankGroup:
                 inside.append(rank)
         if any(monitor.silent_seconds(rank, now) < self.heartbeat.delay_seconds_max for rank in inside):
             return False
-        # A rank that has not come to the last operation hears why this was given up when it comes.
-        are_heard = len(statuses) == self.world_size - 1
+        # A rank that has not come to the last operation, or was stopped in it, hears why this was given up afterwards.
+        are_heard = len(statuses) == self.world_size - 1 and not inside
         have_all_come = are_heard and all(one.is_closed or one.operation >= self._number for one in statuses.values())
         self._member.delete_left_keys(client, self._number + 1, have_all_come=have_all_come)
         return True

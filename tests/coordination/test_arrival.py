@@ -21,6 +21,7 @@ from tests.support.rank_threads import (
     RankThreads,
     errors,
     expected,
+    held,
     join,
     rank_threads,
     together,
@@ -68,6 +69,41 @@ def test_a_rank_that_comes_after_the_coordinator_has_closed_hears_the_same() -> 
         (late,) = them.run(come, ranks=[1])
         assert type(late.error) is type(first.error) is SaveTimeoutError
         assert "Rank 1 has not called" in str(late.error)
+
+
+def test_a_rank_that_was_stopped_hears_the_same_from_a_closed_coordinator() -> None:
+    """The coordinator fails and closes meanwhile; for a rank that is silent it waits a second."""
+    begun, closed = threading.Event(), threading.Event()
+    with rank_threads(2) as them:
+        heartbeat = them.ranks[0].heartbeat
+        assert heartbeat is not None, "each of two ranks has one"
+
+        def is_heard_inside() -> bool:
+            status = heartbeat.last(1)
+            return status is not None and status.is_inside
+
+        def take_part(ranks: RankGroup) -> None:
+            with join(ranks) as collective:
+                if ranks.rank == 0:
+                    begun.wait(30)
+                    raise ValueError("boo")
+                wait_until(is_heard_inside)
+                with held(ranks):
+                    begun.set()
+                    closed.wait(30)
+                collective.gather(1, sum)
+
+        def close_after(ranks: RankGroup) -> None:
+            try:
+                take_part(ranks)
+            finally:
+                if ranks.rank == 0:
+                    heartbeat.close()
+                    closed.set()
+
+        first, second = them.run(close_after)
+        assert type(first.error) is ValueError
+        assert "boo" in str(second.error)
 
 
 def guard(them: RankThreads, ranks: Sequence[int], *, times: int) -> None:
