@@ -79,7 +79,7 @@ def anchors_of(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_and_pictures_lead_to_files(page: Path) -> None:
-    """Of this repository, relative to the page; an anchor is that of a heading there."""
+    """Targets are files of this repository, named from the page; an anchor is a heading of the target."""
     for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", page.read_text()):
         path = page.parent / target if target else page
         assert path.exists(), target

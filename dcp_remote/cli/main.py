@@ -18,6 +18,7 @@ from typing import TypeAlias
 from dcp_remote.cli import bench, gc, ls, pin, recover, rm, show, transfer
 from dcp_remote.cli.selection import parse_step
 from dcp_remote.common.text import escape_unprintable
+from dcp_remote.common.units import WEIGHTS_FILE_BYTES_MAX
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 from dcp_remote.run.gc import GRACE_SECONDS
 
@@ -158,7 +159,7 @@ def _add_export(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--file-bytes-max",
         type=bench.parse_bytes,
-        default=transfer.FILE_BYTES,
+        default=WEIGHTS_FILE_BYTES_MAX,
         metavar="N[MiB|GiB]",
         help="size of one file of weights (default: %(default)s bytes)",
     )

@@ -15,9 +15,6 @@ from dcp_remote.storage.url import is_remote
 
 KINDS = ("safetensors", "torch")
 
-# Size of one file of weights, as in Transformers.
-FILE_BYTES = 5_000_000_000
-
 
 def run_import(
     source: str,

@@ -307,9 +307,9 @@ class RankGroup:
         if any(monitor.silent_seconds(rank, now) < self.heartbeat.delay_seconds_max for rank in inside):
             return False
         # A rank that has not come to the last operation, or was stopped in it, hears why this was given up afterwards.
-        are_heard = len(statuses) == self.world_size - 1 and not inside
-        have_all_come = are_heard and all(one.is_closed or one.operation >= self._number for one in statuses.values())
-        self._member.delete_left_keys(client, self._number + 1, have_all_come=have_all_come)
+        gone = [one for one in statuses.values() if one.is_closed or one.operation >= self._number]
+        have_all_left = not inside and len(gone) == self.world_size - 1
+        self._member.delete_left_keys(client, self._number + 1, have_all_come=have_all_left)
         return True
 
 

@@ -165,7 +165,7 @@ def _methods(settings: Mapping[str, Any], *, is_waiting: bool) -> dict[str, Call
             is_module_only=load_module_only,
         )
         if loaded[0] is None:
-            _require_run(manager.url, settings)
+            _refuse_checkpoint_url(manager.url, settings)
         return loaded
 
     def save_16bit_model(self: Any, save_dir: Any, *arguments: Any, **options: Any) -> Any:
@@ -232,10 +232,10 @@ def _load(
     return f"{manager.url}/{tag or step}", part.client_state
 
 
-def _require_run(url: str, settings: Mapping[str, Any]) -> None:
-    """Refuse the URL of a checkpoint in a run: a training that begins there, with a warning alone, loses its state.
+def _refuse_checkpoint_url(url: str, settings: Mapping[str, Any]) -> None:
+    """Refuse a URL with a run one level up: a training that begins at a checkpoint's URL would lose its state.
 
-    Costs one request.
+    Costs one GET on each rank, only where there is no checkpoint at the URL.
     """
     run_url, _, name = url.rpartition("/")
     options = {"storage_options": settings["storage_options"]} if "storage_options" in settings else {}

@@ -127,6 +127,8 @@ def load_weights(
     The checkpoint may be another framework's: names are canonical, and dtypes are converted. Weights of the model that
     the checkpoint lacks stay as they are, such as a frozen base below adapters; the log names the first of them.
 
+    Costs one to four requests per rank to find the checkpoint, and those of `CheckpointManager.restore`.
+
     Args:
         model: Model, plain or wrapped (DDP, FSDP, PEFT).
         url: URL of a run, for its newest checkpoint, or of a checkpoint in a run: `s3://bucket/run/checkpoint-500`.

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from dcp_remote.common.units import MEMORY_BUDGET_BYTES
+from dcp_remote.common.units import MEMORY_BUDGET_BYTES, WEIGHTS_FILE_BYTES_MAX
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.loading.selection import Rename
 from dcp_remote.manager.progress import ProgressSetting, check_progress, start_progress
@@ -22,9 +22,6 @@ from dcp_remote.storage.url import parse_url
 from dcp_remote.transfer.checkpoint import SavedCheckpoint
 from dcp_remote.transfer.safetensors_export import SafetensorsExport
 from dcp_remote.transfer.torch_export import TorchExport
-
-# Size of one file of weights, as in Transformers.
-FILE_BYTES_MAX = 5_000_000_000
 
 _SHOWN_MAX = 5
 
@@ -38,7 +35,7 @@ def export_checkpoint(
     key: str = "model",
     dtype: torch.dtype | str | None = None,
     rename: Rename | None = None,
-    file_bytes_max: int = FILE_BYTES_MAX,
+    file_bytes_max: int = WEIGHTS_FILE_BYTES_MAX,
     is_verified: bool = True,
     allow_pickle: bool = False,
     storage_options: Mapping[str, object] | None = None,
