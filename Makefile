@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install lint format typecheck pytest test test-frameworks campaign torture demo bench docs clean
+.PHONY: help install lint format typecheck pytest test test-frameworks campaign torture demo bench docs dist clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -132,6 +132,12 @@ bench: $(INSTALLED) ## Measure save and load beside s3fs, s3torchconnector and b
 docs: $(INSTALLED) ## Build the site of the documentation into site/
 	$(PIP) install --quiet "$(TORCH)" --editable ".[dev,docs]"
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
+# REPOSITORY is missed before anything is installed.
+dist: $(if $(REPOSITORY),$(INSTALLED)) ## Build sdist and wheel in dist/ and check them; REPOSITORY=https://host/owner/name gets their links
+	$(if $(REPOSITORY),,$(error Pass the public repository, where links lead: make dist REPOSITORY=https://host/owner/name))
+	$(PIP) install --quiet "$(TORCH)" --editable ".[dev,dist]"
+	$(PYTHON) -m tests.support.release "$(REPOSITORY)"
 
 clean: ## Remove what the tools, the tests and the demo left; .venv stays
 	rm -rf build dist bench-output demo-output site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

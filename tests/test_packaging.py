@@ -7,11 +7,13 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
+import venv
 import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
@@ -20,8 +22,11 @@ from typing import Any
 import pytest
 
 import dcp_remote
+from tests.support import release
+from tests.support.release import ROOT, copy_for_release, tracked_files, with_absolute_links
 
-ROOT = Path(__file__).parent.parent
+# Of a host that cannot exist (RFC 2606).
+REPOSITORY = "https://host.invalid/owner/name"
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not on PATH")
 
@@ -50,15 +55,30 @@ def project() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Built from a copy, as setuptools leaves a build folder, and with the setuptools that is here: no network."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "dcp_remote", source / "dcp_remote", ignore=shutil.ignore_patterns("__pycache__"))
-    build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=60)
-    (path,) = (source / "dist").glob("*.whl")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with what `make dist` builds, `source`, and what came of it: the sdist, unpacked, and in it the wheel.
+
+    Built with the setuptools that is here: no network.
+    """
+    if not (ROOT / ".git").exists():
+        pytest.skip("a release is built from what git tracks")
+    folder = tmp_path_factory.mktemp("release")
+    copy_for_release(folder / "source", REPOSITORY)
+    for kind, place in (("sdist", folder / "source"), ("wheel", folder / "unpacked")):
+        build = f"from setuptools import build_meta; build_meta.build_{kind}('dist')"
+        subprocess.run([sys.executable, "-c", build], cwd=place, check=True, capture_output=True, timeout=60)
+        if kind == "sdist":
+            (path,) = (place / "dist").glob("*.tar.gz")
+            with tarfile.open(path) as archive:
+                archive.extractall(folder, filter="data")
+            (folder / path.name.removesuffix(".tar.gz")).rename(folder / "unpacked")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(released: Path) -> zipfile.ZipFile:
+    """Built from the sdist."""
+    (path,) = (released / "unpacked" / "dist").glob("*.whl")
     return zipfile.ZipFile(path)
 
 
@@ -77,20 +97,71 @@ def test_wheel_holds_the_package_whole_and_nothing_else(wheel: zipfile.ZipFile) 
     assert not [name for name in sources if "bench" in name and not name.startswith("dcp_remote/cli/")]
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="compares with what git holds")
-def test_sdist_holds_the_repository(tmp_path: Path) -> None:
-    """Its list of files against git's; built from a copy of those."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    names = {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
-    for name in names:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    build = "from setuptools import build_meta; build_meta.build_sdist('dist')"
-    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True, timeout=60)
-    (path,) = (tmp_path / "dist").glob("*.tar.gz")
-    with tarfile.open(path) as archive:
-        held = {name.partition("/")[2] for name in archive.getnames()}
-    assert names - held == set()
+def test_sdist_holds_the_repository(released: Path) -> None:
+    """Its files against git's, byte by byte: what the tests need; README and pyproject.toml as they are released."""
+    tracked, unpacked = tracked_files(), released / "unpacked"
+    assert [name for name in tracked if not (unpacked / name).is_file()] == []
+    held = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
+    made = {"PKG-INFO", "setup.cfg", "dcp_remote.egg-info"} | {"build", "dist"}  # of setuptools; of the wheel's build
+    assert {name.partition("/")[0] for name in held - {*tracked}} <= made
+    changed = {name for name in tracked if (unpacked / name).read_bytes() != (ROOT / name).read_bytes()}
+    assert changed == {"README.md", "pyproject.toml"}
+
+
+# Imports every module that needs no framework and no pytest; then saves and loads.
+IN_A_CLEAN_ENVIRONMENT = """
+import importlib, pkgutil, sys, torch, dcp_remote
+assert dcp_remote.__file__.startswith(sys.prefix), dcp_remote.__file__
+modules = [module.name for module in pkgutil.walk_packages(dcp_remote.__path__, "dcp_remote.")]
+for name in modules:
+    if not name.startswith(("dcp_remote.integrations.", "dcp_remote.testing.")):
+        importlib.import_module(name)
+state = {"weight": torch.arange(6.0)}
+with dcp_remote.CheckpointManager("run") as checkpoints:
+    checkpoints.save(1, state)
+    state["weight"].zero_()
+    assert checkpoints.restore(state) == 1
+assert state["weight"].tolist() == [0, 1, 2, 3, 4, 5]
+"""
+
+
+def requirements_of(name: str) -> set[str]:
+    """Return the names of the distributions that a distribution needs, itself among them; none of its extras."""
+    found, names = set(), [name]
+    while names:
+        try:
+            distribution = importlib.metadata.distribution(names.pop())
+        except importlib.metadata.PackageNotFoundError:  # for another platform
+            continue
+        if distribution.name not in found:
+            found.add(distribution.name)
+            needed = [line for line in distribution.requires or [] if "extra ==" not in line]
+            names += [re.split(r"[^\w.-]", line)[0] for line in needed]
+    return found
+
+
+def test_wheel_works_in_a_clean_environment(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """It is installed by pip beside its requirements alone, which are links to those that are here: no network."""
+    environment, python = tmp_path / "environment", tmp_path / "environment" / "bin" / "python"
+    venv.create(environment, symlinks=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    for name in requirements_of("dcp-remote") - {"dcp-remote"}:
+        distribution = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+            (site / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "--quiet"]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
+
+    def run(*command: str | Path) -> str:
+        result = subprocess.run(
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    run(*pip, str(wheel.filename))
+    run(python, "-c", IN_A_CLEAN_ENVIRONMENT)
+    assert "1 checkpoint" in run(environment / "bin" / "dcp-remote", "ls", "run")
 
 
 def test_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
@@ -106,6 +177,65 @@ def test_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     commands.read_string(wheel.read(f"{information}/entry_points.txt").decode())
     module, _, function = commands["console_scripts"]["dcp-remote"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_links_of_the_package_s_page_lead_to_the_repository(wheel: zipfile.ZipFile) -> None:
+    """Project URLs, and the description: no link or picture is relative, and each leads to a file that git tracks."""
+    metadata = HeaderParser().parsestr(wheel.read(f"dcp_remote-{project()['version']}.dist-info/METADATA").decode())
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL", []))
+    assert set(urls) == {"Homepage", "Documentation", "Changelog", "Issues"}
+    assert (urls["Homepage"], urls["Issues"]) == (REPOSITORY, f"{REPOSITORY}/issues")
+    assert "\n## Documentation\n" in (ROOT / "README.md").read_text()
+
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    tracked = tracked_files()
+    text = re.sub(r"^```.*?^```$", "", str(metadata.get_payload()), flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)]*)\)|^\[[^\]]+\]: (.*)$|(?:href|src)=\"([^\"]*)\"", text, re.MULTILINE)
+    links = ["".join(groups) for groups in targets]
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    assert len(links) > 30
+    place = re.compile(rf"{re.escape(REPOSITORY)}/(blob|raw)/v{re.escape(project()['version'])}/([^#]+)(?:#\S+)?")
+    for link in [urls["Documentation"], urls["Changelog"], *(link for link in links if link.startswith(REPOSITORY))]:
+        found = place.fullmatch(link)
+        assert found, link
+        assert found[2] in tracked
+        assert (found[1] == "raw") == found[2].endswith((".png", ".svg"))
+
+
+def test_links_are_made_absolute() -> None:
+    """Relative links, pictures and references; not addresses, anchors of the page, and code."""
+    before = (
+        "[a](docs/a.md#b) [`c`](d.py) ![e](f.png) [![g](h.svg)](i.md) [j](#k) [l](https://m.invalid/n) `[o](p.md)`\n"
+        "[q]: r.md\n[s]: https://t.invalid\n```python\n[u](v.md)\n```\n[w](x.md 'y')\n"
+    )
+    at = "https://host.invalid/owner/name/{}/v1/"
+    blob, raw = at.format("blob"), at.format("raw")
+    after = (
+        f"[a]({blob}docs/a.md#b) [`c`]({blob}d.py) ![e]({raw}f.png) [![g]({raw}h.svg)]({blob}i.md) [j](#k) "
+        "[l](https://m.invalid/n) `[o](p.md)`\n"
+        f"[q]: {blob}r.md\n[s]: https://t.invalid\n```python\n[u](v.md)\n```\n[w]({blob}x.md 'y')\n"
+    )
+    assert with_absolute_links(before, REPOSITORY, "v1") == after
+
+
+@pytest.mark.parametrize("address", ["", "http://host.invalid/owner/name", "https://host.invalid", "owner/name"])
+def test_release_refuses_what_is_no_address(address: str) -> None:
+    with pytest.raises(SystemExit, match="such as https://host/owner/name"):
+        release.main(address)
+
+
+def test_project_names_no_address() -> None:
+    """An address in pyproject.toml that is not the project's could be registered by a stranger."""
+    assert "urls" not in project()
+
+
+def test_classifiers_name_what_was_run() -> None:
+    """The first paragraph of docs/tested.md names the versions of Python that classifiers name; only Linux was run."""
+    run = (ROOT / "docs" / "tested.md").read_text().partition("**Run**")[2].partition("\n\n")[0]
+    classifiers = project()["classifiers"]
+    assert [name for name in classifiers if "Operating System" in name] == ["Operating System :: POSIX :: Linux"]
+    versions = {name.rpartition(" ")[2] for name in classifiers if re.fullmatch(r".*:: \d\.\d+", name)}
+    assert versions == set(re.findall(r"Python (\d\.\d+)", run))
 
 
 def test_installed_version_is_the_project_s() -> None:
@@ -135,7 +265,7 @@ def test_import_loads_no_torch() -> None:
 def test_development_tools_are_pinned_and_the_rest_is_not() -> None:
     """Requirements of users have lower bounds alone, so that they install beside a framework's own pins."""
     extras: dict[str, list[str]] = project()["optional-dependencies"]
-    pinned = extras.pop("dev") + extras.pop("docs")
+    pinned = extras.pop("dev") + extras.pop("dist") + extras.pop("docs")
     tools = [requirement for requirement in pinned if not requirement.startswith("dcp-remote[")]
     assert all("==" in requirement for requirement in tools)
     for requirement in [*project()["dependencies"], *(r for extra in extras.values() for r in extra)]:
@@ -157,9 +287,8 @@ def make(clone: Path, python: str, *, target: str = "install") -> subprocess.Com
     script.write_text(python)
     script.chmod(0o755)
     # Of a make that may have started these tests nothing is handed on.
-    environment = {
-        name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
-    }
+    kept_back = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "REPOSITORY"}
+    environment = {name: value for name, value in os.environ.items() if name not in kept_back}
     return subprocess.run(
         ["make", f"BASE_PYTHONS={script}", target],
         cwd=clone,
@@ -203,6 +332,16 @@ def test_make_takes_torch_s_cpu_build_and_installs_once(clone: Path) -> None:
     os.utime(clone / "pyproject.toml", ns=(stamp.st_mtime_ns + 10**9, stamp.st_mtime_ns + 10**9))
     assert make(clone, FAKE_PYTHON).returncode == 0
     assert len((clone / "asked.txt").read_text().splitlines()) > len(asked)
+
+
+@needs_make
+def test_make_dist_asks_for_the_repository(clone: Path) -> None:
+    """In one line, before anything is installed."""
+    result = make(clone, FAKE_PYTHON, target="dist")
+    assert result.returncode != 0
+    (line,) = result.stderr.splitlines()
+    assert "make dist REPOSITORY=https://host/owner/name" in line
+    assert not (clone / ".venv").exists()
 
 
 @needs_make
