@@ -224,11 +224,6 @@ def test_release_refuses_what_is_no_address(address: str) -> None:
         release.main(address)
 
 
-def test_project_names_no_address() -> None:
-    """An address in pyproject.toml that is not the project's could be registered by a stranger."""
-    assert "urls" not in project()
-
-
 def test_classifiers_name_what_was_run() -> None:
     """The first paragraph of docs/tested.md names the versions of Python that classifiers name; only Linux was run."""
     run = (ROOT / "docs" / "tested.md").read_text().partition("**Run**")[2].partition("\n\n")[0]

@@ -65,7 +65,7 @@ def with_absolute_links(text: str, repository: str, tag: str) -> str:
 
 
 class _Targets(HTMLParser):
-    """Collector of targets of links and pictures that lead nowhere outside the repository."""
+    """Collector of targets of links and pictures that are relative, and so lead nowhere on a package index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def main(repository: str) -> None:
         check_page((source / "README.md").read_text(encoding="utf-8"))
         shutil.rmtree(ROOT / "dist", ignore_errors=True)
         shutil.copytree(built, ROOT / "dist")
-    print(f"dist/ is built. Its links lead to {repository} at {tag}: push that tag before you upload.")  # noqa: T201 - a command
+    print(f"dist/ holds the release. Links lead to {repository} at {tag}: push that tag first.")  # noqa: T201 - a command
 
 
 if __name__ == "__main__":
