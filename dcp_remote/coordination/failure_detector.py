@@ -5,6 +5,8 @@ Every rank watches the coordinator, and the coordinator watches all others, in t
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 
 from dcp_remote.coordination.key_value import Client
@@ -12,12 +14,17 @@ from dcp_remote.coordination.member import GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys
 from dcp_remote.coordination.outcome import Outcome, format_ranks
 
+logger = logging.getLogger(__name__)
+
 # Ranks whose positions an error shows.
 _POSITIONS = 16
 
 # Time after which an operation asks where the ranks are that have not begun it, and its share of `arrival_seconds`.
 _ASK_SECONDS = 5.0
 _ASK_SHARE = 0.25
+
+# Time after which a warning names the ranks that have not begun the operation; a first restore waits ten times as long.
+_WARN_SECONDS = 30.0
 
 
 class FailureDetector:
@@ -46,6 +53,7 @@ class FailureDetector:
         self._missing: tuple[int, Sequence[int]] = (1, range(1, member.world_size))
         self.is_waiting = False
         self._has_asked = False
+        self._warn_seconds = _WARN_SECONDS
         # On the coordinator, by rank: the heartbeat in which a rank was first seen in another operation of this number.
         self._elsewhere: dict[int, int] = {}
 
@@ -102,7 +110,8 @@ class FailureDetector:
     def _end_if_absent(self, client: Client, ranks: Sequence[int]) -> None:
         """End the operation if a rank does not come to it: no rank under `if rank == 0` ever will.
 
-        A rank that is in another call of this package is waited for, until the deadline.
+        A rank that is in another call of this package is waited for, until the deadline. A wait that is longer than
+        half a minute is logged once.
 
         Args:
             client: Client of the heartbeat.
@@ -111,7 +120,7 @@ class FailureDetector:
         outcome, missing = self._outcome, self._missing
         keys = outcome.keys
         seconds = outcome.time_limit.elapsed_seconds()
-        if outcome.has_met or outcome.error is not None or seconds < self._arrival_seconds:
+        if outcome.has_met or outcome.error is not None or seconds < min(self._arrival_seconds, self._warn_seconds):
             return
         absent = [rank for rank in ranks if not self._is_coming(rank)]
         if self._member.is_coordinator:
@@ -121,10 +130,14 @@ class FailureDetector:
         if not absent or self._missing is not missing:
             return  # contributions were read meanwhile; the next heartbeat looks again
         subject = f"{format_ranks(absent)} {'has' if len(absent) == 1 else 'have'}"
+        begin = f"{subject} not called {outcome.what} within {seconds:.0f} s of rank {self._member.rank}"
+        if seconds < self._arrival_seconds:
+            self._warn_seconds = math.inf
+            logger.warning("%s, which goes on waiting. now=%s", begin, self._positions(absent))
+            return
         message = (
-            f"{subject} not called {outcome.what} within {seconds:.0f} s of rank {self._member.rank}; it was given up. "
-            "Call save and restore on every rank, not under `if rank == 0`; if ranks may be that far apart, pass a "
-            "larger arrival_seconds."
+            f"{begin}; it was given up. Call save and restore on every rank, not under `if rank == 0`; if ranks may be "
+            "that far apart, pass a larger arrival_seconds."
         )
         error = outcome.timed_out(message, **outcome.rank_details(absent), now=self._positions(absent))
         outcome.end(error, is_unattended=True, keys=keys)

@@ -28,7 +28,15 @@ from dcp_remote import (
 )
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
-from dcp_remote.integrations.runs import find_checkpoint, manager_of, restore_own, split_path, wait_for_saves
+from dcp_remote.integrations.runs import (
+    find_checkpoint,
+    framework_options,
+    manager_of,
+    require_settings,
+    restore_own,
+    split_path,
+    wait_for_saves,
+)
 from dcp_remote.integrations.wrappers import unwrap_optimizer
 
 logger = logging.getLogger(__name__)
@@ -40,6 +48,15 @@ LOADERS_KEY = "loaders"
 _SUPPORTED = frozenset({"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "FSDP", "DEEPSPEED"})
 
 
+_EXISTS = (
+    "With Accelerate: load_state(accelerator, <URL of the run>) before the first save goes on from the newest "
+    "checkpoint; save_state(…, start_over=True) leaves the checkpoints behind; save_state(…, overwrite=True) replaces "
+    "one of the same step."
+)
+_MISMATCH = "With Accelerate: load_state(…, weights_only=True) loads models alone."
+
+
+@framework_options(exists=_EXISTS)
 def save_state(
     accelerator: Accelerator,
     url: str,
@@ -95,6 +112,7 @@ def save_state(
     return url
 
 
+@framework_options(mismatch=_MISMATCH)
 def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False, **settings: Any) -> int:
     """Load a checkpoint into all that an accelerator has prepared, in place; every rank calls this.
 
@@ -175,6 +193,7 @@ def enable(**settings: Any) -> None:
     Args:
         settings: Keyword arguments of `CheckpointManager` for all runs.
     """
+    require_settings(settings)
     Accelerator.save_state = _wrap_save(_save_locally, settings)
     Accelerator.load_state = _wrap_load(_load_locally, settings)
 

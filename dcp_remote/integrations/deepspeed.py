@@ -28,16 +28,28 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from dcp_remote import CheckpointManager, is_remote, open_run
-from dcp_remote.errors import InvalidArgumentError
+from dcp_remote import CheckpointManager, Opaque, is_remote, open_run, refused_values
+from dcp_remote.errors import InvalidArgumentError, UnsafeObjectError
 from dcp_remote.integrations.deepspeed_state import EngineState, engine_state, require_supported
 from dcp_remote.integrations.entries import keep_only, leave_out_unused
-from dcp_remote.integrations.runs import can_repeat, manager_of, note_step
+from dcp_remote.integrations.runs import can_repeat, framework_options, manager_of, note_step, require_settings
 
 __all__ = ["EngineState", "attach", "disable", "enable", "engine_state"]
 
 # Attribute of the methods that `attach` and `enable` set.
 _MARK = "_dcp_remote"
+
+_EXISTS = (
+    "With DeepSpeed: engine.load_checkpoint(url) before the first save goes on from the newest checkpoint; "
+    "attach(engine, start_over=True) leaves the checkpoints behind; each engine of a job saves to a run of its own."
+)
+_MISMATCH = (
+    "With DeepSpeed: load_module_strict=False leaves alone what checkpoint or module lack; "
+    "load_optimizer_states=False, load_lr_scheduler_states=False and load_module_only=True load the rest. For exclude "
+    "and rename, pass engine_state(engine) to CheckpointManager.restore."
+)
+
+_VALUES_SHOWN_MAX = 5
 
 # The methods as DeepSpeed has them, while `enable` is in force.
 _originals: dict[str, Callable[..., Any]] = {}
@@ -76,6 +88,7 @@ def attach(engine: Any, *, wait: bool = False, **settings: Any) -> None:
             "attach takes the engine that deepspeed.initialize returns.", type=type(engine).__qualname__
         )
     require_supported(engine)
+    require_settings(settings)
     for name, method in _methods(settings, is_waiting=wait).items():
         setattr(engine, name, MethodType(method, engine))
 
@@ -89,6 +102,7 @@ def enable(*, wait: bool = False, **settings: Any) -> None:
         wait: See `attach`.
         settings: See `attach`.
     """
+    require_settings(settings)
     for name, method in _methods(settings, is_waiting=wait).items():
         _originals.setdefault(name, getattr(DeepSpeedEngine, name))
         setattr(DeepSpeedEngine, name, method)
@@ -107,6 +121,7 @@ def disable() -> None:
 def _methods(settings: Mapping[str, Any], *, is_waiting: bool) -> dict[str, Callable[..., Any]]:
     """Return the methods that take the places of the engine's."""
 
+    @framework_options(exists=_EXISTS)
     def save_checkpoint(  # noqa: PLR0917  # DeepSpeed's signature
         self: Any,
         save_dir: Any,
@@ -123,9 +138,15 @@ def _methods(settings: Mapping[str, Any], *, is_waiting: bool) -> dict[str, Call
         step = self.global_steps
         # A save without the frozen parameters does not stand for one with them.
         owners = {"trained" if exclude_frozen_parameters else "engine": self}
+
+        def make_state() -> dict[str, Any]:
+            if not settings.get("allow_pickle"):
+                _require_plain(client_state)
+            return engine_state(self, client_state=client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+
         manager.save(
             step,
-            lambda: engine_state(self, client_state=client_state, exclude_frozen_parameters=exclude_frozen_parameters),
+            make_state,
             name=f"global_step{step}" if tag is None else str(tag),
             exist_ok=can_repeat(manager.url, step, **owners),
             wait=is_waiting or "begun",
@@ -133,6 +154,7 @@ def _methods(settings: Mapping[str, Any], *, is_waiting: bool) -> dict[str, Call
         note_step(manager.url, step, **owners)
         return True
 
+    @framework_options(mismatch=_MISMATCH)
     def load_checkpoint(  # noqa: PLR0917  # DeepSpeed's signature
         self: Any,
         load_dir: Any,
@@ -230,6 +252,21 @@ def _load(
     if not is_module_only:
         note_step(manager.url, step, engine=engine)
     return f"{manager.url}/{tag or step}", part.client_state
+
+
+def _require_plain(client_state: Mapping[str, Any] | None) -> None:
+    """Refuse values that cannot be stored in the call, on all ranks, and not when the upload has begun.
+
+    Raises:
+        UnsafeObjectError: There is such a value; names them.
+    """
+    refused = refused_values({"client_state": Opaque(dict(client_state or {}))})
+    if refused:
+        raise UnsafeObjectError(
+            "client_state holds values that only code could load; nothing was saved. Store their fields.",
+            values="; ".join(f"{value.path} ({value.type_name})" for value in refused[:_VALUES_SHOWN_MAX]),
+            refused=len(refused),
+        )
 
 
 def _refuse_checkpoint_url(url: str, settings: Mapping[str, Any]) -> None:

@@ -31,8 +31,10 @@ from dcp_remote.integrations.entries import keep_only, leave_out_unused
 from dcp_remote.integrations.runs import (
     can_repeat,
     find_checkpoint,
+    framework_options,
     manager_of,
     note_step,
+    require_settings,
     restore_own,
     split_path,
     wait_for_saves,
@@ -53,6 +55,16 @@ VALUES_KEY = "fabric"
 RANK_VALUES_KEY = "fabric_rank"
 
 _STEP_KEYS = ("step", "global_step")
+
+_EXISTS = (
+    "With Fabric: fabric.load(<URL of the run>, state) before the first save goes on from the newest checkpoint; "
+    "checkpoint_settings={'start_over': True} of the strategy leaves the checkpoints behind. A step is saved again "
+    "only with the same model and optimizer, and its number in the state."
+)
+_MISMATCH = (
+    "With Fabric: strict=False keeps values that the checkpoint lacks, and leaves out weights that the model lacks; "
+    "a module in place of the state, as of fabric.load_raw, gets the weights alone."
+)
 
 
 class RemoteStrategy:
@@ -81,7 +93,9 @@ class RemoteStrategy:
         """Make Lightning's strategy; no request is sent."""
         super().__init__(*arguments, **options)
         self._checkpoint_settings = dict(checkpoint_settings or {})
+        require_settings(self._checkpoint_settings)
 
+    @framework_options(exists=_EXISTS)
     def save_checkpoint(
         self,
         path: Any,
@@ -116,6 +130,7 @@ class RemoteStrategy:
         )
         note_step(found.run_url, step, **owners)
 
+    @framework_options(mismatch=_MISMATCH)
     def load_checkpoint(
         self,
         path: Any,

@@ -40,8 +40,10 @@ from dcp_remote.integrations.runs import (
     CheckpointPath,
     can_repeat,
     find_checkpoint,
+    framework_options,
     manager_of,
     note_step,
+    require_settings,
     restore_own,
     wait_for_saves,
 )
@@ -62,6 +64,15 @@ ABOUT_KEY = "lightning"
 LOADERS_KEY = "loaders"
 
 _LOADER_STATES = "combined_loader"
+
+_EXISTS = (
+    "With Lightning: fit(ckpt_path='last') goes on from the newest checkpoint of dirpath; checkpoint_settings="
+    "{'start_over': True} of the strategy leaves the checkpoints behind."
+)
+_MISMATCH = (
+    "With Lightning: `strict_loading = False` of the LightningModule keeps weights that the checkpoint lacks, and "
+    "leaves out those that the module lacks."
+)
 
 
 class RemoteStrategy:
@@ -94,6 +105,7 @@ class RemoteStrategy:
         """Make Lightning's strategy; no request is sent."""
         super().__init__(*arguments, **options)
         self._settings = dict(checkpoint_settings or {})
+        require_settings(self._settings)
         lightning_files.open_options.update(
             {name: value for name, value in self._settings.items() if name == "storage_options"}
         )
@@ -193,6 +205,7 @@ class RemoteStrategy:
         finally:
             super().teardown()  # type: ignore[misc]  # as above
 
+    @framework_options(exists=_EXISTS)
     def _save(self, trainer: Any, url: str, *, weights_only: bool) -> None:
         path = self._path_of(url)
         manager = self._manager(path.run_url)
@@ -241,6 +254,7 @@ class RemoteStrategy:
 
     # ---- loading
 
+    @framework_options(mismatch=_MISMATCH)
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         """Load a checkpoint: tensors into model and optimizers, in place; return the rest, as Lightning writes it.
 

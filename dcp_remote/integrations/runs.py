@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import threading
 import weakref
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from dcp_remote import CheckpointManager, is_remote, open_run
-from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DcpRemoteError,
+    InvalidArgumentError,
+    StateMismatchError,
+)
 from dcp_remote.integrations.entries import keep_only
 
 
@@ -80,6 +88,38 @@ def manager_of(run_url: str, **settings: Any) -> CheckpointManager:
             opened.manager.close()
         _opened[url] = _Opened(CheckpointManager(url, **settings), group, settings)
         return _opened[url].manager
+
+
+def require_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that `CheckpointManager` does not have, before a run is opened.
+
+    Raises:
+        InvalidArgumentError: There is such an argument; names a similar one.
+    """
+    known = list(inspect.signature(CheckpointManager).parameters)[1:]  # without the URL
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise InvalidArgumentError(
+                "CheckpointManager has no such setting.", setting=name, near=near[0] if near else None
+            )
+
+
+@contextmanager
+def framework_options(*, exists: str = "", mismatch: str = "") -> Iterator[None]:
+    """Add the options of a framework to errors whose text names those of `CheckpointManager`; as a note of the error.
+
+    Args:
+        exists: Text for a run with checkpoints that this job has not loaded, or one of the same step.
+        mismatch: Text for a checkpoint that does not fit the state.
+    """
+    try:
+        yield
+    except DcpRemoteError as error:
+        note = {CheckpointExistsError: exists, StateMismatchError: mismatch}.get(type(error))
+        if note:
+            error.add_note(note)
+        raise
 
 
 def close_managers() -> None:

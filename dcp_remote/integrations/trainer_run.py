@@ -27,7 +27,7 @@ from dcp_remote import (
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.adapters import AdapterState, is_peft
 from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
-from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
+from dcp_remote.integrations.runs import find_checkpoint, framework_options, manager_of, split_path, wait_for_saves
 from dcp_remote.integrations.trainer_files import STATE_FILE, read_files, write_files
 from dcp_remote.integrations.trainer_retention import metrics_of
 from dcp_remote.integrations.wrappers import unwrap_optimizer
@@ -45,6 +45,16 @@ FOLDER_PREFIX = "dcp_remote-trainer-"
 
 # Settings of the manager that are about saving, and do not apply to another run that is only read.
 _SAVING_SETTINGS = frozenset({"retention", "resumed_from", "start_over", "save_policy", "notice_seconds"})
+
+
+_EXISTS = (
+    "With Trainer: train(resume_from_checkpoint=True) goes on from the newest checkpoint; start_over=True of remote(), "
+    "once, leaves the checkpoints behind."
+)
+_MISMATCH = (
+    "With Trainer: a changed model starts a new training, in another run: load_weights(model, url, exclude=…) takes "
+    "the weights that fit."
+)
 
 
 class HeldRandomStates:
@@ -131,6 +141,7 @@ class RemoteRun:
 
     # ---- saving
 
+    @framework_options(exists=_EXISTS)
     def save(self, trainer: Any, write_own_files: Callable[[], None]) -> None:
         """Save a checkpoint; what fails on one rank before it was copied is raised on all."""
         step: int = trainer.state.global_step
@@ -285,6 +296,7 @@ class RemoteRun:
         self.best_url, state["best_model_checkpoint"] = state["best_model_checkpoint"], None
         Files({**{name: files[name] for name in files}, STATE_FILE: json.dumps(state).encode()}).write(folder)
 
+    @framework_options(mismatch=_MISMATCH)
     def restore(self, trainer: Any) -> None:
         """Read the tensors of the checkpoint that is being resumed into model and optimizer, in place; collective."""
         assert self._read_from is not None, "resume comes first"

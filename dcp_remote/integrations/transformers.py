@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback
 from dcp_remote import CheckpointManager, ModelState, is_remote
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_only
-from dcp_remote.integrations.runs import find_checkpoint, wait_for_saves
+from dcp_remote.integrations.runs import find_checkpoint, require_settings, wait_for_saves
 from dcp_remote.integrations.trainer_retention import with_retention
 from dcp_remote.integrations.trainer_run import FOLDER_PREFIX, RemoteRun
 
@@ -84,6 +84,7 @@ def remote(
             raise InvalidArgumentError("This trainer saves to another run already.", url=url, other=subject._remote.url)
         return trainer
     _require_supported(subject)
+    require_settings(settings)
     subject._remote = RemoteRun(
         url.rstrip("/"),
         with_retention(subject.args.save_total_limit, settings),

@@ -304,7 +304,7 @@ def _refresh_flat(optimizer: Any) -> None:
     optimizer.update_lp_params()
     # Views of the states by parameter, which DeepSpeed makes after the first step only, and then of one group.
     masters = getattr(optimizer, "single_partition_of_fp32_groups", None) or optimizer.fp32_groups_flat_partition
-    if all(optimizer.optimizer.state.get(flat) for flat in masters):
+    if masters and all(optimizer.optimizer.state.get(flat) for flat in masters):  # none in an engine for evaluation
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
 

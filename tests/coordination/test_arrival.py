@@ -61,6 +61,19 @@ def test_ranks_that_do_not_come_are_named(absent: list[int]) -> None:
         assert [result.value for result in them.run(together)] == expected(3)
 
 
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_long_wait_is_logged_once(
+    absent: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a first restore, which waits for five minutes."""
+    monkeypatch.setattr("dcp_remote.coordination.failure_detector._WARN_SECONDS", 0.4)
+    with rank_threads(2) as them:
+        them.run(come, ranks=[1 - absent])
+    (text,) = [record.getMessage() for record in caplog.records if "goes on waiting" in record.getMessage()]
+    assert text.startswith(f"Rank {absent} has not called {WHAT} within 0 s of rank {1 - absent}"), text
+    assert "rank_threads.py" in text
+
+
 def test_a_rank_that_comes_after_the_coordinator_has_closed_hears_the_same() -> None:
     with rank_threads(2) as them:
         (first,) = them.run(come, ranks=[0])

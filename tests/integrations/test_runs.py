@@ -7,14 +7,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
+from dcp_remote.errors import CheckpointExistsError, CheckpointNotFoundError, InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.runs import (
     CheckpointPath,
     can_repeat,
     close_managers,
     find_checkpoint,
+    framework_options,
     manager_of,
     note_step,
+    require_settings,
     split_path,
     wait_for_saves,
 )
@@ -116,3 +118,30 @@ def test_a_step_is_repeated_for_the_same_objects_alone() -> None:
     assert not can_repeat(RUN, 6)
     close_managers()
     assert can_repeat(RUN, 5, engine=second)
+
+
+def test_errors_name_the_options_of_the_framework() -> None:
+    """As notes, which a traceback shows: the texts of the errors name those of the manager."""
+
+    @framework_options(exists="save in another way", mismatch="load in another way")
+    def run(error: Exception) -> None:
+        raise error
+
+    for error, notes in (
+        (CheckpointExistsError("A."), ["save in another way"]),
+        (StateMismatchError("B."), ["load in another way"]),
+        (InvalidArgumentError("C."), []),
+    ):
+        with pytest.raises(type(error)) as raised:
+            run(error)
+        assert getattr(raised.value, "__notes__", []) == notes
+
+
+def test_settings_are_checked_before_a_run_is_opened() -> None:
+    require_settings({"retention": None, "storage_options": {}, "arrival_seconds": 5.0})
+    with pytest.raises(InvalidArgumentError, match="setting='keep_last'"):
+        require_settings({"keep_last": 3})
+    with pytest.raises(InvalidArgumentError, match="near='timeout_seconds'"):
+        require_settings({"timeout_second": 3})
+    with pytest.raises(InvalidArgumentError, match="setting='url'"):
+        require_settings({"url": "s3://bucket/run"})

@@ -23,6 +23,8 @@ CASES = {
     for function in (
         deepspeed_loads.options_of_a_load,
         deepspeed_loads.frozen_parameters_are_left_out,
+        deepspeed_loads.an_engine_for_evaluation,
+        deepspeed_loads.a_parameter_of_another_shape,
         deepspeed_loads.a_usual_load_warns_of_nothing,
         deepspeed_loads.what_is_missing_is_an_error,
         deepspeed_loads.going_back_and_saving_by_another_tag,
@@ -37,6 +39,7 @@ CASES = {
         deepspeed_saves.a_rank_that_raises,
         deepspeed_saves.a_rank_that_raises_in_the_background,
         deepspeed_saves.a_rank_that_does_not_come,
+        deepspeed_saves.what_cannot_be_saved_is_refused_in_the_call,
         deepspeed_saves.parallelism_is_refused,
         deepspeed_incidents.incident_0,
         deepspeed_incidents.incident_0_of_a_url,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -67,13 +69,16 @@ def frozen_parameters_are_left_out(url: str) -> None:
     engine.save_checkpoint(url, exclude_frozen_parameters=True)
     saved = dcp_remote.load(url, keys="model.*")["model"]
     assert not [name for name in saved if name.startswith("frozen")]
-    assert raised(engine.save_checkpoint, url, "whole").startswith("CheckpointExistsError")
+    message = raised(engine.save_checkpoint, url, "whole")
+    assert message.startswith("CheckpointExistsError"), message
+    assert "attach(engine, start_over=True)" in message, message
     other = make_engine(seed=4, **KINDS["2"])
     attach(other, progress=False)
     own = full_state_of_copies(other)
     message = raised(other.load_checkpoint, url)
     assert message.startswith(StateMismatchError.__name__), message
     assert "model.frozen.weight" in message, message
+    assert "load_module_strict=False" in message, message
     assert full_state_of_copies(other).keys() == own.keys()
     assert all(torch.equal(value, own[name]) for name, value in full_state_of_copies(other).items())
     assert other.load_checkpoint(url, load_module_strict=False)[0] is not None
@@ -101,6 +106,54 @@ def a_usual_load_warns_of_nothing(url: str) -> None:
     trainer = {"files": Opaque({"a.json": b"{}"}), "trainer": Opaque({"step": 1}), "random": PerRank(RandomStates())}
     manager_of(f"{url}-trainer", progress=False).save(1, engine_state(engine) | trainer, wait=True)
     assert warnings_of(engine.load_checkpoint, f"{url}-trainer") == []
+
+
+def an_engine_for_evaluation(url: str) -> None:
+    """In bf16 and without an optimizer: it has the wrapper of DeepSpeed's optimizer, without parameters."""
+    engine = make_engine(**KINDS["3"])
+    attach(engine, wait=True, progress=False)
+    train(engine, 1)
+    engine.save_checkpoint(url)
+    for stage in (0, 3):
+        config = {
+            "train_batch_size": SAMPLES,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage, "memory_efficient_linear": False},
+        }
+        other, *_ = deepspeed.initialize(model=Net(9), config=config)
+        attach(other, progress=False)
+        assert other.load_checkpoint(url, load_module_only=True)[0] == f"{url}/1"
+        assert evaluate(other) == evaluate(engine)
+
+
+def a_parameter_of_another_shape(url: str) -> None:
+    """Left as it is, with its state, by a manager that restores the state of the engine."""
+    engine = make_engine(**KINDS["3"])
+    attach(engine, wait=True, progress=False)
+    train(engine, 1)
+    engine.save_checkpoint(url)
+    model = Net(9)
+    model.gain = nn.Parameter(torch.full((2,), 5.0))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config = {
+        "train_batch_size": SAMPLES,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "memory_efficient_linear": False},
+        "zero_allow_untested_optimizer": True,
+    }
+    other, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(trained), config=config)
+    attach(other, progress=False)
+    message = raised(other.load_checkpoint, url, load_optimizer_states=False)
+    assert "model.gain" in message, message
+    assert "pass engine_state(engine) to CheckpointManager.restore" in message, message
+    with CheckpointManager(url, progress=False) as manager:
+        state = {"model": engine_state(other)["model"]}
+        assert manager.restore(state, exclude="*gain", unexpected="ignore", dtype="convert", go_on=False) == 1
+    now = full_state_of_copies(other)
+    assert torch.equal(now["gain"], torch.full((2,), 5.0).bfloat16())
+    saved = dcp_remote.load(url, keys="model.*")["model"]
+    assert torch.equal(now["embed.weight"], saved["embed.weight"].bfloat16())
+    assert torch.equal(now["hidden.bias"], saved["hidden.bias"].bfloat16())
 
 
 def what_is_missing_is_an_error(url: str) -> None:

@@ -181,6 +181,19 @@ def a_rank_that_does_not_come(url: str) -> None:
     assert open_run(url).latest() is not None
 
 
+def what_cannot_be_saved_is_refused_in_the_call(url: str) -> None:
+    """Values of `client_state` on rank 0, on all ranks; and settings, before the first save."""
+    engine = make_engine(**KINDS["2"])
+    assert "setting='keep_last'" in raised(attach, engine, keep_last=3)
+    attach(engine, progress=False)
+    train(engine, 1)
+    message = raised(engine.save_checkpoint, url, client_state={"epoch": 1, "model": nn.Linear(2, 2)})
+    assert message.startswith("UnsafeObjectError"), message
+    assert "client_state" in message, message
+    engine.save_checkpoint(url, client_state={"epoch": 1})
+    assert engine.load_checkpoint(url)[1] == {"epoch": 1}
+
+
 def parallelism_is_refused(url: str) -> None:
     """Pipelines, whose ranks hold other layers. Last, since DeepSpeed makes no other engine in the process then."""
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
