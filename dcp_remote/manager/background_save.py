@@ -33,7 +33,7 @@ _LAST_LOOKS_SECONDS = 0.05
 # no harm, because the collective operation takes nothing from it any more.
 _UNWIND_SECONDS = 2.0
 # Share of the time left before the process is killed; the rest is for closing.
-_UNWIND_SHARE = 0.25
+_UNWIND_SHARE = 0.125
 
 # Time for which a save waits for the thread of an earlier save that was given up.
 _STOP_SECONDS = 30.0
