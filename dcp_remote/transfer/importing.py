@@ -16,11 +16,13 @@ from dcp_remote.common.digests import digest
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES, MiB
 from dcp_remote.errors import CheckpointExistsError, CorruptCheckpointError, InvalidArgumentError
+from dcp_remote.format.empty_dicts import to_flatten_items
 from dcp_remote.manager.manager import CheckpointManager
 from dcp_remote.manager.progress import ProgressSetting, start_progress
 from dcp_remote.manager.reports import SaveReport
 from dcp_remote.run.job import CheckpointLabels
 from dcp_remote.run.run import latest
+from dcp_remote.serialization.state_dict import empty_places
 from dcp_remote.serialization.tensors import byte_view, empty_tensor
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import require_budget, require_timeout
@@ -169,6 +171,10 @@ class _SourcePlanner(DefaultSavePlanner):
         self._source, self._bytes_max = source, bytes_max
         # Digests of what was read, by name and box.
         self.digests: dict[tuple[str, Box], tuple[torch.dtype, bytes]] = {}
+
+    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
+        super().set_up_planner(state_dict, *args, **options)
+        self.mappings = to_flatten_items(empty_places(state_dict)) | self.mappings
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
