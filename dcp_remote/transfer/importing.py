@@ -65,8 +65,8 @@ def import_checkpoint(
     to the run meanwhile is refused by `FencedError`. Steps are imported in ascending order; those that are there stay.
 
     Costs: one GET per 8 MiB of a tensor, per small tensor, and per object; two to five more per chunk of torch's
-    that is larger than 8 MiB; the requests of a save. The verification reads the new checkpoint once, in ranges of
-    8 MiB, and compares each tensor with a digest of what was read from the source.
+    that is larger than 8 MiB, and one more per tensor of torch.save; the requests of a save. The verification reads the
+    new checkpoint once, in ranges of 8 MiB, and compares each tensor with a digest of what was read from the source.
 
     Holds `memory_budget_bytes`. On top come objects and small files, tensors and chunks in torch's files that are not
     contiguous (one at a time), and sparse and quantized tensors of torch's checkpoints.

@@ -14,6 +14,8 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.geometry import Box, boxes_of_run, cut_chunk
 from dcp_remote.common.units import KiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, ObjectNotFoundError
+from dcp_remote.format.columns import VALUE_MAX
+from dcp_remote.format.manifest import DIMENSIONS_MAX
 from dcp_remote.loading.downloads import RANGE_BYTES_MAX, Fetch, download
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.retrying import RetryingStore
@@ -21,6 +23,7 @@ from dcp_remote.storage.url import check_key
 
 # Block that `RangeFile` reads at once: the directory of a zip of a thousand tensors.
 _BLOCK_BYTES = 64 * KiB
+_BLOCKS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class RangeReader:
 
 
 class RangeFile(io.RawIOBase):
-    """Part of a file as a file to read; keeps the blocks that were read.
+    """Part of a file as a file to read; keeps up to 16 MiB of blocks that were read.
 
     Args:
         reader: Reader of the file's folder.
@@ -138,6 +141,8 @@ class RangeFile(io.RawIOBase):
             start = number * _BLOCK_BYTES
             length = min(_BLOCK_BYTES, self._span.length - start)
             (block,) = self._reader.read([FileRange(self._span.file, self._span.start + start, length)])
+            if len(self._blocks) >= _BLOCKS_MAX:
+                self._blocks.clear()
             self._blocks[number] = block
         view = memoryview(buffer).cast("B")
         count = min(len(view), len(block) - begin)
@@ -178,6 +183,20 @@ def require_range(reader: RangeReader, file: object, *, stop: int, of: str) -> s
             needed_bytes=stop,
         )
     return file
+
+
+def require_shape(shape: Sequence[int], dtype: torch.dtype, **details: object) -> None:
+    """Check that a checkpoint can hold a tensor, before torch sees the shape.
+
+    Raises:
+        InvalidArgumentError: There are too many dimensions, or too many bytes; sizes of 0 count as 1.
+    """
+    if len(shape) > DIMENSIONS_MAX or math.prod(max(size, 1) for size in shape) * dtype.itemsize > VALUE_MAX:
+        raise InvalidArgumentError(
+            f"A tensor has more than {DIMENSIONS_MAX} dimensions or {VALUE_MAX} bytes. Reshape it.",
+            **details,
+            shape=tuple(shape[: DIMENSIONS_MAX + 1]),
+        )
 
 
 def cut_pieces(box: Box, dtype: torch.dtype, *, piece_bytes_max: int) -> list[Box]:

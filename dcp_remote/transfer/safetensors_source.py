@@ -17,7 +17,7 @@ from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.format.dtypes import SAFETENSORS_NAMES
 from dcp_remote.serialization.files import Files
 from dcp_remote.serialization.tensors import parse_dtype, tensor_from
-from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, first_element, require_range
+from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, first_element, require_range, require_shape
 
 # Name of the only file of weights, where there are other files of safetensors beside it.
 WEIGHTS_FILE = "model.safetensors"
@@ -167,6 +167,7 @@ class SafetensorsSource:
                 tensor=name,
                 dtype=given,
             )
+        require_shape(shape, dtype, url=self.url, file=file, tensor=name)
         if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
             raise self._corrupt(file, "the bytes of a tensor are not those of its shape", tensor=name)
         return _Place(file, base + offsets[0], tuple(shape), dtype)

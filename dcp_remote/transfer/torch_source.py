@@ -156,10 +156,10 @@ class TorchSource:
             if span.length > min(self._piece_bytes_max, RANGE_BYTES_MAX)  # to decode a stream takes four times its size
         ]
         with ThreadPoolExecutor(_THREADS) as pool:
-            values = list(pool.map(lambda one: load_layout(self._reader, one[2]), large))
+            layouts = list(pool.map(lambda one: load_layout(self._reader, one[2]), large))
         found: dict[FileRange, StoredTensor] = {}
-        for (name, box, span), value in zip(large, values, strict=True):
-            stored = find_stored(value)
+        for (name, box, span), layout in zip(large, layouts, strict=True):
+            stored = find_stored(layout.value, layout)
             if stored is None:
                 continue
             if stored.shape != box.sizes or stored.start + stored.length > span.length:
