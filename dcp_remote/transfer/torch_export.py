@@ -80,8 +80,9 @@ class TorchExport:
                 raise (error if isinstance(error, OSError) else failed) from None
         if not is_verified:
             return
-        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        reader = RangeReader(open_store(folder), sizes, retry_seconds=RANGE_RETRY_SECONDS)
+        store = open_store(folder)
+        files = [store.head(path.name) for path in folder.iterdir()]
+        reader = RangeReader(store, files, retry_seconds=RANGE_RETRY_SECONDS)
         written = TorchSource(reader, allow_pickle=True, piece_bytes_max=2 * self._bytes_max)
         for name in self._dtypes:
             for box in written.pieces(name):

@@ -176,7 +176,7 @@ class TorchFileSource:
     def __init__(self, reader: RangeReader, file: str, *, piece_bytes_max: int) -> None:
         """Load the layout of the file."""
         self.url = reader.store.url
-        self._reader, self._file, self._piece_bytes_max = reader, file, piece_bytes_max
+        self.reader, self._file, self._piece_bytes_max = reader, file, piece_bytes_max
         size_bytes = reader.sizes[file]
         (head,) = reader.read([FileRange(file, 0, min(size_bytes, len(_ZIP)))])
         if head != _ZIP:
@@ -207,11 +207,11 @@ class TorchFileSource:
         """Return the values of boxes; one GET per box and 8 MiB."""
         found = [self._stored[name] for name, _ in parts]
         ranges = [
-            stored_range(FileRange(self._file, 0, self._reader.sizes[self._file]), one, box)
+            stored_range(FileRange(self._file, 0, self.reader.sizes[self._file]), one, box)
             for one, (_, box) in zip(found, parts, strict=True)
         ]
         return [
-            restore(one, box, data) for one, (_, box), data in zip(found, parts, self._reader.read(ranges), strict=True)
+            restore(one, box, data) for one, (_, box), data in zip(found, parts, self.reader.read(ranges), strict=True)
         ]
 
     def _replace(self, value: Any, path: tuple[str, ...], *, is_read: bool = False) -> Any:
@@ -236,7 +236,7 @@ class TorchFileSource:
         if not isinstance(value, torch.Tensor):
             return value
         stored, name = find_stored(value, self._layout), ".".join(path)
-        if stored is None or stored.start + stored.length > self._reader.sizes[self._file]:
+        if stored is None or stored.start + stored.length > self.reader.sizes[self._file]:
             raise InvalidArgumentError(
                 f"A tensor of the file is no plain one, or another tool than torch has packed the file. {_INSTEAD}",
                 file=self._file,

@@ -58,7 +58,7 @@ class TorchSource:
     def __init__(self, reader: RangeReader, *, allow_pickle: bool, piece_bytes_max: int) -> None:
         """Read the metadata, the objects, and the beginning and end of large chunks; check that all files are there."""
         self.url = reader.store.url
-        self._reader, self._allow_pickle, self._piece_bytes_max = reader, allow_pickle, piece_bytes_max
+        self.reader, self._allow_pickle, self._piece_bytes_max = reader, allow_pickle, piece_bytes_max
         try:
             self._open(_load_metadata(reader))
         except (DcpRemoteError, MemoryError):
@@ -115,7 +115,7 @@ class TorchSource:
             stored = self._stored.get(span)
             ranges.append(span if stored is None else stored_range(span, stored, box.relative_to(whole.offsets)))
         tensors: list[torch.Tensor] = []
-        for (name, box, whole, span), data in zip(found, self._reader.read(ranges), strict=True):
+        for (name, box, whole, span), data in zip(found, self.reader.read(ranges), strict=True):
             stored = self._stored.get(span)
             if stored is not None:
                 tensors.append(restore(stored, box.relative_to(whole.offsets), data))
@@ -138,7 +138,7 @@ class TorchSource:
         start, length = getattr(info, "offset", None), getattr(info, "length", None)
         if type(start) is not int or type(length) is not int or start < 0 or length < 1:
             raise self._corrupt("The metadata give an entry no place.", index.fqn)
-        file = require_range(self._reader, info.relative_path, stop=start + length, of=TORCH_METADATA_FILE)
+        file = require_range(self.reader, info.relative_path, stop=start + length, of=TORCH_METADATA_FILE)
         return FileRange(file, start, length)
 
     def _require(self, spans: Mapping[MetadataIndex, FileRange], index: MetadataIndex) -> FileRange:
@@ -156,7 +156,7 @@ class TorchSource:
             if span.length > min(self._piece_bytes_max, RANGE_BYTES_MAX)  # to decode a stream takes four times its size
         ]
         with ThreadPoolExecutor(_THREADS) as pool:
-            layouts = list(pool.map(lambda one: load_layout(self._reader, one[2]), large))
+            layouts = list(pool.map(lambda one: load_layout(self.reader, one[2]), large))
         found: dict[FileRange, StoredTensor] = {}
         for (name, box, span), layout in zip(large, layouts, strict=True):
             stored = find_stored(layout.value, layout)
@@ -168,7 +168,7 @@ class TorchSource:
         return found
 
     def _load_objects(self, spans: Mapping[str, FileRange]) -> dict[str, Any]:
-        streams = self._reader.read(list(spans.values()))
+        streams = self.reader.read(list(spans.values()))
         return {name: unwrap_marked(self._decode(name, data)) for name, data in zip(spans, streams, strict=True)}
 
     def _decode(self, name: str, data: memoryview) -> Any:
