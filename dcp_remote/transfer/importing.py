@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
 from dcp_remote.common.digests import digest
@@ -217,6 +218,16 @@ class _SourcePlanner(DefaultSavePlanner):
             self._source.reader.require_unchanged()
         self.plan = replace(plan, items=items)
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        try:
+            return super().create_global_plan(all_plans)
+        except ValueError as error:
+            raise CorruptCheckpointError(
+                "The chunks of the source are not together its tensors. Copy it once more, or use another one.",
+                url=self._source.url,
+                cause=error,
+            ) from error
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         if not self._is_read(write_item):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeGuard
+from dataclasses import is_dataclass
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -14,11 +15,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_remote.common.geometry import Box
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, UnsafeObjectError
+from dcp_remote.format.json_tree import DEPTH_MAX
 from dcp_remote.loading.downloads import RANGE_BYTES_MAX
 from dcp_remote.serialization.files import unwrap_marked
 from dcp_remote.serialization.pickle_validator import DamagedStreamError, UnsafeStreamError
 from dcp_remote.serialization.torch_streams import load_restricted, load_trusted
-from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, require_range
+from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, require_range, require_shape
 from dcp_remote.transfer.torch_file_source import StoredTensor, find_stored, load_layout, restore, stored_range
 
 TORCH_METADATA_FILE = ".metadata"
@@ -42,6 +44,10 @@ _KNOWN = {
     ("collections", "OrderedDict"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
 }
+
+
+# Index in a list, beside one per entry: torch leaves out empty dicts of lists, and `set_element` fills up to the index.
+_INDEX_MAX = 10_000
 
 
 class TorchSource:
@@ -88,12 +94,18 @@ class TorchSource:
             {name: self._require(spans, _index(name, entry)) for name, entry in entries.items() if not _is_plain(entry)}
         )
         paths = metadata.planner_data or {}
+        index_max = _INDEX_MAX + len(entries)
         self.state: dict[str, Any] = {}
         for name, entry in entries.items():
             value = values.get(name)
             if _is_plain(entry):
+                require_shape(entry.size, entry.properties.dtype, url=self.url, tensor=name)
                 value = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            set_element(self.state, paths.get(name, (name,)), value)
+            path = paths.get(name, (name,))
+            is_bounded = len(path) <= DEPTH_MAX and all(type(part) is str or 0 <= part <= index_max for part in path)
+            if not is_bounded or type(path[0]) is not str or ".".join(map(str, path)) != name:
+                raise self._corrupt("The metadata give an entry a place in the state that is not its name.", name)
+            set_element(self.state, path, value)
 
     def pieces(self, name: str) -> Sequence[Box]:
         """Return the chunks that were saved; large ones cut."""
@@ -221,8 +233,21 @@ def _load_metadata(reader: RangeReader) -> Metadata:
     return metadata
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler of `.metadata`, of classes of torch's checkpoints alone."""
+class _MetadataUnpickler(pickle._Unpickler):
+    """Unpickler of `.metadata`, of classes of torch's checkpoints alone. In Python: C's has no `load_build`."""
+
+    stack: list[Any]
+
+    def load_build(self) -> None:
+        """Set the attributes of an object; those of a class or an enum would be changed for the whole process."""
+        target = self.stack[-2]
+        if isinstance(target, type) or not is_dataclass(target):
+            raise UnsafeObjectError(
+                "The metadata of this checkpoint change a class or function of this process.", type=repr(target)
+            )
+        super().load_build()
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class that metadata may have."""

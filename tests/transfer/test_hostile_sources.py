@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -10,11 +11,13 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from dcp_remote import errors, import_checkpoint, latest, load
 from dcp_remote.transfer.source import open_source
@@ -184,3 +187,79 @@ def test_shapes_that_no_checkpoint_holds(tmp_path: Path, shape: list[int]) -> No
     began_seconds = time.monotonic()
     refused(errors.InvalidArgumentError, "dimensions or", path, tmp_path)
     assert time.monotonic() - began_seconds < 10
+
+
+def by_torch(folder: Path, change: Callable[[Any], object] = lambda _: None) -> Path:
+    """Save by torch, and change the metadata."""
+    dcp.save({"w": torch.arange(12.0).view(3, 4), "o": [1, {"x": 2}]}, checkpoint_id=folder, no_dist=True)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return folder
+
+
+def set_path(path: tuple[Any, ...]) -> Callable[[Any], None]:
+    return lambda metadata: metadata.planner_data.update(w=path)
+
+
+def set_chunks(*chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Any], None]:
+    """Return a change to chunks of other offsets and sizes, all in the place of the whole tensor."""
+
+    def change(metadata: Any) -> None:
+        place = next(info for index, info in metadata.storage_data.items() if index.fqn == "w")
+        found = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
+        metadata.state_dict_metadata["w"].chunks = found
+        metadata.storage_data.update({MetadataIndex("w", chunk.offsets): place for chunk in found})
+
+    return change
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "through an entry": set_path(("o", "x")),
+    "of another entry": set_path(("o", 0)),
+    "another name": set_path(("../../x",)),
+    "a number first": set_path((0, "w")),
+    "empty": set_path(()),
+    "bytes": set_path((b"w",)),
+    "overlap": set_chunks(((0, 0), (3, 4)), ((1, 0), (2, 4))),
+    "the same twice": set_chunks(((0, 0), (3, 4)), ((0, 0), (3, 4))),
+    "negative": set_chunks(((0, 0), (-3, -4))),
+    "outside": set_chunks(((0, 0), (4, 4))),
+    "dimensions": set_chunks(((0,), (12,))),
+    "negative size": lambda metadata: setattr(metadata.state_dict_metadata["w"], "size", torch.Size((-3, 4))),
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_metadata_of_torch_that_contradict_themselves(tmp_path: Path, change: str) -> None:
+    refused(
+        errors.CorruptCheckpointError,
+        "damaged|chunk|not its name",
+        by_torch(tmp_path / "torch", CHANGES[change]),
+        tmp_path,
+    )
+
+
+def test_an_index_that_fills_the_memory(tmp_path: Path) -> None:
+    """Torch fills a list with None up to the index."""
+
+    def change(metadata: Any) -> None:
+        for values in (metadata.state_dict_metadata, metadata.planner_data):
+            values["o.1000000000000"] = values.pop("o.0")
+        metadata.planner_data["o.1000000000000"] = ("o", 10**12)
+        for index in list(metadata.storage_data):
+            if index.fqn == "o.0":
+                metadata.storage_data[MetadataIndex("o.1000000000000")] = metadata.storage_data.pop(index)
+
+    refused(errors.CorruptCheckpointError, "not its name", by_torch(tmp_path / "torch", change), tmp_path)
+
+
+@pytest.mark.parametrize("value", ["cpathlib\nPosixPath\n", "ctorch.serialization\n_get_layout\n"])
+def test_metadata_of_torch_that_change_a_class(tmp_path: Path, value: str) -> None:
+    """The state of a class is set as that of any object, for the whole process."""
+    folder = by_torch(tmp_path / "torch")
+    program = value.encode() + b"N}X\x0b\x00\x00\x00is_absoluteK\x07s\x86b."
+    (folder / ".metadata").write_bytes(b"\x80\x02" + program)
+    before = PosixPath.is_absolute
+    refused(errors.UnsafeObjectError, "change a class", folder, tmp_path)
+    assert PosixPath.is_absolute is before
