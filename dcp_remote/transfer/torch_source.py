@@ -57,6 +57,9 @@ class TorchSource:
         reader: Reader of the folder.
         allow_pickle: True to load objects that need code.
         piece_bytes_max: Bytes of a chunk that are read at once; one that is not contiguous is read whole.
+
+    Attributes:
+        object_ranges: Streams of the objects, by name.
     """
 
     kind = "torch's distributed checkpoint"
@@ -90,9 +93,10 @@ class TorchSource:
         self._stored = self._find_places()
         # Chunk of each piece.
         self._whole: dict[tuple[str, Box], tuple[Box, FileRange]] = {}
-        values = self._load_objects(
-            {name: self._require(spans, _index(name, entry)) for name, entry in entries.items() if not _is_plain(entry)}
-        )
+        self.object_ranges = {
+            name: self._require(spans, _index(name, entry)) for name, entry in entries.items() if not _is_plain(entry)
+        }
+        values = self._load_objects(self.object_ranges)
         paths = metadata.planner_data or {}
         index_max = _INDEX_MAX + len(entries)
         self.state: dict[str, Any] = {}
