@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -16,7 +17,8 @@ from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MiB
 from dcp_remote.format.manifest import RAW
 from dcp_remote.loading.engine import Target, read_targets
-from dcp_remote.loading.targets import TensorTarget, make_object_targets
+from dcp_remote.loading.read_plan import Want
+from dcp_remote.loading.targets import BytesTarget, TensorTarget, make_object_targets, want_bytes
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.serialization.state_dict import unwrap_per_rank
 from dcp_remote.serialization.tensors import narrow, parse_dtype
@@ -112,6 +114,27 @@ class SavedCheckpoint:
         self._read(targets)
         return {name: unwrap_per_rank(self.path(name), values[name]) for name in names}
 
+    def check(self, names: Iterable[str]) -> None:
+        """Read entries whole, and compare their bytes with the digests that the save made; nothing is decoded.
+
+        Costs one GET per range of 8 MiB, and holds one entry at a time on top of the requests in flight.
+
+        Raises:
+            CorruptCheckpointError: Bytes differ.
+        """
+        tensors = self.manifest.tensors
+        targets: list[Target] = []
+        for name in names:
+            wants = []
+            if (stored := self.manifest.stored_index.get(name)) is not None:
+                wants = [Want(stored.piece_first, stored.piece_first + stored.pieces, None)]
+            elif (number := tensors.index.get(name)) is not None:
+                first = int(tensors.chunk_first[number])
+                bounds = tensors.piece_first[first : first + int(tensors.chunks[number]) + 1].tolist()
+                wants = [Want(start, stop, None) for start, stop in pairwise(bounds)]
+            targets += [BytesTarget(name, want, length=want_bytes(self.manifest, want), done=_ignore) for want in wants]
+        self._read(targets)
+
     def path(self, name: str) -> tuple[str | int, ...]:
         """Return the place of an entry in the state."""
         return (self.manifest.flatten or {}).get(name, (name,))
@@ -189,5 +212,5 @@ def _return_same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _ignore(_tensor: torch.Tensor) -> None:
+def _ignore(_value: object) -> None:
     """Do nothing: a destination of our own needs no commit."""

@@ -47,7 +47,8 @@ def export_checkpoint(
 
     "safetensors" writes the tensors below `key`, under their names below it, as Transformers does: model.safetensors,
     or model-00001-of-0000N.safetensors and model.safetensors.index.json; and the checkpoint's `files`, such as
-    config.json. Tied weights that were saved twice are written twice. Objects below `key` are left out, with a warning.
+    config.json. Tied weights that were saved twice are written twice. Objects below `key`, and `files` whose names are
+    those of weights or of an index, are left out, with a warning.
     "torch" writes all entries into one file, as `torch.distributed.checkpoint.FileSystemWriter` does.
 
     Names, dtypes, all bits and the order are kept, but for `dtype` and `rename`.
@@ -71,7 +72,7 @@ def export_checkpoint(
             None in the place of a name leaves a tensor out. Safetensors alone.
         file_bytes_max: Size of the tensors in a file of weights, in bytes; a larger tensor has a file of its own.
             Safetensors alone.
-        is_verified: False to leave out the verification: each file is read back, and compared with a digest of what was
+        is_verified: False to leave out the verification: each file is read back, and compared with digests of what was
             written.
         allow_pickle: True to write objects that need code to load; torch alone.
         storage_options: Options of the store.
@@ -81,8 +82,8 @@ def export_checkpoint(
             are written and those that are read back count.
 
     Raises:
-        InvalidArgumentError: The folder is not empty or is a URL, there is no tensor below `key`, or a tensor (sparse,
-            quantized, of a dtype that safetensors lack) cannot be written.
+        InvalidArgumentError: The folder is not empty or is a URL, there is no tensor below `key`, `rename` leaves none,
+            or a tensor (sparse, quantized, of a dtype or name that safetensors lack) cannot be written.
         CheckpointNotFoundError: No checkpoint is committed here.
         CorruptCheckpointError: The checkpoint is damaged, or bytes read back differ.
         UnsafeObjectError: An object needs code to load, and `allow_pickle` is False.
@@ -124,8 +125,10 @@ def export_checkpoint(
 
 
 def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    found = vars(torch).get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    if dtype is not None and not getattr(found, "is_floating_point", False):
+    if dtype is None:
+        return None
+    found: object = vars(torch).get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise InvalidArgumentError("dtype must be a floating-point torch.dtype, such as torch.bfloat16.", dtype=dtype)
     return found
 

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
 from dcp_remote.common.digests import digest
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES, MiB
-from dcp_remote.errors import CheckpointExistsError, CorruptCheckpointError, InvalidArgumentError
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    CommitConflictError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+)
+from dcp_remote.format.empty_dicts import to_flatten_items
 from dcp_remote.manager.manager import CheckpointManager
 from dcp_remote.manager.progress import ProgressSetting, start_progress
 from dcp_remote.manager.reports import SaveReport
 from dcp_remote.run.job import CheckpointLabels
-from dcp_remote.run.run import latest
+from dcp_remote.run.run import CheckpointInfo, latest
+from dcp_remote.serialization.state_dict import empty_places
 from dcp_remote.serialization.tensors import byte_view, empty_tensor
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import require_budget, require_timeout
@@ -63,8 +71,9 @@ def import_checkpoint(
     to the run meanwhile is refused by `FencedError`. Steps are imported in ascending order; those that are there stay.
 
     Costs: one GET per 8 MiB of a tensor, per small tensor, and per object; two to five more per chunk of torch's
-    that is larger than 8 MiB; the requests of a save. The verification reads the new checkpoint once, in ranges of
-    8 MiB, and compares each tensor with a digest of what was read from the source.
+    that is larger than 8 MiB, and one more per tensor of torch.save; a HEAD per file at the end; the requests of a
+    save. The verification reads the new checkpoint once, in ranges of 8 MiB, and compares each tensor with a digest of
+    what was read from the source, and objects with the digests that the save made.
 
     Holds `memory_budget_bytes`. On top come objects and small files, tensors and chunks in torch's files that are not
     contiguous (one at a time), and sparse and quantized tensors of torch's checkpoints.
@@ -77,7 +86,8 @@ def import_checkpoint(
         step: Step of the new checkpoint.
         name: Name of the new checkpoint, which it gets once it is verified.
         is_verified: False to leave out the verification.
-        overwrite: True to replace the run's checkpoint of this step.
+        overwrite: True to replace the run's checkpoint of this step. The new one is verified after that: if it differs,
+            the step is lost.
         start_over: True to leave the checkpoints of the run behind, marked as abandoned.
         allow_pickle: True to load and save objects that need code; torch's checkpoints alone.
         source_options: Options of the source's store.
@@ -92,8 +102,9 @@ def import_checkpoint(
         CheckpointExistsError: The run has a checkpoint of this step.
         InvalidArgumentError: The step is below the newest one of the run, or the source uses what is not supported.
         UnsafeObjectError: An object needs code to load. Nothing was saved.
-        CorruptCheckpointError: The source is damaged, and nothing was saved; or the saved checkpoint differs from what
-            was read, and was deleted again.
+        CorruptCheckpointError: The source is damaged, or was changed meanwhile, and nothing was saved; or the saved
+            checkpoint differs from what was read, and was deleted again.
+        CommitConflictError: Another job saved to the run while the import began; nothing was imported.
         FencedError: Another job took the run meanwhile.
         SaveFailedError: The run's store, or the source's, failed.
     """
@@ -113,11 +124,31 @@ def import_checkpoint(
         "progress": progress,
         "dedup": False,  # the comparison would read the source once more
     }
-    newest = (
-        None
-        if start_over
-        else latest(run_url, storage_options=storage_options, timeout_seconds=min(LOOK_SECONDS, timeout_seconds))
+    opened = open_source(
+        source,
+        storage_options=source_options,
+        allow_pickle=allow_pickle,
+        piece_bytes_max=piece_bytes_max,
+        retry_seconds=min(RANGE_RETRY_SECONDS, timeout_seconds),
     )
+
+    def find_newest() -> CheckpointInfo | None:
+        look_seconds = min(LOOK_SECONDS, timeout_seconds)
+        return None if start_over else latest(run_url, storage_options=storage_options, timeout_seconds=look_seconds)
+
+    newest = find_newest()
+
+    def require_same() -> None:
+        """Check that no checkpoint was committed before the save took the fence; afterwards no other job commits."""
+        now = find_newest()
+        if (now and now.save_id) != (newest and newest.save_id):
+            raise CommitConflictError(
+                "Another job saved to the run while the import began, and its checkpoint would have been left behind; "
+                "nothing was imported. Import once more, or into a run of its own.",
+                url=run_url,
+                newest=now and now.step,
+            )
+
     if newest is not None and newest.step == step and not overwrite:
         raise CheckpointExistsError(
             "The run has a checkpoint of this step. Choose another step, or pass overwrite=True.",
@@ -126,14 +157,7 @@ def import_checkpoint(
         )
     resumed_from = newest.step if newest is not None else None
     with CheckpointManager(run_url, resumed_from=resumed_from, start_over=start_over, **settings) as run:
-        opened = open_source(
-            source,
-            storage_options=source_options,
-            allow_pickle=allow_pickle,
-            piece_bytes_max=piece_bytes_max,
-            retry_seconds=min(RANGE_RETRY_SECONDS, timeout_seconds),
-        )
-        planner = _SourcePlanner(opened, bytes_max=piece_bytes_max)
+        planner = _SourcePlanner(opened, check=require_same, bytes_max=piece_bytes_max)
         note = {"imported_from": opened.url, "imported_kind": opened.kind}
         run.save(step, opened.state, planner=planner, overwrite=overwrite, wait=True, user=note)
         report = cast("SaveReport", run.last_save)
@@ -161,16 +185,22 @@ class _SourcePlanner(DefaultSavePlanner):
 
     Args:
         source: Source.
+        check: Function that is called when the save has the fence, before anything is read.
         bytes_max: Limit of the small tensors that are read together, in bytes.
     """
 
-    def __init__(self, source: Source, *, bytes_max: int) -> None:
+    def __init__(self, source: Source, *, check: Callable[[], None], bytes_max: int) -> None:
         super().__init__()
-        self._source, self._bytes_max = source, bytes_max
+        self._source, self._check, self._bytes_max = source, check, bytes_max
         # Digests of what was read, by name and box.
         self.digests: dict[tuple[str, Box], tuple[torch.dtype, bytes]] = {}
 
+    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
+        super().set_up_planner(state_dict, *args, **options)
+        self.mappings = to_flatten_items(empty_places(state_dict)) | self.mappings
+
     def create_local_plan(self) -> SavePlan:
+        self._check()
         plan = super().create_local_plan()
         sizes: dict[tuple[str, Box], int] = {}
         items: list[WriteItem] = []
@@ -183,15 +213,28 @@ class _SourcePlanner(DefaultSavePlanner):
             sizes |= {(item.index.fqn, box): size_of(box, data.properties.dtype) for box in boxes}
             items += [make_item(item, data, box, number) for number, box in enumerate(boxes)]
         self._reads = Together(sizes, self._source.read, bytes_max=self._bytes_max)
+        self._left = set(sizes)
+        if not sizes:
+            self._source.reader.require_unchanged()
         self.plan = replace(plan, items=items)
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        try:
+            return super().create_global_plan(all_plans)
+        except ValueError as error:
+            raise CorruptCheckpointError(
+                "The chunks of the source are not together its tensors. Copy it once more, or use another one.",
+                url=self._source.url,
+                cause=error,
+            ) from error
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         if not self._is_read(write_item):
             return super().resolve_data(write_item)
         data = cast("TensorWriteData", write_item.tensor_data)
-        box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        tensor = self._reads.take((write_item.index.fqn, box)).contiguous()
+        key = write_item.index.fqn, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        tensor = self._reads.take(key).contiguous()
         if tensor.dtype != data.properties.dtype:
             raise CorruptCheckpointError(
                 "A tensor of the source has another dtype than its metadata tell.",
@@ -199,7 +242,10 @@ class _SourcePlanner(DefaultSavePlanner):
                 dtype=tensor.dtype,
                 expected=data.properties.dtype,
             )
-        self.digests[write_item.index.fqn, box] = tensor.dtype, digest(byte_view(tensor))
+        self.digests[key] = tensor.dtype, digest(byte_view(tensor))
+        self._left.discard(key)
+        if not self._left:
+            self._source.reader.require_unchanged()
         return tensor
 
     def _is_read(self, item: WriteItem) -> bool:
@@ -214,10 +260,10 @@ def _verify(
     bytes_max: int,
     progress: ProgressSetting,
 ) -> None:
-    """Read all boxes once, and compare their digests.
+    """Read all boxes once, and compare their digests; of other entries the bytes with the digests of the save.
 
     Raises:
-        CorruptCheckpointError: A box differs.
+        CorruptCheckpointError: A box or an entry differs.
     """
     sizes = {key: size_of(key[1], dtype) for key, (dtype, _) in digests.items()}
 
@@ -238,4 +284,6 @@ def _verify(
                     offsets=box.offsets,
                 )
             shown.add(sizes[name, box])
+        read_names = {name for name, _ in digests}
+        saved.check(name for name in saved.manifest.names() if name not in read_names)
         shown.close(f"verified step {saved.step}: all bits are those that were read")

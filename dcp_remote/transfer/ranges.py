@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,13 +15,19 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.geometry import Box, boxes_of_run, cut_chunk
 from dcp_remote.common.units import KiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, ObjectNotFoundError
+from dcp_remote.format.columns import VALUE_MAX
+from dcp_remote.format.manifest import DIMENSIONS_MAX
 from dcp_remote.loading.downloads import RANGE_BYTES_MAX, Fetch, download
 from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.base import ObjectInfo
 from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.url import check_key
 
+_THREADS = 16
+
 # Block that `RangeFile` reads at once: the directory of a zip of a thousand tensors.
 _BLOCK_BYTES = 64 * KiB
+_BLOCKS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +50,50 @@ class RangeReader:
 
     Args:
         store: Store of the folder.
-        sizes: Size of each file, in bytes.
+        files: Files of the folder, without those in subfolders.
         retry_seconds: Time for which one request is repeated, in seconds.
+
+    Attributes:
+        sizes: Size of each file, in bytes.
     """
 
-    def __init__(self, store: ObjectStore, sizes: dict[str, int], *, retry_seconds: float) -> None:
+    def __init__(self, store: ObjectStore, files: Iterable[ObjectInfo], *, retry_seconds: float) -> None:
         """Store the arguments."""
-        self.store, self.sizes, self._retry_seconds = store, sizes, retry_seconds
+        self.store, self._retry_seconds = store, retry_seconds
+        self._files = {info.key: info for info in files}
+        self.sizes = {file: info.size_bytes for file, info in self._files.items()}
+        self._read: set[str] = set()
 
     def size_of(self, file: str) -> int | None:
         """Return the size of a file in bytes, None if there is none; a HEAD for one in a subfolder."""
         if file not in self.sizes:
             try:
-                self.sizes[file] = self._retrying().head(file).size_bytes
+                self._files[file] = self._retrying().head(file)
             except ObjectNotFoundError:
                 return None
+            self.sizes[file] = self._files[file].size_bytes
         return self.sizes[file]
+
+    def require_unchanged(self) -> None:
+        """Check that the files that were read are the same still; one HEAD each, 16 at a time.
+
+        Raises:
+            CorruptCheckpointError: A file has another size or ETag than when the source was opened.
+        """
+        files = [self._files[file] for file in sorted(self._read)]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for before, now in zip(files, pool.map(lambda info: self._retrying().head(info.key), files), strict=True):
+                # Not by the whole versions: listings of Google Cloud Storage lack the generation.
+                if (before.size_bytes, before.version.etag) != (now.size_bytes, now.version.etag):
+                    raise CorruptCheckpointError(
+                        "A file of the source was replaced while it was read; nothing was saved. Import once more.",
+                        url=self.store.url,
+                        file=now.key,
+                    )
 
     def read(self, ranges: Sequence[FileRange]) -> list[memoryview]:
         """Return the bytes of ranges, which are held at once; one GET per 8 MiB, up to 16 at a time."""
+        self._read.update(one.file for one in ranges)
         try:
             found = [memoryview(np.empty(one.length, dtype=np.uint8)) for one in ranges]  # type: ignore[arg-type]  # a buffer
         except MemoryError as error:
@@ -97,7 +129,7 @@ class RangeReader:
 
 
 class RangeFile(io.RawIOBase):
-    """Part of a file as a file to read; keeps the blocks that were read.
+    """Part of a file as a file to read; keeps up to 16 MiB of blocks that were read.
 
     Args:
         reader: Reader of the file's folder.
@@ -138,6 +170,8 @@ class RangeFile(io.RawIOBase):
             start = number * _BLOCK_BYTES
             length = min(_BLOCK_BYTES, self._span.length - start)
             (block,) = self._reader.read([FileRange(self._span.file, self._span.start + start, length)])
+            if len(self._blocks) >= _BLOCKS_MAX:
+                self._blocks.clear()
             self._blocks[number] = block
         view = memoryview(buffer).cast("B")
         count = min(len(view), len(block) - begin)
@@ -178,6 +212,20 @@ def require_range(reader: RangeReader, file: object, *, stop: int, of: str) -> s
             needed_bytes=stop,
         )
     return file
+
+
+def require_shape(shape: Sequence[int], dtype: torch.dtype, **details: object) -> None:
+    """Check that a checkpoint can hold a tensor, before torch sees the shape.
+
+    Raises:
+        InvalidArgumentError: There are too many dimensions, or too many bytes; sizes of 0 count as 1.
+    """
+    if len(shape) > DIMENSIONS_MAX or math.prod(max(size, 1) for size in shape) * dtype.itemsize > VALUE_MAX:
+        raise InvalidArgumentError(
+            f"A tensor has more than {DIMENSIONS_MAX} dimensions or {VALUE_MAX} bytes. Reshape it.",
+            **details,
+            shape=tuple(shape[: DIMENSIONS_MAX + 1]),
+        )
 
 
 def cut_pieces(box: Box, dtype: torch.dtype, *, piece_bytes_max: int) -> list[Box]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,14 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 # Entry of the small files beside the weights.
 _FILES = "files"
+
+# Names of small files that readers would take for the weights, or for a checkpoint of torch.
+_OTHER_WEIGHTS = re.compile(
+    r"\.metadata|model(-\d{5}-of-\d{5})?\.safetensors|[^/]*\.safetensors\.index\.json", re.IGNORECASE
+)
+
+# Key of a header that is no tensor.
+_METADATA = "__metadata__"
 
 _SHOWN_MAX = 5
 
@@ -97,7 +106,9 @@ class SafetensorsExport:
 
     def write(self, folder: Path, add: Callable[[int], None], *, is_verified: bool) -> None:
         """Write the files into a folder; `add` is told the bytes that were written, and read back."""
-        self._write_side_files(folder)
+        small = self._read_side_files()
+        if small:
+            Files(small).write(folder)
         for file, tensors in self._files.items():
             digests = self._write_file(folder / file, tensors, add)
             if is_verified:
@@ -105,7 +116,10 @@ class SafetensorsExport:
         if WEIGHTS_FILE not in self._files:
             weight_map = {tensor.title: file for file, tensors in self._files.items() for tensor in tensors}
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-            (folder / self.last_file).write_text(json.dumps(index, indent=2), encoding="utf-8")
+            small[self.last_file] = json.dumps(index, indent=2).encode()
+            (folder / self.last_file).write_bytes(small[self.last_file])
+        for file, data in small.items() if is_verified else ():
+            _verify(folder / file, [("all of the file", len(data), digest(data))], add)
 
     def _write_file(
         self, path: Path, tensors: Sequence[_Tensor], add: Callable[[int], None]
@@ -133,12 +147,17 @@ class SafetensorsExport:
         )
         return [byte_view(flat) for flat in found]
 
-    def _write_side_files(self, folder: Path) -> None:
+    def _read_side_files(self) -> dict[str, bytes]:
+        """Return the small files, without those that would stand for the weights of this export."""
         manifest = self._saved.manifest
-        if _FILES in manifest.inline or _FILES in manifest.stored_index:
-            files = self._saved.objects([_FILES])[_FILES]
-            if isinstance(files, Files) and len(files):
-                files.write(folder)
+        if _FILES not in manifest.inline and _FILES not in manifest.stored_index:
+            return {}
+        files = self._saved.objects([_FILES])[_FILES]
+        names = files.names if isinstance(files, Files) else ()
+        left = [name for name in names if _OTHER_WEIGHTS.fullmatch(name)]
+        if left:
+            logger.warning("left out of the export, since the names are those of weights: %s", ", ".join(left))
+        return {name: files[name] for name in names if name not in left}
 
 
 def _choose(saved: SavedCheckpoint, *, key: str, dtype: torch.dtype | None, rename: Rename | None) -> Iterator[_Tensor]:
@@ -162,8 +181,17 @@ def _choose(saved: SavedCheckpoint, *, key: str, dtype: torch.dtype | None, rena
             ", ".join(left[:_SHOWN_MAX]),
         )
     titles = {name.removeprefix(prefix): name for name in tensors}
-    for title, new in Selection.of(rename=rename).rename_entries(titles).items():
+    renamed = Selection.of(rename=rename).rename_entries(titles)
+    if not renamed:
+        raise InvalidArgumentError("rename leaves out all tensors. Give None to some alone.", url=saved.store.url)
+    for title, new in renamed.items():
         name = titles[title]
+        if new == _METADATA or new.encode(errors="replace").decode() != new:
+            raise InvalidArgumentError(
+                "safetensors cannot hold a tensor of this name. Rename it, or leave it out by rename={name: None}.",
+                tensor=name,
+                name=ascii(new),
+            )
         own = saved.dtype(name)
         wanted = own if dtype is None or not own.is_floating_point else dtype
         if not saved.is_plain(name) or wanted not in _NAMES:
@@ -209,7 +237,7 @@ def _group(tensors: Sequence[_Tensor], bytes_max: int) -> Iterator[list[_Run]]:
 
 def _make_header(tensors: Sequence[_Tensor]) -> bytes:
     """Return the beginning of a file: length of the header, and the header."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # asked for by Transformers
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}  # asked for by Transformers
     begin = 0
     for tensor in tensors:
         header[tensor.title] = {

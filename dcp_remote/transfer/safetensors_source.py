@@ -17,7 +17,7 @@ from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.format.dtypes import SAFETENSORS_NAMES
 from dcp_remote.serialization.files import Files
 from dcp_remote.serialization.tensors import parse_dtype, tensor_from
-from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, first_element, require_range
+from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, first_element, require_range, require_shape
 
 # Name of the only file of weights, where there are other files of safetensors beside it.
 WEIGHTS_FILE = "model.safetensors"
@@ -61,7 +61,7 @@ class SafetensorsSource:
     def __init__(self, reader: RangeReader, *, piece_bytes_max: int) -> None:
         """Read the header of each file of weights, and the small files."""
         self.url = reader.store.url
-        self._reader, self._piece_bytes_max = reader, piece_bytes_max
+        self.reader, self._piece_bytes_max = reader, piece_bytes_max
         self._places: dict[str, _Place] = {}
         for file in self._find_weights():
             for name, place in self._read_header(file).items():
@@ -104,13 +104,13 @@ class SafetensorsSource:
         ]
         return [
             tensor_from(data, place.dtype, box.sizes) if len(data) else torch.empty(box.sizes, dtype=place.dtype)
-            for place, data, (_, box) in zip(places, self._reader.read(ranges), parts, strict=True)
+            for place, data, (_, box) in zip(places, self.reader.read(ranges), parts, strict=True)
         ]
 
     def _find_weights(self) -> list[str]:
         """Return the files of weights: those of an index, the usual one, or all."""
         self._indexed: dict[str, object] = {}
-        index = next((file for file in self._reader.sizes if file.endswith(INDEX_SUFFIX)), None)
+        index = next((file for file in self.reader.sizes if file.endswith(INDEX_SUFFIX)), None)
         if index is not None:
             document = self._parse(index, *self._read_files([index]))
             found = document.get("weight_map")
@@ -118,9 +118,9 @@ class SafetensorsSource:
                 raise self._corrupt(index, "it has no weight_map")
             self._indexed = found
             return [
-                require_range(self._reader, file, stop=8, of=index) for file in dict.fromkeys(map(str, found.values()))
+                require_range(self.reader, file, stop=8, of=index) for file in dict.fromkeys(map(str, found.values()))
             ]
-        files = [file for file in self._reader.sizes if file.endswith(".safetensors")]
+        files = [file for file in self.reader.sizes if file.endswith(".safetensors")]
         if parts := [file for file in files if _PART.fullmatch(file)]:
             raise CorruptCheckpointError(
                 "Files of weights in several parts have no index, so that some may be missing. Copy all files.",
@@ -131,14 +131,14 @@ class SafetensorsSource:
 
     def _read_header(self, file: str) -> dict[str, _Place]:
         """Return the places of the tensors of a file, in the order of their bytes."""
-        size_bytes = self._reader.sizes[file]
+        size_bytes = self.reader.sizes[file]
         if size_bytes < 8:  # noqa: PLR2004  # the length of the header
             raise self._corrupt(file, "it is empty or cut off")
-        (data,) = self._reader.read([FileRange(file, 0, 8)])
+        (data,) = self.reader.read([FileRange(file, 0, 8)])
         length = int.from_bytes(data, "little")
         if length > min(_HEADER_BYTES_MAX, size_bytes - 8):
             raise self._corrupt(file, "its header does not fit into it")
-        (data,) = self._reader.read([FileRange(file, 8, length)])
+        (data,) = self.reader.read([FileRange(file, 8, length)])
         header = self._parse(file, data)
         header.pop("__metadata__", None)
         found = {name: self._place(file, name, entry, 8 + length) for name, entry in header.items()}
@@ -162,24 +162,25 @@ class SafetensorsSource:
         if dtype is None:
             raise InvalidArgumentError(
                 "A tensor has a dtype that cannot be imported.",
-                url=self._reader.store.url,
+                url=self.reader.store.url,
                 file=file,
                 tensor=name,
                 dtype=given,
             )
+        require_shape(shape, dtype, url=self.url, file=file, tensor=name)
         if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
             raise self._corrupt(file, "the bytes of a tensor are not those of its shape", tensor=name)
         return _Place(file, base + offsets[0], tuple(shape), dtype)
 
     def _read_files(self, files: Sequence[str]) -> list[memoryview]:
         for file in files:
-            if self._reader.sizes[file] > _FILE_BYTES_MAX:
+            if self.reader.sizes[file] > _FILE_BYTES_MAX:
                 raise InvalidArgumentError(
                     "A small file beside the weights is larger than 64 MiB. Move it elsewhere.",
-                    url=self._reader.store.url,
+                    url=self.reader.store.url,
                     file=file,
                 )
-        return self._reader.read([FileRange(file, 0, self._reader.sizes[file]) for file in files])
+        return self.reader.read([FileRange(file, 0, self.reader.sizes[file]) for file in files])
 
     def _parse(self, file: str, data: memoryview) -> dict[str, Any]:
         try:
@@ -193,7 +194,7 @@ class SafetensorsSource:
     def _corrupt(self, file: str, why: str, **details: object) -> CorruptCheckpointError:
         return CorruptCheckpointError(
             f"A file of safetensors is damaged: {why}. Copy it once more.",
-            url=self._reader.store.url,
+            url=self.reader.store.url,
             file=file,
             **details,
         )

@@ -15,6 +15,8 @@ from dcp_remote.common.units import MiB
 from dcp_remote.errors import CheckpointNotFoundError
 from dcp_remote.run.foreign_checkpoints import describe_keys
 from dcp_remote.storage import ObjectStore
+from dcp_remote.storage.base import ObjectInfo
+from dcp_remote.storage.local_files import version_of
 from dcp_remote.storage.location import Location
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
 from dcp_remote.storage.url import is_remote, parse_url
@@ -41,11 +43,13 @@ class Source(Protocol):
     Attributes:
         kind: Name of the format.
         url: URL of the folder.
+        reader: Reader of the files.
         state: State, nested as it was saved; tensors that `read` returns are on the meta device.
     """
 
     kind: str
     url: str
+    reader: RangeReader
     state: dict[str, Any]
 
     def pieces(self, name: str) -> Sequence[Box]:
@@ -81,15 +85,15 @@ def open_source(
         CorruptCheckpointError: A header is not of its format, or a file is missing or too short.
         InvalidArgumentError: The checkpoint uses what is not supported.
     """
-    store, sizes, file = _look(source, storage_options, Deadline(min(LOOK_SECONDS, retry_seconds)))
-    reader = RangeReader(store, sizes, retry_seconds=retry_seconds)
+    store, files, file = _look(source, storage_options, Deadline(min(LOOK_SECONDS, retry_seconds)))
+    reader = RangeReader(store, files, retry_seconds=retry_seconds)
     if file is not None and not file.endswith(_SAFETENSORS):
         return TorchFileSource(reader, file, piece_bytes_max=piece_bytes_max)
-    if TORCH_METADATA_FILE in sizes:
+    if TORCH_METADATA_FILE in reader.sizes:
         return TorchSource(reader, allow_pickle=allow_pickle, piece_bytes_max=piece_bytes_max)
-    if any(key.endswith(_SAFETENSORS) for key in sizes):
+    if any(key.endswith(_SAFETENSORS) for key in reader.sizes):
         return SafetensorsSource(reader, piece_bytes_max=piece_bytes_max)
-    keys = list(sizes)
+    keys = list(reader.sizes)
     raise CheckpointNotFoundError(
         "Nothing that can be imported lies here: neither torch's .metadata, nor files of safetensors; a file of "
         f"torch.save is named itself. {describe_keys(keys, store.url) or ''}".rstrip(),
@@ -100,8 +104,8 @@ def open_source(
 
 def _look(
     source: str | os.PathLike[str] | ObjectStore, options: Mapping[str, object] | None, deadline: Deadline
-) -> tuple[ObjectStore, dict[str, int], str | None]:
-    """Return the store of a folder, the sizes of the files in it, and the one that is meant; None for all of them."""
+) -> tuple[ObjectStore, list[ObjectInfo], str | None]:
+    """Return the store of a folder, the files in it, and the name of the one that is meant; None for all of them."""
     if isinstance(source, ObjectStore):
         return source, _list_files(source, deadline), None
     text = os.fspath(source).rstrip("/")
@@ -109,7 +113,7 @@ def _look(
     is_file = name.endswith((_SAFETENSORS, *_TORCH_FILES)) if "://" in text else Path(text).is_file()
     if is_file:
         store = Location.of(folder or ("/" if text.startswith("/") else "."), options).store
-        return store, {name: RetryingStore(store, deadline).head(name).size_bytes}, name
+        return store, [RetryingStore(store, deadline).head(name)], name
     store = Location.of(source, options).store
     if is_remote(store.url):
         return store, _list_files(store, deadline), None
@@ -117,8 +121,9 @@ def _look(
     if not path.is_dir():
         raise CheckpointNotFoundError("There is no such folder or file.", path=str(path))
     # Not by the store, which leaves out links: in the cache of Hugging Face all files are links.
-    return store, {one.name: one.stat().st_size for one in sorted(path.iterdir()) if one.is_file()}, None
+    found = [(one.name, one.stat()) for one in sorted(path.iterdir()) if one.is_file()]
+    return store, [ObjectInfo(name, one.st_size, version_of(one), one.st_mtime) for name, one in found], None
 
 
-def _list_files(store: ObjectStore, deadline: Deadline) -> dict[str, int]:
-    return {info.key: info.size_bytes for info in RetryingStore(store, deadline).list() if "/" not in info.key}
+def _list_files(store: ObjectStore, deadline: Deadline) -> list[ObjectInfo]:
+    return [info for info in RetryingStore(store, deadline).list() if "/" not in info.key]

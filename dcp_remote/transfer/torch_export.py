@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -76,23 +77,30 @@ class TorchExport:
                 with plain_errors():
                     dcp.save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
             except CheckpointException as failed:
-                error, _ = failed.failures[0]
-                raise (error if isinstance(error, OSError) else failed) from None
+                error: BaseException | None = failed.failures[0][0]
+                # At the end of a file that could not be written, torch raises another error.
+                while error is not None and not isinstance(error, OSError):
+                    error = error.__context__
+                raise (error or failed.failures[0][0]) from None
         if not is_verified:
             return
-        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        reader = RangeReader(open_store(folder), sizes, retry_seconds=RANGE_RETRY_SECONDS)
+        store = open_store(folder)
+        files = [store.head(path.name) for path in folder.iterdir()]
+        reader = RangeReader(store, files, retry_seconds=RANGE_RETRY_SECONDS)
         written = TorchSource(reader, allow_pickle=True, piece_bytes_max=2 * self._bytes_max)
+        for name, span in written.object_ranges.items():
+            self._require_equal(folder, name, reader.read([span])[0], planner.object_digests[name])
         for name in self._dtypes:
             for box in written.pieces(name):
                 (tensor,) = written.read([(name, box)])
-                if digest(byte_view(tensor.contiguous())) != planner.digests[name, box]:
-                    raise CorruptCheckpointError(
-                        "Bytes read back differ from those that were written. Check the disk.",
-                        folder=str(folder),
-                        tensor=name,
-                    )
+                self._require_equal(folder, name, byte_view(tensor.contiguous()), planner.digests[name, box])
                 add(size_of(box, tensor.dtype))
+
+    def _require_equal(self, folder: Path, name: str, data: memoryview, expected: bytes) -> None:
+        if digest(data) != expected:
+            raise CorruptCheckpointError(
+                "Bytes read back differ from those that were written. Check the disk.", folder=str(folder), entry=name
+            )
 
     def _make_state(self) -> dict[str, Any]:
         """Return the state, with tensors on the meta device."""
@@ -130,6 +138,7 @@ class _RunPlanner(DefaultSavePlanner):
         super().__init__()
         self._saved, self._dtypes, self._add, self._bytes_max = saved, dtypes, add, bytes_max
         self.digests: dict[tuple[str, Box], bytes] = {}
+        self.object_digests: dict[str, bytes] = {}
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -151,7 +160,10 @@ class _RunPlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Any:
         data = write_item.tensor_data
         if data is None or write_item.index.fqn not in self._dtypes:
-            return super().resolve_data(write_item)
+            value = super().resolve_data(write_item)
+            if isinstance(value, io.BytesIO):
+                self.object_digests[write_item.index.fqn] = digest(value.getbuffer())
+            return value
         key = write_item.index.fqn, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         tensor = self._reads.take(key)
         self.digests[key] = digest(byte_view(tensor))

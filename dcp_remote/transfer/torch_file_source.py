@@ -5,22 +5,30 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Sequence
+import sys
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 
 from dcp_remote.common.geometry import Box
-from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsafeObjectError
+from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, UnsafeObjectError
+from dcp_remote.format.json_tree import DEPTH_MAX
 from dcp_remote.serialization.tensors import tensor_from
-from dcp_remote.transfer.ranges import FileRange, RangeFile, RangeReader, cut_pieces, first_element
+from dcp_remote.transfer.ranges import FileRange, RangeFile, RangeReader, cut_pieces, first_element, require_shape
 
 # Name of the refused class or function in the message of torch's restricted unpickler.
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 _ZIP = b"PK\x03\x04"
+
+# Values of a small file: lists that are contained in lists more than once would else become any number of values.
+_VALUES_MAX = 100_000
+
+_INSTEAD = "Load it by torch.load, and save its dict by CheckpointManager."
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,48 +57,109 @@ class StoredTensor:
         return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
 
 
-def load_layout(reader: RangeReader, span: FileRange) -> Any:
-    """Return the value of a stream with tensors that have no memory; two to five GETs of 64 KiB.
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Value of a stream of `torch.save`, with tensors that have no memory.
+
+    Attributes:
+        value: Value.
+        sizes: Size in bytes of each storage in the stream, by its first byte; compressed ones are left out.
+        details: URL and file, for messages.
+    """
+
+    value: Any
+    sizes: Mapping[int, int]
+    details: Mapping[str, Any]
+
+
+def load_layout(reader: RangeReader, span: FileRange) -> Layout:
+    """Return the layout of a stream; two to five GETs of 64 KiB, and one per large storage.
 
     torch's restricted unpickler runs no code. In its mode of fake tensors it reads no storage, and tells their places.
 
     Raises:
         UnsafeObjectError: An object needs code to load.
+        InvalidArgumentError: The stream has tensors that torch cannot load without memory, or another byte order.
         CorruptCheckpointError: The stream is damaged.
     """
+    details = {"url": reader.store.url, "file": span.file}
     try:
-        with FakeTensorMode(), io.BufferedReader(RangeFile(reader, span)) as stream:
-            return torch.load(stream, map_location="cpu", weights_only=True)
+        with io.BufferedReader(RangeFile(reader, span)) as stream:
+            sizes = _read_sizes(stream, details)
+            stream.seek(0)
+            with FakeTensorMode():
+                return Layout(torch.load(stream, map_location="cpu", weights_only=True), sizes, details)
+    except (DcpRemoteError, MemoryError):
+        raise
     except pickle.UnpicklingError as error:
         raise UnsafeObjectError(
             "An object in a file of torch.save needs code to load, which an import never runs. If you trust the file, "
             "load it by torch.load(weights_only=False), and save its dict by CheckpointManager.",
-            url=reader.store.url,
-            file=span.file,
+            **details,
             type=(_GLOBAL.findall(str(error)) or ["unknown"])[0],
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (NotImplementedError, UnsupportedOperatorException) as error:
+        raise InvalidArgumentError(
+            f"A file of torch.save has a tensor that is no plain one, such as a quantized one. {_INSTEAD}", **details
+        ) from error
+    except Exception as error:
+        # A damaged zip or pickle may raise anything.
         raise CorruptCheckpointError(
-            "A file of torch.save is damaged. Copy it once more.", url=reader.store.url, file=span.file, cause=error
+            "A file of torch.save is damaged. Copy it once more.", **details, cause=error
         ) from error
 
 
-def find_stored(value: object) -> StoredTensor | None:
-    """Return the place of a tensor of `load_layout`; None of a value that its elements alone do not describe."""
+def _read_sizes(stream: IO[bytes], details: Mapping[str, Any]) -> dict[int, int]:
+    """Return the sizes of the storages in a stream by their first bytes, which torch.load only computes."""
+    records: Any = torch._C.PyTorchFileReader(stream)  # typed in part
+    order = records.get_record("byteorder") if records.has_record("byteorder") else None
+    if order in {b"little", b"big"} - {sys.byteorder.encode()}:
+        # torch would swap the bytes of tensors that have no memory, and crash the process.
+        raise InvalidArgumentError(
+            f"A file of torch.save comes from a machine with another order of bytes. {_INSTEAD}", **details
+        )
+    with zipfile.ZipFile(stream) as archive:
+        stored = {one.filename: one.file_size for one in archive.infolist() if one.compress_type == zipfile.ZIP_STORED}
+    names = {name: name.partition("/")[2] for name in stored}
+    return {records.get_record_offset(names[name]): size for name, size in stored.items() if "/data/" in name}
+
+
+def find_stored(value: object, layout: Layout) -> StoredTensor | None:
+    """Return the place of a tensor of a layout; None of a value that its elements alone do not describe.
+
+    Raises:
+        CorruptCheckpointError: Elements lie outside the storage.
+        InvalidArgumentError: The tensor is larger than a checkpoint can hold.
+    """
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized:
         return None
     storage = value.untyped_storage()
     start = getattr(storage, "_checkpoint_offset", None)  # set by torch.load, for readers like this one
-    if not isinstance(start, int) or value.is_conj() or value.is_neg():
+    size_bytes = layout.sizes.get(start) if isinstance(start, int) else None
+    if not isinstance(start, int) or size_bytes is None or value.is_conj() or value.is_neg():
         return None
-    return StoredTensor(
+    require_shape(value.shape, value.dtype, **layout.details)
+    stored = StoredTensor(
         start=start,
-        length=int(storage.nbytes()),
+        length=size_bytes - size_bytes % value.dtype.itemsize,
         first=int(value.storage_offset()),
         shape=tuple(map(int, value.shape)),
         strides=tuple(map(int, value.stride())),
         dtype=value.dtype,
     )
+    # Not by the size of torch's storage, which torch enlarges to what a tensor needs.
+    last = stored.first + sum((size - 1) * step for size, step in zip(stored.shape, stored.strides, strict=True))
+    is_inside = stored.first >= 0 and (last + 1) * stored.dtype.itemsize <= size_bytes
+    if min(stored.strides, default=0) < 0 or (value.numel() and not is_inside):
+        raise CorruptCheckpointError(
+            "A file of torch.save is damaged: a tensor has elements outside its storage. Copy it once more.",
+            **layout.details,
+            shape=stored.shape,
+            strides=stored.strides,
+            first=stored.first,
+            storage_bytes=size_bytes,
+        )
+    return stored
 
 
 class TorchFileSource:
@@ -107,7 +176,7 @@ class TorchFileSource:
     def __init__(self, reader: RangeReader, file: str, *, piece_bytes_max: int) -> None:
         """Load the layout of the file."""
         self.url = reader.store.url
-        self._reader, self._file, self._piece_bytes_max = reader, file, piece_bytes_max
+        self.reader, self._file, self._piece_bytes_max = reader, file, piece_bytes_max
         size_bytes = reader.sizes[file]
         (head,) = reader.read([FileRange(file, 0, min(size_bytes, len(_ZIP)))])
         if head != _ZIP:
@@ -117,13 +186,15 @@ class TorchFileSource:
                 url=reader.store.url,
                 file=file,
             )
-        value = load_layout(reader, FileRange(file, 0, size_bytes))
+        self._layout = load_layout(reader, FileRange(file, 0, size_bytes))
+        value = self._layout.value
         if not isinstance(value, dict) or not value:
             raise InvalidArgumentError(
                 "The file holds no dict of tensors.", url=reader.store.url, file=file, type=type(value).__qualname__
             )
         is_state_dict = all(isinstance(one, torch.Tensor) for one in value.values())
         self._stored: dict[str, StoredTensor] = {}
+        self._values_left = _VALUES_MAX + size_bytes
         self.state: dict[str, Any] = self._replace({"model": dict(value)} if is_state_dict else dict(value), ())
 
     def pieces(self, name: str) -> Sequence[Box]:
@@ -136,11 +207,11 @@ class TorchFileSource:
         """Return the values of boxes; one GET per box and 8 MiB."""
         found = [self._stored[name] for name, _ in parts]
         ranges = [
-            stored_range(FileRange(self._file, 0, self._reader.sizes[self._file]), one, box)
+            stored_range(FileRange(self._file, 0, self.reader.sizes[self._file]), one, box)
             for one, (_, box) in zip(found, parts, strict=True)
         ]
         return [
-            restore(one, box, data) for one, (_, box), data in zip(found, parts, self._reader.read(ranges), strict=True)
+            restore(one, box, data) for one, (_, box), data in zip(found, parts, self.reader.read(ranges), strict=True)
         ]
 
     def _replace(self, value: Any, path: tuple[str, ...], *, is_read: bool = False) -> Any:
@@ -148,6 +219,14 @@ class TorchFileSource:
 
         Tensors in a tuple, which torch's planner takes for one object, are read.
         """
+        self._values_left -= 1
+        if len(path) > DEPTH_MAX or self._values_left < 0:
+            raise InvalidArgumentError(
+                f"The file nests dicts and lists deeper than {DEPTH_MAX}, or in themselves, or contains the same ones "
+                "again and again. Load it by torch.load, and save what is needed by CheckpointManager.",
+                url=self.url,
+                file=self._file,
+            )
         if isinstance(value, dict):
             return {key: self._replace(one, (*path, str(key)), is_read=is_read) for key, one in value.items()}
         if isinstance(value, (list, tuple)):
@@ -156,10 +235,10 @@ class TorchFileSource:
             return tuple(found) if isinstance(value, tuple) else found
         if not isinstance(value, torch.Tensor):
             return value
-        stored, name = find_stored(value), ".".join(path)
-        if stored is None or stored.start + stored.length > self._reader.sizes[self._file]:
+        stored, name = find_stored(value, self._layout), ".".join(path)
+        if stored is None or stored.start + stored.length > self.reader.sizes[self._file]:
             raise InvalidArgumentError(
-                "A tensor of the file is no plain one. Load it by torch.load, and save its dict by CheckpointManager.",
+                f"A tensor of the file is no plain one, or another tool than torch has packed the file. {_INSTEAD}",
                 file=self._file,
                 tensor=name,
                 layout=value.layout,
@@ -186,4 +265,9 @@ def restore(stored: StoredTensor, box: Box, data: memoryview) -> torch.Tensor:
     if stored.is_contiguous:
         return tensor_from(data, stored.dtype, box.sizes)
     flat = tensor_from(data, stored.dtype, (stored.length // stored.dtype.itemsize,))
-    return flat.as_strided(stored.shape, stored.strides, stored.first).contiguous()
+    try:
+        return flat.as_strided(stored.shape, stored.strides, stored.first).contiguous()
+    except RuntimeError as error:
+        raise InvalidArgumentError(
+            "An expanded tensor of the source does not fit into the memory of this process.", shape=stored.shape
+        ) from error

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeGuard
+from dataclasses import is_dataclass
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -14,11 +15,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_remote.common.geometry import Box
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, UnsafeObjectError
+from dcp_remote.format.json_tree import DEPTH_MAX
 from dcp_remote.loading.downloads import RANGE_BYTES_MAX
 from dcp_remote.serialization.files import unwrap_marked
 from dcp_remote.serialization.pickle_validator import DamagedStreamError, UnsafeStreamError
 from dcp_remote.serialization.torch_streams import load_restricted, load_trusted
-from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, require_range
+from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, require_range, require_shape
 from dcp_remote.transfer.torch_file_source import StoredTensor, find_stored, load_layout, restore, stored_range
 
 TORCH_METADATA_FILE = ".metadata"
@@ -44,6 +46,10 @@ _KNOWN = {
 }
 
 
+# Index in a list, beside one per entry: torch leaves out empty dicts of lists, and `set_element` fills up to the index.
+_INDEX_MAX = 10_000
+
+
 class TorchSource:
     """State of torch's distributed checkpoint, under its own keys.
 
@@ -51,6 +57,9 @@ class TorchSource:
         reader: Reader of the folder.
         allow_pickle: True to load objects that need code.
         piece_bytes_max: Bytes of a chunk that are read at once; one that is not contiguous is read whole.
+
+    Attributes:
+        object_ranges: Streams of the objects, by name.
     """
 
     kind = "torch's distributed checkpoint"
@@ -58,7 +67,7 @@ class TorchSource:
     def __init__(self, reader: RangeReader, *, allow_pickle: bool, piece_bytes_max: int) -> None:
         """Read the metadata, the objects, and the beginning and end of large chunks; check that all files are there."""
         self.url = reader.store.url
-        self._reader, self._allow_pickle, self._piece_bytes_max = reader, allow_pickle, piece_bytes_max
+        self.reader, self._allow_pickle, self._piece_bytes_max = reader, allow_pickle, piece_bytes_max
         try:
             self._open(_load_metadata(reader))
         except (DcpRemoteError, MemoryError):
@@ -84,16 +93,23 @@ class TorchSource:
         self._stored = self._find_places()
         # Chunk of each piece.
         self._whole: dict[tuple[str, Box], tuple[Box, FileRange]] = {}
-        values = self._load_objects(
-            {name: self._require(spans, _index(name, entry)) for name, entry in entries.items() if not _is_plain(entry)}
-        )
+        self.object_ranges = {
+            name: self._require(spans, _index(name, entry)) for name, entry in entries.items() if not _is_plain(entry)
+        }
+        values = self._load_objects(self.object_ranges)
         paths = metadata.planner_data or {}
+        index_max = _INDEX_MAX + len(entries)
         self.state: dict[str, Any] = {}
         for name, entry in entries.items():
             value = values.get(name)
             if _is_plain(entry):
+                require_shape(entry.size, entry.properties.dtype, url=self.url, tensor=name)
                 value = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            set_element(self.state, paths.get(name, (name,)), value)
+            path = paths.get(name, (name,))
+            is_bounded = len(path) <= DEPTH_MAX and all(type(part) is str or 0 <= part <= index_max for part in path)
+            if not is_bounded or type(path[0]) is not str or ".".join(map(str, path)) != name:
+                raise self._corrupt("The metadata give an entry a place in the state that is not its name.", name)
+            set_element(self.state, path, value)
 
     def pieces(self, name: str) -> Sequence[Box]:
         """Return the chunks that were saved; large ones cut."""
@@ -115,7 +131,7 @@ class TorchSource:
             stored = self._stored.get(span)
             ranges.append(span if stored is None else stored_range(span, stored, box.relative_to(whole.offsets)))
         tensors: list[torch.Tensor] = []
-        for (name, box, whole, span), data in zip(found, self._reader.read(ranges), strict=True):
+        for (name, box, whole, span), data in zip(found, self.reader.read(ranges), strict=True):
             stored = self._stored.get(span)
             if stored is not None:
                 tensors.append(restore(stored, box.relative_to(whole.offsets), data))
@@ -138,7 +154,7 @@ class TorchSource:
         start, length = getattr(info, "offset", None), getattr(info, "length", None)
         if type(start) is not int or type(length) is not int or start < 0 or length < 1:
             raise self._corrupt("The metadata give an entry no place.", index.fqn)
-        file = require_range(self._reader, info.relative_path, stop=start + length, of=TORCH_METADATA_FILE)
+        file = require_range(self.reader, info.relative_path, stop=start + length, of=TORCH_METADATA_FILE)
         return FileRange(file, start, length)
 
     def _require(self, spans: Mapping[MetadataIndex, FileRange], index: MetadataIndex) -> FileRange:
@@ -156,10 +172,10 @@ class TorchSource:
             if span.length > min(self._piece_bytes_max, RANGE_BYTES_MAX)  # to decode a stream takes four times its size
         ]
         with ThreadPoolExecutor(_THREADS) as pool:
-            values = list(pool.map(lambda one: load_layout(self._reader, one[2]), large))
+            layouts = list(pool.map(lambda one: load_layout(self.reader, one[2]), large))
         found: dict[FileRange, StoredTensor] = {}
-        for (name, box, span), value in zip(large, values, strict=True):
-            stored = find_stored(value)
+        for (name, box, span), layout in zip(large, layouts, strict=True):
+            stored = find_stored(layout.value, layout)
             if stored is None:
                 continue
             if stored.shape != box.sizes or stored.start + stored.length > span.length:
@@ -168,7 +184,7 @@ class TorchSource:
         return found
 
     def _load_objects(self, spans: Mapping[str, FileRange]) -> dict[str, Any]:
-        streams = self._reader.read(list(spans.values()))
+        streams = self.reader.read(list(spans.values()))
         return {name: unwrap_marked(self._decode(name, data)) for name, data in zip(spans, streams, strict=True)}
 
     def _decode(self, name: str, data: memoryview) -> Any:
@@ -221,8 +237,21 @@ def _load_metadata(reader: RangeReader) -> Metadata:
     return metadata
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler of `.metadata`, of classes of torch's checkpoints alone."""
+class _MetadataUnpickler(pickle._Unpickler):
+    """Unpickler of `.metadata`, of classes of torch's checkpoints alone. In Python: C's has no `load_build`."""
+
+    stack: list[Any]
+
+    def load_build(self) -> None:
+        """Set the attributes of an object; those of a class or an enum would be changed for the whole process."""
+        target = self.stack[-2]
+        if isinstance(target, type) or not is_dataclass(target):
+            raise UnsafeObjectError(
+                "The metadata of this checkpoint change a class or function of this process.", type=repr(target)
+            )
+        super().load_build()
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class that metadata may have."""

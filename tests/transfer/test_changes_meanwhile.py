@@ -1,0 +1,125 @@
+"""Imports while another job saves, the source changes, or the store loses bits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from dcp_remote import CheckpointManager, errors, import_checkpoint, load, open_run
+from dcp_remote.common.arrays import Buffer
+from dcp_remote.storage import open_store
+from dcp_remote.storage.base import Condition, Version
+from dcp_remote.storage.wrapper import WrappedStore
+from dcp_remote.transfer import importing
+from dcp_remote.transfer.safetensors_source import SafetensorsSource
+
+QUIET: dict[str, Any] = {"progress": False}
+
+
+def steps(run: Path) -> list[tuple[int, bool]]:
+    return [(info.step, info.abandoned) for info in open_run(run).checkpoints()]
+
+
+@pytest.mark.parametrize("step", [7, 10, 12])
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_job_that_commits_meanwhile(
+    tmp_path: Path, step: int, has_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint stays live at every step that is imported; an import afterwards goes on from it."""
+    run = tmp_path / "run"
+    save_file({"a": torch.zeros(3)}, tmp_path / "a.safetensors")
+    with CheckpointManager(run, progress=False) as job:
+        if has_begun:
+            job.save(5, {"w": torch.ones(3)}, wait=True)
+        latest = importing.latest
+
+        def look(*args: Any, **options: Any) -> Any:
+            found = latest(*args, **options)
+            if found is None or found.step == 5:
+                job.save(10, {"w": torch.full((3,), 2.0)}, wait=True)
+            return found
+
+        monkeypatch.setattr(importing, "latest", look)
+        with pytest.raises((errors.CommitConflictError, errors.CheckpointExistsError)):
+            import_checkpoint(tmp_path / "a.safetensors", run, step=step, **QUIET)
+    assert steps(run) == [(5, False)] * has_begun + [(10, False)]
+    assert torch.equal(load(run)["w"], torch.full((3,), 2.0))
+    import_checkpoint(tmp_path / "a.safetensors", run, step=12, **QUIET)
+    assert steps(run) == [(5, False)] * has_begun + [(10, False), (12, False)]
+
+
+class LosingStore(WrappedStore):
+    """Store that changes a bit of the first shard that has some bytes."""
+
+    mark = b""
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        data = bytearray(b"".join(bytes(buffer) for buffer in buffers))
+        if key.startswith("shards") and self.mark in data:
+            data[data.index(self.mark)] ^= 1
+        return super().put(key, [bytes(data)], condition=condition)
+
+
+def weights_and_files(folder: Path, mark: bytes) -> Path:
+    folder.mkdir()
+    save_file({"a": torch.randn(1000)}, folder / "model.safetensors")
+    (folder / "tokenizer.json").write_bytes(mark * 1000)
+    return folder
+
+
+def file_with_an_object(folder: Path, mark: bytes) -> Path:
+    folder.mkdir()
+    torch.save({"w": torch.ones(3), "o": mark * 1000}, folder / "a.pt")
+    return folder / "a.pt"
+
+
+def quantized_by_torch(folder: Path, mark: bytes) -> Path:
+    values = torch.frombuffer(bytearray(mark * 50), dtype=torch.uint8)
+    quantized = torch._make_per_tensor_quantized_tensor(values, 0.5, 0)
+    dcp.save({"w": torch.ones(3), "q": quantized}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # by torch itself
+@pytest.mark.parametrize("make", [weights_and_files, file_with_an_object, quantized_by_torch])
+def test_a_store_that_loses_bits_of_objects(tmp_path: Path, make: Callable[[Path, bytes], Path]) -> None:
+    """Files, objects and quantized tensors are verified as well as tensors; an import without the loss passes."""
+    mark = bytes(range(100, 140))
+    source = make(tmp_path / "source", mark)
+    store = LosingStore(open_store(tmp_path / "run"))
+    store.mark = mark
+    with pytest.raises(errors.CorruptCheckpointError, match="do not match their digest"):
+        import_checkpoint(source, store, step=1, name="good", **QUIET)
+    assert steps(tmp_path / "run") == []
+    import_checkpoint(source, tmp_path / "run", step=1, name="good", **QUIET)
+    assert steps(tmp_path / "run") == [(1, False)]
+
+
+@pytest.mark.parametrize("is_inside_a_read", [True, False])
+def test_a_source_that_is_replaced(tmp_path: Path, is_inside_a_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By files of the same sizes: neither a mixture of both nor the new one is saved."""
+    source = tmp_path / "source"
+    source.mkdir()
+    old = {f"t{n}": torch.full((1 << 19,), 1.0) for n in range(4)}
+    save_file(old, source / "model.safetensors")
+    save_file({name: value * 2 for name, value in old.items()}, tmp_path / "new.safetensors")
+    read, calls = SafetensorsSource.read, 0
+
+    def replace(self: SafetensorsSource, parts: Any) -> list[torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        if calls == (2 if is_inside_a_read else 1):
+            os.replace(tmp_path / "new.safetensors", source / "model.safetensors")
+        return read(self, parts)
+
+    monkeypatch.setattr(SafetensorsSource, "read", replace)
+    with pytest.raises(errors.CorruptCheckpointError, match="replaced while it was read"):
+        import_checkpoint(source, tmp_path / "run", step=1, **QUIET)
+    assert steps(tmp_path / "run") == []

@@ -1,0 +1,265 @@
+"""Sources that an attacker, or another tool, has written: each is read right, or refused by our own errors."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path, PosixPath
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from dcp_remote import errors, import_checkpoint, latest, load
+from dcp_remote.transfer.source import open_source
+
+QUIET: dict[str, Any] = {"progress": False}
+
+
+def test_empty_dicts_are_kept(tmp_path: Path) -> None:
+    """In dicts and at the end of lists, as a native save keeps them; `SGD` has an empty `state`."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"optimizer": optimizer.state_dict(), "d": {}, "l": [5, {}], "n": {"a": {}, "b": [], "c": [[], {}]}}
+    torch.save(state, tmp_path / "a.pt")
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, **QUIET)
+    loaded = load(tmp_path / "run")
+    assert loaded == state
+    optimizer.load_state_dict(loaded["optimizer"])
+
+
+def rewrite(path: Path, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> None:
+    """Change the records of a file of `torch.save`."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in records.items():
+            archive.writestr(name, change(name, data))
+
+
+def refused(kind: type[errors.DcpRemoteError], match: str, source: Path, tmp_path: Path) -> None:
+    """Import, and see that the run has nothing."""
+    with pytest.raises(kind, match=match):
+        import_checkpoint(source, tmp_path / "run", step=1, **QUIET)
+    assert not (tmp_path / "run").exists() or latest(tmp_path / "run") is None
+
+
+def import_in_a_process(source: Path, tmp_path: Path) -> str:
+    """Import by the command line in a process of its own, which may crash; return what it says."""
+    code = "import sys; from dcp_remote.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "import", str(source), str(tmp_path / "run"), "--step", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 2, ended
+    return ended.stderr
+
+
+def test_another_order_of_bytes(tmp_path: Path) -> None:
+    """Swapping the bytes of a tensor without memory ends torch in a segmentation fault."""
+    torch.save({"w": torch.arange(1000.0)}, tmp_path / "a.pt")
+    other = b"big" if sys.byteorder == "little" else b"little"
+    rewrite(tmp_path / "a.pt", lambda name, data: other if name.endswith("byteorder") else data)
+    assert "another order of bytes" in import_in_a_process(tmp_path / "a.pt", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"M\xe8\x03", b"M\xd0\x07"),  # the shape: 2000 elements in a storage of 1000
+        (b"K\x07\x85", b"M\x2c\x01\x85"),  # a stride of 300 in the place of 7
+    ],
+)
+def test_elements_outside_a_storage(tmp_path: Path, old: bytes, new: bytes) -> None:
+    """The bytes behind a storage are those of another tensor."""
+    weight = torch.arange(1000.0)
+    torch.save({"w": weight[::7][:10] if old[:1] == b"K" else weight, "other": torch.ones(9000)}, tmp_path / "a.pt")
+
+    def change(name: str, data: bytes) -> bytes:
+        place = data.rfind(old) if name.endswith("data.pkl") else -1
+        return data[:place] + new + data[place + len(old) :] if place >= 0 else data
+
+    rewrite(tmp_path / "a.pt", change)
+    refused(errors.CorruptCheckpointError, "outside its storage", tmp_path / "a.pt", tmp_path)
+
+
+def test_a_file_that_another_tool_has_packed(tmp_path: Path) -> None:
+    """Without memory, torch.load computes places by what torch would have written, and so would read other bytes."""
+    torch.save({"a": torch.arange(1000.0), "b": torch.ones(5000), "c": torch.arange(9.0)}, tmp_path / "a.pt")
+    rewrite(tmp_path / "a.pt", lambda _, data: data)
+    refused(errors.InvalidArgumentError, r"another tool than torch.*model\.b", tmp_path / "a.pt", tmp_path)
+
+
+def test_views_of_a_storage(tmp_path: Path) -> None:
+    """Undamaged: transposed, cut, expanded, empty, a scalar; and two tensors of one storage."""
+    base = torch.arange(1000.0)
+    state = {
+        "t": base.view(10, 100).t(),
+        "end": base[990:],
+        "step": base[3::7],
+        "wide": base[:1].expand(4),
+        "empty": base[1000:],
+        "nothing": torch.empty(0, 3),
+        "scalar": torch.tensor(3),
+    }
+    torch.save(state, tmp_path / "a.pt")
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, **QUIET)
+    loaded = load(tmp_path / "run")["model"]
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+
+
+def test_lists_that_contain_one_another(tmp_path: Path) -> None:
+    """A file of a few hundred bytes whose lists are 2**40 values; and lists and dicts in themselves."""
+    bomb: list[Any] = [1]
+    for _ in range(40):
+        bomb = [bomb, bomb]
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    itself: dict[str, Any] = {}
+    itself["itself"] = itself
+    for value in (bomb, deep, itself):
+        torch.save({"w": torch.ones(1), "value": value}, tmp_path / "a.pt")
+        refused(errors.InvalidArgumentError, "again and again", tmp_path / "a.pt", tmp_path)
+    shared = [0.9, 0.999]
+    torch.save({"w": torch.ones(1), "groups": [{"betas": shared}] * 100}, tmp_path / "a.pt")
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, **QUIET)
+    assert load(tmp_path / "run")["groups"] == [{"betas": shared}] * 100
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # by torch itself
+def test_tensors_that_are_no_plain_ones(tmp_path: Path) -> None:
+    """Undamaged files are not called damaged."""
+    values = {
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided),
+        "meta": torch.empty(3, device="meta"),
+        "dimensions": torch.ones([1] * 65),
+        "expanded": torch.ones(1).expand(2**50),
+    }
+    for value in values.values():
+        torch.save({"w": value, "e": 1}, tmp_path / "a.pt")
+        refused(errors.InvalidArgumentError, "plain|65|dimensions|memory", tmp_path / "a.pt", tmp_path)
+    torch.save({"w": torch.ones(1000)}, tmp_path / "a.pt")
+    rewrite(tmp_path / "a.pt", lambda _, data: data, zipfile.ZIP_DEFLATED)
+    refused(errors.InvalidArgumentError, "plain", tmp_path / "a.pt", tmp_path)
+
+
+def test_damaged_programs(tmp_path: Path) -> None:
+    """Each byte of the pickle program in turn; every error is one of ours."""
+    torch.save({"w": torch.arange(3.0), "e": [1]}, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+        program = archive.read(name)
+    outcomes: Counter[str] = Counter()
+    for place in range(len(program)):
+        shutil.copy(tmp_path / "whole.pt", tmp_path / "a.pt")
+        wrong = program[:place] + bytes([program[place] ^ 0x2A]) + program[place + 1 :]
+        rewrite(tmp_path / "a.pt", lambda name, data, wrong=wrong: wrong if name.endswith("data.pkl") else data)  # type: ignore[misc]  # bound at once
+        try:
+            open_source(tmp_path / "a.pt")
+        except errors.DcpRemoteError as error:
+            outcomes[type(error).__name__] += 1
+    assert outcomes["CorruptCheckpointError"] > 10
+    assert outcomes["UnsafeObjectError"] > 10
+
+
+def write_safetensors(path: Path, header: dict[str, Any], data: bytes = b"") -> Path:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+@pytest.mark.parametrize("shape", [[1] * 100_000, [2**62, 2**62, 0], [2**63 - 1, 0], [0, 2**63 - 1, 2**63 - 1]])
+def test_shapes_that_no_checkpoint_holds(tmp_path: Path, shape: list[int]) -> None:
+    """At once, before torch sees the shape."""
+    length = 0 if 0 in shape else 1
+    header = {"a": {"dtype": "U8", "shape": shape, "data_offsets": [0, length]}}
+    path = write_safetensors(tmp_path / "a.safetensors", header, b"\0" * length)
+    began_seconds = time.monotonic()
+    refused(errors.InvalidArgumentError, "dimensions or", path, tmp_path)
+    assert time.monotonic() - began_seconds < 10
+
+
+def by_torch(folder: Path, change: Callable[[Any], object] = lambda _: None) -> Path:
+    """Save by torch, and change the metadata."""
+    dcp.save({"w": torch.arange(12.0).view(3, 4), "o": [1, {"x": 2}]}, checkpoint_id=folder, no_dist=True)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return folder
+
+
+def set_path(path: tuple[Any, ...]) -> Callable[[Any], None]:
+    return lambda metadata: metadata.planner_data.update(w=path)
+
+
+def set_chunks(*chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Any], None]:
+    """Return a change to chunks of other offsets and sizes, all in the place of the whole tensor."""
+
+    def change(metadata: Any) -> None:
+        place = next(info for index, info in metadata.storage_data.items() if index.fqn == "w")
+        found = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
+        metadata.state_dict_metadata["w"].chunks = found
+        metadata.storage_data.update({MetadataIndex("w", chunk.offsets): place for chunk in found})
+
+    return change
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "through an entry": set_path(("o", "x")),
+    "of another entry": set_path(("o", 0)),
+    "another name": set_path(("../../x",)),
+    "a number first": set_path((0, "w")),
+    "empty": set_path(()),
+    "bytes": set_path((b"w",)),
+    "overlap": set_chunks(((0, 0), (3, 4)), ((1, 0), (2, 4))),
+    "the same twice": set_chunks(((0, 0), (3, 4)), ((0, 0), (3, 4))),
+    "negative": set_chunks(((0, 0), (-3, -4))),
+    "outside": set_chunks(((0, 0), (4, 4))),
+    "dimensions": set_chunks(((0,), (12,))),
+    "negative size": lambda metadata: setattr(metadata.state_dict_metadata["w"], "size", torch.Size((-3, 4))),
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_metadata_of_torch_that_contradict_themselves(tmp_path: Path, change: str) -> None:
+    refused(
+        errors.CorruptCheckpointError,
+        "damaged|chunk|not its name",
+        by_torch(tmp_path / "torch", CHANGES[change]),
+        tmp_path,
+    )
+
+
+def test_an_index_that_fills_the_memory(tmp_path: Path) -> None:
+    """Torch fills a list with None up to the index."""
+
+    def change(metadata: Any) -> None:
+        for values in (metadata.state_dict_metadata, metadata.planner_data):
+            values["o.1000000000000"] = values.pop("o.0")
+        metadata.planner_data["o.1000000000000"] = ("o", 10**12)
+        for index in list(metadata.storage_data):
+            if index.fqn == "o.0":
+                metadata.storage_data[MetadataIndex("o.1000000000000")] = metadata.storage_data.pop(index)
+
+    refused(errors.CorruptCheckpointError, "not its name", by_torch(tmp_path / "torch", change), tmp_path)
+
+
+@pytest.mark.parametrize("value", ["cpathlib\nPosixPath\n", "ctorch.serialization\n_get_layout\n"])
+def test_metadata_of_torch_that_change_a_class(tmp_path: Path, value: str) -> None:
+    """The state of a class is set as that of any object, for the whole process."""
+    folder = by_torch(tmp_path / "torch")
+    program = value.encode() + b"N}X\x0b\x00\x00\x00is_absoluteK\x07s\x86b."
+    (folder / ".metadata").write_bytes(b"\x80\x02" + program)
+    before = PosixPath.is_absolute
+    refused(errors.UnsafeObjectError, "change a class", folder, tmp_path)
+    assert PosixPath.is_absolute is before
