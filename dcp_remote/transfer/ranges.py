@@ -27,7 +27,7 @@ _THREADS = 16
 
 # Block that `RangeFile` reads at once: the directory of a zip of a thousand tensors.
 _BLOCK_BYTES = 64 * KiB
-_BLOCKS_MAX = 256
+_BLOCKS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class RangeReader:
 
 
 class RangeFile(io.RawIOBase):
-    """Part of a file as a file to read; keeps up to 16 MiB of blocks that were read.
+    """Part of a file as a file to read; keeps up to 4 MiB of blocks that were read.
 
     Args:
         reader: Reader of the file's folder.
