@@ -122,7 +122,9 @@ def _look(
         raise CheckpointNotFoundError("There is no such folder or file.", path=str(path))
     # Not by the store, which leaves out links: in the cache of Hugging Face all files are links.
     found = [(one.name, one.stat()) for one in sorted(path.iterdir()) if one.is_file()]
-    return store, [ObjectInfo(name, one.st_size, version_of(one), one.st_mtime) for name, one in found], None
+    changed = [max(one.st_mtime_ns, one.st_ctime_ns) / 1e9 for _, one in found]  # as the store's `head` gives it
+    files = zip(found, changed, strict=True)
+    return store, [ObjectInfo(name, one.st_size, version_of(one), at) for (name, one), at in files], None
 
 
 def _list_files(store: ObjectStore, deadline: Deadline) -> list[ObjectInfo]:

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 
 from dcp_remote.common.geometry import Box
+from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, UnsafeObjectError
 from dcp_remote.format.json_tree import DEPTH_MAX
 from dcp_remote.serialization.tensors import tensor_from
@@ -27,6 +28,9 @@ _ZIP = b"PK\x03\x04"
 
 # Values of a small file: lists that are contained in lists more than once would else become any number of values.
 _VALUES_MAX = 100_000
+
+# Storages whose places are read, and not only computed from the directory: a GET of a block for each.
+_SMALL_BYTES_MAX = 1 * MiB
 
 _INSTEAD = "Load it by torch.load, and save its dict by CheckpointManager."
 
@@ -73,7 +77,7 @@ class Layout:
 
 
 def load_layout(reader: RangeReader, span: FileRange) -> Layout:
-    """Return the layout of a stream; two to five GETs of 64 KiB, and one per large storage.
+    """Return the layout of a stream; two to five GETs of 64 KiB, and one per storage above 1 MiB.
 
     torch's restricted unpickler runs no code. In its mode of fake tensors it reads no storage, and tells their places.
 
@@ -119,9 +123,18 @@ def _read_sizes(stream: IO[bytes], details: Mapping[str, Any]) -> dict[int, int]
             f"A file of torch.save comes from a machine with another order of bytes. {_INSTEAD}", **details
         )
     with zipfile.ZipFile(stream) as archive:
-        stored = {one.filename: one.file_size for one in archive.infolist() if one.compress_type == zipfile.ZIP_STORED}
-    names = {name: name.partition("/")[2] for name in stored}
-    return {records.get_record_offset(names[name]): size for name, size in stored.items() if "/data/" in name}
+        stored = [
+            one for one in archive.infolist() if one.compress_type == zipfile.ZIP_STORED and "/data/" in one.filename
+        ]
+    alignment = int(records.get_record(".storage_alignment")) if records.has_record(".storage_alignment") else None
+    sizes: dict[int, int] = {}
+    for one in stored:
+        name, size_bytes = one.filename.partition("/")[2], one.file_size
+        if alignment is None or size_bytes > _SMALL_BYTES_MAX:
+            sizes[records.get_record_offset(name)] = size_bytes
+        else:
+            sizes[records.get_record_offset_no_read(one.header_offset, name, size_bytes, alignment)] = size_bytes
+    return sizes
 
 
 def find_stored(value: object, layout: Layout) -> StoredTensor | None:

@@ -249,7 +249,8 @@ class _MetadataUnpickler(pickle._Unpickler):
             raise UnsafeObjectError(
                 "The metadata of this checkpoint change a class or function of this process.", type=repr(target)
             )
-        super().load_build()
+        build: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]
+        build(self)
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 

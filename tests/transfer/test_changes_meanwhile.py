@@ -12,12 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from dcp_remote import CheckpointManager, errors, import_checkpoint, load, open_run
+from dcp_remote import CheckpointManager, errors, import_checkpoint, latest, load, open_run
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.storage import open_store
 from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.wrapper import WrappedStore
-from dcp_remote.transfer import importing
 from dcp_remote.transfer.safetensors_source import SafetensorsSource
 
 QUIET: dict[str, Any] = {"progress": False}
@@ -38,7 +37,6 @@ def test_a_job_that_commits_meanwhile(
     with CheckpointManager(run, progress=False) as job:
         if has_begun:
             job.save(5, {"w": torch.ones(3)}, wait=True)
-        latest = importing.latest
 
         def look(*args: Any, **options: Any) -> Any:
             found = latest(*args, **options)
@@ -46,7 +44,7 @@ def test_a_job_that_commits_meanwhile(
                 job.save(10, {"w": torch.full((3,), 2.0)}, wait=True)
             return found
 
-        monkeypatch.setattr(importing, "latest", look)
+        monkeypatch.setattr("dcp_remote.transfer.importing.latest", look)
         with pytest.raises((errors.CommitConflictError, errors.CheckpointExistsError)):
             import_checkpoint(tmp_path / "a.safetensors", run, step=step, **QUIET)
     assert steps(run) == [(5, False)] * has_begun + [(10, False)]

@@ -73,28 +73,26 @@ def test_another_order_of_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (b"M\xe8\x03", b"M\xd0\x07"),  # the shape: 2000 elements in a storage of 1000
-        (b"K\x07\x85", b"M\x2c\x01\x85"),  # a stride of 300 in the place of 7
+        (b"M\xe8\x03\x85", b"M\xd0\x07\x85"),  # the shape: 2000 elements in a storage of 1000
+        (b"M\x00\x01\x85", b"M\x00\x02\x85"),  # a stride of 512 in the place of 256
     ],
 )
 def test_elements_outside_a_storage(tmp_path: Path, old: bytes, new: bytes) -> None:
     """The bytes behind a storage are those of another tensor."""
-    weight = torch.arange(1000.0)
-    torch.save({"w": weight[::7][:10] if old[:1] == b"K" else weight, "other": torch.ones(9000)}, tmp_path / "a.pt")
-
-    def change(name: str, data: bytes) -> bytes:
-        place = data.rfind(old) if name.endswith("data.pkl") else -1
-        return data[:place] + new + data[place + len(old) :] if place >= 0 else data
-
-    rewrite(tmp_path / "a.pt", change)
-    refused(errors.CorruptCheckpointError, "outside its storage", tmp_path / "a.pt", tmp_path)
+    base = torch.arange(1000.0)
+    path = tmp_path / "a.pt"
+    torch.save({"w": base[::256] if b"\x01" in old else base, "other": torch.ones(9000)}, path)
+    data = path.read_bytes()
+    assert data.count(old) == 1
+    path.write_bytes(data.replace(old, new))
+    refused(errors.CorruptCheckpointError, "outside its storage", path, tmp_path)
 
 
 def test_a_file_that_another_tool_has_packed(tmp_path: Path) -> None:
     """Without memory, torch.load computes places by what torch would have written, and so would read other bytes."""
     torch.save({"a": torch.arange(1000.0), "b": torch.ones(5000), "c": torch.arange(9.0)}, tmp_path / "a.pt")
     rewrite(tmp_path / "a.pt", lambda _, data: data)
-    refused(errors.InvalidArgumentError, r"another tool than torch.*model\.b", tmp_path / "a.pt", tmp_path)
+    refused(errors.InvalidArgumentError, "another tool than torch", tmp_path / "a.pt", tmp_path)
 
 
 def test_views_of_a_storage(tmp_path: Path) -> None:
