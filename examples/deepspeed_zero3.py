@@ -85,6 +85,7 @@ def main() -> None:
             engine.save_checkpoint(options.url, client_state={"loss": loss.item()})  # copied at once, then uploaded
     if dist.get_rank() == 0 and loss is not None:
         print(f"step {engine.global_steps}, loss {loss.item():.4f}", flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

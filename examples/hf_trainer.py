@@ -51,6 +51,7 @@ def main() -> None:
     trainer = remote(trainer, options.url)  # changed
     trainer.train(resume_from_checkpoint=True)
     close_managers()  # changed: raises the error of a last save, if there is one
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

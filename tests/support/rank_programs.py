@@ -64,6 +64,16 @@ def report(**values: Any) -> None:
     path.write_text(json.dumps(known | values))
 
 
+def leave_process_group() -> None:
+    """Destroy the process group, if there is one: the last call of a rank.
+
+    Otherwise gloo's threads, which may still hold tensors, may take the GIL while Python shuts down, and the process
+    ends by SIGABRT: "terminate called without an active exception" (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def run_ranks(
     script: Path,
     world_size: int,

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from dcp_remote import latest
 from dcp_remote.integrations.accelerate import load_state, save_state
 from dcp_remote.integrations.runs import close_managers
-from tests.support.rank_programs import report
+from tests.support.rank_programs import leave_process_group, report
 
 
 def orders(url: str, epochs: int, options: dict[str, Any]) -> list[list[int]]:
@@ -45,6 +45,7 @@ def main() -> None:
         whole = orders(f"{url}-whole", 4, options())
         parts = orders(url, 2, options()) + orders(url, 4, options())
         report(**{name: {"whole": whole, "parts": parts}})
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import nn
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations.accelerate import enable
 from dcp_remote.integrations.runs import close_managers
-from tests.support.rank_programs import report
+from tests.support.rank_programs import leave_process_group, report
 
 
 def make_accelerator(url: str) -> Accelerator:
@@ -43,6 +43,7 @@ def main() -> None:
     resumed.save_state()
     close_managers()
     report(refused=refused)
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import deepspeed_loads
 import deepspeed_nvme
 import deepspeed_saves
 from dcp_remote.integrations.runs import close_managers
-from tests.support.rank_programs import report
+from tests.support.rank_programs import leave_process_group, report
 
 CASES = {
     function.__name__: function
@@ -66,6 +66,7 @@ def main() -> None:
             raise
         report(**{name: "passed"})
         sys.stdout.write(f"{name}: {time.monotonic() - began:.1f} s\n")
+    leave_process_group()
 
 
 if __name__ == "__main__":

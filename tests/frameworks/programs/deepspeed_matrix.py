@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dcp_remote.integrations.deepspeed import attach
 from dcp_remote.integrations.runs import close_managers
 from deepspeed_engines import KINDS, digests, evaluate, full_state, make_engine, steps_of, train
-from tests.support.rank_programs import report
+from tests.support.rank_programs import leave_process_group, report
 
 
 def result_of(engine: Any) -> dict[str, Any]:
@@ -70,6 +70,7 @@ def main() -> None:
         else:
             url, kinds, runs, *arguments = arguments
             load(url, kinds, runs)
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from dcp_remote import CheckpointManager, ModelState, training_state
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations.runs import close_managers
-from tests.support.rank_programs import report
+from tests.support.rank_programs import leave_process_group, report
 
 SAVED_STEP, LAST_STEP = 2, 4
 LEARNING_RATE = 0.05
@@ -455,8 +455,7 @@ def main() -> None:
             error = f"{type(caught).__name__}: {caught}"
         close_managers()
         report(**{one["name"]: {"digests": job.digests, "error": error}})
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
 
@@ -19,7 +18,7 @@ from dcp_remote import PerRank, RandomStates
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations.runs import close_managers
 from lightning_models import ENVIRONMENT, RANK, WORLD_SIZE, digests_of, make_accelerator, make_strategy
-from tests.support.rank_programs import report
+from tests.support.rank_programs import leave_process_group, report
 
 logging.basicConfig(level=logging.INFO)
 
@@ -119,8 +118,7 @@ def main() -> None:
     for name, options in json.loads(Path(sys.argv[1]).read_text()).items():
         report(**{name: run(options)})
         close_managers()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

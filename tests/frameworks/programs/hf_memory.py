@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from dcp_remote.integrations.runs import close_managers, wait_for_saves
 from dcp_remote.integrations.transformers import remote
 from hf_models import VOCABULARY, forbid_gathers, make_data, use_gloo_ranks
-from tests.support.rank_programs import report
+from tests.support.rank_programs import leave_process_group, report
 
 MiB = 1024 * 1024
 
@@ -77,6 +77,7 @@ def main() -> None:
     # Parameters and two moments of Adam, in fp32.
     shard = 12 * sum(parameter.numel() for parameter in model.parameters()) // dist.get_world_size()
     report(memory={"shard": round(shard / MiB), "budget": BUDGET // MiB, "saves": measure.saves})
+    leave_process_group()
 
 
 main()

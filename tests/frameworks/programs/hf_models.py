@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dcp_remote import CheckpointManager, LocalBoxes
 from dcp_remote.integrations.runs import close_managers
 from dcp_remote.integrations.wrappers import unwrap_optimizer
-from tests.support.rank_programs import report
+from tests.support.rank_programs import leave_process_group, report
 
 VOCABULARY = 64
 
@@ -51,6 +51,7 @@ def run_jobs(train: Callable[[str, dict[str, Any]], dict[str, Any]]) -> None:
     for name, job in options["jobs"].items():
         report(**{name: train(mode, job)})
         close_managers()
+    leave_process_group()
 
 
 def kill_soon(seconds: float = 0.3) -> None:

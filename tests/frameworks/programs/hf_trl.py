@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]  # may n
 from dcp_remote.integrations.runs import close_managers
 from dcp_remote.integrations.transformers import remote
 from hf_models import VOCABULARY, make_model, model_digest
-from tests.support.rank_programs import report
+from tests.support.rank_programs import leave_process_group, report
 
 
 class Stop(TrainerCallback):  # type: ignore[misc]  # may not be installed
@@ -75,6 +75,7 @@ def main() -> None:
     resumed.train(resume_from_checkpoint=True)
     close_managers()
     report(whole=results_of(whole), resumed=results_of(resumed))
+    leave_process_group()
 
 
 main()

@@ -15,7 +15,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations.runs import close_managers
 from lightning_models import ENVIRONMENT, RANK, WORLD_SIZE, digests_of, make_accelerator, make_strategy
-from tests.support.rank_programs import report
+from tests.support.rank_programs import leave_process_group, report
 
 logging.basicConfig(level=logging.INFO)
 
@@ -195,8 +194,7 @@ def main() -> None:
         folder.mkdir()
         report(**{name: run(options, folder)})
         close_managers()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

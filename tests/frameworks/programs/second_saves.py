@@ -21,7 +21,7 @@ from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations import fabric as remote_fabric
 from dcp_remote.integrations import lightning as remote_lightning
 from dcp_remote.integrations.runs import close_managers
-from tests.support.rank_programs import report
+from tests.support.rank_programs import leave_process_group, report
 
 warnings.filterwarnings("ignore")
 
@@ -149,6 +149,7 @@ def main() -> None:
     os.environ.update(environment)
     report(lightning=save_by_lightning(f"{sys.argv[1]}/lightning"))
     report(average=resume_average(f"{sys.argv[1]}/average"))
+    leave_process_group()
 
 
 if __name__ == "__main__":

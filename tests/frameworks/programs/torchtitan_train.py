@@ -33,7 +33,7 @@ from torchtitan.trainer import Trainer
 
 from dcp_remote import load
 from dcp_remote.errors import DcpRemoteError
-from tests.support.rank_programs import report
+from tests.support.rank_programs import leave_process_group, report
 
 RANK = int(os.environ["RANK"])
 
@@ -176,8 +176,7 @@ def main() -> None:
         own: dict[str, Any] = {"store": dist.PrefixStore(name, store), "rank": RANK, "world_size": size}
         with patch.object(torch.distributed, "init_process_group", partial(INIT, **own)):
             report(**{name: run(options)})
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_process_group()
 
 
 if __name__ == "__main__":
