@@ -1,6 +1,6 @@
 """Command line: parse the arguments, run one command, turn errors into one line and an exit code.
 
-Exit codes: 0 success; 1 failure, with the reason on standard error; 2 wrong command line.
+Exit codes: 0 success; 1 failure, with the reason on standard error; 2 wrong command line; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeAlias
 
 from dcp_remote.cli import bench, gc, ls, pin, recover, rm, show, transfer
+from dcp_remote.cli.interrupts import INTERRUPTED, watch_interrupts
 from dcp_remote.cli.selection import parse_step
+from dcp_remote.cli.wording import name_options
 from dcp_remote.common.text import escape_unprintable
 from dcp_remote.common.units import WEIGHTS_FILE_BYTES_MAX
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 from dcp_remote.run.gc import GRACE_SECONDS
+from dcp_remote.storage.limits import LIMIT_OPTIONS
 
 _FAILED, _USAGE = 1, 2
 
@@ -44,8 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         command: Callable[[argparse.Namespace], None] = options.run
-        command(options)
+        with watch_interrupts():
+            command(options)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader of the output has closed the pipe, as `head` does. Without a new target for standard output, Python
         # would print another error at exit.
@@ -59,7 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report_error(error: DcpRemoteError | OSError, code: int) -> int:
-    print(escape_unprintable(f"dcp-remote: {error}"), file=sys.stderr)
+    text = str(error)
+    if isinstance(error, DcpRemoteError):
+        text = name_options(error.what) + text.removeprefix(error.what)
+    print(escape_unprintable(f"dcp-remote: {text}"), file=sys.stderr)
     return code
 
 
@@ -124,6 +134,12 @@ def _add_import(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     _add_store_arguments(parser)
     parser.add_argument("--step", type=int, required=True, metavar="N", help="step of the new checkpoint")
     parser.add_argument("--name", help="name of the new checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint of this step")
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="load objects of torch's checkpoints that need code, which the checkpoint names: only where it is trusted",
+    )
     parser.add_argument(
         "--source-option",
         action="append",
@@ -162,6 +178,11 @@ def _add_export(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         default=WEIGHTS_FILE_BYTES_MAX,
         metavar="N[MiB|GiB]",
         help="size of one file of weights (default: %(default)s bytes)",
+    )
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="write objects that need code to load, for --kind torch: only where the checkpoint is trusted",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
 
@@ -309,6 +330,8 @@ def _import(options: argparse.Namespace) -> None:
         storage_options=_parse_storage_options(options),
         step=options.step,
         name=options.name,
+        overwrite=options.overwrite,
+        allow_pickle=options.allow_pickle,
         as_json=options.json,
         out=sys.stdout,
     )
@@ -324,6 +347,7 @@ def _export(options: argparse.Namespace) -> None:
         key=options.key,
         dtype=options.dtype,
         file_bytes_max=options.file_bytes_max,
+        allow_pickle=options.allow_pickle,
         as_json=options.json,
         out=sys.stdout,
     )
@@ -389,5 +413,16 @@ def _parse_pairs(option: str, pairs: Sequence[str]) -> dict[str, object]:
         name, equals, value = pair.partition("=")
         if not equals:
             raise InvalidArgumentError(f"An {option} must have the form NAME=VALUE.", option=name)
-        parsed[name] = value
+        parsed[name] = _parse_value(name, value)
     return parsed
+
+
+def _parse_value(name: str, value: str) -> object:
+    """Return a flag for `true` and `false`, a number for a limit or a time, else the text."""
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if name in LIMIT_OPTIONS or name.endswith("_seconds"):
+        for number in (int, float):
+            with suppress(ValueError):
+                return number(value)
+    return value

@@ -24,6 +24,8 @@ def run_import(
     storage_options: Mapping[str, object],
     step: int,
     name: str | None,
+    overwrite: bool,
+    allow_pickle: bool,
     as_json: bool,
     out: TextIO,
 ) -> None:
@@ -36,6 +38,8 @@ def run_import(
         storage_options: Options as for `RemoteWriter`.
         step: Step of the new checkpoint.
         name: Name of the new checkpoint.
+        overwrite: Replace the checkpoint of this step.
+        allow_pickle: Load objects that need code.
         as_json: Print a JSON document instead of text.
         out: Output stream.
     """
@@ -47,6 +51,8 @@ def run_import(
         url,
         step=step,
         name=name,
+        overwrite=overwrite,
+        allow_pickle=allow_pickle,
         source_options={**(storage_options if is_remote(source) else {}), **source_options},
         storage_options=storage_options,
     )
@@ -76,6 +82,7 @@ def run_export(
     key: str,
     dtype: str | None,
     file_bytes_max: int,
+    allow_pickle: bool,
     as_json: bool,
     out: TextIO,
 ) -> None:
@@ -90,6 +97,7 @@ def run_export(
         key: First parts of the names of the weights.
         dtype: Name of the dtype to convert to; None to keep each.
         file_bytes_max: Size of one file of weights, in bytes.
+        allow_pickle: Write objects that need code to load.
         as_json: Print a JSON document instead of text.
         out: Output stream.
     """
@@ -105,6 +113,7 @@ def run_export(
         dtype=dtype,
         storage_options=storage_options,
         file_bytes_max=file_bytes_max,
+        allow_pickle=allow_pickle,
     )
     total_bytes = sum(path.stat().st_size for path in written)
     document = {

@@ -1,0 +1,171 @@
+"""Tests of what all commands share: options, messages, and Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_remote.cli import main
+from dcp_remote.cli.wording import name_options
+
+PROGRAM = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # this process may have been started with SIGINT ignored
+from dcp_remote.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Custom:
+    """Object that only a pickle can hold."""
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """Save a tensor by torch."""
+    torch.save({"w": torch.arange(8.0)}, tmp_path / "weights.pt")
+    return tmp_path / "weights.pt"
+
+
+def test_storage_options_are_numbers_and_flags(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+    given = [
+        "--option=requests_in_flight=2",
+        "--option=upload_bytes_per_second=1e9",
+        "--option=allow_network_replace=true",
+    ]
+    assert main(["import", str(weights), run, "--step", "1", *given]) == 0
+    capsys.readouterr()
+    for option, message in (
+        ("requests_in_flight=1.5", "--option requests_in_flight must be an integer above zero. value=1.5"),
+        ("requests_in_flight=many", "--option requests_in_flight must be an integer above zero. value='many'"),
+        ("allow_network_replace=1", "--option allow_network_replace must be True or False. value='1'"),
+    ):
+        assert main(["ls", run, "--option", option]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_secret_of_digits_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only limits and times become numbers."""
+    seen = {}
+    monkeypatch.setattr("dcp_remote.cli.ls.run", lambda url, *, storage_options, **_: seen.update(storage_options))
+    options = ["aws_secret_access_key=123", "connect_timeout_seconds=2.5", "verify=False", "key=a=b"]
+    assert main(["ls", "s3://bucket/run", *(f"--option={option}" for option in options)]) == 0
+    assert seen == {"aws_secret_access_key": "123", "connect_timeout_seconds": 2.5, "verify": False, "key": "a=b"}
+
+
+def test_messages_name_options_of_the_command_line(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The options that a message names are there, and do what it says."""
+    run, source = str(tmp_path / "run"), tmp_path / "source"
+    dcp.save({"w": torch.ones(2), "began": Custom()}, checkpoint_id=source, no_dist=True)
+    for arguments, option in (
+        (["import", str(weights), run, "--step", "1"], ""),
+        (["import", str(weights), run, "--step", "1"], "--overwrite"),
+        (["import", str(source), run, "--step", "2"], "--allow-pickle"),
+        (["export", run, str(tmp_path / "out"), "--kind", "torch"], "--allow-pickle"),
+        (["rm", run, "--step", "2", "--yes"], "--force"),
+    ):
+        if option:
+            assert main(arguments) > 0
+            message = capsys.readouterr().err
+            assert option in message
+            assert "=True" not in message
+        assert main([*arguments, *([option] if option else [])]) == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("set storage_options['region_name'] (or …) to", "set --region (or …) to"),
+        ("Give storage_options['verify'].", "Give --option verify."),
+        ("quotes (storage_options={'etag_quotes': False}).", "quotes (--option etag_quotes=False)."),
+        ("Unknown name in storage_options for s3 URLs.", "Unknown name in --option for s3 URLs."),
+    ],
+)
+def test_wording(message: str, named: str) -> None:
+    assert name_options(message) == named
+
+
+class Server:
+    """Server that takes connections and never answers; it closes them at once, or holds them."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket.settimeout(60)
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._held: list[socket.socket] = []
+
+    def take(self, *, is_held: bool) -> None:
+        connection, _ = self._socket.accept()
+        if is_held:
+            self._held.append(connection)
+        else:
+            connection.close()
+
+    def close(self) -> None:
+        for connection in [*self._held, self._socket]:
+            connection.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def command(server: Server) -> Iterator[subprocess.Popen[str]]:
+    """Start a command whose server does not answer."""
+    keys = ["--option=aws_access_key_id=testing", "--option=aws_secret_access_key=testing"]
+    arguments = ["ls", "s3://bucket/run", "--endpoint-url", server.url, "--region=us-east-1", *keys]
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stderr=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+LINE = "dcp-remote: interrupted; Ctrl-C again ends at once\n"
+
+
+def test_ctrl_c_ends_a_command(server: Server, command: subprocess.Popen[str]) -> None:
+    """Between two attempts of a request: one line, and no traceback."""
+    server.take(is_held=False)
+    command.send_signal(signal.SIGINT)
+    server.close()
+    assert command.communicate(timeout=60)[1] == LINE
+    assert command.returncode == 130
+
+
+def test_a_second_ctrl_c_ends_a_command_at_once(server: Server, command: subprocess.Popen[str]) -> None:
+    """While a request is pending, from which the main thread does not return."""
+    server.take(is_held=True)
+    command.send_signal(signal.SIGINT)
+    assert command.stderr is not None
+    assert command.stderr.readline() == LINE
+    with pytest.raises(subprocess.TimeoutExpired):
+        command.wait(1)
+    command.send_signal(signal.SIGINT)
+    assert command.wait(5) == 130
+
+
+def test_two_signals_together_are_one_ctrl_c(server: Server, command: subprocess.Popen[str]) -> None:
+    """A launcher passes on what the terminal has sent to the command as well."""
+    server.take(is_held=True)
+    command.send_signal(signal.SIGINT)
+    assert command.stderr is not None
+    assert command.stderr.readline() == LINE
+    command.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        command.wait(1)
