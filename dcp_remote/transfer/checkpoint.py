@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dcp_remote.common.geometry import Box
+from dcp_remote.common.text import format_count
 from dcp_remote.common.units import MiB
 from dcp_remote.format.manifest import RAW
 from dcp_remote.loading.engine import Target, read_targets
@@ -21,14 +23,21 @@ from dcp_remote.loading.read_plan import Want
 from dcp_remote.loading.targets import BytesTarget, TensorTarget, make_object_targets, want_bytes
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.serialization.state_dict import unwrap_per_rank
-from dcp_remote.serialization.tensors import narrow, parse_dtype
+from dcp_remote.serialization.tensors import dtype_name, narrow, parse_dtype
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import Location
+
+logger = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=Hashable)
 
 # Parts up to this size are read together with the next ones.
 _SMALL_BYTES_MAX = 1 * MiB
+
+# dtypes in which large values become infinite.
+_NARROW = (torch.float16, torch.bfloat16, torch.float32)
+
+_SHOWN_MAX = 5
 
 
 class SavedCheckpoint:
@@ -57,6 +66,8 @@ class SavedCheckpoint:
         self.store = Location.of(url, storage_options).store
         self.manifest = read_manifest(self.store, step=step, retry_seconds=retry_seconds)
         self._allow_pickle, self._buffer_bytes_max, self._retry_seconds = allow_pickle, buffer_bytes_max, retry_seconds
+        # Tensors with infinite values after a conversion, and the dtype that was asked for.
+        self._overflowed: dict[str, torch.dtype] = {}
 
     @property
     def step(self) -> int | None:
@@ -83,6 +94,7 @@ class SavedCheckpoint:
         """
         targets: list[Target] = []
         tensors = self.manifest.tensors
+        parts = list(parts)
         for name, box, into in parts:
             number = tensors.index[name]
             first = int(tensors.chunk_first[number])
@@ -102,6 +114,19 @@ class SavedCheckpoint:
                         )
                     )
         self._read(targets)
+        for name, _, into in parts:
+            is_converted = into.dtype in _NARROW and into.dtype != self.dtype(name)
+            if is_converted and any(part.isinf().any() for part in into.reshape(-1).split(MiB)):
+                self._overflowed[name] = into.dtype
+
+    def log_overflows(self) -> None:
+        """Log which tensors have infinite values after a conversion."""
+        if self._overflowed:
+            logger.warning(
+                "the conversion left infinite values in %s: %s",
+                format_count(len(self._overflowed), "tensor"),
+                ", ".join(f"{name} ({dtype_name(own)})" for name, own in islice(self._overflowed.items(), _SHOWN_MAX)),
+            )
 
     def objects(self, names: Sequence[str]) -> dict[str, Any]:
         """Return objects by name; one GET per range of 8 MiB of those that are not in the manifest."""

@@ -67,7 +67,8 @@ def export_checkpoint(
         kind: Format.
         step: Step or name of the checkpoint of a run; None is the newest.
         key: First parts of the names of the weights; "" takes all tensors by their whole names. Safetensors alone.
-        dtype: Floating-point dtype to which floating-point tensors are converted, or its name; None keeps each.
+        dtype: Floating-point dtype to which floating-point tensors are converted, or its name; None keeps each. A
+            warning names tensors with infinite values after a conversion.
         rename: Dict of names below `key`, or of their first parts up to a dot, to new names, or a function of a name;
             None in the place of a name leaves a tensor out. Safetensors alone.
         file_bytes_max: Size of the tensors in a file of weights, in bytes; a larger tensor has a file of its own.
@@ -119,6 +120,7 @@ def export_checkpoint(
             shown.begin(saved.step, export.total_bytes * (2 if is_verified else 1))
             export.write(draft, shown.add, is_verified=is_verified)
             shown.close(f"exported {saved.store.url} to {target}")
+        saved.log_overflows()
         return _publish(draft, target, last=export.last_file)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -138,8 +140,10 @@ def _require_options(kind: str, rename: Rename | None, file_bytes_max: int) -> N
         raise InvalidArgumentError('kind must be "safetensors" or "torch".', kind=kind)
     if kind == "torch" and rename is not None:
         raise InvalidArgumentError('rename is for kind="safetensors": torch\'s folders keep the names.')
-    if file_bytes_max <= 0:
-        raise InvalidArgumentError("file_bytes_max must be above zero, in bytes.", file_bytes_max=file_bytes_max)
+    if isinstance(file_bytes_max, bool) or not isinstance(file_bytes_max, int) or file_bytes_max <= 0:
+        raise InvalidArgumentError(
+            "file_bytes_max must be an integer above zero, in bytes, such as 5 * 10**9.", file_bytes_max=file_bytes_max
+        )
 
 
 def _open_folder(folder: str | os.PathLike[str]) -> Path:

@@ -173,8 +173,8 @@ def _choose(saved: SavedCheckpoint, *, key: str, dtype: torch.dtype | None, rena
             key=key,
             has=", ".join(tops),
         )
-    if key and len(tensors) < len(names):
-        left = [name for name in names if name not in saved.manifest.tensors.index]
+    left = [name for name in names if name not in saved.manifest.tensors.index and name != _FILES]
+    if left:
         logger.warning(
             "left out of the export, since safetensors hold no objects: %d entries, such as %s",
             len(left),

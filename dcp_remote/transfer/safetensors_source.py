@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Sequence
@@ -12,12 +13,15 @@ from typing import Any, TypeGuard
 import torch
 
 from dcp_remote.common.geometry import Box
+from dcp_remote.common.text import format_count
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.format.dtypes import SAFETENSORS_NAMES
 from dcp_remote.serialization.files import Files
 from dcp_remote.serialization.tensors import parse_dtype, tensor_from
 from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, first_element, require_range, require_shape
+
+logger = logging.getLogger(__name__)
 
 # Name of the only file of weights, where there are other files of safetensors beside it.
 WEIGHTS_FILE = "model.safetensors"
@@ -63,7 +67,8 @@ class SafetensorsSource:
         self.url = reader.store.url
         self.reader, self._piece_bytes_max = reader, piece_bytes_max
         self._places: dict[str, _Place] = {}
-        for file in self._find_weights():
+        weights = self._find_weights()
+        for file in weights:
             for name, place in self._read_header(file).items():
                 if f"{_KEY}.{name}" in self._places:
                     raise CorruptCheckpointError(
@@ -82,6 +87,14 @@ class SafetensorsSource:
         }
         self.state: dict[str, Any] = {_KEY: model}
         sides = [file for file in reader.sizes if file.endswith(_SIDE_SUFFIXES) and not file.endswith(INDEX_SUFFIX)]
+        known = {*weights, *sides}
+        left = [file for file in reader.sizes if file not in known and not file.endswith(INDEX_SUFFIX)]
+        if left:
+            logger.warning(
+                "left out of the import: %s, such as %s",
+                format_count(len(left), "file"),
+                ", ".join(left[:_SHOWN_MAX]),
+            )
         if sides:
             self.state["files"] = Files(dict(zip(sides, map(bytes, self._read_files(sides)), strict=True)))
 

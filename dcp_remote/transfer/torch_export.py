@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,6 +30,8 @@ from dcp_remote.transfer.checkpoint import SavedCheckpoint, Together, make_item,
 from dcp_remote.transfer.ranges import RangeReader, cut_pieces
 from dcp_remote.transfer.torch_source import TORCH_METADATA_FILE, TorchSource
 
+logger = logging.getLogger(__name__)
+
 
 class TorchExport:
     """Export of all entries.
@@ -51,6 +54,10 @@ class TorchExport:
     def __init__(self, saved: SavedCheckpoint, *, dtype: torch.dtype | None, bytes_max: int) -> None:
         """Choose the dtypes; no request is sent."""
         self._saved, self._bytes_max = saved, bytes_max
+        if saved.manifest.run is not None and saved.manifest.run.thinned:
+            logger.warning(
+                "not in the export, since retention has deleted it: %s", ", ".join(saved.manifest.run.thinned)
+            )
         self._dtypes: dict[str, torch.dtype] = {}
         for name in saved.manifest.tensors.names:
             if not saved.is_plain(name):
