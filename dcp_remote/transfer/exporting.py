@@ -135,7 +135,7 @@ def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _require_options(kind: str, rename: Rename | None, file_bytes_max: int) -> None:
+def _require_options(kind: str, rename: Rename | None, file_bytes_max: object) -> None:
     if kind not in ("safetensors", "torch"):
         raise InvalidArgumentError('kind must be "safetensors" or "torch".', kind=kind)
     if kind == "torch" and rename is not None:
