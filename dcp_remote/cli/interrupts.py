@@ -24,10 +24,9 @@ def watch_interrupts() -> Iterator[None]:
 
     Python raises KeyboardInterrupt only in the main thread, which may be in a request that takes many seconds: a thread
     of its own gets the signals' numbers from a socket. Where SIGINT is ignored, as in background jobs, or handled by
-    a program that calls `main`, nothing is done.
+    a program that calls `main`, or by the command itself (`bench`), nothing is done.
     """
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not is_default or threading.current_thread() is not threading.main_thread():
+    if not _is_default() or threading.current_thread() is not threading.main_thread():
         yield
         return
     receiver, sender = socket.socketpair()
@@ -47,7 +46,7 @@ def watch_interrupts() -> Iterator[None]:
 def _watch(receiver: socket.socket) -> None:
     first_seconds: float | None = None
     while number := receiver.recv(1):
-        if number[0] != signal.SIGINT:
+        if number[0] != signal.SIGINT or not _is_default():
             continue
         if first_seconds is None:
             first_seconds = time.monotonic()
@@ -55,3 +54,7 @@ def _watch(receiver: socket.socket) -> None:
             sys.stderr.flush()
         elif time.monotonic() - first_seconds > _TOGETHER_SECONDS:
             os._exit(INTERRUPTED)
+
+
+def _is_default() -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -86,7 +86,7 @@ def test_errors(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["import", str(weights), run, "--step", "-1"], 2, "step"),
         (["import", str(weights), run, "--step", "1", "--source-option", "x"], 2, "NAME=VALUE"),
         (["import", str(weights), run, "--step", "1"], 0, ""),
-        (["import", str(weights), run, "--step", "1"], 1, "overwrite=True"),
+        (["import", str(weights), run, "--step", "1"], 1, "pass --overwrite"),
         (["export", run, "s3://bucket/out"], 2, "local folder"),
         (["export", run, str(tmp_path)], 2, "not empty"),
         (["export", run, str(tmp_path / "out"), "--key", "modle"], 2, "has='model'"),
