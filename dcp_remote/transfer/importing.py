@@ -159,7 +159,11 @@ def import_checkpoint(
     with CheckpointManager(run_url, resumed_from=resumed_from, start_over=start_over, **settings) as run:
         planner = _SourcePlanner(opened, check=require_same, bytes_max=piece_bytes_max)
         note = {"imported_from": opened.url, "imported_kind": opened.kind}
-        run.save(step, opened.state, planner=planner, overwrite=overwrite, wait=True, user=note)
+        try:
+            run.save(step, opened.state, planner=planner, overwrite=overwrite, wait=True, user=note)
+        except CheckpointExistsError:
+            require_same()  # whose error says what happened, where another job has begun the run meanwhile
+            raise
         report = cast("SaveReport", run.last_save)
         if is_verified:
             saved = SavedCheckpoint(
