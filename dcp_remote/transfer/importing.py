@@ -28,8 +28,8 @@ from dcp_remote.manager.progress import ProgressSetting, start_progress
 from dcp_remote.manager.reports import SaveReport
 from dcp_remote.run.job import CheckpointLabels
 from dcp_remote.run.run import CheckpointInfo, latest
-from dcp_remote.serialization.state_dict import empty_places
-from dcp_remote.serialization.tensors import byte_view, empty_tensor
+from dcp_remote.serialization.state_dict import PER_RANK_KEY, convert_per_rank, empty_places
+from dcp_remote.serialization.tensors import byte_view, empty_tensor, narrow
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import require_budget, require_timeout
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
@@ -64,7 +64,8 @@ def import_checkpoint(
     """Save a checkpoint of another format to a run, in one process; return the report of the save.
 
     Names, dtypes and all bits are kept. Weights of Hugging Face, and of a file that is a state dict, get names below
-    `model`; small files beside weights become the entry `files`. Other entries keep their names.
+    `model`; small files beside weights become the entry `files`. Other entries keep their names. Values of single ranks
+    in a torch folder that `export_checkpoint` wrote are such values again.
 
     The checkpoint is committed at once, or not at all, then verified, then named: a crash in between leaves it without
     the name. The run belongs to this call from then on: a training that saves
@@ -196,11 +197,13 @@ class _SourcePlanner(DefaultSavePlanner):
     def __init__(self, source: Source, *, check: Callable[[], None], bytes_max: int) -> None:
         super().__init__()
         self._source, self._check, self._bytes_max = source, check, bytes_max
+        self._per_rank = _take_per_rank(source)
         # Digests of what was read, by name and box.
         self.digests: dict[tuple[str, Box], tuple[torch.dtype, bytes]] = {}
 
     def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
-        super().set_up_planner(state_dict, *args, **options)
+        # Here, since the manager takes values of this rank alone.
+        super().set_up_planner(state_dict | self._per_rank, *args, **options)
         self.mappings = to_flatten_items(empty_places(state_dict)) | self.mappings
 
     def create_local_plan(self) -> SavePlan:
@@ -255,6 +258,49 @@ class _SourcePlanner(DefaultSavePlanner):
     def _is_read(self, item: WriteItem) -> bool:
         value = self.state_dict.get(item.index.fqn)
         return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _take_per_rank(source: Source) -> dict[str, Any]:
+    """Take the values of single ranks out of a source's state, and return them in the form in which a save has them.
+
+    Raises:
+        InvalidArgumentError: They are not `per_rank.<rank>.<key>`, as `export_checkpoint` writes them.
+    """
+    ranks = source.state.pop(PER_RANK_KEY, None)
+    if ranks is None:
+        return {}
+    if not isinstance(ranks, dict) or not all(
+        str(rank).isdecimal() and isinstance(ranks[rank], dict) for rank in ranks
+    ):
+        raise InvalidArgumentError(
+            "The key per_rank of the source is reserved for values of single ranks, and has other values. Load the "
+            "source by its own tool, and save it by CheckpointManager under another key.",
+            url=source.url,
+        )
+    return {
+        PER_RANK_KEY: {
+            str(rank): {
+                key: convert_per_rank((key,), (PER_RANK_KEY, rank, key), _read_all(source, value, (rank, key)))
+                for key, value in own.items()
+            }
+            for rank, own in ranks.items()
+        }
+    }
+
+
+def _read_all(source: Source, value: Any, path: tuple[str | int, ...]) -> Any:
+    """Return a value of one rank with its tensors, which are read."""
+    if isinstance(value, dict):
+        return {key: _read_all(source, one, (*path, key)) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_read_all(source, one, (*path, number)) for number, one in enumerate(value)]
+    if not isinstance(value, torch.Tensor) or not value.is_meta:
+        return value
+    name = ".".join(map(str, (PER_RANK_KEY, *path)))
+    tensor = empty_tensor(value.dtype, value.shape)
+    for box in source.pieces(name):
+        narrow(tensor, box).copy_(source.read([(name, box)])[0])
+    return tensor
 
 
 def _verify(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp_remote import ProgressReport, RemoteWriter, latest, load
+from dcp_remote import CheckpointManager, Opaque, PerRank, ProgressReport, RandomStates, RemoteWriter, latest, load
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -131,6 +131,66 @@ def test_a_checkpoint_of_torch_comes_and_goes(tmp_path: Path, rank_pool: RankPoo
     assert torch.equal(state["optim"]["state"]["w"]["step"], torch.tensor(3.0))
     assert state["optim"]["param_groups"] == [{"lr": 0.1, "params": ["w"]}]
     assert state["epoch"] == 3
+
+
+class Loader:
+    """Data loader whose state has a tensor, an empty dict and a list of dicts."""
+
+    def __init__(self, rank: int) -> None:
+        self.state: dict[str, Any] = {"seen": torch.arange(rank + 1000), "workers": [{"at": rank}, {"at": 2}]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def make_own(rank: int) -> dict[str, Any]:
+    return {
+        "w": torch.ones(3),
+        "loader": PerRank(Loader(rank)),
+        "random": PerRank(RandomStates()),
+        "rank": PerRank(rank),
+        "opaque": PerRank(Opaque({"a": [rank]})),
+    }
+
+
+def save_own(url: Path) -> list[float]:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    with CheckpointManager(url, **QUIET) as checkpoints:
+        checkpoints.save(3, make_own(rank))
+    return torch.rand(3).tolist()
+
+
+def restore_own(url: Path) -> list[float]:
+    rank = dist.get_rank()
+    state = make_own(7)
+    with CheckpointManager(url, **QUIET) as checkpoints:
+        assert checkpoints.restore(state) == 3
+    assert state["rank"].value == rank
+    assert state["opaque"].value.value == {"a": [rank]}
+    assert torch.equal(state["loader"].value.state["seen"], torch.arange(rank + 1000))
+    assert state["loader"].value.state["workers"] == [{"at": rank}, {"at": 2}]
+    return torch.rand(3).tolist()
+
+
+def test_values_of_each_rank_come_back(tmp_path: Path, rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random states, loaders and plain values of two ranks, through a folder of torch; a tensor of one is cut."""
+    monkeypatch.setattr(importing, "PIECE_BYTES_MAX", 1000)
+    numbers = rank_pool.run(save_own, tmp_path / "run", ranks=[0, 1])
+    export_checkpoint(tmp_path / "run", tmp_path / "torch", kind="torch", **QUIET)
+    with pytest.raises(UnsafeObjectError, match=r"per_rank\.0\.random"):
+        import_checkpoint(tmp_path / "torch", tmp_path / "again", step=3, **QUIET)
+    import_checkpoint(tmp_path / "torch", tmp_path / "again", step=3, allow_pickle=True, **QUIET)
+    assert rank_pool.run(restore_own, tmp_path / "again", ranks=[0, 1]) == numbers
+
+
+def test_another_key_per_rank_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "per_rank": {"first": 1}}, tmp_path / "a.pt")
+    with pytest.raises(InvalidArgumentError, match="key per_rank of the source is reserved"):
+        import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, **QUIET)
 
 
 def test_a_file_of_torch_save(tmp_path: Path) -> None:
