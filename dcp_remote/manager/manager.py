@@ -285,9 +285,9 @@ class CheckpointManager:
             name: Name or names by which the checkpoint can be asked for; a name moves to the newest checkpoint that is
                 given it. "latest" and "last" are refused: they mean the newest checkpoint wherever a step is taken.
             metrics: Numbers by name, for `Retention(keep_best=…)`. A number that is not finite is left out, with a
-                warning. Those of the coordinator are stored.
-            user: Notes for the manifest: JSON, at most 1 MiB. Those of the coordinator are stored. Where `exist_ok`
-                keeps a checkpoint they are dropped, with a warning: its manifest never changes.
+                warning. The metrics of the coordinator are stored.
+            user: Notes for the manifest: JSON, at most 1 MiB. The notes of the coordinator are stored. Where `exist_ok`
+                keeps a checkpoint, notes are dropped with a warning: the manifest never changes.
             overwrite: True to replace the live checkpoint of this step, if there is one, with its names and its pin.
             exist_ok: True to keep the live checkpoint of this step if this job wrote it, or has saved nothing since it
                 went on from it: names and metrics are added to it in the catalog, and nothing is uploaded. Costs two
@@ -299,7 +299,7 @@ class CheckpointManager:
             wait: True to return only when the checkpoint is committed. The state is then not copied. "begun" to return
                 when every rank has called `save` and copied its state, and the run takes the step: an error of any rank
                 until then, and one that does not come, is raised by this call on all ranks. Every loop that would wait
-                in a collective of torch for a rank that failed should pass this. Costs two messages per rank.
+                in a collective of torch for a rank that failed should pass "begun". Costs two messages per rank.
 
         The errors below the first are raised by this call with `wait=True`; else by the next `save`, `restore` or
         `wait`, or at the end of the block.
@@ -383,7 +383,7 @@ class CheckpointManager:
     ) -> int | None:
         """Load a checkpoint into a state, in place; called by every rank, at any world size.
 
-        The next save goes on from there: it marks newer checkpoints as abandoned, and this method warns of that; a
+        The next save goes on from this checkpoint, and marks newer ones as abandoned; this method warns of that. A
         `restore` of the newest checkpoint before the next save undoes going back. To look at a checkpoint in the middle
         of training, pass `go_on=False` and another state than the one that is trained.
 
