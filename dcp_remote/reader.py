@@ -63,7 +63,7 @@ class RemoteReader(StorageReader):
     it needs only parts of pieces. No code runs on load. If a load raises, the template holds parts of the checkpoint
     and must not be used.
 
-    torch's own planner names one missing key, and leaves out without a word what the state lacks. With a planner of
+    torch's own planner names one missing key, and leaves out what the state lacks without a message. With a planner of
     this reader, all differences are one `StateMismatchError`, and the options of `RemoteLoadPlanner` apply:
 
         reader = RemoteReader("s3://bucket/checkpoint", exclude="*head.*")
@@ -84,9 +84,9 @@ class RemoteReader(StorageReader):
         dtype: "convert" to convert tensors to the dtypes of the state.
         allow_pickle: True to load objects that need code; they can do anything to this process.
         storage_options: Options of the store, as for `RemoteWriter`.
-        memory_budget_bytes: Limit of the buffers beyond the state, in bytes per rank.
-        timeout_seconds: Time for which one request is retried while the store fails, in seconds. A load has no
-            deadline: it goes on as long as bytes arrive.
+        memory_budget_bytes: Limit of the buffers beyond the state, in bytes per rank; 256 MiB.
+        timeout_seconds: Time for which one request is retried while the store fails, in seconds; 300. A load has no
+            deadline: a load goes on as long as bytes arrive.
 
     Raises:
         InvalidArgumentError: The URL or an option is wrong; no request is made here.

@@ -128,8 +128,8 @@ class RemoteWriter(StorageWriter):
         allow_pickle: Also store objects that only code can load. Readers must then trust the bucket.
         storage_options: Endpoint, region, credentials and so on, by the names that boto3 and fsspec use.
         memory_budget_bytes: Bound of the copies in memory beyond the state, per rank, in bytes. Encoded objects (not
-            tensors) come on top; the large tensors and arrays in them are sent without a copy.
-        timeout_seconds: Deadline of a save on each rank, in seconds; failed requests are repeated until then.
+            tensors) come on top; the large tensors and arrays in them are sent without a copy. 256 MiB.
+        timeout_seconds: Deadline of a save on each rank, in seconds; failed requests are repeated until then. 1500.
 
     Raises:
         InvalidArgumentError: The URL or an option is wrong; no request is made here.

@@ -65,8 +65,8 @@ def load(
         dtype: Floating-point type to which tensors of other floating-point types are converted; None keeps theirs.
         allow_pickle: True to load objects that need code.
         storage_options: Options of the store, as for `RemoteWriter`.
-        memory_budget_bytes: Limit of the buffers beyond the returned values, in bytes.
-        timeout_seconds: Time for which one request is retried while the store fails, in seconds.
+        memory_budget_bytes: Limit of the buffers beyond the returned values, in bytes; 256 MiB.
+        timeout_seconds: Time for which one request is retried while the store fails, in seconds; 300.
 
     Raises:
         InvalidArgumentError: A name or pattern matches nothing (similar names are given), a tensor does not fit into

@@ -40,7 +40,7 @@ def open_run(
     Args:
         url: URL, path or store of the run, as for `CheckpointManager`. The run need not have begun.
         storage_options: Options of the store, as for `RemoteWriter`.
-        timeout_seconds: Time for which one request is retried while the store fails, in seconds.
+        timeout_seconds: Time for which one request is retried while the store fails, in seconds; 300.
 
     Raises:
         InvalidArgumentError: The URL, an option or the timeout is wrong.
@@ -187,7 +187,7 @@ class Run:
         Args:
             step: Step of the checkpoint that is known; None waits for any checkpoint.
             timeout_seconds: Longest wait, in seconds.
-            poll_seconds: Pause between two looks, in seconds.
+            poll_seconds: Pause between two looks, in seconds; 30.
 
         Raises:
             PermissionDeniedError: The catalog may not be read.

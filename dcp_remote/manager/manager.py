@@ -106,18 +106,18 @@ class CheckpointManager:
             raises is logged, counted in `retention_failures`, and deletes nothing. None keeps all checkpoints.
         process_group: Group of the ranks that save; None is the default group. Only its members and its store are used.
         storage_options: Endpoint, region, credentials and so on, by the names that boto3 and fsspec use.
-        timeout_seconds: Deadline of one save or restore, in seconds from the call.
+        timeout_seconds: Deadline of one save or restore, in seconds from the call; 1800.
         dedup: True if data that did not change since the newest checkpoint is reused instead of sent again.
         resumed_from: Step whose state was loaded by other means than `restore`.
         start_over: True to leave the run's checkpoints behind: the first commit marks them as abandoned.
-        silence_seconds: Seconds without a heartbeat after which a rank counts as dead.
+        silence_seconds: Seconds without a heartbeat after which a rank counts as dead; 60.
         arrival_seconds: Seconds for which a save or restore waits for ranks that have not called it and are in no other
-            call of this package; ten times as long in the first restore, before which ranks load and compile.
+            call of this package; 30. Ten times as long in the first restore, before which ranks load and compile.
         save_policy: Rules by which `should_save` answers.
         notice_seconds: Seconds from SIGTERM until this job is killed, see `reached_preemption`; None if that is not
             known, and saves keep their usual deadline.
         allow_pickle: True to store and load objects that only code can load.
-        memory_budget_bytes: Bound in bytes, per rank, of the copies beyond the state and its staged copy.
+        memory_budget_bytes: Bound in bytes, per rank, of the copies beyond the state and its staged copy; 256 MiB.
         progress: True to draw a line on the terminal or in the notebook of rank 0, or else to log one a minute; False
             for neither; a function to call with a `ProgressReport` about once a second, on rank 0.
         rank_sockets: False to open no sockets between ranks, so that a restore reads for each rank what it wants; or a
@@ -285,9 +285,9 @@ class CheckpointManager:
             name: Name or names by which the checkpoint can be asked for; a name moves to the newest checkpoint that is
                 given it. "latest" and "last" are refused: they mean the newest checkpoint wherever a step is taken.
             metrics: Numbers by name, for `Retention(keep_best=…)`. A number that is not finite is left out, with a
-                warning. Those of the coordinator are stored.
-            user: Notes for the manifest: JSON, at most 1 MiB. Those of the coordinator are stored. Where `exist_ok`
-                keeps a checkpoint they are dropped, with a warning: its manifest never changes.
+                warning. The metrics of the coordinator are stored.
+            user: Notes for the manifest: JSON, at most 1 MiB. The notes of the coordinator are stored. Where `exist_ok`
+                keeps a checkpoint, notes are dropped with a warning: the manifest never changes.
             overwrite: True to replace the live checkpoint of this step, if there is one, with its names and its pin.
             exist_ok: True to keep the live checkpoint of this step if this job wrote it, or has saved nothing since it
                 went on from it: names and metrics are added to it in the catalog, and nothing is uploaded. Costs two
@@ -299,16 +299,17 @@ class CheckpointManager:
             wait: True to return only when the checkpoint is committed. The state is then not copied. "begun" to return
                 when every rank has called `save` and copied its state, and the run takes the step: an error of any rank
                 until then, and one that does not come, is raised by this call on all ranks. Every loop that would wait
-                in a collective of torch for a rank that failed should pass this. Costs two messages per rank.
+                in a collective of torch for a rank that failed should pass "begun". Costs two messages per rank.
+
+        The errors below the first are raised by this call with `wait=True`; else by the next `save`, `restore` or
+        `wait`, or at the end of the block.
 
         Raises:
             InvalidArgumentError: A step, name, metric, note, or the state is wrong. Raised as the errors below if the
                 step is older than the newest checkpoint, or if ranks have tensors of different shapes or dtypes under
                 one name. Of objects that differ, one rank's is saved; a warning names them once.
-
-        Raised by this call with `wait=True`, else by the next `save`, `restore` or `wait`, or at the end of the block:
             CheckpointExistsError: The run has a checkpoint of this step, or checkpoints that this job does not go on
-                from; see `JobSession.begin`.
+                from: call `restore` first, or pass `resumed_from` or `start_over`.
             FencedError: A newer job owns the run. Stop this job.
             BucketNotFoundError: There is no such bucket; nothing was uploaded.
             CommitConflictError: Another save of this step was committed meanwhile.
@@ -382,7 +383,7 @@ class CheckpointManager:
     ) -> int | None:
         """Load a checkpoint into a state, in place; called by every rank, at any world size.
 
-        The next save goes on from there: it marks newer checkpoints as abandoned, and this method warns of that; a
+        The next save goes on from this checkpoint, and marks newer ones as abandoned; this method warns of that. A
         `restore` of the newest checkpoint before the next save undoes going back. To look at a checkpoint in the middle
         of training, pass `go_on=False` and another state than the one that is trained.
 

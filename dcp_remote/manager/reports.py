@@ -100,7 +100,7 @@ class SaveReport:
         total_bytes: Size of the checkpoint, including shards of earlier saves.
         written_bytes: Bytes that this save uploaded.
         deduplicated_bytes: Bytes that were not uploaded, because shards of an earlier checkpoint hold them.
-        seconds: Durations of the phases, as `combine` takes them from the ranks.
+        seconds: Durations of the phases; they add up to the time from the call until the commit.
         requests: Requests of all ranks, repetitions included.
         retries: Requests that were repetitions.
         slowest_rank: Rank to look at first if saves take too long.

@@ -185,7 +185,7 @@ def require_retention(retention: object) -> None:
     """Refuse what is neither a `Retention`, nor a function, nor None.
 
     Raises:
-        InvalidArgumentError: It is of another type, or a class.
+        InvalidArgumentError: The value is of another type, or a class.
     """
     if retention is None or isinstance(retention, Retention):
         return

@@ -72,7 +72,7 @@ def latest(
     Args:
         run_url: URL, path or store of the run, as for `RemoteReader`.
         storage_options: Options of the store, as for `RemoteWriter`.
-        timeout_seconds: Time for which one request is retried while the store fails, in seconds.
+        timeout_seconds: Time for which one request is retried while the store fails, in seconds; 300.
 
     Raises:
         BucketNotFoundError: There is no such bucket.

@@ -39,8 +39,8 @@ class LocalBoxes(torch.Tensor):
     stored. A save in which elements are in no box, or different boxes overlap, raises `InvalidArgumentError` on all
     ranks and commits nothing. A rank without a box says so by an empty list and a dtype.
 
-    An instance has shape, dtype and device, but no elements: operations of torch raise `InvalidArgumentError`. It must
-    be a value of a dict or a list in the state: inside tuples, other objects and `PerRank` it cannot be stored.
+    An instance has shape, dtype and device, but no elements: operations of torch raise `InvalidArgumentError`. An
+    instance must be a value of a dict or a list in the state: tuples, other objects and `PerRank` cannot hold it.
 
     Args:
         shape: Global shape of the tensor; d sizes.

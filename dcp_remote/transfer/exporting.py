@@ -56,8 +56,8 @@ def export_checkpoint(
     The files are written into a subfolder `.export-…`, and moved to their places when all are whole: last the index,
     .metadata, or the only file of weights. An error removes the subfolder; after a crash it is left behind.
 
-    Costs: the GET of the manifest (for a run up to three), a GET per range of 8 MiB, and one per shard and half of the
-    budget, for parts of pieces. The verification reads the files once.
+    Costs: the GET of the manifest (for a run up to three), a GET per range of 8 MiB, and one per shard and quarter of
+    the budget, for parts of pieces. The verification reads the files once.
 
     Holds `memory_budget_bytes`; `files` and objects come on top.
 
@@ -71,14 +71,14 @@ def export_checkpoint(
             warning names tensors with infinite values after a conversion.
         rename: Dict of names below `key`, or of their first parts up to a dot, to new names, or a function of a name;
             None in the place of a name leaves a tensor out. Safetensors alone.
-        file_bytes_max: Size of the tensors in a file of weights, in bytes; a larger tensor has a file of its own.
+        file_bytes_max: Size of the tensors in a file of weights, in bytes; 5 GB. A larger tensor has a file of its own.
             Safetensors alone.
         is_verified: False to leave out the verification: each file is read back, and compared with digests of what was
             written.
         allow_pickle: True to write objects that need code to load; torch alone.
         storage_options: Options of the store.
-        memory_budget_bytes: Limit of the memory for tensors, in bytes.
-        timeout_seconds: Time for which one request is repeated while the store fails, in seconds.
+        memory_budget_bytes: Limit of the memory for tensors, in bytes; 256 MiB.
+        timeout_seconds: Time for which one request is repeated while the store fails, in seconds; 300.
         progress: True to draw a line or log; False for neither; or a function that gets a `ProgressReport`. Bytes that
             are written and those that are read back count.
 

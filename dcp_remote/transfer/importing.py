@@ -67,9 +67,9 @@ def import_checkpoint(
     `model`; small files beside weights become the entry `files`. Other entries keep their names. Values of single ranks
     in a torch folder that `export_checkpoint` wrote are such values again.
 
-    The checkpoint is committed at once, or not at all, then verified, then named: a crash in between leaves it without
-    the name. The run belongs to this call from then on: a training that saves
-    to the run meanwhile is refused by `FencedError`. Steps are imported in ascending order; those that are there stay.
+    The checkpoint is committed at once, or not at all, then verified, then named: after a crash in between, the
+    checkpoint has no name. This call takes the fence: a training that saves to the run meanwhile is refused by
+    `FencedError`. Steps are imported in ascending order; steps that are there stay.
 
     Costs: one GET per 8 MiB of a tensor, per small tensor, and per object; two to five more per chunk of torch's
     that is larger than 8 MiB, and one more per tensor of torch.save above 1 MiB; a HEAD per file at the end; the
@@ -93,9 +93,9 @@ def import_checkpoint(
         allow_pickle: True to load and save objects that need code; torch's checkpoints alone.
         source_options: Options of the source's store.
         storage_options: Options of the run's store.
-        memory_budget_bytes: Limit of the memory for tensors, in bytes.
-        timeout_seconds: Deadline of the save, in seconds. A request to the source is repeated for five minutes,
-            the first ones for 30 s.
+        memory_budget_bytes: Limit of the memory for tensors, in bytes; 256 MiB.
+        timeout_seconds: Deadline of the save, in seconds; six hours. A request to the source is repeated for five
+            minutes, the first ones for 30 s.
         progress: True to draw a line or log; False for neither; or a function that gets a `ProgressReport`.
 
     Raises:

@@ -251,4 +251,5 @@ def _plain(message: str) -> str:
         (r"(?<=[ '/])/\S+(?=/model\.pt)", "/<folder>"),
     ):
         message = re.sub(pattern, word, message)
-    return message
+    # Outside code, Markdown would take `<id>` for a tag, and what is between two stars for emphasis.
+    return re.sub(r"`[^`]*`|[<*]", lambda found: {"<": "&lt;", "*": "\\*"}.get(found[0], found[0]), message)
