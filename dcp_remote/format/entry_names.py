@@ -93,8 +93,8 @@ def no_match_error(
     shown = [top[:_NAME_CHARACTERS_MAX] for top in tops[:_TOP_LEVEL_MAX]]
     more = ["…"] if len(tops) > _TOP_LEVEL_MAX else []
     return InvalidArgumentError(
-        "No entry of the checkpoint has this name or matches this pattern."
-        + (f" Write {below[0]!r} for all entries below it." if below else ""),
+        "No entry of the checkpoint has this name or matches this pattern. "
+        + (f"Write {below[0]!r} for all entries below it." if below else "Correct it."),
         key=pattern,
         near=", ".join(near) or None,
         top_level=", ".join(shown + more),

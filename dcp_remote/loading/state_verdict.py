@@ -73,7 +73,7 @@ def judge(
     if unmatched:
         names = list(dict.fromkeys([*own.entries, *own.check.missing]))
         near = no_match_error(unmatched[0], names, {name: name.split(".") for name in names}).details
-        what = "Neither the checkpoint nor the state has a name that matches this pattern."
+        what = "Neither the checkpoint nor the state has a name that matches this pattern. Correct the pattern."
         return Verdict(error=InvalidArgumentError(what, **near, **details))
     findings = _Findings(distinct, own, thinned)
     is_nothing_loaded = not any(check.loads for check in distinct)

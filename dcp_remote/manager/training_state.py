@@ -14,17 +14,17 @@ from dcp_remote.serialization.module_state import ModelState, OptimizerState, fi
 from dcp_remote.serialization.state_dict import PER_RANK_KEY, PerRank, is_stateful
 
 _Value = TypeVar("_Value")
-_OneOrNamed: TypeAlias = _Value | Mapping[str, _Value]
+OneOrNamed: TypeAlias = _Value | Mapping[str, _Value]
 
 
 def training_state(
     *,
-    model: _OneOrNamed[nn.Module] | None = None,
-    optimizer: _OneOrNamed[Optimizer] | Sequence[Optimizer] | None = None,
-    scheduler: _OneOrNamed[Any] | Sequence[Any] | None = None,
-    loader: _OneOrNamed[Any] | None = None,
-    scaler: _OneOrNamed[Any] | None = None,
-    ema: _OneOrNamed[Any] | None = None,
+    model: OneOrNamed[nn.Module] | None = None,
+    optimizer: OneOrNamed[Optimizer] | Sequence[Optimizer] | None = None,
+    scheduler: OneOrNamed[Any] | Sequence[Any] | None = None,
+    loader: OneOrNamed[Any] | None = None,
+    scaler: OneOrNamed[Any] | None = None,
+    ema: OneOrNamed[Any] | None = None,
     random_states: bool | RandomStates = True,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def draw(results: Results, path: Path) -> None:
             medians = [median(results.select(section, name, action), lambda row: row.wall_seconds) for name in names]
             places = [place + shift for place in range(len(names))]
             bars = axis.barh(places, [seconds or 0.0 for seconds in medians], height=0.38, label=action)
-            axis.bar_label(bars, [f"{seconds:.1f}" if seconds else "" for seconds in medians], padding=2, fontsize=8)
+            axis.bar_label(bars, [f"{seconds:.2f}" if seconds else "" for seconds in medians], padding=2, fontsize=8)
         axis.set_yticks(range(len(names)), names if section == shown[0] else [""] * len(names))
         axis.invert_yaxis()
         axis.set_xlabel("seconds")
