@@ -25,7 +25,7 @@ from dcp_remote.errors import CorruptCheckpointError, ObjectNotFoundError
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.loading.downloads import Fetch, Fetched, download
 from dcp_remote.loading.read_plan import RangePlan, ReadPlan, Segment, Want, plan_reads
-from dcp_remote.run.lookup import explain_missing_shard
+from dcp_remote.run.lookup import explain_missing_shard, find_older_steps
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.rereads import RereadingStore
 
@@ -75,8 +75,9 @@ def read_targets(
     """Read all targets in parallel, and verify every byte.
 
     One GET per range of at most 8 MiB, and one per shard of which only parts of pieces are read (its block table). If
-    a shard is missing, one more, which tells whether the checkpoint was removed. Bytes that do not match their digest
-    are read once more, by another way, before they are reported as damaged: one GET, or one per range of a whole piece.
+    a shard is missing or damaged, one or two more, which tell whether the checkpoint was removed, and which are older.
+    Bytes that do not match their digest are read once more, by another way, before they are reported as damaged: one
+    GET, or one per range of a whole piece.
 
     Args:
         store: Store of the checkpoint, or of its run.
@@ -110,6 +111,9 @@ def read_targets(
         for fetched in fetch(progress.range_fetches()):
             progress.take_range(fetched)
             arrived(fetched.fetch.key, fetched.fetch.start, fetched.data, fetched.fetch.into is not None)
+    except CorruptCheckpointError as error:
+        where = {"url": store.url} | find_older_steps(store, manifest, retry_seconds=retry_seconds)
+        raise CorruptCheckpointError(error.what, **where | error.details) from error.__cause__
     except ObjectNotFoundError as error:
         gone = explain_missing_shard(store, manifest, retry_seconds=retry_seconds)
         if gone is not None:
@@ -119,6 +123,7 @@ def read_targets(
             "shard, and save once with dedup=False, which uploads unchanged values again.",
             url=store.url,
             cause=error,
+            **find_older_steps(store, manifest, retry_seconds=retry_seconds),
         ) from error
     assert not any(progress.open_pieces.values()), "every piece of the plan has arrived"
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
 from dcp_remote.format.manifest import Manifest
-from dcp_remote.serialization.tensors import is_plain
+from dcp_remote.serialization.tensors import has_memory, memory_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def assign_layers(templates: Sequence[torch.Tensor]) -> list[int]:
     subclasses are assumed to share none.
     """
     layers = [0] * len(templates)
-    extents = [_extent(number, template) for number, template in enumerate(templates) if _has_memory(template)]
+    extents = [_extent(number, template) for number, template in enumerate(templates) if has_memory(template)]
     for cluster in _clusters(extents):
         for position, extent in enumerate(cluster):
             earlier = (layers[other.number] for other in cluster[:position] if other.shares_memory(extent))
@@ -81,10 +81,9 @@ def find_lost_values(
     for item in plan.items:
         if item.type == LoadItemType.BYTE_IO:
             continue
-        template = template_of(item.dest_index)
-        if not _has_memory(template):
+        place = memory_of(template_of(item.dest_index))
+        if place is None:
             continue
-        place = (template.device, template.data_ptr(), template.dtype, template.shape, template.stride())
         here = (item.dest_index.fqn, item.storage_index.fqn)
         name, saved = first_of.setdefault(place, here)
         if name != here[0] and _have_other_values(manifest, saved, here[1]):
@@ -106,10 +105,6 @@ def _have_other_values(manifest: Manifest, name: str, other: str) -> bool:
     if layouts[0] != layouts[1]:
         return False
     return any(pieces.digest(piece) != pieces.digest(twin) for piece, twin in zip(*ranges, strict=True))
-
-
-def _has_memory(template: torch.Tensor) -> bool:
-    return is_plain(template) and template.numel() > 0 and not template.is_meta
 
 
 def _extent(number: int, template: torch.Tensor) -> _Extent:

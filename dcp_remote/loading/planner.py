@@ -132,6 +132,12 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         """Names of the values of this rank's state that are not loaded."""
         return self._compared.kept
 
+    @property
+    def skipped_keys(self) -> Sequence[str]:
+        """Top-level keys of which the options leave all values out, although the checkpoint has some."""
+        saved = {name.partition(".")[0] for name in self._compared.excluded}
+        return [key for key in self._compared.check.kept if key in saved]
+
     def left_out(self, verdict: Verdict) -> Sequence[str]:
         """Return the names of entries of the checkpoint that no rank loads, nor this rank of its own values."""
         return self._compared.left_out(verdict.left_out)

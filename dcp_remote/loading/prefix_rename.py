@@ -77,7 +77,8 @@ class PrefixRename:
                 ]
                 near = near_names(prefix, [*self._names, *prefixes]) or above[:1]
                 raise InvalidArgumentError(
-                    "rename takes names of the checkpoint, or their first parts up to a dot; no entry has this one.",
+                    "rename takes names of the checkpoint, or their first parts up to a dot; no entry has this one. "
+                    "If an earlier start of this job has renamed it, leave rename out.",
                     name=given,
                     near=", ".join(near) or None,
                 )

@@ -20,7 +20,7 @@ from dcp_remote.common.digests import digest
 from dcp_remote.loading.selection import Path, Selection
 from dcp_remote.serialization.name_links import NameLink
 from dcp_remote.serialization.state_dict import PER_RANK_KEY
-from dcp_remote.serialization.tensors import dtype_name
+from dcp_remote.serialization.tensors import dtype_name, memory_of
 
 # End of the text of a dtype to which a conversion would lose more than precision.
 NOT_CONVERTIBLE = ", which cannot hold such values"
@@ -161,6 +161,7 @@ def compare_state(
             continue
         sources[name] = origins[name]
         misfits += _misfits(name, entries[origins[name]], value, converts=selection.dtype == "convert")
+    tied = _find_tied(missing, state, sources)
     left = np.zeros(len(entries), dtype=np.bool_)
     own_left: list[str] = []
     excluded: list[str] = []
@@ -176,11 +177,12 @@ def compare_state(
             left[number] = True
         elif owner == (str(rank), owner[1]):
             own_left.append(owner[1])
-    kept = {str(paths[name][0]) for name in state if name not in sources and len(paths[name]) > 1}
+    kept_names = tuple(name for name in state if name not in sources and name not in tied)
+    kept = {str(paths[name][0]) for name in kept_names if len(paths[name]) > 1}
     loaded = {str(paths[name][0]) for name in sources if len(paths[name]) > 1}
     empty = [name for name in state if name in on_meta and name not in sources]
     check = StateCheck(
-        missing=tuple(name for name in missing if name not in on_meta)[:LISTED_MAX],
+        missing=tuple(name for name in missing if name not in on_meta and name not in tied)[:LISTED_MAX],
         empty=tuple(empty[:LISTED_MAX]),
         misfits=tuple(misfits[:LISTED_MAX]),
         uncovered=compress_bits(left),
@@ -194,9 +196,15 @@ def compare_state(
         check,
         sources,
         entries=tuple(renamed.get(name, name) for name in entries),
-        kept=tuple(name for name in state if name not in sources),
+        kept=kept_names,
         excluded=tuple(excluded),
     )
+
+
+def _find_tied(missing: Sequence[str], state: Mapping[str, Any], sources: Collection[str]) -> set[str]:
+    """Return the missing names whose memory is loaded under another name, as that of a weight that was tied."""
+    places = {memory_of(state[name]) for name in sources} if missing else set()
+    return {name for name in missing if (place := memory_of(state[name])) is not None and place in places}
 
 
 def _misfits(name: str, entry: STORAGE_TYPES, value: Any, *, converts: bool) -> list[Misfit]:

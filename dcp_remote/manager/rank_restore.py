@@ -165,7 +165,9 @@ def load_rank(
                 memory_budget_bytes=memory_budget_bytes,
                 is_over=collective.deadline.expired,
             )
-        plan, verdict = _plan(collective, ranks, planner, keys.template, manifest=manifest, entry=entry, url=store.url)
+        plan, verdict = _plan(
+            collective, ranks, planner, keys.template, manifest=manifest, entry=entry, url=store.url, go_on=go_on
+        )
     planned_seconds = time.monotonic()
     with operation.phase("reading"):
         collective.set_activity(f"reading step {entry.step}")
@@ -352,6 +354,7 @@ def _plan(
     manifest: Manifest,
     entry: Entry,
     url: str,
+    go_on: bool,
 ) -> tuple[LoadPlan, Verdict]:
     """Return the plan of this rank, and the verdict of the coordinator."""
     metadata = to_dcp_metadata(manifest)
@@ -364,6 +367,8 @@ def _plan(
     # torch's own returns the plans unchanged. Plans are large, so they are exchanged only for a user's own method.
     if inherits_methods(planner, RemoteLoadPlanner, ("create_global_plan",)):
         verdict = _agree(collective, ranks, planner, url=url, step=entry.step)
+        if go_on and ranks.is_coordinator:
+            _warn_of_skipped_keys(planner, url=url, step=entry.step)
     elif not inherits_methods(planner, DefaultLoadPlanner, ("create_global_plan",)):
         plan = collective.scatter(plan, planner.create_global_plan)
     plan = planner.finish_plan(plan)
@@ -427,6 +432,19 @@ def _agree(collective: Collective, ranks: RankGroup, planner: RemoteLoadPlanner,
             "Restore of step %d of %s: %s `last_load` of the manager lists the names.", step, url, verdict.warning
         )
     return verdict
+
+
+def _warn_of_skipped_keys(planner: RemoteLoadPlanner, *, url: str, step: int) -> None:
+    """Warn of what a script that passes `include` at every start would lose: the optimizer that it has trained."""
+    if planner.skipped_keys:
+        logger.warning(
+            "Restore of step %d of %s: include or exclude leaves out all of %s, which the checkpoint has, so that "
+            "training goes on with the values of the state. Pass these options only in the first restore after an "
+            "import or a change: a job that starts again would lose what it has trained.",
+            step,
+            url,
+            ", ".join(planner.skipped_keys),
+        )
 
 
 def _drop_kept(state: Mapping[str, Any], template: dict[str, Any], rank: int, planner: RemoteLoadPlanner) -> None:

@@ -22,6 +22,7 @@ from dcp_remote.errors import (
     InvalidArgumentError,
     ObjectNotFoundError,
     PermissionDeniedError,
+    StorageError,
     UnsupportedFormatError,
 )
 from dcp_remote.format import manifest_json
@@ -311,6 +312,22 @@ def explain_missing_shard(
         return None
     catalog = seen.catalog if seen is not None else None
     return gone_error(catalog, save_id=manifest.save_id, step=manifest.run.step, url=store.url)
+
+
+def find_older_steps(store: ObjectStore, manifest: Manifest, *, retry_seconds: float) -> dict[str, object]:
+    """Return the step of a damaged checkpoint of a run, and the newest older ones, for an error. One GET.
+
+    Nothing is said of older ones if the catalog cannot be read, too.
+    """
+    if manifest.run is None:
+        return {}
+    step = manifest.run.step
+    try:
+        seen = read_catalog(RetryingStore(store, Deadline(retry_seconds)))
+    except (CorruptCheckpointError, StorageError):
+        seen = None
+    older = [entry.step for entry in seen.catalog.entries if entry.step < step and not entry.abandoned] if seen else []
+    return {"step": step, "older": ", ".join(map(str, older[: -_STEPS_NAMED_MAX - 1 : -1])) or None}
 
 
 def gone_error(catalog: Catalog | None, *, save_id: str, step: int, url: str) -> CheckpointGoneError:

@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
 from dcp_remote.common.geometry import Box, boxes_of_run
 from dcp_remote.common.units import MiB
@@ -127,6 +128,22 @@ def decode_tensor(
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is strided and of a class whose elements are its whole content."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout == torch.strided
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is plain, not empty, and not on the meta device."""
+    return is_plain(tensor) and tensor.numel() > 0 and not tensor.is_meta
+
+
+def memory_of(value: object) -> tuple[object, ...] | None:
+    """Return what identifies the elements of a tensor, or of a DTensor on this rank; None of a value without memory.
+
+    Equal for two tensors that are one, as tied weights are.
+    """
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if not isinstance(local, torch.Tensor) or not has_memory(local):
+        return None
+    return local.device, local.data_ptr(), local.dtype, local.shape, local.stride()
 
 
 def needs_copy(tensor: torch.Tensor) -> bool:

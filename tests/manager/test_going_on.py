@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from dcp_remote.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CommitConflictError,
+    CorruptCheckpointError,
     FencedError,
     InvalidArgumentError,
 )
@@ -320,3 +322,25 @@ def test_errors_of_labels() -> None:
             manager.save(1, state_of(1), name="best", exist_ok=True, wait=True)
     with pytest.raises(CheckpointNotFoundError):
         load(store, step="best")
+
+
+def test_a_damaged_checkpoint_names_the_older_ones(tmp_path: Path) -> None:
+    """A flipped bit in a shard, and then a shard that is missing; an abandoned checkpoint is not named."""
+    state = {"a": torch.zeros(1)}
+    with CheckpointManager(tmp_path, dedup=False) as checkpoints:
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, {"a": torch.full((1,), float(step))})
+    with CheckpointManager(tmp_path, dedup=False) as checkpoints:
+        checkpoints.restore(state, 2)
+        checkpoints.save(5, state)
+    (shard,) = (tmp_path / "shards").glob("*/*-step-000000000005-*")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    for damage in (lambda: None, shard.unlink):
+        damage()
+        with CheckpointManager(tmp_path) as checkpoints, pytest.raises(CorruptCheckpointError) as caught:
+            checkpoints.restore(state)
+        assert (caught.value.details["step"], caught.value.details["older"]) == (5, "2, 1")
+    with CheckpointManager(tmp_path) as checkpoints:
+        assert checkpoints.restore(state, 2) == 2

@@ -192,6 +192,50 @@ def test_what_was_not_loaded_is_reported(store: RecordingStore, caplog: pytest.L
     assert not caplog.records
 
 
+class Tied(nn.Module):
+    """Model whose head is its embedding, as in GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("saved", ["embedding.weight", "head.weight"])
+def test_a_tied_weight_that_was_saved_under_one_name(
+    store: RecordingStore, caplog: pytest.LogCaptureFixture, saved: str
+) -> None:
+    """As in files of Hugging Face: the other name is not missing, nor kept, for it is the same memory."""
+    save(store, {"model": {saved: torch.ones(5, 3)}})
+    model = Tied()
+    with CheckpointManager(store) as checkpoints:
+        assert checkpoints.restore({"model": model}) == 1
+        assert checkpoints.last_load is not None
+        assert checkpoints.last_load.kept == ()
+    assert torch.equal(model.head.weight, torch.ones(5, 3))
+    assert not caplog.records
+    model.head.weight = nn.Parameter(torch.zeros(5, 3))
+    with pytest.raises(StateMismatchError, match="1 value missing in the checkpoint"):
+        restore(store, {"model": model})
+
+
+def test_a_key_that_options_leave_out_is_warned_of(store: RecordingStore, caplog: pytest.LogCaptureFixture) -> None:
+    """A job that starts again with `include="model.*"` loses its optimizer: no warning if only a part is left out."""
+    old, _ = training(Net(classes=2), steps=1)
+    save(store, old)
+    new, _ = training(Net(classes=2), steps=0)
+    restore(store, new, include="model.*")
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1
+    assert "leaves out all of optim, which the checkpoint has" in warnings[0]
+    caplog.clear()
+    restore(store, new, exclude="*head*")
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.restore(new, include="model.*", go_on=False)
+    assert not caplog.records
+
+
 def test_a_key_that_has_another_name(store: RecordingStore) -> None:
     """Restore under other top-level keys: the error gives the `rename` that works, and lists no name below them."""
     old = Net(classes=2)
