@@ -41,7 +41,6 @@ NOT_RUN_LINES = {
     "pip install": "installs",
     "python examples/first_hour.py": "tests/test_examples.py runs it",
     "dcp-remote recover": "refuses a run whose catalog can be read; tests/cli/test_recover.py runs it",
-    "dcp-remote bench": "measures for seconds; tests/cli/test_bench.py runs it",
 }
 
 

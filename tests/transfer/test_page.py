@@ -6,13 +6,14 @@ import re
 import shlex
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from dcp_remote import latest
+from dcp_remote import export_checkpoint, latest
 from dcp_remote.cli import main
 from dcp_remote.testing.servers import S3Server
 
@@ -41,7 +42,7 @@ def blocks(language: str, url: str) -> list[str]:
 
 
 def test_the_functions(url: str, tmp_path: Path) -> None:
-    first, second = blocks("python", url)
+    first, _, second = blocks("python", url)
     dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "torch-checkpoint", no_dist=True)
     exec(first, {})
     assert torch.equal(load_file(tmp_path / "weights" / "model.safetensors")["w"], torch.ones(3))
@@ -52,6 +53,24 @@ def test_the_functions(url: str, tmp_path: Path) -> None:
     info = latest(f"{url}2")
     assert info is not None
     assert info.step == 5
+
+
+def test_a_training_that_begins_with_weights(url: str, tmp_path: Path) -> None:
+    """Twice, as a job that starts again: the second goes on from its own checkpoint, with the optimizer and files."""
+    base = url.replace("/run", "/base")
+    block = blocks("python", url)[1].replace("s3://bucket/base", base)
+    (tmp_path / "weights").mkdir()
+    save_file({"weight": torch.ones(2, 4), "bias": torch.ones(2)}, tmp_path / "weights" / "model.safetensors")
+    (tmp_path / "weights" / "config.json").write_text("{}")
+    (line,) = re.findall(r"`dcp-remote (import weights .*)`", PAGE.read_text())
+    assert main(shlex.split(line.replace("s3://bucket/base", base))) == 0
+    for step in (1, 2):
+        found: dict[str, Any] = {}
+        exec(block, found)
+        assert torch.equal(found["model"].weight, torch.ones(2, 4))
+        assert found["step"] == step - 1
+    export_checkpoint(url, tmp_path / "out", progress=False)
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
 
 
 def test_the_commands(url: str, tmp_path: Path) -> None:
