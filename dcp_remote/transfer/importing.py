@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -35,6 +36,8 @@ from dcp_remote.storage.location import require_budget, require_timeout
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
 from dcp_remote.transfer.checkpoint import SavedCheckpoint, Together, make_item, size_of
 from dcp_remote.transfer.source import LOOK_SECONDS, PIECE_BYTES_MAX, Source, open_source
+
+logger = logging.getLogger(__name__)
 
 # A terabyte at 50 MB/s.
 TIMEOUT_SECONDS = 6 * 3600.0
@@ -132,6 +135,15 @@ def import_checkpoint(
         piece_bytes_max=piece_bytes_max,
         retry_seconds=min(RANGE_RETRY_SECONDS, timeout_seconds),
     )
+
+    for place in _find_numbered(opened.state, ()):
+        logger.warning(
+            "%s: the states of %s have numbers for names, as an optimizer's own state_dict() gives them, which no "
+            "restore matches with parameters. To go on with this optimizer, load the file by torch.load, and save its "
+            "model and optimizer by CheckpointManager.",
+            opened.url,
+            place,
+        )
 
     def find_newest() -> CheckpointInfo | None:
         look_seconds = min(LOOK_SECONDS, timeout_seconds)
@@ -258,6 +270,17 @@ class _SourcePlanner(DefaultSavePlanner):
     def _is_read(self, item: WriteItem) -> bool:
         value = self.state_dict.get(item.index.fqn)
         return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _find_numbered(value: object, path: tuple[str, ...]) -> Iterator[str]:
+    """Yield the places of state dicts of optimizers whose parameters have numbers for names."""
+    if not isinstance(value, dict):
+        return
+    states = value.get("state")
+    if "param_groups" in value and isinstance(states, dict) and any(str(key).isdecimal() for key in states):
+        yield ".".join(path)
+    for key, one in value.items():
+        yield from _find_numbered(one, (*path, str(key)))
 
 
 def _take_per_rank(source: Source) -> dict[str, Any]:

@@ -12,7 +12,9 @@ import torch
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MiB
-from dcp_remote.errors import CheckpointNotFoundError
+from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
+from dcp_remote.format.catalog import CATALOG_KEY
+from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.foreign_checkpoints import describe_keys
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.base import ObjectInfo
@@ -94,6 +96,12 @@ def open_source(
     if any(key.endswith(_SAFETENSORS) for key in reader.sizes):
         return SafetensorsSource(reader, piece_bytes_max=piece_bytes_max)
     keys = list(reader.sizes)
+    if MANIFEST_KEY in keys or CATALOG_KEY in keys:
+        raise InvalidArgumentError(
+            "This is a checkpoint of dcp_remote, or a run of its checkpoints, which is not imported. Load it by "
+            "RemoteReader into a state, and save that by CheckpointManager; or copy all objects of a run.",
+            url=store.url,
+        )
     raise CheckpointNotFoundError(
         "Nothing that can be imported lies here: neither torch's .metadata, nor files of safetensors; a file of "
         f"torch.save is named itself. {describe_keys(keys, store.url) or ''}".rstrip(),

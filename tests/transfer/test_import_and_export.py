@@ -226,6 +226,10 @@ def test_wrong_calls(tmp_path: Path) -> None:
         import_checkpoint(tmp_path / "some", tmp_path / "run", step=1, **QUIET)
     save_hugging_face(tmp_path / "hf", 1)
     import_checkpoint(tmp_path / "hf", tmp_path / "run", step=1, **QUIET)
+    dcp.save(weights(), storage_writer=RemoteWriter(tmp_path / "single"), no_dist=True)
+    for own in ("run", "single"):
+        with pytest.raises(InvalidArgumentError, match="a checkpoint of dcp_remote"):
+            import_checkpoint(tmp_path / own, tmp_path / "other", step=1, **QUIET)
     with pytest.raises(InvalidArgumentError, match="not empty"):
         export_checkpoint(tmp_path / "run", tmp_path / "some")
     with pytest.raises(InvalidArgumentError, match="has='model'"):

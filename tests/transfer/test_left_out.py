@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from dcp_remote import CheckpointManager, Files, Retention, errors, export_checkpoint, import_checkpoint, open_run
 
@@ -41,6 +43,27 @@ def test_objects_beside_the_weights(tmp_path: Path, warned: pytest.LogCaptureFix
             "left out of the export, since safetensors hold no objects: 1 entries, such as model.epoch"
         ]
         assert (tmp_path / str(number) / "config.json").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_states_of_an_optimizer_that_have_numbers(tmp_path: Path, warned: pytest.LogCaptureFixture, kind: str) -> None:
+    """Imported, with a warning: an optimizer's own state_dict() fits no restore; by torch's names there is none."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    named = get_optimizer_state_dict(model, optimizer)
+    for number, optim in enumerate((optimizer.state_dict(), named)):
+        state = {"model": model.state_dict(), "trainer": {"optimizer": optim}}
+        source = tmp_path / f"{number}.pt"
+        if kind == "file":
+            torch.save(state, source)
+        else:
+            dcp.save(state, checkpoint_id=source, no_dist=True)
+        import_checkpoint(source, tmp_path / f"run-{number}", step=1, **QUIET)
+        assert [record.getMessage().partition(" have numbers")[0] for record in warned.records] == [
+            f"file://{tmp_path / '0.pt' if kind == 'folder' else tmp_path}: the states of trainer.optimizer"
+        ]
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])

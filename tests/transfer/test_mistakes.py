@@ -197,7 +197,6 @@ def test_metadata_of_torch_that_call_functions(tmp_path: Path) -> None:
 
 
 def test_stream_extensions_of_torch(tmp_path: Path) -> None:
-    pytest.importorskip("pyzstd", reason="torch's only stream extension needs pyzstd")
     writer = FileSystemWriter(tmp_path / "torch", _extensions=[ZStandard()])
     dcp.save({"w": torch.ones(100)}, storage_writer=writer, no_dist=True)
     refused(errors.InvalidArgumentError, "stream extensions", tmp_path / "torch", tmp_path)
