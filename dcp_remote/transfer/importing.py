@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
@@ -22,6 +23,7 @@ from dcp_remote.errors import (
     CommitConflictError,
     CorruptCheckpointError,
     InvalidArgumentError,
+    UnsafeObjectError,
 )
 from dcp_remote.format.empty_dicts import to_flatten_items
 from dcp_remote.manager.manager import CheckpointManager
@@ -29,6 +31,7 @@ from dcp_remote.manager.progress import ProgressSetting, start_progress
 from dcp_remote.manager.reports import SaveReport
 from dcp_remote.run.job import CheckpointLabels
 from dcp_remote.run.run import CheckpointInfo, latest
+from dcp_remote.serialization.refused_values import refused_values
 from dcp_remote.serialization.state_dict import PER_RANK_KEY, convert_per_rank, empty_places
 from dcp_remote.serialization.tensors import byte_view, empty_tensor, narrow
 from dcp_remote.storage import ObjectStore
@@ -38,6 +41,8 @@ from dcp_remote.transfer.checkpoint import SavedCheckpoint, Together, make_item,
 from dcp_remote.transfer.source import LOOK_SECONDS, PIECE_BYTES_MAX, Source, open_source
 
 logger = logging.getLogger(__name__)
+
+_SHOWN_MAX = 5
 
 # A terabyte at 50 MB/s.
 TIMEOUT_SECONDS = 6 * 3600.0
@@ -136,6 +141,7 @@ def import_checkpoint(
         retry_seconds=min(RANGE_RETRY_SECONDS, timeout_seconds),
     )
 
+    _require_storable(opened, allow_pickle=allow_pickle)
     for place in _find_numbered(opened.state, ()):
         logger.warning(
             "%s: the states of %s have numbers for names, as an optimizer's own state_dict() gives them, which no "
@@ -214,8 +220,9 @@ class _SourcePlanner(DefaultSavePlanner):
         self.digests: dict[tuple[str, Box], tuple[torch.dtype, bytes]] = {}
 
     def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
-        # Here, since the manager takes values of this rank alone.
-        super().set_up_planner(state_dict | self._per_rank, *args, **options)
+        # Here, since the manager sorts the top-level keys, and takes values of this rank alone.
+        ordered = {key: state_dict[key] for key in self._source.state} | self._per_rank
+        super().set_up_planner(ordered, *args, **options)
         self.mappings = to_flatten_items(empty_places(state_dict)) | self.mappings
 
     def create_local_plan(self) -> SavePlan:
@@ -270,6 +277,32 @@ class _SourcePlanner(DefaultSavePlanner):
     def _is_read(self, item: WriteItem) -> bool:
         value = self.state_dict.get(item.index.fqn)
         return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _require_storable(source: Source, *, allow_pickle: bool) -> None:
+    """Refuse what the save would refuse, before it takes the run from a training.
+
+    Raises:
+        InvalidArgumentError: A name is not Unicode, or the state is none.
+        UnsafeObjectError: An object needs code to load.
+    """
+    for name in flatten_state_dict(source.state)[0]:
+        if name.encode(errors="replace").decode() != name:
+            raise InvalidArgumentError(
+                "A name in the source is not Unicode: it has half of a surrogate pair. Load the source by its own "
+                "tool, rename the entry, and save it by CheckpointManager.",
+                url=source.url,
+                name=ascii(name),
+            )
+    refused = [] if allow_pickle else refused_values({k: v for k, v in source.state.items() if k != PER_RANK_KEY})
+    if refused:
+        raise UnsafeObjectError(
+            "Values of the source need code to load, or cannot be stored. Pass allow_pickle=True if you trust it, or "
+            "load the source by its own tool, and save what is needed by CheckpointManager.",
+            url=source.url,
+            values="; ".join(f"{value.path} ({value.type_name})" for value in refused[:_SHOWN_MAX]),
+            refused=len(refused),
+        )
 
 
 def _find_numbered(value: object, path: tuple[str, ...]) -> Iterator[str]:

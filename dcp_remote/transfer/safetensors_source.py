@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import re
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -17,7 +19,7 @@ from dcp_remote.common.text import format_count
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.format.dtypes import SAFETENSORS_NAMES
-from dcp_remote.serialization.files import Files
+from dcp_remote.serialization.files import FILES_MAX, Files
 from dcp_remote.serialization.tensors import parse_dtype, tensor_from
 from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, first_element, require_range, require_shape
 
@@ -27,13 +29,24 @@ logger = logging.getLogger(__name__)
 WEIGHTS_FILE = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
-DTYPES = {name: parse_dtype(dtype) for dtype, name in SAFETENSORS_NAMES.items()}
+# Names of dtypes; the last ones are new in safetensors, and no names of the format of dcp_remote.
+DTYPES = {name: parse_dtype(dtype) for dtype, name in SAFETENSORS_NAMES.items()} | {
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
 
+# Index of a variant, too: `diffusion_pytorch_model.safetensors.index.fp16.json`.
+_INDEX = re.compile(r".*\.safetensors\.index(\.[\w-]+)?\.json")
 _PART = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 _SHOWN_MAX = 5
 
 # Key of the state below which the weights are.
 _KEY = "model"
+
+# Key of torch's HuggingFaceStorageWriter for the places of the parts in their tensors, and names of its files.
+_SHARDING = "DCP_SHARDING_INFO"
+_SHARD = re.compile(r"shard-\d{5}-.*\.safetensors")
 
 _HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit
 _FILE_BYTES_MAX = 64 * MiB
@@ -86,14 +99,15 @@ class SafetensorsSource:
             for name, place in self._places.items()
         }
         self.state: dict[str, Any] = {_KEY: model}
-        sides = [file for file in reader.sizes if file.endswith(_SIDE_SUFFIXES) and not file.endswith(INDEX_SUFFIX)]
-        known = {*weights, *sides}
-        left = [file for file in reader.sizes if file not in known and not file.endswith(INDEX_SUFFIX)]
+        others = [file for file in self._visible if file not in weights and not _INDEX.fullmatch(file)]
+        sides = self._choose_sides(file for file in others if file.endswith(_SIDE_SUFFIXES))
+        # An object without bytes and suffix is the marker of a folder, as some consoles create it.
+        left = [file for file in others if file not in sides and (reader.sizes[file] or "." in file)]
         if left:
             logger.warning(
                 "left out of the import: %s, such as %s",
                 format_count(len(left), "file"),
-                ", ".join(left[:_SHOWN_MAX]),
+                ", ".join(map(_shown, left[:_SHOWN_MAX])),
             )
         if sides:
             self.state["files"] = Files(dict(zip(sides, map(bytes, self._read_files(sides)), strict=True)))
@@ -123,8 +137,17 @@ class SafetensorsSource:
     def _find_weights(self) -> list[str]:
         """Return the files of weights: those of an index, the usual one, or all."""
         self._indexed: dict[str, object] = {}
-        index = next((file for file in self.reader.sizes if file.endswith(INDEX_SUFFIX)), None)
-        if index is not None:
+        indexes = [file for file in self._visible if _INDEX.fullmatch(file)]
+        index = f"{_KEY}{INDEX_SUFFIX}"
+        if indexes and index not in indexes:
+            if len(indexes) > 1:
+                raise InvalidArgumentError(
+                    "The folder has several indexes of weights. Copy the files of one of them into another folder.",
+                    url=self.url,
+                    files=", ".join(map(_shown, indexes[:_SHOWN_MAX])),
+                )
+            (index,) = indexes
+        if indexes:
             document = self._parse(index, *self._read_files([index]))
             found = document.get("weight_map")
             if not isinstance(found, dict) or not found:
@@ -133,7 +156,9 @@ class SafetensorsSource:
             return [
                 require_range(self.reader, file, stop=8, of=index) for file in dict.fromkeys(map(str, found.values()))
             ]
-        files = [file for file in self.reader.sizes if file.endswith(".safetensors")]
+        files = [file for file in self._visible if file.endswith(".safetensors")]
+        if shards := [file for file in files if _SHARD.fullmatch(file)]:
+            raise self._parts_of_tensors(shards)
         if parts := [file for file in files if _PART.fullmatch(file)]:
             raise CorruptCheckpointError(
                 "Files of weights in several parts have no index, so that some may be missing. Copy all files.",
@@ -141,6 +166,25 @@ class SafetensorsSource:
                 files=", ".join(parts[:_SHOWN_MAX]),
             )
         return [WEIGHTS_FILE] if WEIGHTS_FILE in files else files
+
+    @property
+    def _visible(self) -> list[str]:
+        """Files of the folder but hidden ones, such as `._model.safetensors` of macOS."""
+        return [file for file in self.reader.sizes if not file.startswith(".")]
+
+    def _choose_sides(self, files: Iterable[str]) -> list[str]:
+        """Return the small files that an entry of `Files` can hold."""
+        chosen: list[str] = []
+        taken: set[str] = set()
+        for file in files:
+            folded = unicodedata.normalize("NFC", file).casefold()
+            if self.reader.sizes[file] > _FILE_BYTES_MAX or folded in taken or len(chosen) == FILES_MAX:
+                continue
+            with contextlib.suppress(InvalidArgumentError):
+                Files({file: b""})
+                chosen.append(file)
+                taken.add(folded)
+        return chosen
 
     def _read_header(self, file: str) -> dict[str, _Place]:
         """Return the places of the tensors of a file, in the order of their bytes."""
@@ -153,7 +197,9 @@ class SafetensorsSource:
             raise self._corrupt(file, "its header does not fit into it")
         (data,) = self.reader.read([FileRange(file, 8, length)])
         header = self._parse(file, data)
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None)
+        if isinstance(metadata, dict) and _has_parts(metadata.get(_SHARDING)):
+            raise self._parts_of_tensors([file])
         found = {name: self._place(file, name, entry, 8 + length) for name, entry in header.items()}
         places = dict(sorted(found.items(), key=lambda item: (item[1].start, math.prod(item[1].shape))))
         position = 8 + length
@@ -188,11 +234,7 @@ class SafetensorsSource:
     def _read_files(self, files: Sequence[str]) -> list[memoryview]:
         for file in files:
             if self.reader.sizes[file] > _FILE_BYTES_MAX:
-                raise InvalidArgumentError(
-                    "A small file beside the weights is larger than 64 MiB. Move it elsewhere.",
-                    url=self.reader.store.url,
-                    file=file,
-                )
+                raise self._corrupt(file, "it is larger than 64 MiB")
         return self.reader.read([FileRange(file, 0, self.reader.sizes[file]) for file in files])
 
     def _parse(self, file: str, data: memoryview) -> dict[str, Any]:
@@ -204,6 +246,14 @@ class SafetensorsSource:
             raise self._corrupt(file, "its JSON is no dict")
         return document
 
+    def _parts_of_tensors(self, files: Sequence[str]) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            "These files have parts of tensors, as torch's HuggingFaceStorageWriter saves them on each rank. Put them "
+            "together first: pass enable_consolidation=True to it, or use consolidate_safetensors_files of torch.",
+            url=self.url,
+            files=", ".join(map(_shown, files[:_SHOWN_MAX])),
+        )
+
     def _corrupt(self, file: str, why: str, **details: object) -> CorruptCheckpointError:
         return CorruptCheckpointError(
             f"A file of safetensors is damaged: {why}. Copy it once more.",
@@ -211,6 +261,21 @@ class SafetensorsSource:
             file=file,
             **details,
         )
+
+
+def _has_parts(sharding: object) -> bool:
+    """Return whether a text of torch's HuggingFaceStorageWriter gives a tensor a place but the first."""
+    if sharding is None:
+        return False
+    try:
+        return any(any(place["saved_offsets"]) for place in json.loads(str(sharding)).values())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return True
+
+
+def _shown(file: str) -> str:
+    """Return a name without characters that a terminal would obey."""
+    return file if file.isprintable() else ascii(file)
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:

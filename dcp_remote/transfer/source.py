@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MiB
-from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
+from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError, ObjectNotFoundError
 from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.foreign_checkpoints import describe_keys
@@ -21,7 +22,7 @@ from dcp_remote.storage.base import ObjectInfo
 from dcp_remote.storage.local_files import version_of
 from dcp_remote.storage.location import Location
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
-from dcp_remote.storage.url import is_remote, parse_url
+from dcp_remote.storage.url import parse_url
 from dcp_remote.transfer.ranges import RangeReader
 from dcp_remote.transfer.safetensors_source import SafetensorsSource
 from dcp_remote.transfer.torch_file_source import TorchFileSource
@@ -116,16 +117,14 @@ def _look(
     """Return the store of a folder, the files in it, and the name of the one that is meant; None for all of them."""
     if isinstance(source, ObjectStore):
         return source, _list_files(source, deadline), None
-    text = os.fspath(source).rstrip("/")
-    folder, _, name = text.rpartition("/")
-    is_file = name.endswith((_SAFETENSORS, *_TORCH_FILES)) if "://" in text else Path(text).is_file()
-    if is_file:
-        store = Location.of(folder or ("/" if text.startswith("/") else "."), options).store
-        return store, [RetryingStore(store, deadline).head(name)], name
-    store = Location.of(source, options).store
-    if is_remote(store.url):
-        return store, _list_files(store, deadline), None
-    path = Path(parse_url(store.url).path)
+    parsed = parse_url(source)
+    if parsed.scheme != "file":
+        return _look_in_cloud(Location.of(source, options).store, options, deadline)
+    path = Path(parsed.path)
+    if path.is_file():
+        store = Location.of(path.parent, options).store
+        return store, [store.head(path.name)], path.name
+    store = Location.of(path, options).store
     if not path.is_dir():
         raise CheckpointNotFoundError("There is no such folder or file.", path=str(path))
     # Not by the store, which leaves out links: in the cache of Hugging Face all files are links.
@@ -133,6 +132,29 @@ def _look(
     changed = [max(one.st_mtime_ns, one.st_ctime_ns) / 1e9 for _, one in found]  # as the store's `head` gives it
     files = zip(found, changed, strict=True)
     return store, [ObjectInfo(name, one.st_size, version_of(one), at) for (name, one), at in files], None
+
+
+def _look_in_cloud(
+    store: ObjectStore, options: Mapping[str, object] | None, deadline: Deadline
+) -> tuple[ObjectStore, list[ObjectInfo], str | None]:
+    """Return the result of `_look`. A name that ends with `.ckpt` is that of a file, or of a folder of Lightning."""
+    parent, _, name = store.url.rpartition("/")
+
+    def find_file() -> tuple[ObjectStore, list[ObjectInfo], str | None] | None:
+        if parent.endswith("/"):  # of a bucket
+            return None
+        folder = Location.of(parent, options).store
+        with contextlib.suppress(ObjectNotFoundError):
+            return folder, [RetryingStore(folder, deadline).head(name)], name
+        return None
+
+    is_likely = name.endswith((_SAFETENSORS, *_TORCH_FILES))
+    if is_likely and (file := find_file()):
+        return file
+    files = _list_files(store, deadline)
+    if not files and not is_likely and (file := find_file()):
+        return file
+    return store, files, None
 
 
 def _list_files(store: ObjectStore, deadline: Deadline) -> list[ObjectInfo]:

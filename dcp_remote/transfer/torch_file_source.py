@@ -96,13 +96,19 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
     except (DcpRemoteError, MemoryError):
         raise
     except pickle.UnpicklingError as error:
+        if "Unsupported operand" in str(error):
+            raise InvalidArgumentError(
+                f"A file of torch.save has a pickle that torch's restricted unpickler does not read, such as one of "
+                f"protocol 4. {_INSTEAD}",
+                **details,
+            ) from error
         raise UnsafeObjectError(
             "An object in a file of torch.save needs code to load, which an import never runs. If you trust the file, "
             "load it by torch.load(weights_only=False), and save its dict by CheckpointManager.",
             **details,
             type=(_GLOBAL.findall(str(error)) or ["unknown"])[0],
         ) from error
-    except (NotImplementedError, UnsupportedOperatorException) as error:
+    except (NotImplementedError, UnsupportedOperatorException, AssertionError) as error:  # the last of a nested tensor
         raise InvalidArgumentError(
             f"A file of torch.save has a tensor that is no plain one, such as a quantized one. {_INSTEAD}", **details
         ) from error

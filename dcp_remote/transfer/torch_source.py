@@ -37,6 +37,11 @@ _KNOWN = {
             *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
         )
     ),
+    # Of torch before 2.2.
+    *(
+        ("torch.distributed._shard.sharded_tensor.metadata", name)
+        for name in ("TensorProperties", "MEM_FORMAT_ENCODING")
+    ),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
     (f"{_CHECKPOINT}.filesystem", "_StoragePrefix"),
     ("torch", "Size"),
@@ -139,7 +144,7 @@ class TorchSource:
             value = self._decode(name, data)
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != box.sizes:
                 raise self._corrupt("A stream does not hold the chunk that the metadata describe.", name)
-            tensors.append(value)
+            tensors.append(value.resolve_conj().resolve_neg())
         return tensors
 
     def _span(self, index: MetadataIndex, info: Any) -> FileRange:

@@ -273,6 +273,8 @@ class CloudStore:
         offset = max(_key_before(f"{root}{prefix}"), _offset(f"{root}{after}") if after else "")
         last = ""
         for meta in self._pages(prefix, folder, offset):
+            if not meta["path"].startswith(root):
+                continue  # the marker of this very folder, as some consoles create it
             key = meta["path"].removeprefix(root)
             if not key.startswith(prefix) or key <= after:
                 # Keys are ordered: once past the prefix, no later key can match.
