@@ -31,7 +31,7 @@ from fractions import Fraction
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
 from typing import Any
-from uuid import UUID
+from uuid import UUID, SafeUUID
 
 import numpy as np
 import xxhash
@@ -409,7 +409,7 @@ TAGS: dict[str, Callable[[Any], Any]] = {
     "$datetime": lambda c: datetime.fromisoformat(c["local"]).replace(fold=c["fold"], tzinfo=to_zone(c["zone"])),
     "$time": lambda c: time.fromisoformat(c["local"]).replace(fold=c["fold"], tzinfo=to_zone(c["zone"])),
     "$timedelta": lambda c: timedelta(*c),
-    "$UUID": lambda c: UUID(c["uuid"]),
+    "$UUID": lambda c: UUID(c["uuid"], is_safe=SafeUUID(c["is_safe"])),
     "$Path": lambda c: (PurePosixPath if c["flavor"] == "posix" else PureWindowsPath)(c["path"]),
     "$numpy.dtype": numpy_dtype,
     "$numpy.str": str,

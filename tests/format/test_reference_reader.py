@@ -17,7 +17,7 @@ from read_without_torch import Checkpoint, UnreadableError, open_source
 from tests.format.write_golden import GOLDEN
 
 # Documents that take seconds each to read, and say nothing that smaller ones do not.
-LARGE = {"million", "catalog", "compressed"}
+LARGE = {"million", "catalog", "compressed", "rare_run"}
 DOCUMENTS = sorted(path for path in GOLDEN.rglob("*.json") if path.relative_to(GOLDEN).parts[0] not in LARGE)
 
 # Values of another type than any that a field has.

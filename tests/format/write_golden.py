@@ -8,6 +8,7 @@ earlier ones; `test_golden.py` has the digest of each, and `golden_states.py` th
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,6 +24,8 @@ import torch.multiprocessing
 from dcp_remote import CheckpointManager, Files, Opaque, PerRank, RemoteWriter, Retention
 from dcp_remote.common.digests import digest
 from dcp_remote.format import catalog_json, manifest_json
+from dcp_remote.format.columns import encode_column
+from dcp_remote.format.document import seal, unseal
 from dcp_remote.format.manifest import Manifest, Pieces, Shards, TensorKind, Tensors
 from tests.format import golden_states
 from tests.support.catalogs import catalog, entry
@@ -40,9 +43,9 @@ class SmallShards(RemoteWriter):
     _shard_bytes_max = 8 * 1024
 
 
-def save(folder: Path, state: dict[str, Any], **options: Any) -> None:
+def save(folder: Path, state: dict[str, Any], kind: type[RemoteWriter] = RemoteWriter, **options: Any) -> None:
     """Save a state of one rank."""
-    save_as_ranks([state], lambda: RemoteWriter(folder, **options))
+    save_as_ranks([state], lambda: kind(folder, **options))
 
 
 def save_tensors(folder: Path) -> None:
@@ -78,6 +81,77 @@ def save_renewed(folder: Path) -> None:
     save(folder, golden_states.STATES["renewed", None]())
     path = folder / "manifest.json"
     path.write_bytes(manifest_json.reencode(path.read_bytes(), "5" * 32))
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    """Change the fields of a document, to what this release does not write."""
+    document = json.loads(unseal(path.read_bytes()))
+    change(document)
+    path.write_bytes(seal(json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()))
+
+
+def save_properties(folder: Path) -> None:
+    """Save tensors, and give them properties that torch's planners never give."""
+
+    def change(document: Any) -> None:
+        tensors = document["tensors"]
+        (kind,) = tensors["kinds"]
+        changed: dict[str, dict[str, Any]] = {
+            "channels_last": {"memory_format": "channels_last"},
+            "preserve": {"memory_format": "preserve"},
+        }
+        changed |= {"pinned": {"pin_memory": True}}
+        tensors["kinds"] = [kind | changed.get(name, {}) for name in tensors["names"]]
+        tensors["kind"] = encode_column(np.arange(len(tensors["names"])))
+
+    save(folder, golden_states.properties())
+    edit(folder / "manifest.json", change)
+
+
+def save_forms(folder: Path) -> None:
+    """Save objects, one of which gets the negative bits of older releases of Python."""
+
+    def change(document: Any) -> None:
+        (content,) = document["objects"]["inline"]["Enum"]["$tuple"]
+        content["$Enum"]["bits"] = "-0x1"
+
+    save(folder, golden_states.forms())
+    edit(folder / "manifest.json", change)
+
+
+def save_replaced_twice(folder: Path) -> None:
+    """Replace a checkpoint twice."""
+    for step in (1, 2, 3):
+        save(folder, golden_states.run_state(step), overwrite=step > 1)
+
+
+def save_overwritten(folder: Path) -> None:
+    """Save a step of a run again."""
+    with CheckpointManager(folder) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(1, golden_states.run_state(step), overwrite=step > 1, wait=True)
+
+
+def save_rare_run(folder: Path) -> None:
+    """Save a run whose manifest is compressed."""
+    with CheckpointManager(folder) as checkpoints:
+        checkpoints.save(1, golden_states.rare_run(), wait=True)
+
+
+def save_future(folder: Path) -> None:
+    """Save a run, and add fields of later software at every level, and a feature that is needed to write."""
+
+    def change(document: Any) -> None:
+        parts = ("run", "shards", "tensors", "chunks", "pieces", "objects")
+        first = [document["checkpoints"][0]] if "checkpoints" in document else [document["tensors"]["kinds"][0]]
+        for part in (document, *first, *(document[name] for name in parts if name in document)):
+            part["a field of the future"] = {"x": [1]}
+        if "checkpoints" in document:
+            document["requires_to_write"] = ["wings"]
+
+    save_steps(folder, 1)
+    for path in (folder / "catalog.json", next((folder / "manifests").iterdir())):
+        edit(path, change)
 
 
 def save_tombstone(folder: Path) -> None:
@@ -215,6 +289,17 @@ CASES: dict[str, Callable[[Path], None]] = {
     "emptied": save_emptied,
     "catalog": save_large_catalog,
     "per_rank": save_per_rank,
+    "properties": save_properties,
+    "layouts": lambda folder: save(folder, golden_states.layouts(), allow_pickle=True),
+    "stream_objects": lambda folder: save(folder, golden_states.stream_objects()),
+    "blocks": lambda folder: save(folder, golden_states.blocks()),
+    "header_names": lambda folder: save(folder, golden_states.header_names(), SmallShards),
+    "raw_places": lambda folder: save(folder, golden_states.raw_places(), SmallShards),
+    "forms": save_forms,
+    "rare_run": save_rare_run,
+    "replaced_twice": save_replaced_twice,
+    "overwritten": save_overwritten,
+    "future": save_future,
 }
 
 
