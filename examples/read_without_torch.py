@@ -6,7 +6,8 @@ Lists the entries of a checkpoint, or of the newest one of a run, and reads each
 with http:// or https://, and needs no credentials (a public or presigned prefix). Needs numpy, xxhash and zstandard.
 
 Tensors become arrays: bfloat16 becomes float32, which is exact, and a dtype that numpy lacks becomes unsigned integers
-of its size. Streams of torch.save stay bytes. Of section 6 of FORMAT.md only digests, keys and versions are checked.
+of its size. Streams of torch.save stay bytes. Of section 6 of FORMAT.md only digests, keys and versions are checked;
+other damage is read, or raises `UnreadableError` where it is noticed.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import struct
 import types
 import uuid
 from argparse import Namespace
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -125,6 +125,6 @@ def as_read(value: Any) -> Any:
     convert = next((convert for kind, convert in _READ.items() if isinstance(value, kind)), None)
     if convert is not None:
         return convert(value)
-    if type(value) is dict:
-        return {as_read(key): as_read(inner) for key, inner in value.items()}
+    if type(value) in (dict, OrderedDict):
+        return type(value)((as_read(key), as_read(inner)) for key, inner in value.items())
     return type(value)(map(as_read, value)) if type(value) in (list, tuple, set) else value

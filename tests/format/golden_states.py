@@ -342,6 +342,13 @@ def forms() -> dict[str, Any]:
     }
 
 
+def marks() -> dict[str, Any]:
+    """Return an object in which each mark but those in tuples was taken off."""
+    inner = ("dcp_remote.Opaque", 1)
+    files = OrderedDict([("files", Files({"a": b"\0"}))])
+    return {"marks": [inner, {"x": files}, (("dcp_remote.Opaque", inner),)]}
+
+
 def rare_run() -> dict[str, Any]:
     """Return the state of a run: files of several names, marks inside of a list, a long value of one rank."""
     return {
@@ -389,6 +396,7 @@ STATES: dict[tuple[str, int | None], Callable[[], dict[str, Any]]] = {
     ("header_names", None): header_names,
     ("raw_places", None): raw_places,
     ("forms", None): forms,
+    ("marks", None): marks,
     ("rare_run", 1): rare_run_loaded,
     ("replaced_twice", None): lambda: run_state(3),
     ("overwritten", 1): lambda: run_state(2),

@@ -42,6 +42,7 @@ DIGESTS = {
     "header_names": "a9be4247b6dbfcd248a5b57fb291b254",
     "labels": "46b1e1ac92cbde0f6689379190f5db8a",
     "layouts": "53efed0e80f25259db9a376fdc059775",
+    "marks": "e06e3532d53b5024dea63a434e1d769a",
     "million": "bfa657a466d014cc73d7940e4c93f5fc",
     "nested": "5874f8bd7601a0e65c862ae72182ed04",
     "overwritten": "06390f3bc6229c9c497befc22b03abf9",

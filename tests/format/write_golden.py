@@ -96,12 +96,11 @@ def save_properties(folder: Path) -> None:
     def change(document: Any) -> None:
         tensors = document["tensors"]
         (kind,) = tensors["kinds"]
-        changed: dict[str, dict[str, Any]] = {
-            "channels_last": {"memory_format": "channels_last"},
-            "preserve": {"memory_format": "preserve"},
-        }
-        changed |= {"pinned": {"pin_memory": True}}
-        tensors["kinds"] = [kind | changed.get(name, {}) for name in tensors["names"]]
+        changed = {"channels_last": "memory_format", "preserve": "memory_format", "pinned": "pin_memory"}
+        tensors["kinds"] = [
+            kind | ({changed[name]: True if name == "pinned" else name} if name in changed else {})
+            for name in tensors["names"]
+        ]
         tensors["kind"] = encode_column(np.arange(len(tensors["names"])))
 
     save(folder, golden_states.properties())
@@ -116,6 +115,19 @@ def save_forms(folder: Path) -> None:
         content["$Enum"]["bits"] = "-0x1"
 
     save(folder, golden_states.forms())
+    edit(folder / "manifest.json", change)
+
+
+def save_marks(folder: Path) -> None:
+    """Save an object that holds, in lists and dicts, entries of `Opaque` and `Files`, and one in a tuple."""
+
+    def change(document: Any) -> None:
+        opaque = {"$tuple": ["dcp_remote.Opaque", {"$tuple": ["dcp_remote.Opaque", 1]}]}
+        files = {"$tuple": ["dcp_remote.Files", {"a": {"$bytes": "AA=="}}]}
+        marks = [opaque, {"x": {"$OrderedDict": [["files", files]]}}, {"$tuple": [opaque]}]
+        document["objects"]["inline"]["marks"] = marks
+
+    save(folder, {"marks": 0})
     edit(folder / "manifest.json", change)
 
 
@@ -296,6 +308,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "header_names": lambda folder: save(folder, golden_states.header_names(), SmallShards),
     "raw_places": lambda folder: save(folder, golden_states.raw_places(), SmallShards),
     "forms": save_forms,
+    "marks": save_marks,
     "rare_run": save_rare_run,
     "replaced_twice": save_replaced_twice,
     "overwritten": save_overwritten,
