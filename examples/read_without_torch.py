@@ -243,6 +243,7 @@ class Checkpoint:
     @unreadable_if_damaged()
     def read(self, name: str) -> Any:
         """Read an entry: an array, a value, or the bytes of a stream."""
+        require(name in self.entries, f"there is no entry {name}")
         entry = self.entries[name]
         if entry.dtype and entry.encoding == "raw":
             whole = np.empty(entry.shape, to_array(entry.dtype, (0,), b"").dtype)

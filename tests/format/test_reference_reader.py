@@ -14,28 +14,18 @@ import pytest
 
 from dcp_remote.format.document import seal, unseal
 from read_without_torch import Checkpoint, UnreadableError, open_source
+from tests.format.test_schema import setting
 from tests.format.write_golden import GOLDEN
 
 # Documents that take seconds each to read, and say nothing that smaller ones do not.
 LARGE = {"million", "catalog", "compressed", "rare_run"}
 DOCUMENTS = sorted(path for path in GOLDEN.rglob("*.json") if path.relative_to(GOLDEN).parts[0] not in LARGE)
 
-# Values of another type than any that a field has.
+# Values of other types; each field gets every second of them.
 OTHER_VALUES: tuple[Any, ...] = (None, True, -1, 0.5, "x", "1:AA", [], [0], {}, {"$x": 1})
 
 # Items of a list, and names of an object, that are changed: the first of them.
 CHANGED_MAX = 4
-
-
-def setting(*path: str | int, to: Any) -> Callable[[Any], None]:
-    """Return the change that sets a field."""
-
-    def change(document: Any) -> None:
-        for part in path[:-1]:
-            document = document[part]
-        document[path[-1]] = to
-
-    return change
 
 
 def steps_of(document: Any) -> list[int | None]:
@@ -77,7 +67,7 @@ def test_the_key_of_a_manifest_is_checked(key: Any, tmp_path: Path) -> None:
     path, document = changed_folder(GOLDEN / "nested" / "catalog.json", tmp_path)
     setting("checkpoints", 0, "manifest", to=key)(document)
     write(path, document)
-    with pytest.raises(UnreadableError, match=r"leads elsewhere|damaged"):
+    with pytest.raises(UnreadableError, match=r"leads elsewhere|a value is damaged"):
         Checkpoint(path.parent)
 
 
