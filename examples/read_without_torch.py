@@ -6,13 +6,14 @@ Lists the entries of a checkpoint, or of the newest one of a run, and reads each
 with http:// or https://, and needs no credentials (a public or presigned prefix). Needs numpy, xxhash and zstandard.
 
 Tensors become arrays: bfloat16 becomes float32, which is exact, and a dtype that numpy lacks becomes unsigned integers
-of its size. Streams of torch.save stay bytes. Of section 6 of FORMAT.md only digests, keys and versions are checked.
+of its size. Streams of torch.save stay bytes. Of section 6 of FORMAT.md only digests, keys and versions are checked;
+other damage is read, or raises `UnreadableError` where it is noticed.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
+import binascii
 import contextlib
 import io
 import itertools
@@ -31,14 +32,16 @@ from fractions import Fraction
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
 from typing import Any
-from uuid import UUID
+from uuid import UUID, SafeUUID
 
 import numpy as np
 import xxhash
 import zstandard
 
 VERSION, FEATURES = "1", frozenset[str]()
-KEY = re.compile(r"shards/[0-9a-f]{2}/(?!.*\.\.)[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors")
+SHARD_KEY = re.compile(r"shards/[0-9a-f]{2}/(?!.*\.\.)[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors")
+MANIFEST_KEY = re.compile(r"manifests/(?!.*\.\.)[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.json")
+LIST_ENTRIES_MAX = 10_000_000
 NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV]\d{1,10}(\[\d{0,10}[a-zA-Z]{1,2}\])?", re.ASCII)
 
 # Bytes per element of the dtypes that numpy has under other names, or lacks; all others lack, too, and have one byte.
@@ -60,11 +63,24 @@ def require(condition: object, message: str) -> None:
         raise UnreadableError(message)
 
 
+@contextlib.contextmanager
+def unreadable_if_damaged() -> Iterator[None]:
+    """Turn every error of forged values into `UnreadableError`; that of a missing object stays an `OSError`."""
+    try:
+        yield
+    except (UnreadableError, OSError):
+        raise
+    except Exception as error:
+        raise UnreadableError(f"a value is damaged: {type(error).__name__}: {error}") from error
+
+
 def open_source(place: str | Path) -> Fetch:
     """Return the function that reads objects of a folder, or of a prefix behind HTTP."""
 
     def fetch_file(key: str, first: int, stop: int | None) -> bytes:
-        with (Path(place) / key).open("rb") as file:
+        path = Path(place, key).resolve()
+        require(path.is_relative_to(Path(place).resolve()), f"{key} leads out of the folder")
+        with path.open("rb") as file:
             file.seek(first)
             return file.read(-1 if stop is None else stop - first)
 
@@ -84,16 +100,23 @@ def open_source(place: str | Path) -> Fetch:
     return fetch_url if re.match("https?://", str(place)) else fetch_file
 
 
+def from_base64(text: str) -> bytes:
+    """Decode base64 with padding, and nothing else in it."""
+    return binascii.a2b_base64(text, strict_mode=True)
+
+
 def column(text: str) -> list[int]:
     """Decode a column of integers."""
     width, _, packed = text.partition(":")
-    numbers: list[int] = np.frombuffer(base64.b64decode(packed), f"<i{width}").cumsum(dtype=np.int64).tolist()
+    require(width in ("1", "2", "4", "8"), "a column has an unknown width")
+    numbers: list[int] = np.frombuffer(from_base64(packed), f"<i{width}").cumsum(dtype=np.int64).tolist()
     return numbers
 
 
 def digests(text: str) -> list[bytes]:
     """Split joined digests."""
-    data = base64.b64decode(text)
+    data = from_base64(text)
+    require(len(data) % 16 == 0, "a digest does not have 16 bytes")
     return [data[i : i + 16] for i in range(0, len(data), 16)]
 
 
@@ -102,6 +125,7 @@ def block_bytes(length: int) -> int:
     return next((size for size in (65536, 131072, 262144, 524288) if size * 64 >= length), 1048576)
 
 
+@unreadable_if_damaged()
 def read_document(fetch: Fetch, key: str, form: str) -> dict[str, Any]:
     """Read a manifest or catalog, and check its digest, version and features."""
     data = fetch(key, 0, None)
@@ -111,7 +135,9 @@ def read_document(fetch: Fetch, key: str, form: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(data)
     require(document["format"] == form, f"{key} is no {form}")
     require(document["version"] == VERSION, f"{key} needs a reader of version {document['version']}")
-    require(FEATURES.issuperset(document["requires"]), f"{key} needs a reader of {document['requires']}")
+    required = document["requires"]
+    require(isinstance(required, list) and all(isinstance(name, str) for name in required), f"{key} is damaged")
+    require(FEATURES.issuperset(required), f"{key} needs a reader of {required}")
     return document
 
 
@@ -125,7 +151,9 @@ def read_manifest(fetch: Fetch, step: int | None = None) -> dict[str, Any]:
         live = read_document(fetch, "catalog.json", "dcp_remote catalog")["checkpoints"]
         chosen = [entry for entry in live if entry["step"] == step or (step is None and not entry.get("abandoned"))]
         require(chosen, f"the run has no such checkpoint, only {[entry['step'] for entry in live]}")
+        require(MANIFEST_KEY.fullmatch(chosen[-1]["manifest"]), "the key of a manifest leads elsewhere")
         manifest = read_document(fetch, chosen[-1]["manifest"], "dcp_remote manifest")
+        require(manifest["save_id"] == chosen[-1]["save_id"] and manifest["run"], "the manifest is of another save")
     require(manifest["kind"] == "checkpoint", "there is no checkpoint here")
     require(manifest["digest"] == "xxh3-128", f"the digests are {manifest['digest']}")
     return manifest
@@ -146,12 +174,13 @@ class Entry:
 class Checkpoint:
     """Checkpoint whose entries can be read; `manifest` is the document."""
 
+    @unreadable_if_damaged()
     def __init__(self, place: str | Path, step: int | None = None) -> None:
         """Read the manifest."""
         self.fetch = open_source(place)
         self.manifest = read_manifest(self.fetch, step)
         shards, pieces = self.manifest["shards"], self.manifest["pieces"]
-        require(all(KEY.fullmatch(key) for key in shards["keys"]), "a shard's key leads elsewhere")
+        require(all(SHARD_KEY.fullmatch(key) for key in shards["keys"]), "a shard's key leads elsewhere")
         self._shards = list(
             zip(
                 shards["keys"],
@@ -211,8 +240,10 @@ class Checkpoint:
             require(blocks == self._tables[shard][first : first + len(blocks)], f"the block table of {key} is wrong")
         return data
 
+    @unreadable_if_damaged()
     def read(self, name: str) -> Any:
         """Read an entry: an array, a value, or the bytes of a stream."""
+        require(name in self.entries, f"there is no entry {name}")
         entry = self.entries[name]
         if entry.dtype and entry.encoding == "raw":
             whole = np.empty(entry.shape, to_array(entry.dtype, (0,), b"").dtype)
@@ -231,12 +262,13 @@ class Checkpoint:
         return self._unwrap(name, decode(json.loads(text), data[stop:]))
 
     def _unwrap(self, name: str, value: Any) -> Any:
-        """Return the value of an entry of one rank, of an `Opaque` and of `Files`."""
+        """Return the value of an entry of one rank, and those of each `Opaque` and `Files`."""
         path = (self.manifest["flatten"] or {}).get(name, [name])
         if self.manifest["run"] and len(path) == 3 and path[0] == "per_rank" and is_tuple(value, 1):
             (value,) = value
-        return value[1] if is_tuple(value, 2) and value[0] in ("dcp_remote.Opaque", "dcp_remote.Files") else value
+        return unwrap_marked(value)
 
+    @unreadable_if_damaged()
     def read_state(self) -> dict[str, Any]:
         """Read all entries into the nested state dict."""
         paths = {name: [name] for name in self.entries} | (self.manifest["flatten"] or {})
@@ -252,6 +284,16 @@ class Checkpoint:
         return nested
 
 
+def unwrap_marked(value: Any) -> Any:
+    """Return a value in which the entry of each `Opaque` and `Files` has become its value, also in lists and dicts."""
+    if is_tuple(value, 2) and isinstance(value[0], str) and value[0] in ("dcp_remote.Opaque", "dcp_remote.Files"):
+        return value[1]
+    if type(value) in (list, dict, OrderedDict, defaultdict):
+        for key, inner in list(enumerate(value) if isinstance(value, list) else value.items()):
+            value[key] = unwrap_marked(inner)
+    return value
+
+
 def is_tuple(value: Any, length: int) -> bool:
     """Return whether a value is a plain tuple of so many items."""
     return type(value) is tuple and len(value) == length
@@ -260,6 +302,7 @@ def is_tuple(value: Any, length: int) -> bool:
 def put(node: Any, part: str | int, value: Any) -> Any:
     """Put a value into a dict or list, unless there is one, and return the one that is there."""
     if isinstance(part, int):
+        require(0 <= part < LIST_ENTRIES_MAX, "a list in the state is too long")
         node.extend([None] * (part + 1 - len(node)))
         if node[part] is None:
             node[part] = value
@@ -288,14 +331,9 @@ def decode(encoded: Any, raw: bytes) -> Any:
     content = decode(encoded[tag], raw)
     if tag in DATA_TAGS:
         data = content["data"] if isinstance(content, dict) else content
-        return DATA_TAGS[tag](text(data) if isinstance(data, str) else raw[data[0] : sum(data)], content)
+        return DATA_TAGS[tag](from_base64(data) if isinstance(data, str) else raw[data[0] : sum(data)], content)
     require(tag in TAGS, f"an object needs a reader of the tag {tag}")
     return TAGS[tag](content)
-
-
-def text(encoded: str) -> bytes:
-    """Decode base64."""
-    return base64.b64decode(encoded, validate=True)
 
 
 def to_zone(content: list[Any] | None) -> timezone | None:
@@ -352,7 +390,7 @@ TAGS: dict[str, Callable[[Any], Any]] = {
     "$int": lambda c: int(c, 16),
     "$float": lambda c: struct.unpack(">d", bytes.fromhex(c))[0] if len(c) == 16 else float(c),
     "$complex": lambda c: complex(*c),
-    "$str": lambda c: text(c).decode("utf-8", "surrogatepass"),
+    "$str": lambda c: from_base64(c).decode("utf-8", "surrogatepass"),
     "$Decimal": Decimal,
     "$Fraction": lambda c: Fraction(*c),
     "$tuple": tuple,
@@ -373,19 +411,19 @@ TAGS: dict[str, Callable[[Any], Any]] = {
     "$datetime": lambda c: datetime.fromisoformat(c["local"]).replace(fold=c["fold"], tzinfo=to_zone(c["zone"])),
     "$time": lambda c: time.fromisoformat(c["local"]).replace(fold=c["fold"], tzinfo=to_zone(c["zone"])),
     "$timedelta": lambda c: timedelta(*c),
-    "$UUID": lambda c: UUID(c["uuid"]),
+    "$UUID": lambda c: UUID(c["uuid"], is_safe=SafeUUID(c["is_safe"])),
     "$Path": lambda c: (PurePosixPath if c["flavor"] == "posix" else PureWindowsPath)(c["path"]),
     "$numpy.dtype": numpy_dtype,
     "$numpy.str": str,
-    "$numpy.bytes": text,
-    "$numpy.longdouble": lambda c: complex(*np.frombuffer(text(c), "<f8")),
+    "$numpy.bytes": from_base64,
+    "$numpy.longdouble": lambda c: complex(*np.frombuffer(from_base64(c), "<f8")),
     "$numpy.RandomState": dict,
     "$numpy.Generator": lambda c: c["state"],
     "$torch.Size": tuple,
     "$torch.dtype": str,
     "$torch.layout": str,
     "$torch.device": str,
-    "$torch.Generator": text,
+    "$torch.Generator": from_base64,
 }
 # The same for tags whose content is data, or has a field `data`.
 DATA_TAGS: dict[str, Callable[[bytes, Any], Any]] = {
@@ -412,7 +450,7 @@ def main() -> int:
             value = checkpoint.read(name)
             what = f"{entry.dtype} {list(entry.shape)}" if entry.dtype else f"{type(value).__name__} {value!r:.60}"
             print(f"{name}: {what}" if entry.encoding in ("raw", "json", "json+raw") else f"{name}: a stream")
-    except (UnreadableError, FileNotFoundError, zstandard.ZstdError) as error:
+    except (UnreadableError, FileNotFoundError) as error:
         print(f"{arguments.place} cannot be read: {error}", file=sys.stderr)
         return 1
     print(f"{len(checkpoint.entries)} entries, all digests right")

@@ -7,9 +7,11 @@ import enum
 import io
 import struct
 import types
+import uuid
 from argparse import Namespace
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,8 @@ def element_bytes(value: torch.Tensor) -> bytes:
 
 
 def _tensor(value: torch.Tensor) -> Any:
+    if value.is_nested:
+        return list(map(form, value.unbind()))
     properties = (str(value.dtype), str(value.layout), tuple(value.shape), value.requires_grad)
     if value.is_quantized:
         return *properties, str(value.qscheme()), form(value.dequantize())
@@ -41,7 +45,7 @@ def _items(value: Any) -> Any:
 
 def _generator(value: np.random.Generator) -> Any:
     seed: Any = value.bit_generator.seed_seq
-    return form(value.bit_generator.state), form(seed.state)
+    return form(value.bit_generator.state), form(getattr(seed, "state", None))
 
 
 def _mapping(value: dict[Any, Any]) -> Any:
@@ -57,6 +61,7 @@ _FORMS: dict[type | tuple[type, ...], Callable[[Any], Any]] = {
     np.random.RandomState: lambda value: form(value.get_state(legacy=False)),
     np.random.Generator: _generator,
     torch.Generator: lambda value: value.get_state().numpy().tobytes(),
+    uuid.UUID: lambda value: (str(value), value.is_safe.name),
     float: lambda value: struct.pack(">d", value),
     complex: lambda value: struct.pack(">dd", value.real, value.imag),
     defaultdict: lambda value: (repr(value.default_factory), form(dict(value))),
@@ -104,6 +109,7 @@ _READ: dict[type | tuple[type, ...], Callable[[Any], Any]] = {
     torch.Generator: lambda value: value.get_state().numpy().tobytes(),
     Point: lambda value: value._asdict(),
     enum.Enum: _member,
+    Path: PurePosixPath,
     torch.Size: tuple,
     (torch.dtype, torch.layout, torch.device): lambda value: str(value).removeprefix("torch."),
     (np.longdouble, np.clongdouble): complex,
@@ -119,6 +125,6 @@ def as_read(value: Any) -> Any:
     convert = next((convert for kind, convert in _READ.items() if isinstance(value, kind)), None)
     if convert is not None:
         return convert(value)
-    if type(value) is dict:
-        return {as_read(key): as_read(inner) for key, inner in value.items()}
+    if type(value) in (dict, OrderedDict):
+        return type(value)((as_read(key), as_read(inner)) for key, inner in value.items())
     return type(value)(map(as_read, value)) if type(value) in (list, tuple, set) else value

@@ -15,12 +15,13 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from fractions import Fraction
-from pathlib import PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from dcp_remote import Files, Opaque, PerRank
 from dcp_remote.format.dtypes import ITEM_BYTES
 
 
@@ -257,6 +258,114 @@ def rank_value(rank: int) -> dict[str, Any]:
     return {"position": 10 * rank, "seen": counting(rank + 1)}
 
 
+def properties() -> dict[str, Any]:
+    """Return tensors to which `write_golden.py` gives other properties, of many dimensions, and of huge empty ones."""
+    return {
+        "channels_last": counting(1, 2, 3, 3),
+        "preserve": counting(2),
+        "pinned": counting(3),
+        "dimensions": counting(1, 2, 1, 3, 1, 2, 2),
+        "wide": torch.zeros(0, 2**33),
+    }
+
+
+def layouts() -> dict[str, Any]:
+    """Return tensors of rarer layouts and quantizations, all stored as streams."""
+    matrix, scales = torch.tensor([[0.0, 1.5], [2.0, 0.0]]), torch.tensor([0.5, 0.25])
+    return {
+        "bsr": matrix.to_sparse_bsr((1, 1)),
+        "bsc": matrix.to_sparse_bsc((1, 1)),
+        "parameter": torch.nn.Parameter(matrix.to_sparse()),
+        "quint4x2": torch.quantize_per_channel(torch.ones(2, 4), scales, torch.zeros(2), 0, torch.quint4x2),
+        "quint2x4": torch.quantize_per_channel(torch.ones(2, 4), scales, torch.zeros(2), 0, torch.quint2x4),
+    }
+
+
+def stream_objects() -> dict[str, Any]:
+    """Return objects that are stored as streams: all but the nested tensor because a part is reachable twice."""
+    values = [{1, "x"}, Counter({"a": 1}), 1 + 2j, b"\xff\x00", bytearray(b"ab"), bytearray(), torch.Size([2])]
+    types_of_torch = [torch.device("cpu"), torch.float16, torch.strided]
+    ordered, parameter = OrderedDict([("b", 1), ("a", 2)]), torch.nn.Parameter(counting(2))
+    return {
+        "values": ([values, values],),
+        "types": ([types_of_torch, types_of_torch],),
+        "ordered": ([ordered, ordered],),
+        "parameters": ([parameter, parameter],),
+        "nested": (torch.nested.nested_tensor([counting(2), counting(3)]),),
+    }
+
+
+def blocks() -> dict[str, torch.Tensor]:
+    """Return tensors of one shard, three of which have several blocks; those of the first are of 128 KiB."""
+    large = torch.arange(5 * 2**20) // 2**16 % 251
+    return {
+        "large": large.to(torch.uint8),
+        "small": counting(3),
+        "second": large[: 3 * 2**16].to(torch.uint8),
+        "third": large[: 2**16 + 5].to(torch.uint8),
+    }
+
+
+def header_names() -> dict[str, torch.Tensor]:
+    """Return tensors whose names in the header of a shard get suffixes: runs that are no boxes, and reserved names."""
+    return {"runs": counting(2, 5_000), "__metadata__": counting(2), "__dcp_remote_blocks__": counting(3)}
+
+
+def raw_places() -> dict[str, Any]:
+    """Return an object with raw bytes of every kind, and a long one without; both have several pieces."""
+    data = bytes(range(256)) * 10
+    return {
+        "places": (
+            {
+                "bytearray": bytearray(data),
+                "BytesIO": stream(data, 7),
+                "array": array.array("d", [0.5] * 300),
+                "scalar": np.void(data),
+                "parameter": torch.nn.Parameter(counting(600)),
+                "F": np.asfortranarray(np.arange(600.0).reshape(20, 30)),
+            },
+        ),
+        "text": (list(range(5_000)),),
+    }
+
+
+def forms() -> dict[str, Any]:
+    """Return objects whose tags have rarer contents."""
+    unseeded: Any = np.random.RandomState(3)
+    return {
+        "scalar": (torch.tensor(1.5), torch.tensor(3, dtype=torch.int8)),
+        "Path": (Path("a/b"),),
+        "UUID": (uuid.UUID(int=7, is_safe=uuid.SafeUUID.safe), uuid.UUID(int=8, is_safe=uuid.SafeUUID.unsafe)),
+        "Enum": (Access.READ | Access.WRITE,),
+        "Generator": (np.random.Generator(unseeded._bit_generator),),
+        "zone": (datetime(2024, 2, 29, tzinfo=timezone(timedelta(microseconds=1))),),
+    }
+
+
+def marks() -> dict[str, Any]:
+    """Return an object in which each mark but those in tuples was taken off."""
+    inner = ("dcp_remote.Opaque", 1)
+    files = OrderedDict([("files", Files({"a": b"\0"}))])
+    return {"marks": [inner, {"x": files}, (("dcp_remote.Opaque", inner),)]}
+
+
+def rare_run() -> dict[str, Any]:
+    """Return the state of a run: files of several names, marks inside of a list, a long value of one rank."""
+    return {
+        "files": Files({"a/b.json": b"{}", "größe/ünï.txt": b"\x00\xff", "z.bin": bytes(5_000)}),
+        "list": [Opaque((1, [2])), "text", {"inner": Opaque({"a": ()})}],
+        "loader": PerRank({"order": list(range(5_000))}),
+        "model": many(),
+    }
+
+
+def rare_run_loaded() -> dict[str, Any]:
+    """Return that state as it is loaded."""
+    state, loader = rare_run(), rare_run()["loader"].value
+    state["list"] = [(1, [2]), "text", {"inner": {"a": ()}}]
+    return {**{key: value for key, value in state.items() if key != "loader"}, "per_rank": {"0": {"loader": loader}}}
+
+
 # By folder and step (None outside a run): function that returns the nested state.
 STATES: dict[tuple[str, int | None], Callable[[], dict[str, Any]]] = {
     ("tensors", None): tensors,
@@ -280,4 +389,16 @@ STATES: dict[tuple[str, int | None], Callable[[], dict[str, Any]]] = {
     ("abandoned", 2): lambda: run_state(2),
     ("abandoned", 3): lambda: run_state(30),
     ("per_rank", 1): per_rank,
+    ("properties", None): properties,
+    ("layouts", None): layouts,
+    ("stream_objects", None): stream_objects,
+    ("blocks", None): blocks,
+    ("header_names", None): header_names,
+    ("raw_places", None): raw_places,
+    ("forms", None): forms,
+    ("marks", None): marks,
+    ("rare_run", 1): rare_run_loaded,
+    ("replaced_twice", None): lambda: run_state(3),
+    ("overwritten", 1): lambda: run_state(2),
+    ("future", 1): lambda: run_state(1),
 }

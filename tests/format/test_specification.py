@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
 import subprocess
 import sys
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
+import dcp_remote.format
 from dcp_remote import CheckpointManager, RemoteWriter
+from dcp_remote.errors import CorruptCheckpointError
+from dcp_remote.format.dtypes import ITEM_BYTES
 from dcp_remote.format.shard import TABLE_NAME
+from dcp_remote.serialization import pickle_validator, torch_streams
+from dcp_remote.serialization.objects import EncodedObject, decode_object
+from dcp_remote.serialization.pickle_validator import DamagedStreamError
+from dcp_remote.serialization.torch_streams import load_restricted
 from read_without_torch import Checkpoint, UnreadableError, column
 from tests.support.simulated_ranks import save_as_ranks, shard
 
 READER = Path(__file__).parents[2] / "examples" / "read_without_torch.py"
-LINES_MAX = 450
+LINES_MAX = 475
 
 
 def saved(folder: Path) -> dict[str, object]:
@@ -146,6 +157,32 @@ def test_reader_is_short_and_imports_neither_torch_nor_us() -> None:
         )
     }
     assert not any(name.split(".")[0] in ("torch", "dcp_remote") for name in modules)
+
+
+def test_names_in_streams_are_those_of_the_validator() -> None:
+    """The page lists the values and callables that a stream may name, and the bytes of an item of each storage."""
+    page = Path(dcp_remote.format.__file__).with_name("FORMAT.md").read_text(encoding="utf-8")
+    rows = page.partition("### Streams")[2].partition("## 6.")[0].splitlines()
+    names = [re.findall(r"`((?:torch|collections|builtins|_codecs)\.[\w.]+)`", row) for row in rows if row[:1] == "|"]
+    dtypes = {f"torch.{name}" for name in ITEM_BYTES}
+    assert {*chain.from_iterable(names)} == (pickle_validator._VALUES | pickle_validator._CALLABLE) - dtypes
+    sizes = [re.search(r"(\d+) bytes?\b", row) for row in rows if row[:1] == "|"]
+    found = {name: int(size[1]) for listed, size in zip(names, sizes, strict=True) if size for name in listed}
+    assert found == pickle_validator._STORAGE_ITEM_BYTES
+
+
+def test_limits_of_nesting_are_those_of_the_page() -> None:
+    """101 lists around a number are read in JSON, 100 in a stream; one more is refused."""
+
+    def lists(count: int) -> Any:
+        return [lists(count - 1)] if count else 1
+
+    assert decode_object("x", EncodedObject("json", json.dumps(lists(101)).encode())) == lists(101)
+    assert load_restricted(torch_streams.save(lists(100))) == lists(100)
+    with pytest.raises(CorruptCheckpointError, match="nested deeper"):
+        decode_object("x", EncodedObject("json", json.dumps(lists(102)).encode()))
+    with pytest.raises(DamagedStreamError, match="nested deeper"):
+        load_restricted(torch_streams.save(lists(101)))
 
 
 def test_safetensors_opens_every_shard(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ earlier ones; `test_golden.py` has the digest of each, and `golden_states.py` th
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,6 +24,8 @@ import torch.multiprocessing
 from dcp_remote import CheckpointManager, Files, Opaque, PerRank, RemoteWriter, Retention
 from dcp_remote.common.digests import digest
 from dcp_remote.format import catalog_json, manifest_json
+from dcp_remote.format.columns import encode_column
+from dcp_remote.format.document import seal, unseal
 from dcp_remote.format.manifest import Manifest, Pieces, Shards, TensorKind, Tensors
 from tests.format import golden_states
 from tests.support.catalogs import catalog, entry
@@ -40,9 +43,9 @@ class SmallShards(RemoteWriter):
     _shard_bytes_max = 8 * 1024
 
 
-def save(folder: Path, state: dict[str, Any], **options: Any) -> None:
+def save(folder: Path, state: dict[str, Any], kind: type[RemoteWriter] = RemoteWriter, **options: Any) -> None:
     """Save a state of one rank."""
-    save_as_ranks([state], lambda: RemoteWriter(folder, **options))
+    save_as_ranks([state], lambda: kind(folder, **options))
 
 
 def save_tensors(folder: Path) -> None:
@@ -78,6 +81,89 @@ def save_renewed(folder: Path) -> None:
     save(folder, golden_states.STATES["renewed", None]())
     path = folder / "manifest.json"
     path.write_bytes(manifest_json.reencode(path.read_bytes(), "5" * 32))
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    """Change the fields of a document, to what this release does not write."""
+    document = json.loads(unseal(path.read_bytes()))
+    change(document)
+    path.write_bytes(seal(json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()))
+
+
+def save_properties(folder: Path) -> None:
+    """Save tensors, and give them properties that torch's planners never give."""
+
+    def change(document: Any) -> None:
+        tensors = document["tensors"]
+        (kind,) = tensors["kinds"]
+        changed = {"channels_last": "memory_format", "preserve": "memory_format", "pinned": "pin_memory"}
+        tensors["kinds"] = [
+            kind | ({changed[name]: True if name == "pinned" else name} if name in changed else {})
+            for name in tensors["names"]
+        ]
+        tensors["kind"] = encode_column(np.arange(len(tensors["names"])))
+
+    save(folder, golden_states.properties())
+    edit(folder / "manifest.json", change)
+
+
+def save_forms(folder: Path) -> None:
+    """Save objects, one of which gets the negative bits of older releases of Python."""
+
+    def change(document: Any) -> None:
+        (content,) = document["objects"]["inline"]["Enum"]["$tuple"]
+        content["$Enum"]["bits"] = "-0x1"
+
+    save(folder, golden_states.forms())
+    edit(folder / "manifest.json", change)
+
+
+def save_marks(folder: Path) -> None:
+    """Save an object that holds, in lists and dicts, entries of `Opaque` and `Files`, and one in a tuple."""
+
+    def change(document: Any) -> None:
+        opaque = {"$tuple": ["dcp_remote.Opaque", {"$tuple": ["dcp_remote.Opaque", 1]}]}
+        files = {"$tuple": ["dcp_remote.Files", {"a": {"$bytes": "AA=="}}]}
+        marks = [opaque, {"x": {"$OrderedDict": [["files", files]]}}, {"$tuple": [opaque]}]
+        document["objects"]["inline"]["marks"] = marks
+
+    save(folder, {"marks": 0})
+    edit(folder / "manifest.json", change)
+
+
+def save_replaced_twice(folder: Path) -> None:
+    """Replace a checkpoint twice."""
+    for step in (1, 2, 3):
+        save(folder, golden_states.run_state(step), overwrite=step > 1)
+
+
+def save_overwritten(folder: Path) -> None:
+    """Save a step of a run again."""
+    with CheckpointManager(folder) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(1, golden_states.run_state(step), overwrite=step > 1, wait=True)
+
+
+def save_rare_run(folder: Path) -> None:
+    """Save a run whose manifest is compressed."""
+    with CheckpointManager(folder) as checkpoints:
+        checkpoints.save(1, golden_states.rare_run(), wait=True)
+
+
+def save_future(folder: Path) -> None:
+    """Save a run, and add fields of later software at every level, and a feature that is needed to write."""
+
+    def change(document: Any) -> None:
+        parts = ("run", "shards", "tensors", "chunks", "pieces", "objects")
+        first = [document["checkpoints"][0]] if "checkpoints" in document else [document["tensors"]["kinds"][0]]
+        for part in (document, *first, *(document[name] for name in parts if name in document)):
+            part["a field of the future"] = {"x": [1]}
+        if "checkpoints" in document:
+            document["requires_to_write"] = ["wings"]
+
+    save_steps(folder, 1)
+    for path in (folder / "catalog.json", next((folder / "manifests").iterdir())):
+        edit(path, change)
 
 
 def save_tombstone(folder: Path) -> None:
@@ -215,6 +301,18 @@ CASES: dict[str, Callable[[Path], None]] = {
     "emptied": save_emptied,
     "catalog": save_large_catalog,
     "per_rank": save_per_rank,
+    "properties": save_properties,
+    "layouts": lambda folder: save(folder, golden_states.layouts(), allow_pickle=True),
+    "stream_objects": lambda folder: save(folder, golden_states.stream_objects()),
+    "blocks": lambda folder: save(folder, golden_states.blocks()),
+    "header_names": lambda folder: save(folder, golden_states.header_names(), SmallShards),
+    "raw_places": lambda folder: save(folder, golden_states.raw_places(), SmallShards),
+    "forms": save_forms,
+    "marks": save_marks,
+    "rare_run": save_rare_run,
+    "replaced_twice": save_replaced_twice,
+    "overwritten": save_overwritten,
+    "future": save_future,
 }
 
 
