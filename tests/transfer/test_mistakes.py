@@ -298,6 +298,7 @@ def test_what_safetensors_cannot_hold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, kind: Any) -> None:
+    """Folders that the export made are removed; one that was there stays."""
     torch.save({"w": torch.ones(1000)}, tmp_path / "a.pt")
     import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, **QUIET)
     (shard,) = (tmp_path / "run").rglob("*.safetensors")
@@ -305,6 +306,10 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, kind: Any) -> None
     data[-100] ^= 1
     shard.chmod(0o644)
     shard.write_bytes(data)
+    with pytest.raises(errors.CorruptCheckpointError, match="do not match their digest"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out" / "weights", kind=kind, **QUIET)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
     with pytest.raises(errors.CorruptCheckpointError, match="do not match their digest"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", kind=kind, **QUIET)
     assert not list((tmp_path / "out").iterdir())
@@ -343,7 +348,7 @@ def test_a_disk_that_loses_bits(tmp_path: Path, kind: Any, monkeypatch: pytest.M
         monkeypatch.setattr(dcp, "save", save_damaged)
     with pytest.raises(errors.CorruptCheckpointError, match="read back differ"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", kind=kind, **QUIET)
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_import_that_differs_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
