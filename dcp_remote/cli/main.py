@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 from dcp_remote.cli import bench, gc, ls, pin, recover, rm, show, transfer
 from dcp_remote.cli.interrupts import INTERRUPTED, watch_interrupts
+from dcp_remote.cli.parser import CommandParser
 from dcp_remote.cli.selection import parse_step
 from dcp_remote.cli.wording import name_options
 from dcp_remote.common.text import escape_unprintable
@@ -28,7 +29,7 @@ from dcp_remote.storage.limits import LIMIT_OPTIONS
 
 _FAILED, _USAGE = 1, 2
 
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for it
+_Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"  # argparse has no public name for it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,14 +80,14 @@ def _build_parser() -> argparse.ArgumentParser:
         description="List, inspect and clean up checkpoints of PyTorch training in object storage.",
     )
     parser.add_argument("--version", action="version", version=f"dcp-remote {version('dcp-remote')}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=CommandParser)
     shared = _build_shared_parser()
     for add in (_add_ls, _add_show, _add_import, _add_export, _add_gc, _add_rm, _add_pin, _add_recover, _add_bench):
         add(commands, shared)
     return parser
 
 
-def _add_ls(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_ls(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "ls",
         parents=[shared],
@@ -97,7 +98,7 @@ def _add_ls(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
 
 
-def _add_show(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_show(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "show",
         parents=[shared],
@@ -121,7 +122,7 @@ def _add_show(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
 
 
-def _add_import(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_import(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "import",
         allow_abbrev=False,
@@ -150,7 +151,7 @@ def _add_import(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
 
 
-def _add_export(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_export(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "export",
         parents=[shared],
@@ -187,7 +188,7 @@ def _add_export(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
 
 
-def _add_gc(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_gc(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "gc",
         parents=[shared],
@@ -211,7 +212,7 @@ def _add_gc(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_rm(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_rm(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "rm",
         parents=[shared],
@@ -233,7 +234,7 @@ def _add_rm(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="delete also a pinned checkpoint, or the newest")
 
 
-def _add_pin(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_pin(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "pin",
         parents=[shared],
@@ -246,7 +247,7 @@ def _add_pin(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--undo", action="store_true", help="unpin: retention may delete the checkpoint again")
 
 
-def _add_recover(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_recover(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "recover",
         parents=[shared],
@@ -259,7 +260,7 @@ def _add_recover(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--write", action="store_true", help="write the catalog; without this nothing is changed")
 
 
-def _add_bench(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_bench(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "bench",
         parents=[shared],
@@ -290,9 +291,9 @@ def _add_bench(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     )
 
 
-def _build_shared_parser() -> argparse.ArgumentParser:
+def _build_shared_parser() -> CommandParser:
     """Return a parser of the arguments that all commands share."""
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = CommandParser(add_help=False)
     _add_store_arguments(parser)
     return parser
 

@@ -98,6 +98,35 @@ def test_wording(message: str, named: str) -> None:
     assert name_options(message) == named
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["ls", "--enpoint-url", "http://x", "s3://bucket/run"],
+            "dcp-remote ls: error: unknown option --enpoint-url; similar: --endpoint-url",
+        ),
+        (["rm", "s3://bucket/run", "--stp=5"], "dcp-remote rm: error: unknown option --stp; similar: --step"),
+        (["bench", "s3://bucket/run", "--json"], "dcp-remote bench: error: unknown option --json"),
+        (["pin", "s3://bucket/run", "5", "--xyz"], "dcp-remote pin: error: unknown option --xyz"),
+        (["pin", "s3://bucket/run", "5", "6"], "dcp-remote pin: error: unrecognized arguments: 6"),
+        (["pin", "--", "s3://bucket/run", "5", "--undo"], "dcp-remote pin: error: unrecognized arguments: --undo"),
+        (["pin", "s3://bucket/run", "5", "-x"], "dcp-remote pin: error: unrecognized arguments: -x"),
+    ],
+)
+def test_unknown_arguments(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The usage is that of the command, and only the unknown option is named."""
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"usage: dcp-remote {arguments[0]} ")
+    assert captured.err.splitlines()[-1] == says
+
+
+def test_an_abbreviation_of_a_command_that_only_reads(tmp_path: Path) -> None:
+    assert main(["ls", str(tmp_path), "--js"]) == 1  # there is no run
+
+
 class Server:
     """Server that takes connections and never answers; it closes them at once, or holds them."""
 
