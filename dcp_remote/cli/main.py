@@ -172,7 +172,9 @@ def _add_export(commands: _Commands, shared: CommandParser) -> None:
     parser.add_argument(
         "--key", default="model", help="first parts of the names of the weights; '' for all (default: %(default)s)"
     )
-    parser.add_argument("--dtype", help="floating-point dtype to convert to, such as bfloat16 (default: as saved)")
+    parser.add_argument(
+        "--dtype", help="floating-point dtype to convert to, such as bfloat16 or bf16 (default: as saved)"
+    )
     parser.add_argument(
         "--file-bytes-max",
         type=bench.parse_bytes,

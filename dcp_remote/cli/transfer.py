@@ -15,6 +15,9 @@ from dcp_remote.storage.url import is_remote
 
 KINDS = ("safetensors", "torch")
 
+# Names by which other tools call dtypes.
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
 
 def run_import(
     source: str,
@@ -95,7 +98,7 @@ def run_export(
         step: Step or name of a checkpoint of a run; None for the newest.
         kind: "safetensors" or "torch".
         key: First parts of the names of the weights.
-        dtype: Name of the dtype to convert to; None to keep each.
+        dtype: Name of the dtype to convert to, also bf16, fp16 and fp32; None to keep each.
         file_bytes_max: Size of one file of weights, in bytes.
         allow_pickle: Write objects that need code to load.
         as_json: Print a JSON document instead of text.
@@ -110,7 +113,7 @@ def run_export(
         kind=cast("Literal['safetensors', 'torch']", kind),
         step=step,
         key=key,
-        dtype=dtype,
+        dtype=_DTYPES.get(dtype or "", dtype),
         storage_options=storage_options,
         file_bytes_max=file_bytes_max,
         allow_pickle=allow_pickle,

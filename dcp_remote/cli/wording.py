@@ -15,6 +15,10 @@ _OPTIONS = (
     (r"storage_options\['(\w+)'\]", r"--option \1"),
     (r"storage_options=\{'(\w+)': (\w+)\}", r"--option \1=\2"),
     (r"storage_options", "--option"),
+    (r"'anon': True", "--option anon=true"),
+    (r"'(aws_\w+|bearer_token)'", r"--option \1"),
+    (r"^dtype must", "--dtype must"),
+    (r"torch\.dtype, such as torch\.", "dtype, such as "),
     (r"file_bytes_max", "--file-bytes-max"),
 )
 

@@ -91,6 +91,11 @@ def test_messages_name_options_of_the_command_line(
         ("set storage_options['region_name'] (or …) to", "set --region (or …) to"),
         ("Give storage_options['verify'].", "Give --option verify."),
         ("quotes (storage_options={'etag_quotes': False}).", "quotes (--option etag_quotes=False)."),
+        (
+            "Give storage_options['profile_name'], or 'aws_access_key_id'",
+            "Give --profile, or --option aws_access_key_id",
+        ),
+        ("For a public bucket give 'anon': True.", "For a public bucket give --option anon=true."),
         ("Unknown name in storage_options for s3 URLs.", "Unknown name in --option for s3 URLs."),
     ],
 )

@@ -33,6 +33,8 @@ def test_imports_and_exports(weights: Path, tmp_path: Path, capsys: pytest.Captu
     assert main(["export", str(run), str(out), "--step", "base", "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out.startswith(f"exported {run} to {out}: 1 file, ")
     assert torch.equal(load_file(out / "model.safetensors")["w"], torch.arange(8).bfloat16())
+    assert main(["export", str(run), f"{out}-2", "--dtype", "bf16"]) == 0
+    assert load_file(f"{out}-2/model.safetensors")["w"].dtype == torch.bfloat16
 
 
 def test_prints_json(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,10 +89,15 @@ def test_errors(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["import", str(weights), run, "--step", "1", "--source-option", "x"], 2, "NAME=VALUE"),
         (["import", str(weights), run, "--step", "1"], 0, ""),
         (["import", str(weights), run, "--step", "1"], 1, "pass --overwrite"),
+        (["import", str(weights), run, "--step", "0"], 2, "Import to a step above 1, or into another run."),
         (["export", run, "s3://bucket/out"], 2, "local folder"),
         (["export", run, str(tmp_path)], 2, "not empty"),
         (["export", run, str(tmp_path / "out"), "--key", "modle"], 2, "has='model'"),
-        (["export", run, str(tmp_path / "out"), "--dtype", "int8"], 2, "dtype"),
+        (
+            ["export", run, str(tmp_path / "out"), "--dtype", "int8"],
+            2,
+            "dcp-remote: --dtype must be a floating-point dtype, such as bfloat16. dtype='int8'",
+        ),
         (["export", run, str(tmp_path / "out"), "--step", "9"], 1, "9"),
     ]
     for arguments, code, text in calls:

@@ -238,7 +238,7 @@ def test_steps_that_exist(tmp_path: Path) -> None:
         import_checkpoint(tmp_path / "a.pt", run, step=step, **QUIET)
     with pytest.raises(errors.CheckpointExistsError, match="overwrite=True"):
         import_checkpoint(tmp_path / "b.pt", run, step=2, **QUIET)
-    with pytest.raises(errors.DcpRemoteError, match="step"):
+    with pytest.raises(errors.InvalidArgumentError, match="to a step above 2, or into another run"):
         import_checkpoint(tmp_path / "b.pt", run, step=1, **QUIET)
     assert [info.step for info in open_run(run).checkpoints()] == [1, 2]
     import_checkpoint(tmp_path / "b.pt", run, step=2, overwrite=True, **QUIET)
