@@ -179,8 +179,8 @@ def _add_export(commands: _Commands, shared: CommandParser) -> None:
         "--file-bytes-max",
         type=bench.parse_bytes,
         default=WEIGHTS_FILE_BYTES_MAX,
-        metavar="N[MiB|GiB]",
-        help="size of one file of weights (default: %(default)s bytes)",
+        metavar="SIZE",
+        help="size of one file of weights, such as 4GiB or 500MB (default: %(default)s bytes)",
     )
     parser.add_argument(
         "--allow-pickle",
@@ -277,8 +277,8 @@ def _add_bench(commands: _Commands, shared: CommandParser) -> None:
         "--bytes",
         type=bench.parse_bytes,
         default=bench.BYTES,
-        metavar="N[MiB|GiB]",
-        help="most bytes to upload, and to download (default: 256MiB)",
+        metavar="SIZE",
+        help="most bytes to upload, and to download, such as 64MiB (default: 256MiB)",
     )
     parser.add_argument(
         "--seconds",
