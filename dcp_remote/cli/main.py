@@ -10,7 +10,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -137,6 +137,9 @@ def _add_import(commands: _Commands, shared: CommandParser) -> None:
     parser.add_argument("--name", help="name of the new checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint of this step")
     parser.add_argument(
+        "--start-over", action="store_true", help="leave the checkpoints of the run behind, marked as abandoned"
+    )
+    parser.add_argument(
         "--allow-pickle",
         action="store_true",
         help="load objects of torch's checkpoints that need code, which the checkpoint names: only where it is trusted",
@@ -174,6 +177,13 @@ def _add_export(commands: _Commands, shared: CommandParser) -> None:
     )
     parser.add_argument(
         "--dtype", help="floating-point dtype to convert to, such as bfloat16 or bf16 (default: as saved)"
+    )
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="new name of a tensor, or of tensors by the first parts of their names; OLD= leaves them out; repeatable",
     )
     parser.add_argument(
         "--file-bytes-max",
@@ -334,6 +344,7 @@ def _import(options: argparse.Namespace) -> None:
         step=options.step,
         name=options.name,
         overwrite=options.overwrite,
+        start_over=options.start_over,
         allow_pickle=options.allow_pickle,
         as_json=options.json,
         out=sys.stdout,
@@ -349,6 +360,7 @@ def _export(options: argparse.Namespace) -> None:
         kind=options.kind,
         key=options.key,
         dtype=options.dtype,
+        rename={old: new or None for old, new in _split_pairs("--rename", options.rename, form="OLD=NEW")},
         file_bytes_max=options.file_bytes_max,
         allow_pickle=options.allow_pickle,
         as_json=options.json,
@@ -411,13 +423,15 @@ def _parse_storage_options(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _parse_pairs(option: str, pairs: Sequence[str]) -> dict[str, object]:
-    parsed: dict[str, object] = {}
+    return {name: _parse_value(name, value) for name, value in _split_pairs(option, pairs, form="NAME=VALUE")}
+
+
+def _split_pairs(option: str, pairs: Sequence[str], *, form: str) -> Iterator[tuple[str, str]]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals:
-            raise InvalidArgumentError(f"An {option} must have the form NAME=VALUE.", option=name)
-        parsed[name] = _parse_value(name, value)
-    return parsed
+            raise InvalidArgumentError(f"{option} must have the form {form}.", value=name)
+        yield name, value
 
 
 def _parse_value(name: str, value: str) -> object:

@@ -28,6 +28,7 @@ def run_import(
     step: int,
     name: str | None,
     overwrite: bool,
+    start_over: bool,
     allow_pickle: bool,
     as_json: bool,
     out: TextIO,
@@ -42,6 +43,7 @@ def run_import(
         step: Step of the new checkpoint.
         name: Name of the new checkpoint.
         overwrite: Replace the checkpoint of this step.
+        start_over: Leave the checkpoints of the run behind, marked as abandoned.
         allow_pickle: Load objects that need code.
         as_json: Print a JSON document instead of text.
         out: Output stream.
@@ -55,6 +57,7 @@ def run_import(
         step=step,
         name=name,
         overwrite=overwrite,
+        start_over=start_over,
         allow_pickle=allow_pickle,
         source_options={**(storage_options if is_remote(source) else {}), **source_options},
         storage_options=storage_options,
@@ -84,6 +87,7 @@ def run_export(
     kind: str,
     key: str,
     dtype: str | None,
+    rename: Mapping[str, str | None],
     file_bytes_max: int,
     allow_pickle: bool,
     as_json: bool,
@@ -99,6 +103,7 @@ def run_export(
         kind: "safetensors" or "torch".
         key: First parts of the names of the weights.
         dtype: Name of the dtype to convert to, also bf16, fp16 and fp32; None to keep each.
+        rename: New names of tensors below `key`, or of their first parts, by the old ones; None leaves tensors out.
         file_bytes_max: Size of one file of weights, in bytes.
         allow_pickle: Write objects that need code to load.
         as_json: Print a JSON document instead of text.
@@ -114,6 +119,7 @@ def run_export(
         step=step,
         key=key,
         dtype=_DTYPES.get(dtype or "", dtype),
+        rename=rename or None,
         storage_options=storage_options,
         file_bytes_max=file_bytes_max,
         allow_pickle=allow_pickle,

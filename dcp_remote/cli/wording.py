@@ -20,6 +20,11 @@ _OPTIONS = (
     (r"^dtype must", "--dtype must"),
     (r"torch\.dtype, such as torch\.", "dtype, such as "),
     (r"file_bytes_max", "--file-bytes-max"),
+    (r"^rename ", "--rename "),
+    (r"rename=\{name: None\}", "--rename NAME="),
+    (r"Give None to some alone", "Leave out some alone"),
+    (r"Rename the other to None to leave it out", "Leave the other out by --rename NAME="),
+    (r'kind="(\w+)"', r"--kind \1"),
 )
 
 

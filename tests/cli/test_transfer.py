@@ -58,6 +58,38 @@ def test_prints_json(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
 
 
+def test_starts_over(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Import to a step below the newest: the other checkpoints are left behind."""
+    run = str(tmp_path / "run")
+    assert main(["import", str(weights), run, "--step", "7"]) == 0
+    assert main(["import", str(weights), run, "--step", "3", "--start-over"]) == 0
+    capsys.readouterr()
+    assert main(["ls", run, "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(entry["step"], entry["abandoned"]) for entry in listed] == [(3, False), (7, True)]
+
+
+def test_renames(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """New names, and no name, which leaves a tensor out; each mistake names the option."""
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    assert main(["import", str(weights), run, "--step", "7"]) == 0
+    assert main(["export", run, out, "--rename", "w=layer.weight", "--rename", "b="]) == 0
+    assert list(load_file(f"{out}/model.safetensors")) == ["layer.weight"]
+    capsys.readouterr()
+    for options, says in (
+        (["--rename=w"], "--rename must have the form OLD=NEW. value='w'"),
+        (["--rename=w=", "--rename=b="], "--rename leaves out all tensors. Leave out some alone."),
+        (["--rename=w=b"], "one name. Leave the other out by --rename NAME=."),
+        (["--rename=v=x"], "--rename takes names of the checkpoint"),
+        (["--rename==x"], "--rename takes names of the checkpoint"),
+        (["--rename=w=__metadata__"], "Rename it, or leave it out by --rename NAME=."),
+        (["--rename=w=x", "--kind=torch"], "--rename is for --kind safetensors"),
+    ):
+        assert main(["export", run, f"{out}-2", *options]) == 2
+        assert says in capsys.readouterr().err
+    assert not Path(f"{out}-2").exists()
+
+
 def test_a_bucket(weights: Path, tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The options are those of both ends, unless the source has its own."""
     for name, value in (("AWS_ACCESS_KEY_ID", "testing"), ("AWS_SECRET_ACCESS_KEY", "testing")):
