@@ -23,7 +23,7 @@ from typing import TextIO
 from dcp_remote.cli.findings import Probe, Unit, describe_support, find_limit
 from dcp_remote.cli.probe import fresh_name, object_bytes, probe
 from dcp_remote.common.text import escape_unprintable, human_bytes
-from dcp_remote.common.units import MiB
+from dcp_remote.common.units import GiB, KiB, MiB
 from dcp_remote.errors import InvalidArgumentError, StorageError
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.cloud.circuit_breaker import DirectCounts
@@ -35,7 +35,7 @@ BYTES = 256 * MiB
 SECONDS = 60.0
 OUTPUT = "dcp-remote-bench.json"
 
-_UNITS = {"": 1, "MiB": MiB, "GiB": 1024 * MiB}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KiB, "MiB": MiB, "GiB": GiB}
 
 # Timeout of small requests, so that an outage is reported within seconds. Large bodies have the timeouts of a save.
 _QUICK_SECONDS = 5.0
@@ -49,14 +49,14 @@ _SIGNALS = tuple(
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size such as `256MiB`, `4GiB` or a number of bytes.
+    """Parse a size such as `8MiB`, `64KB` or a number of bytes.
 
     Raises:
         argparse.ArgumentTypeError: The text has another form.
     """
-    found = re.fullmatch(r"(\d+)(MiB|GiB|)", text)
+    found = re.fullmatch(r"(\d+)([KMG]i?B|)", text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"not a size like 256MiB, 4GiB or 268435456: {text}")
+        raise argparse.ArgumentTypeError(f"not a size like 8MiB, 64KB or 268435456: {text}")
     return int(found[1]) * _UNITS[found[2]]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import escape_unprintable, format_count, human_bytes
-from dcp_remote.errors import StorageError
+from dcp_remote.errors import InvalidArgumentError, StorageError
 from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.run.gc import Orphans, Removal, find_orphans, remove_orphans
 from dcp_remote.run.lookup import exists
@@ -50,6 +51,8 @@ def run(
         UnsupportedFormatError: A newer version of dcp_remote wrote a manifest or the catalog.
         InvalidArgumentError: The grace is not a finite number of at least 0, or the store has no compare-and-swap.
     """
+    if not 0 <= grace_hours < math.inf:
+        raise InvalidArgumentError("--grace-hours must be at least 0, and finite.", grace_hours=grace_hours)
     store = open_store(url, storage_options)
     grace_seconds = grace_hours * _HOUR_SECONDS
     if not delete:

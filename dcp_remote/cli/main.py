@@ -10,7 +10,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 from dcp_remote.cli import bench, gc, ls, pin, recover, rm, show, transfer
 from dcp_remote.cli.interrupts import INTERRUPTED, watch_interrupts
+from dcp_remote.cli.parser import CommandParser
 from dcp_remote.cli.selection import parse_step
 from dcp_remote.cli.wording import name_options
 from dcp_remote.common.text import escape_unprintable
@@ -28,7 +29,7 @@ from dcp_remote.storage.limits import LIMIT_OPTIONS
 
 _FAILED, _USAGE = 1, 2
 
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for it
+_Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"  # argparse has no public name for it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,14 +80,14 @@ def _build_parser() -> argparse.ArgumentParser:
         description="List, inspect and clean up checkpoints of PyTorch training in object storage.",
     )
     parser.add_argument("--version", action="version", version=f"dcp-remote {version('dcp-remote')}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=CommandParser)
     shared = _build_shared_parser()
     for add in (_add_ls, _add_show, _add_import, _add_export, _add_gc, _add_rm, _add_pin, _add_recover, _add_bench):
         add(commands, shared)
     return parser
 
 
-def _add_ls(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_ls(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "ls",
         parents=[shared],
@@ -97,7 +98,7 @@ def _add_ls(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
 
 
-def _add_show(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_show(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "show",
         parents=[shared],
@@ -121,7 +122,7 @@ def _add_show(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
 
 
-def _add_import(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_import(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "import",
         allow_abbrev=False,
@@ -135,6 +136,9 @@ def _add_import(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, required=True, metavar="N", help="step of the new checkpoint")
     parser.add_argument("--name", help="name of the new checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint of this step")
+    parser.add_argument(
+        "--start-over", action="store_true", help="leave the checkpoints of the run behind, marked as abandoned"
+    )
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
@@ -150,7 +154,7 @@ def _add_import(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
 
 
-def _add_export(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_export(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "export",
         parents=[shared],
@@ -171,13 +175,22 @@ def _add_export(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--key", default="model", help="first parts of the names of the weights; '' for all (default: %(default)s)"
     )
-    parser.add_argument("--dtype", help="floating-point dtype to convert to, such as bfloat16 (default: as saved)")
+    parser.add_argument(
+        "--dtype", help="floating-point dtype to convert to, such as bfloat16 or bf16 (default: as saved)"
+    )
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="new name of a tensor, or of tensors by the first parts of their names; OLD= leaves them out; repeatable",
+    )
     parser.add_argument(
         "--file-bytes-max",
         type=bench.parse_bytes,
         default=WEIGHTS_FILE_BYTES_MAX,
-        metavar="N[MiB|GiB]",
-        help="size of one file of weights (default: %(default)s bytes)",
+        metavar="SIZE",
+        help="size of one file of weights, such as 4GiB or 500MB (default: %(default)s bytes)",
     )
     parser.add_argument(
         "--allow-pickle",
@@ -187,7 +200,7 @@ def _add_export(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
 
 
-def _add_gc(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_gc(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "gc",
         parents=[shared],
@@ -211,7 +224,7 @@ def _add_gc(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_rm(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_rm(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "rm",
         parents=[shared],
@@ -233,7 +246,7 @@ def _add_rm(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="delete also a pinned checkpoint, or the newest")
 
 
-def _add_pin(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_pin(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "pin",
         parents=[shared],
@@ -246,7 +259,7 @@ def _add_pin(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--undo", action="store_true", help="unpin: retention may delete the checkpoint again")
 
 
-def _add_recover(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_recover(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "recover",
         parents=[shared],
@@ -259,7 +272,7 @@ def _add_recover(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     parser.add_argument("--write", action="store_true", help="write the catalog; without this nothing is changed")
 
 
-def _add_bench(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def _add_bench(commands: _Commands, shared: CommandParser) -> None:
     parser = commands.add_parser(
         "bench",
         parents=[shared],
@@ -274,8 +287,8 @@ def _add_bench(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         "--bytes",
         type=bench.parse_bytes,
         default=bench.BYTES,
-        metavar="N[MiB|GiB]",
-        help="most bytes to upload, and to download (default: 256MiB)",
+        metavar="SIZE",
+        help="most bytes to upload, and to download, such as 64MiB (default: 256MiB)",
     )
     parser.add_argument(
         "--seconds",
@@ -290,9 +303,9 @@ def _add_bench(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     )
 
 
-def _build_shared_parser() -> argparse.ArgumentParser:
+def _build_shared_parser() -> CommandParser:
     """Return a parser of the arguments that all commands share."""
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = CommandParser(add_help=False)
     _add_store_arguments(parser)
     return parser
 
@@ -331,6 +344,7 @@ def _import(options: argparse.Namespace) -> None:
         step=options.step,
         name=options.name,
         overwrite=options.overwrite,
+        start_over=options.start_over,
         allow_pickle=options.allow_pickle,
         as_json=options.json,
         out=sys.stdout,
@@ -346,6 +360,7 @@ def _export(options: argparse.Namespace) -> None:
         kind=options.kind,
         key=options.key,
         dtype=options.dtype,
+        rename={old: new or None for old, new in _split_pairs("--rename", options.rename, form="OLD=NEW")},
         file_bytes_max=options.file_bytes_max,
         allow_pickle=options.allow_pickle,
         as_json=options.json,
@@ -408,13 +423,15 @@ def _parse_storage_options(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _parse_pairs(option: str, pairs: Sequence[str]) -> dict[str, object]:
-    parsed: dict[str, object] = {}
+    return {name: _parse_value(name, value) for name, value in _split_pairs(option, pairs, form="NAME=VALUE")}
+
+
+def _split_pairs(option: str, pairs: Sequence[str], *, form: str) -> Iterator[tuple[str, str]]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals:
-            raise InvalidArgumentError(f"An {option} must have the form NAME=VALUE.", option=name)
-        parsed[name] = _parse_value(name, value)
-    return parsed
+            raise InvalidArgumentError(f"{option} must have the form {form}.", value=name)
+        yield name, value
 
 
 def _parse_value(name: str, value: str) -> object:

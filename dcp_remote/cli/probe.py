@@ -78,8 +78,10 @@ def object_bytes(bytes_max: int) -> int:
     objects = 1 + sum(_OBJECTS)  # one object opens the connection
     size_bytes = min(_OBJECT_BYTES_MAX, bytes_max // objects)
     if size_bytes < _OBJECT_BYTES_MIN:
+        least = _OBJECT_BYTES_MIN * objects
         raise InvalidArgumentError(
-            "Too few bytes to measure a bandwidth.", bytes=bytes_max, at_least=_OBJECT_BYTES_MIN * objects
+            f"Too few bytes to measure a bandwidth: --bytes must be at least {least} (such as {-(-least // MiB)}MiB).",
+            bytes=bytes_max,
         )
     return size_bytes
 

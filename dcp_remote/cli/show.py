@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TextIO
 
 from dcp_remote.common.text import escape_unprintable, format_count, human_bytes
+from dcp_remote.errors import CorruptCheckpointError
 from dcp_remote.format.entry_names import choose_names, top_level_key
 from dcp_remote.format.json_text import from_text
 from dcp_remote.format.manifest import Manifest, RunInfo
@@ -15,6 +17,10 @@ from dcp_remote.storage import open_store
 
 # Characters of a value in a listing; `--json` prints all of it.
 _VALUE_CHARACTERS_MAX = 60
+
+# Mark of an entry of `Files` (FORMAT.md §5), and the beginning of such an entry in a manifest.
+_FILES_MARK = "dcp_remote.Files"
+_FILES_BEGIN = f'{{"$tuple":["{_FILES_MARK}",'.encode()
 
 # Short, because a user waits at a terminal: an outage is reported within seconds.
 _RETRY_SECONDS = 10.0
@@ -143,16 +149,47 @@ def _describe_entry(manifest: Manifest, name: str) -> str:
         dtype, size = manifest.tensors.kind_of(number).dtype, human_bytes(_count_tensor_bytes(manifest, number))
         return f"{dtype} {shape}, {size} in {chunks} chunk{'s' * (chunks != 1)}"
     if name in manifest.inline:
-        from_text(name, manifest.inline[name])  # raises if damaged; reading the manifest does not check inline values
-        text = manifest.inline[name].decode("utf-8")
-        return text if len(text) <= _VALUE_CHARACTERS_MAX else f"{text[:_VALUE_CHARACTERS_MAX]}…"
+        # Raises if damaged, since reading the manifest does not check inline values.
+        value = from_text(name, manifest.inline[name])
+        return _describe_files(value) or _shorten(manifest.inline[name].decode("utf-8"))
     entry = _build_entry(manifest, name)
     return f"object ({entry['encoding']}), {entry['bytes']} bytes"
 
 
+def _describe_files(value: object) -> str | None:
+    """Return the names and total size of the files of an entry of `Files`; None for another value.
+
+    The size follows from the lengths of the base64 texts, which are not decoded.
+    """
+    match value:
+        case {"$tuple": [mark, dict(contents)]} if mark == _FILES_MARK:
+            texts = [content.get("$bytes") if isinstance(content, dict) else None for content in contents.values()]
+            size_bytes = sum(len(text) // 4 * 3 - text.count("=") for text in texts if isinstance(text, str))
+            if all(isinstance(text, str) for text in texts):
+                return f"{_shorten(', '.join(contents)) or 'no files'} ({human_bytes(size_bytes)})"
+    return None
+
+
+def _find_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield the entries of `Files` that are in the manifest, by name, with a description; a damaged one is left out."""
+    for name, data in manifest.inline.items():
+        if data.startswith(_FILES_BEGIN):
+            with suppress(CorruptCheckpointError):
+                text = _describe_files(from_text(name, data))
+                if text is not None:
+                    yield name, text
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _VALUE_CHARACTERS_MAX else f"{text[:_VALUE_CHARACTERS_MAX]}…"
+
+
 def _summarize(manifest: Manifest) -> Iterator[str]:
+    files = dict(_find_files(manifest))
     groups: dict[str, list[int]] = {}
     for name in manifest.names():
+        if name in files:
+            continue
         top = top_level_key(manifest.flatten.get(name) if manifest.flatten else None)
         count = groups.setdefault(top, [0, 0, 0])
         number = manifest.tensors.index.get(name)
@@ -162,10 +199,12 @@ def _summarize(manifest: Manifest) -> Iterator[str]:
             count[0] += 1
             count[2] += _count_tensor_bytes(manifest, number)
     titles = {top: escape_unprintable(top) or _TOP_LEVEL for top in groups}
-    width = max(map(len, titles.values()), default=0)
+    width = max(map(len, [*titles.values(), *files]), default=0)
     for top, (tensors, objects, size_bytes) in groups.items():
         numbers = f"{format_count(tensors, 'tensor')}, {format_count(objects, 'object')}, {human_bytes(size_bytes)}"
         yield f"{titles[top]:<{width}}  {numbers}"
-    if groups:
+    for name, text in files.items():
+        yield f"{name:<{width}}  {text}"
+    if groups or files:
         yield ""
         yield "To list entries: dcp-remote show <url> --key 'model.*'"

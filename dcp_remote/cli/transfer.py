@@ -15,6 +15,9 @@ from dcp_remote.storage.url import is_remote
 
 KINDS = ("safetensors", "torch")
 
+# Names by which other tools call dtypes.
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
 
 def run_import(
     source: str,
@@ -25,6 +28,7 @@ def run_import(
     step: int,
     name: str | None,
     overwrite: bool,
+    start_over: bool,
     allow_pickle: bool,
     as_json: bool,
     out: TextIO,
@@ -39,6 +43,7 @@ def run_import(
         step: Step of the new checkpoint.
         name: Name of the new checkpoint.
         overwrite: Replace the checkpoint of this step.
+        start_over: Leave the checkpoints of the run behind, marked as abandoned.
         allow_pickle: Load objects that need code.
         as_json: Print a JSON document instead of text.
         out: Output stream.
@@ -52,6 +57,7 @@ def run_import(
         step=step,
         name=name,
         overwrite=overwrite,
+        start_over=start_over,
         allow_pickle=allow_pickle,
         source_options={**(storage_options if is_remote(source) else {}), **source_options},
         storage_options=storage_options,
@@ -81,6 +87,7 @@ def run_export(
     kind: str,
     key: str,
     dtype: str | None,
+    rename: Mapping[str, str | None],
     file_bytes_max: int,
     allow_pickle: bool,
     as_json: bool,
@@ -95,7 +102,8 @@ def run_export(
         step: Step or name of a checkpoint of a run; None for the newest.
         kind: "safetensors" or "torch".
         key: First parts of the names of the weights.
-        dtype: Name of the dtype to convert to; None to keep each.
+        dtype: Name of the dtype to convert to, also bf16, fp16 and fp32; None to keep each.
+        rename: New names of tensors below `key`, or of their first parts, by the old ones; None leaves tensors out.
         file_bytes_max: Size of one file of weights, in bytes.
         allow_pickle: Write objects that need code to load.
         as_json: Print a JSON document instead of text.
@@ -110,7 +118,8 @@ def run_export(
         kind=cast("Literal['safetensors', 'torch']", kind),
         step=step,
         key=key,
-        dtype=dtype,
+        dtype=_DTYPES.get(dtype or "", dtype),
+        rename=rename or None,
         storage_options=storage_options,
         file_bytes_max=file_bytes_max,
         allow_pickle=allow_pickle,

@@ -15,7 +15,16 @@ _OPTIONS = (
     (r"storage_options\['(\w+)'\]", r"--option \1"),
     (r"storage_options=\{'(\w+)': (\w+)\}", r"--option \1=\2"),
     (r"storage_options", "--option"),
+    (r"'anon': True", "--option anon=true"),
+    (r"'(aws_\w+|bearer_token)'", r"--option \1"),
+    (r"^dtype must", "--dtype must"),
+    (r"torch\.dtype, such as torch\.", "dtype, such as "),
     (r"file_bytes_max", "--file-bytes-max"),
+    (r"^rename ", "--rename "),
+    (r"rename=\{name: None\}", "--rename NAME="),
+    (r"Give None to some alone", "Leave out some alone"),
+    (r"Rename the other to None to leave it out", "Leave the other out by --rename NAME="),
+    (r'kind="(\w+)"', r"--kind \1"),
 )
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -54,7 +55,8 @@ def export_checkpoint(
     Names, dtypes, all bits and the order are kept, but for `dtype` and `rename`.
 
     The files are written into a subfolder `.export-…`, and moved to their places when all are whole: last the index,
-    .metadata, or the only file of weights. An error removes the subfolder; after a crash it is left behind.
+    .metadata, or the only file of weights. An error removes the subfolder, and the folder if this call made it; after a
+    crash they are left behind.
 
     Costs: the GET of the manifest (for a run up to three), a GET per range of 8 MiB, and one per shard and quarter of
     the budget, for parts of pieces. The verification reads the files once.
@@ -112,6 +114,7 @@ def export_checkpoint(
         export = SafetensorsExport(
             saved, key=key, dtype=wanted, rename=rename, file_bytes_max=file_bytes_max, bytes_max=bytes_max
         )
+    made = [path for path in (target, *target.parents) if not path.exists()]
     target.mkdir(parents=True, exist_ok=True)
     draft = target / f".export-{uuid.uuid4().hex[:8]}"
     try:
@@ -124,6 +127,9 @@ def export_checkpoint(
         return _publish(draft, target, last=export.last_file)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+        with suppress(OSError):  # a folder that is not empty stays: it holds the export, or files of somebody else
+            for path in made:
+                path.rmdir()
 
 
 def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -174,6 +174,13 @@ def import_checkpoint(
             url=run_url,
             step=step,
         )
+    if newest is not None and newest.step > step and not overwrite:
+        raise InvalidArgumentError(
+            "The run has a newer checkpoint, from which every job would go on. Import to a step above "
+            f"{newest.step}, or into another run.",
+            url=run_url,
+            step=step,
+        )
     resumed_from = newest.step if newest is not None else None
     with CheckpointManager(run_url, resumed_from=resumed_from, start_over=start_over, **settings) as run:
         planner = _SourcePlanner(opened, check=require_same, bytes_max=piece_bytes_max)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dcp_remote.cli import main
+from dcp_remote.cli.bench import parse_bytes
 from dcp_remote.common.units import MiB
 from dcp_remote.storage import Buffer, LocalStore, Version, open_store
 from dcp_remote.storage.base import Condition
@@ -92,6 +93,28 @@ def test_local_folder_with_a_name(tmp_path: Path, report: Path) -> None:
     assert main(["bench", str(tmp_path / "run"), *BYTES, "--name", "laptop", "--output", str(report)]) == 0
     assert json.loads(report.read_text())["name"] == "laptop"
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("1048576", MiB), ("8MiB", 8 * MiB), ("64KB", 64_000), ("2KiB", 2048), ("5GB", 5 * 10**9), ("1GiB", 1024 * MiB)],
+)
+def test_sizes(text: str, size_bytes: int) -> None:
+    assert parse_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "8M", "8mib", "1.5GiB", "-1", "MiB", "8 MiB", "8iB", "8B"])
+def test_wrong_sizes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "s3://bucket/run", f"--bytes={text}"])
+    assert "error: argument --bytes: not a size like 8MiB, 64KB or 268435456" in capsys.readouterr().err
+
+
+def test_too_few_bytes(tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message names the option and the least size; nothing is written."""
+    assert main(["bench", str(tmp_path), "--bytes", "1048576", "--output", str(report)]) == 2
+    assert "--bytes must be at least 4128768 (such as 4MiB). bytes=1048576" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_absent_bucket(s3_server: S3Server, report: Path, capsys: pytest.CaptureFixture[str]) -> None:

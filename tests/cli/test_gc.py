@@ -75,7 +75,7 @@ def test_keeps_young_orphans(checkpoint: Path, capsys: pytest.CaptureFixture[str
 def test_an_invalid_grace(checkpoint: Path, hours: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Pass a grace that is negative or not finite: refused as a wrong command line."""
     assert main(["gc", str(checkpoint), f"--grace-hours={hours}"]) == 2
-    assert "at least 0" in capsys.readouterr().err
+    assert f"--grace-hours must be at least 0, and finite. grace_hours={float(hours)}\n" in capsys.readouterr().err
 
 
 def test_a_url_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

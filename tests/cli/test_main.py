@@ -91,11 +91,45 @@ def test_messages_name_options_of_the_command_line(
         ("set storage_options['region_name'] (or …) to", "set --region (or …) to"),
         ("Give storage_options['verify'].", "Give --option verify."),
         ("quotes (storage_options={'etag_quotes': False}).", "quotes (--option etag_quotes=False)."),
+        (
+            "Give storage_options['profile_name'], or 'aws_access_key_id'",
+            "Give --profile, or --option aws_access_key_id",
+        ),
+        ("For a public bucket give 'anon': True.", "For a public bucket give --option anon=true."),
         ("Unknown name in storage_options for s3 URLs.", "Unknown name in --option for s3 URLs."),
     ],
 )
 def test_wording(message: str, named: str) -> None:
     assert name_options(message) == named
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["ls", "--enpoint-url", "http://x", "s3://bucket/run"],
+            "dcp-remote ls: error: unknown option --enpoint-url; similar: --endpoint-url",
+        ),
+        (["rm", "s3://bucket/run", "--stp=5"], "dcp-remote rm: error: unknown option --stp; similar: --step"),
+        (["bench", "s3://bucket/run", "--json"], "dcp-remote bench: error: unknown option --json"),
+        (["pin", "s3://bucket/run", "5", "--xyz"], "dcp-remote pin: error: unknown option --xyz"),
+        (["pin", "s3://bucket/run", "5", "6"], "dcp-remote pin: error: unrecognized arguments: 6"),
+        (["pin", "--", "s3://bucket/run", "5", "--undo"], "dcp-remote pin: error: unrecognized arguments: --undo"),
+        (["pin", "s3://bucket/run", "5", "-x"], "dcp-remote pin: error: unrecognized arguments: -x"),
+    ],
+)
+def test_unknown_arguments(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The usage is that of the command, and only the unknown option is named."""
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"usage: dcp-remote {arguments[0]} ")
+    assert captured.err.splitlines()[-1] == says
+
+
+def test_an_abbreviation_of_a_command_that_only_reads(tmp_path: Path) -> None:
+    assert main(["ls", str(tmp_path), "--js"]) == 1  # there is no run
 
 
 class Server:

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_remote import RemoteWriter
-from dcp_remote.cli import main
+from dcp_remote import CheckpointManager, Files, RemoteWriter
+from dcp_remote.cli import main, show
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.text import escape_unprintable, human_bytes
 from dcp_remote.format.manifest import MANIFEST_KEY, TensorKind
 from dcp_remote.format.manifest_json import encode
 from dcp_remote.run.maintenance import Maintenance
+from dcp_remote.serialization.opaque import FILES_MARK
 from dcp_remote.storage import LocalStore
 from tests.support.manifests import Layout, build
 from tests.support.runs import save as run_save
@@ -86,6 +87,58 @@ def test_a_name_in_brackets_is_no_pattern(tmp_path: Path, capsys: pytest.Capture
     assert "a0.w  2" not in lines
 
 
+def test_files_are_their_names_and_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both forms of text; in JSON the value is that of the manifest. The base64 texts have padding of 0, 1 and 2."""
+    assert show._FILES_MARK == FILES_MARK
+    files = Files({"config.json": b"x" * 900, "generation_config.json": b"y" * 13, "a.txt": b"z"})
+    many = Files({f"{number:02}.json": b"" for number in range(50)})
+    state = {"model": {"w": torch.zeros(2)}, "files": files, "other": {"many": many, "none": Files(), "n": 3}}
+    with CheckpointManager(tmp_path / "run", progress=False) as run:
+        run.save(1, state, wait=True)
+    said = "a.txt, config.json, generation_config.json (914 B)"
+    names = "00.json, 01.json, 02.json, 03.json, 04.json, 05.json, 06.jso…"
+    for arguments, lines in (
+        (
+            [],
+            [
+                "model       1 tensor, 0 objects, 8 B",
+                "other       0 tensors, 1 object, 0 B",
+                f"files       {said}",
+                f"other.many  {names} (0 B)",
+                "other.none  no files (0 B)",
+            ],
+        ),
+        (
+            ["--key", "*"],
+            [f"files  {said}", f"other.many  {names} (0 B)", "other.n  3", "other.none  no files (0 B)"],
+        ),
+    ):
+        assert main(["show", str(tmp_path / "run"), *arguments]) == 0
+        assert set(lines) <= set(capsys.readouterr().out.splitlines())
+    assert main(["show", str(tmp_path / "run"), "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)["entries"]
+    assert entries["files"]["value"]["$tuple"][1]["a.txt"] == {"$bytes": "eg=="}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b'{"$tuple":["dcp_remote.Files",[1]]}',
+        b'{"$tuple":["dcp_remote.Files",{"a":1}]}',
+        b'{"$tuple":["dcp_remote.Files",{"a":{"$bytes":1}}]}',
+        b'{"$tuple":["dcp_remote.Files",{"$dict":[["$a",{"$bytes":""}]]}]}',
+        b'{"$tuple":["dcp_remote.Opaque",{"a":{"$bytes":""}}]}',
+    ],
+)
+def test_values_that_only_resemble_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: bytes) -> None:
+    """A value of another form is listed as it is, and counted as an object."""
+    url = put_manifest(tmp_path, inline={"files": value})
+    assert main(["show", url, "--key", "files"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"files  {show._shorten(value.decode())}"
+    assert main(["show", url]) == 0
+    assert "(top level)  1 tensor, 1 object, 0 B" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
@@ -125,8 +178,15 @@ def put_manifest(folder: Path, *, name: str = "w", inline: dict[str, bytes]) -> 
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize(
     "value",
-    [b'"\xff"', b'{"a":1,"a":2}', b"1e999", b"123456789012345678901", b"[" * 500 + b"]" * 500],
-    ids=["not UTF-8", "a name twice", "no float", "no 64 bits", "too deep"],
+    [
+        b'"\xff"',
+        b'{"a":1,"a":2}',
+        b"1e999",
+        b"123456789012345678901",
+        b"[" * 500 + b"]" * 500,
+        b'{"$tuple":["dcp_remote.Files",{"a":1,"a":2}]}',
+    ],
+    ids=["not UTF-8", "a name twice", "no float", "no 64 bits", "too deep", "files"],
 )
 def test_a_damaged_value(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: bytes, *, as_json: bool) -> None:
     """Damage one inline value: only listing it fails, with its key and without output."""

@@ -33,6 +33,8 @@ def test_imports_and_exports(weights: Path, tmp_path: Path, capsys: pytest.Captu
     assert main(["export", str(run), str(out), "--step", "base", "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out.startswith(f"exported {run} to {out}: 1 file, ")
     assert torch.equal(load_file(out / "model.safetensors")["w"], torch.arange(8).bfloat16())
+    assert main(["export", str(run), f"{out}-2", "--dtype", "bf16"]) == 0
+    assert load_file(f"{out}-2/model.safetensors")["w"].dtype == torch.bfloat16
 
 
 def test_prints_json(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +56,38 @@ def test_prints_json(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
     ]
+
+
+def test_starts_over(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Import to a step below the newest: the other checkpoints are left behind."""
+    run = str(tmp_path / "run")
+    assert main(["import", str(weights), run, "--step", "7"]) == 0
+    assert main(["import", str(weights), run, "--step", "3", "--start-over"]) == 0
+    capsys.readouterr()
+    assert main(["ls", run, "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(entry["step"], entry["abandoned"]) for entry in listed] == [(3, False), (7, True)]
+
+
+def test_renames(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """New names, and no name, which leaves a tensor out; each mistake names the option."""
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    assert main(["import", str(weights), run, "--step", "7"]) == 0
+    assert main(["export", run, out, "--rename", "w=layer.weight", "--rename", "b="]) == 0
+    assert list(load_file(f"{out}/model.safetensors")) == ["layer.weight"]
+    capsys.readouterr()
+    for options, says in (
+        (["--rename=w"], "--rename must have the form OLD=NEW. value='w'"),
+        (["--rename=w=", "--rename=b="], "--rename leaves out all tensors. Leave out some alone."),
+        (["--rename=w=b"], "one name. Leave the other out by --rename NAME=."),
+        (["--rename=v=x"], "--rename takes names of the checkpoint"),
+        (["--rename==x"], "--rename takes names of the checkpoint"),
+        (["--rename=w=__metadata__"], "Rename it, or leave it out by --rename NAME=."),
+        (["--rename=w=x", "--kind=torch"], "--rename is for --kind safetensors"),
+    ):
+        assert main(["export", run, f"{out}-2", *options]) == 2
+        assert says in capsys.readouterr().err
+    assert not Path(f"{out}-2").exists()
 
 
 def test_a_bucket(weights: Path, tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,10 +121,15 @@ def test_errors(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["import", str(weights), run, "--step", "1", "--source-option", "x"], 2, "NAME=VALUE"),
         (["import", str(weights), run, "--step", "1"], 0, ""),
         (["import", str(weights), run, "--step", "1"], 1, "pass --overwrite"),
+        (["import", str(weights), run, "--step", "0"], 2, "Import to a step above 1, or into another run."),
         (["export", run, "s3://bucket/out"], 2, "local folder"),
         (["export", run, str(tmp_path)], 2, "not empty"),
         (["export", run, str(tmp_path / "out"), "--key", "modle"], 2, "has='model'"),
-        (["export", run, str(tmp_path / "out"), "--dtype", "int8"], 2, "dtype"),
+        (
+            ["export", run, str(tmp_path / "out"), "--dtype", "int8"],
+            2,
+            "dcp-remote: --dtype must be a floating-point dtype, such as bfloat16. dtype='int8'",
+        ),
         (["export", run, str(tmp_path / "out"), "--step", "9"], 1, "9"),
     ]
     for arguments, code, text in calls:

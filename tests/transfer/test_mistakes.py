@@ -237,7 +237,7 @@ def test_steps_that_exist(tmp_path: Path) -> None:
         import_checkpoint(tmp_path / "a.pt", run, step=step, **QUIET)
     with pytest.raises(errors.CheckpointExistsError, match="overwrite=True"):
         import_checkpoint(tmp_path / "b.pt", run, step=2, **QUIET)
-    with pytest.raises(errors.DcpRemoteError, match="step"):
+    with pytest.raises(errors.InvalidArgumentError, match="to a step above 2, or into another run"):
         import_checkpoint(tmp_path / "b.pt", run, step=1, **QUIET)
     assert [info.step for info in open_run(run).checkpoints()] == [1, 2]
     import_checkpoint(tmp_path / "b.pt", run, step=2, overwrite=True, **QUIET)
@@ -297,6 +297,7 @@ def test_what_safetensors_cannot_hold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, kind: Any) -> None:
+    """Folders that the export made are removed; one that was there stays."""
     torch.save({"w": torch.ones(1000)}, tmp_path / "a.pt")
     import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, **QUIET)
     (shard,) = (tmp_path / "run").rglob("*.safetensors")
@@ -304,6 +305,10 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, kind: Any) -> None
     data[-100] ^= 1
     shard.chmod(0o644)
     shard.write_bytes(data)
+    with pytest.raises(errors.CorruptCheckpointError, match="do not match their digest"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out" / "weights", kind=kind, **QUIET)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
     with pytest.raises(errors.CorruptCheckpointError, match="do not match their digest"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", kind=kind, **QUIET)
     assert not list((tmp_path / "out").iterdir())
@@ -342,7 +347,7 @@ def test_a_disk_that_loses_bits(tmp_path: Path, kind: Any, monkeypatch: pytest.M
         monkeypatch.setattr(dcp, "save", save_damaged)
     with pytest.raises(errors.CorruptCheckpointError, match="read back differ"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", kind=kind, **QUIET)
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_import_that_differs_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
