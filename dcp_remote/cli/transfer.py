@@ -39,7 +39,7 @@ def run_import(
         source: URL or path of the checkpoint.
         url: URL of the run.
         source_options: Options of the source's store; a source in object storage has those of the run as well.
-        storage_options: Options as for `RemoteWriter`.
+        storage_options: Options as for `RemoteWriter`; of the source alone, if only the source is in object storage.
         step: Step of the new checkpoint.
         name: Name of the new checkpoint.
         overwrite: Replace the checkpoint of this step.
@@ -60,7 +60,7 @@ def run_import(
         start_over=start_over,
         allow_pickle=allow_pickle,
         source_options={**(storage_options if is_remote(source) else {}), **source_options},
-        storage_options=storage_options,
+        storage_options=storage_options if is_remote(url) or not is_remote(source) else {},
     )
     document = {
         "source": source,

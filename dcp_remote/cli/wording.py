@@ -20,6 +20,7 @@ _OPTIONS = (
     (r"^dtype must", "--dtype must"),
     (r"torch\.dtype, such as torch\.", "dtype, such as "),
     (r"file_bytes_max", "--file-bytes-max"),
+    (r"^rename and key are", "--rename and --key are"),
     (r"^rename ", "--rename "),
     (r"rename=\{name: None\}", "--rename NAME="),
     (r"Give None to some alone", "Leave out some alone"),

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=Hashable)
 
+# Time for which the first requests are repeated, in seconds: a user who waits hears soon of a server that is down.
+LOOK_SECONDS = 30.0
+
 # Parts up to this size are read together with the next ones.
 _SMALL_BYTES_MAX = 1 * MiB
 
@@ -49,7 +52,7 @@ class SavedCheckpoint:
         storage_options: Options of the store.
         allow_pickle: True to load objects that need code.
         buffer_bytes_max: Limit of the memory of requests in flight, in bytes.
-        retry_seconds: Time for which one request is repeated, in seconds.
+        retry_seconds: Time for which one request is repeated, in seconds; the first ones for at most `LOOK_SECONDS`.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class SavedCheckpoint:
     ) -> None:
         """Read the manifest; one GET, of a run up to three."""
         self.store = Location.of(url, storage_options).store
-        self.manifest = read_manifest(self.store, step=step, retry_seconds=retry_seconds)
+        self.manifest = read_manifest(self.store, step=step, retry_seconds=min(LOOK_SECONDS, retry_seconds))
         self._allow_pickle, self._buffer_bytes_max, self._retry_seconds = allow_pickle, buffer_bytes_max, retry_seconds
         # Tensors with infinite values after a conversion, and the dtype that was asked for.
         self._overflowed: dict[str, torch.dtype] = {}

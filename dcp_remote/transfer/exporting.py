@@ -24,6 +24,9 @@ from dcp_remote.transfer.checkpoint import SavedCheckpoint
 from dcp_remote.transfer.safetensors_export import SafetensorsExport
 from dcp_remote.transfer.torch_export import TorchExport
 
+# Key of the weights in states.
+_KEY = "model"
+
 _SHOWN_MAX = 5
 
 
@@ -33,7 +36,7 @@ def export_checkpoint(
     *,
     kind: Literal["safetensors", "torch"] = "safetensors",
     step: int | str | None = None,
-    key: str = "model",
+    key: str = _KEY,
     dtype: torch.dtype | str | None = None,
     rename: Rename | None = None,
     file_bytes_max: int = WEIGHTS_FILE_BYTES_MAX,
@@ -80,7 +83,8 @@ def export_checkpoint(
         allow_pickle: True to write objects that need code to load; torch alone.
         storage_options: Options of the store.
         memory_budget_bytes: Limit of the memory for tensors, in bytes; 256 MiB.
-        timeout_seconds: Time for which one request is repeated while the store fails, in seconds; 300.
+        timeout_seconds: Time for which one request is repeated while the store fails, in seconds; 300, and at most 30
+            for the first ones.
         progress: True to draw a line or log; False for neither; or a function that gets a `ProgressReport`. Bytes that
             are written and those that are read back count.
 
@@ -96,7 +100,7 @@ def export_checkpoint(
     require_timeout(timeout_seconds)
     check_progress(progress)
     wanted = _parse_dtype(dtype)
-    _require_options(kind, rename, file_bytes_max)
+    _require_options(kind, rename, key, file_bytes_max)
     target = _open_folder(folder)
     saved = SavedCheckpoint(
         url,
@@ -141,11 +145,11 @@ def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _require_options(kind: str, rename: Rename | None, file_bytes_max: object) -> None:
+def _require_options(kind: str, rename: Rename | None, key: str, file_bytes_max: object) -> None:
     if kind not in ("safetensors", "torch"):
         raise InvalidArgumentError('kind must be "safetensors" or "torch".', kind=kind)
-    if kind == "torch" and rename is not None:
-        raise InvalidArgumentError('rename is for kind="safetensors": torch\'s folders keep the names.')
+    if kind == "torch" and (rename is not None or key != _KEY):
+        raise InvalidArgumentError('rename and key are for kind="safetensors": torch\'s folders have all names.')
     if isinstance(file_bytes_max, bool) or not isinstance(file_bytes_max, int) or file_bytes_max <= 0:
         raise InvalidArgumentError(
             "file_bytes_max must be an integer above zero, in bytes, such as 5 * 10**9.", file_bytes_max=file_bytes_max

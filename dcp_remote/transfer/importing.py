@@ -37,8 +37,8 @@ from dcp_remote.serialization.tensors import byte_view, empty_tensor, narrow
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import require_budget, require_timeout
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
-from dcp_remote.transfer.checkpoint import SavedCheckpoint, Together, make_item, size_of
-from dcp_remote.transfer.source import LOOK_SECONDS, PIECE_BYTES_MAX, Source, open_source
+from dcp_remote.transfer.checkpoint import LOOK_SECONDS, SavedCheckpoint, Together, make_item, size_of
+from dcp_remote.transfer.source import PIECE_BYTES_MAX, Source, open_source
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from dcp_remote.storage.local_files import version_of
 from dcp_remote.storage.location import Location
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
 from dcp_remote.storage.url import parse_url
+from dcp_remote.transfer.checkpoint import LOOK_SECONDS
 from dcp_remote.transfer.ranges import RangeReader
 from dcp_remote.transfer.safetensors_source import SafetensorsSource
 from dcp_remote.transfer.torch_file_source import TorchFileSource
@@ -30,9 +31,6 @@ from dcp_remote.transfer.torch_source import TORCH_METADATA_FILE, TorchSource
 
 # Bytes of a tensor that are read at once.
 PIECE_BYTES_MAX = 32 * MiB
-
-# Time for which the first requests are repeated, in seconds: a user who waits hears soon of a server that is down.
-LOOK_SECONDS = 30.0
 
 _SAFETENSORS = ".safetensors"
 _TORCH_FILES = (".pt", ".pth", ".ckpt", ".bin")

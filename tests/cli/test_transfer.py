@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import uuid
 from pathlib import Path
+from typing import Any
 
+import boto3
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -83,7 +85,7 @@ def test_renames(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--rename=v=x"], "--rename takes names of the checkpoint"),
         (["--rename==x"], "--rename takes names of the checkpoint"),
         (["--rename=w=__metadata__"], "Rename it, or leave it out by --rename NAME=."),
-        (["--rename=w=x", "--kind=torch"], "--rename is for --kind safetensors"),
+        (["--rename=w=x", "--kind=torch"], "--rename and --key are for --kind safetensors"),
     ):
         assert main(["export", run, f"{out}-2", *options]) == 2
         assert says in capsys.readouterr().err
@@ -141,3 +143,20 @@ def test_errors(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     for wrong in (["import", str(weights), run], ["export", run, "out", "--kind", "onnx"]):
         with pytest.raises(SystemExit, match="2"):
             main(wrong)
+
+
+def test_options_of_a_bucket_are_the_sources_alone(
+    weights: Path, tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import from a bucket into a local run: `--endpoint-url` is that of the source."""
+    for name, value in (("AWS_ACCESS_KEY_ID", "testing"), ("AWS_SECRET_ACCESS_KEY", "testing")):
+        monkeypatch.setenv(name, value)
+    bucket = f"cli-{uuid.uuid4().hex[:12]}"
+    s3_server.create_bucket(bucket)
+    server = ["--endpoint-url", s3_server.endpoint_url, "--region", "us-east-1"]
+    assert main(["import", str(weights), f"s3://{bucket}/run", "--step", "1", *server]) == 0
+    assert main(["export", f"s3://{bucket}/run", str(tmp_path / "out"), *server]) == 0
+    settings: Any = s3_server.storage_options
+    path = tmp_path / "out" / "model.safetensors"
+    boto3.client("s3", **settings).upload_file(str(path), bucket, "weights/model.safetensors")
+    assert main(["import", f"s3://{bucket}/weights", str(tmp_path / "local"), "--step", "1", *server]) == 0
