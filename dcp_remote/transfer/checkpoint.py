@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice, pairwise
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -101,7 +102,13 @@ class SavedCheckpoint:
         for name, box, into in parts:
             number = tensors.index[name]
             first = int(tensors.chunk_first[number])
-            for chunk in range(first, first + int(tensors.chunks[number])):
+            offsets, sizes = tensors.boxes_of(number)
+            starts = np.array(box.offsets, dtype=np.int64)
+            # For all chunks at once: a tensor of many chunks is read in as many boxes.
+            touched = ((offsets < starts + np.array(box.sizes, dtype=np.int64)) & (offsets + sizes > starts)).all(
+                axis=1
+            )
+            for chunk in (first + np.flatnonzero(touched)).tolist():
                 own = Box(tensors.offsets_of(chunk), tensors.sizes_of(chunk))
                 common = own.intersection(box)
                 if common is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from dcp_remote.errors import (
     CommitConflictError,
     CorruptCheckpointError,
     InvalidArgumentError,
+    StorageError,
     UnsafeObjectError,
 )
 from dcp_remote.format.empty_dicts import to_flatten_items
@@ -116,6 +118,7 @@ def import_checkpoint(
         CommitConflictError: Another job saved to the run while the import began; nothing was imported.
         FencedError: Another job took the run meanwhile.
         SaveFailedError: The run's store, or the source's, failed.
+        StorageError: The run's store failed before the save, or after it; the message says which.
     """
     CheckpointLabels.of(step, name=name, metrics=None, overwrite=overwrite, exist_ok=False)  # before all is read
     require_timeout(timeout_seconds)
@@ -192,22 +195,36 @@ def import_checkpoint(
             raise
         report = cast("SaveReport", run.last_save)
         if is_verified:
-            saved = SavedCheckpoint(
-                run_url,
-                step=step,
-                storage_options=storage_options,
-                allow_pickle=allow_pickle,
-                buffer_bytes_max=memory_budget_bytes // 2,
-                retry_seconds=RANGE_RETRY_SECONDS,
-            )
-            try:
-                _verify(saved, planner.digests, bytes_max=memory_budget_bytes // 2, progress=progress)
-            except CorruptCheckpointError:
-                run.delete(step, force=True)
-                raise
+            with _saved_but_not("verified", step):
+                saved = SavedCheckpoint(
+                    run_url,
+                    step=step,
+                    storage_options=storage_options,
+                    allow_pickle=allow_pickle,
+                    buffer_bytes_max=memory_budget_bytes // 2,
+                    retry_seconds=RANGE_RETRY_SECONDS,
+                )
+                try:
+                    _verify(saved, planner.digests, bytes_max=memory_budget_bytes // 2, progress=progress)
+                except CorruptCheckpointError:
+                    run.delete(step, force=True)
+                    raise
         if name is not None:
-            run.name(step, name, move=True)
+            with _saved_but_not("named", step):
+                run.name(step, name, move=True)
     return report
+
+
+@contextmanager
+def _saved_but_not(done: str, step: int) -> Iterator[None]:
+    """Say in an error of the store that the checkpoint is saved."""
+    try:
+        yield
+    except StorageError as error:
+        raise type(error)(
+            f"{error.what} The checkpoint is saved, but could not be {done}. Import it again with overwrite=True.",
+            **error.details | {"step": step},
+        ) from error
 
 
 class _SourcePlanner(DefaultSavePlanner):

@@ -17,6 +17,7 @@ from dcp_remote.common.arrays import Buffer
 from dcp_remote.storage import open_store
 from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.wrapper import WrappedStore
+from dcp_remote.testing import FaultyStore, nth
 from dcp_remote.transfer.safetensors_source import SafetensorsSource
 
 QUIET: dict[str, Any] = {"progress": False}
@@ -121,3 +122,30 @@ def test_a_source_that_is_replaced(tmp_path: Path, is_inside_a_read: bool, monke
     with pytest.raises(errors.CorruptCheckpointError, match="replaced while it was read"):
         import_checkpoint(source, tmp_path / "run", step=1, **QUIET)
     assert steps(tmp_path / "run") == []
+
+
+def test_each_request_that_is_refused(tmp_path: Path) -> None:
+    """The nth request is refused, then the next: the step is not there, or the error says what was not done with it."""
+    save_file({"a": torch.arange(3.0)}, tmp_path / "a.safetensors")
+    outcomes: list[str] = []
+    for number in range(1, 60):
+        run = tmp_path / f"run-{number}"
+        fault = nth(number, "request", error=lambda: errors.StorageError("The store refuses."))
+        store = FaultyStore(open_store(run), [fault])
+        try:
+            import_checkpoint(tmp_path / "a.safetensors", store, step=1, name="base", **QUIET)
+        except errors.DcpRemoteError as error:
+            outcomes.append("")
+            if "saved, but could not be" in error.what:
+                outcomes[-1] = "verified" if "could not be verified" in error.what else "named"
+        else:
+            if not store.hits:
+                break
+            outcomes.append("done")
+        info = latest(run)
+        assert (info is not None) == bool(outcomes[-1]), number
+        if info is not None:
+            assert torch.equal(load(run)["model"]["a"], torch.arange(3.0))
+            assert (info.names == ("base",)) == (outcomes[-1] == "done")
+    assert not store.hits
+    assert {"", "verified", "named"} <= set(outcomes)
