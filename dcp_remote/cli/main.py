@@ -29,6 +29,9 @@ from dcp_remote.storage.limits import LIMIT_OPTIONS
 
 _FAILED, _USAGE = 1, 2
 
+# Commands that write nothing, whatever their options.
+_READING = ("ls", "show")
+
 _Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"  # argparse has no public name for it
 
 
@@ -49,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         command: Callable[[argparse.Namespace], None] = options.run
-        with watch_interrupts():
+        with watch_interrupts(is_reading=options.command in _READING):
             command(options)
         sys.stdout.flush()
     except KeyboardInterrupt:
