@@ -1,6 +1,6 @@
 """Command line: parse the arguments, run one command, turn errors into one line and an exit code.
 
-Exit codes: 0 success; 1 failure, with the reason on standard error; 2 wrong command line; 130 after Ctrl-C.
+Exit codes: 0 success; 1 failure, with the reason on standard error; 2 wrong or refused call; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
