@@ -82,18 +82,20 @@ def _build_document(url: str, catalog: Catalog) -> dict[str, object]:
         "run_id": catalog.run_id,
         "revision": catalog.revision,
         "token": catalog.token,
-        "checkpoints": [
-            {
-                "step": entry.step,
-                "save_id": entry.save_id,
-                "created": entry.created,
-                "bytes": entry.size_bytes,
-                "names": list(entry.names),
-                "metrics": dict(entry.metrics),
-                "pinned": entry.pinned,
-                "thinned": list(entry.thinned),
-                "abandoned": entry.abandoned,
-            }
-            for entry in catalog.entries
-        ],
+        "checkpoints": [build_entry(entry) for entry in catalog.entries],
+    }
+
+
+def build_entry(entry: Entry) -> dict[str, object]:
+    """Return a checkpoint as it is in JSON documents."""
+    return {
+        "step": entry.step,
+        "save_id": entry.save_id,
+        "created": entry.created,
+        "bytes": entry.size_bytes,
+        "names": list(entry.names),
+        "metrics": dict(entry.metrics),
+        "pinned": entry.pinned,
+        "thinned": list(entry.thinned),
+        "abandoned": entry.abandoned,
     }

@@ -1,6 +1,6 @@
 """Command line: parse the arguments, run one command, turn errors into one line and an exit code.
 
-Exit codes: 0 success; 1 failure, with the reason on standard error; 2 wrong command line; 130 after Ctrl-C.
+Exit codes: 0 success; 1 failure, with the reason on standard error; 2 wrong or refused call; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from dcp_remote.storage.limits import LIMIT_OPTIONS
 
 _FAILED, _USAGE = 1, 2
 
+# Commands that write nothing, whatever their options.
+_READING = ("ls", "show")
+
 _Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"  # argparse has no public name for it
 
 
@@ -49,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         command: Callable[[argparse.Namespace], None] = options.run
-        with watch_interrupts():
+        with watch_interrupts(is_reading=options.command in _READING):
             command(options)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -213,6 +216,7 @@ def _add_gc(commands: _Commands, shared: CommandParser) -> None:
         "its place first, which the next save replaces.",
     )
     parser.set_defaults(run=_gc)
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
     parser.add_argument("--list", action="store_true", help="print also the key and size of each orphan")
     parser.add_argument("--delete", action="store_true", help="remove the orphans; without this nothing is changed")
     parser.add_argument(
@@ -234,6 +238,7 @@ def _add_rm(commands: _Commands, shared: CommandParser) -> None:
         "and then the objects that no other checkpoint uses are deleted.",
     )
     parser.set_defaults(run=_rm)
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
     parser.add_argument(
         "--step",
         type=parse_step,
@@ -255,6 +260,7 @@ def _add_pin(commands: _Commands, shared: CommandParser) -> None:
         description="Exempt a checkpoint of a run from retention and from replacement by saves without overwrite=True.",
     )
     parser.set_defaults(run=_pin)
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
     parser.add_argument("step", type=parse_step, metavar="STEP|NAME", help="step or name of the checkpoint, or latest")
     parser.add_argument("--undo", action="store_true", help="unpin: retention may delete the checkpoint again")
 
@@ -269,6 +275,7 @@ def _add_recover(commands: _Commands, shared: CommandParser) -> None:
         "damaged. With --write it is written. No job may use the run meanwhile.",
     )
     parser.set_defaults(run=_recover)
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
     parser.add_argument("--write", action="store_true", help="write the catalog; without this nothing is changed")
 
 
@@ -375,6 +382,7 @@ def _gc(options: argparse.Namespace) -> None:
         grace_hours=options.grace_hours,
         delete=options.delete,
         as_list=options.list,
+        as_json=options.json,
         out=sys.stdout,
     )
 
@@ -386,6 +394,7 @@ def _rm(options: argparse.Namespace) -> None:
         steps=options.step,
         yes=options.yes,
         force=options.force,
+        as_json=options.json,
         out=sys.stdout,
     )
 
@@ -396,12 +405,19 @@ def _pin(options: argparse.Namespace) -> None:
         storage_options=_parse_storage_options(options),
         step=options.step,
         pin=not options.undo,
+        as_json=options.json,
         out=sys.stdout,
     )
 
 
 def _recover(options: argparse.Namespace) -> None:
-    recover.run(options.url, storage_options=_parse_storage_options(options), write=options.write, out=sys.stdout)
+    recover.run(
+        options.url,
+        storage_options=_parse_storage_options(options),
+        write=options.write,
+        as_json=options.json,
+        out=sys.stdout,
+    )
 
 
 def _bench(options: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import TextIO
 
@@ -15,7 +16,9 @@ from dcp_remote.storage import open_store
 _TIMEOUT_SECONDS = 60.0
 
 
-def run(url: str, *, storage_options: Mapping[str, object], step: int | str, pin: bool, out: TextIO) -> None:
+def run(
+    url: str, *, storage_options: Mapping[str, object], step: int | str, pin: bool, as_json: bool, out: TextIO
+) -> None:
     """Pin a checkpoint, or unpin one; costs one GET and a swap of the catalog.
 
     Args:
@@ -23,6 +26,7 @@ def run(url: str, *, storage_options: Mapping[str, object], step: int | str, pin
         storage_options: Options as for `RemoteWriter`.
         step: Step or name of the checkpoint.
         pin: True pins the checkpoint, False unpins it.
+        as_json: Print a JSON document instead of text.
         out: Output stream.
 
     Raises:
@@ -34,5 +38,8 @@ def run(url: str, *, storage_options: Mapping[str, object], step: int | str, pin
     read_run_catalog(store)  # for its error messages, which explain a wrong URL
 
     step = set_pin(store, step, pin=pin, deadline=Deadline(_TIMEOUT_SECONDS))
+    if as_json:
+        out.write(json.dumps({"url": store.url, "step": step, "pinned": pin}, indent=2) + "\n")
+        return
     state = "pinned; retention keeps it" if pin else "not pinned; retention may delete it"
     out.write(escape_unprintable(f"{store.url}: step {step} is {state}") + "\n")

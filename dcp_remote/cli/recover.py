@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TextIO
 
-from dcp_remote.cli.ls import format_table
+from dcp_remote.cli.ls import build_entry, format_table
 from dcp_remote.common.text import escape_unprintable, format_count
 from dcp_remote.run.recovery import find_recovery, recover
 from dcp_remote.storage import open_store
@@ -14,13 +16,14 @@ from dcp_remote.storage import open_store
 _LOOK_SECONDS = 60.0
 
 
-def run(url: str, *, storage_options: Mapping[str, object], write: bool, out: TextIO) -> None:
+def run(url: str, *, storage_options: Mapping[str, object], write: bool, as_json: bool, out: TextIO) -> None:
     """Print the catalog that can be rebuilt, or write it; costs as in `dcp_remote.run.recovery`.
 
     Args:
         url: URL of the run.
         storage_options: Options as for `RemoteWriter`.
         write: Write the catalog; False changes nothing.
+        as_json: Print a JSON document instead of text.
         out: Output stream.
 
     Raises:
@@ -32,6 +35,16 @@ def run(url: str, *, storage_options: Mapping[str, object], write: bool, out: Te
     store = open_store(url, storage_options)
     recovered = recover(store) if write else find_recovery(store, timeout_seconds=_LOOK_SECONDS)
     entries = recovered.catalog.entries
+    if as_json:
+        document = {
+            "url": store.url,
+            "damaged": recovered.damaged,
+            "written": write,
+            "checkpoints": [build_entry(entry) for entry in entries],
+            "left_out": [asdict(left) for left in recovered.left],
+        }
+        out.write(json.dumps(document, indent=2) + "\n")
+        return
     state = f"{'was' if write else 'is'} {'damaged' if recovered.damaged else 'lost'}"
     count = format_count(len(entries), "checkpoint")
     out.write(escape_unprintable(f"{store.url}: the catalog {state}; manifests of {count} found") + "\n")

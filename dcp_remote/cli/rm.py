@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from dcp_remote.cli.ls import format_table, read_run_catalog
+from dcp_remote.cli.ls import build_entry, format_table, read_run_catalog
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import escape_unprintable, format_count
 from dcp_remote.errors import StorageError
+from dcp_remote.format.catalog import Entry
 from dcp_remote.run.gc import TIMEOUT_SECONDS
 from dcp_remote.run.lookup import find_entry
 from dcp_remote.run.maintenance import Maintenance, require_expendable
-from dcp_remote.storage import open_store
+from dcp_remote.storage import ObjectStore, open_store
 
 # Objects that could not be deleted and are printed with the reason. Most often all have the same reason.
 _FAILURES_SHOWN = 5
 
 
 def run(
-    url: str, *, storage_options: Mapping[str, object], steps: Sequence[int | str], yes: bool, force: bool, out: TextIO
+    url: str,
+    *,
+    storage_options: Mapping[str, object],
+    steps: Sequence[int | str],
+    yes: bool,
+    force: bool,
+    as_json: bool,
+    out: TextIO,
 ) -> None:
     """Print which checkpoints would be deleted, which costs one GET; or delete them.
 
@@ -32,6 +42,7 @@ def run(
         steps: Steps or names of live checkpoints.
         yes: Delete; False changes nothing.
         force: Delete also checkpoints that are pinned, or the newest.
+        as_json: Print a JSON document instead of text.
         out: Output stream.
 
     Raises:
@@ -47,13 +58,22 @@ def run(
     entries = [chosen[step] for step in sorted(chosen)]
     if not force:
         require_expendable(catalog, entries)
-    out.write(
-        escape_unprintable(f"{store.url}: {format_count(len(entries), 'checkpoint')} of {len(catalog.entries)}") + "\n"
-    )
-    out.writelines(f"{line}\n" for line in format_table(entries))
-    if not yes:
-        out.write("Nothing was changed. To delete these checkpoints, add --yes\n")
-        return
+    text = io.StringIO() if as_json else out  # a document takes the place of the text
+    count = format_count(len(entries), "checkpoint")
+    text.write(escape_unprintable(f"{store.url}: {count} of {len(catalog.entries)}") + "\n")
+    text.writelines(f"{line}\n" for line in format_table(entries))
+    result: dict[str, object] = {"deleted": [], "objects_deleted": 0, "left_for_gc": None}
+    if yes:
+        result = _delete(store, entries, force=force, out=text)
+    else:
+        text.write("Nothing was changed. To delete these checkpoints, add --yes\n")
+    if as_json:
+        document = {"url": store.url, "checkpoints": [build_entry(entry) for entry in entries], **result}
+        out.write(json.dumps(document, indent=2) + "\n")
+
+
+def _delete(store: ObjectStore, entries: Sequence[Entry], *, force: bool, out: TextIO) -> dict[str, object]:
+    """Delete checkpoints, print what was done, and return it as a part of the JSON document."""
     maintenance = Maintenance(store)
     applied = maintenance.retire([entry.step for entry in entries], deadline=Deadline(TIMEOUT_SECONDS), force=force)
     deleted = maintenance.delete(deadline=Deadline(TIMEOUT_SECONDS))
@@ -71,3 +91,4 @@ def run(
             failed=len(deleted.failed),
             left=deleted.left + deleted.given_up,
         )
+    return {"deleted": list(applied.retired), "objects_deleted": deleted.removed, "left_for_gc": applied.reason}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from dcp_remote import RemoteWriter, load
 from dcp_remote.cli import main
+from dcp_remote.errors import StorageError
 from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.storage import LocalStore
@@ -161,6 +164,37 @@ def test_orphans_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "2 checkpoints" in capsys.readouterr().out
 
 
+def test_prints_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without and with --delete: the same objects, with their keys and sizes."""
+    assert main(["gc", str(run), "--grace-hours", "0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"url": f"file://{run}", "is_run": True, "old": found["old"], "young": [], "abandoned": []}
+    assert [(run / info["key"]).stat().st_size for info in found["old"]] == [info["bytes"] for info in found["old"]]
+    assert main(["gc", str(run), "--grace-hours", "0", "--delete", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document == {"url": f"file://{run}", "is_run": True, "removed": document["removed"], "kept": []}
+    assert sorted(info["key"] for info in document["removed"]) == sorted(info["key"] for info in found["old"])
+    assert objects(run) == 4 + 3
+
+
+class KeepingStore(LocalStore):
+    """Store that refuses all deletions."""
+
+    def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
+        return {key: StorageError("An injected refusal.", key=key) for key in keys}
+
+
+def test_prints_no_json_on_failure(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refuse deletions."""
+    monkeypatch.setattr("dcp_remote.cli.gc.open_store", lambda url, options: KeepingStore(url))
+    assert main(["gc", str(run), "--grace-hours", "0", "--delete", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Some orphans could not be deleted." in captured.err
+
+
 def test_abandoned_checkpoints_are_listed_apart(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Roll back: the abandoned checkpoint is live, and the output names the command that deletes it."""
     store = LocalStore(run)
@@ -169,6 +203,8 @@ def test_abandoned_checkpoints_are_listed_apart(run: Path, capsys: pytest.Captur
     assert main(["gc", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[3] == "not orphans: 1 checkpoint abandoned by a rollback, 682 B; delete with `dcp-remote rm`"
+    assert main(["gc", str(run), "--json"]) == 0
+    assert [entry["step"] for entry in json.loads(capsys.readouterr().out)["abandoned"]] == [2]
     assert main(["rm", str(run), "--step", "2", "--yes"]) == 0
     capsys.readouterr()
     assert main(["gc", str(run)]) == 0

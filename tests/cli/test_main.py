@@ -161,10 +161,11 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def command(server: Server) -> Iterator[subprocess.Popen[str]]:
-    """Start a command whose server does not answer."""
+def command(server: Server, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """Start a command whose server does not answer: `recover`, or the parameter."""
     keys = ["--option=aws_access_key_id=testing", "--option=aws_secret_access_key=testing"]
-    arguments = ["ls", "s3://bucket/run", "--endpoint-url", server.url, "--region=us-east-1", *keys]
+    name = getattr(request, "param", "recover")
+    arguments = [name, "s3://bucket/run", "--endpoint-url", server.url, "--region=us-east-1", *keys]
     with subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stderr=subprocess.PIPE, text=True) as process:
         yield process
         process.kill()
@@ -192,6 +193,16 @@ def test_a_second_ctrl_c_ends_a_command_at_once(server: Server, command: subproc
         command.wait(1)
     command.send_signal(signal.SIGINT)
     assert command.wait(5) == 130
+
+
+@pytest.mark.parametrize("command", ["ls", "show"], indirect=True)
+@pytest.mark.parametrize("is_held", [False, True])
+def test_ctrl_c_ends_at_once_what_only_reads(server: Server, command: subprocess.Popen[str], *, is_held: bool) -> None:
+    """Between two attempts of a request, and while one is pending."""
+    server.take(is_held=is_held)
+    command.send_signal(signal.SIGINT)
+    assert command.communicate(timeout=5)[1] == "dcp-remote: interrupted\n"
+    assert command.returncode == 130
 
 
 def test_two_signals_together_are_one_ctrl_c(server: Server, command: subprocess.Popen[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,15 @@ def test_pins_by_name(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert "no live checkpoint of this name" in captured.err
     assert "near='checkpoint-3'" in captured.err
+
+
+def test_prints_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more, is_pinned in (([], True), (["--undo"], False)):
+        assert main(["pin", str(run), "1", *more, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"url": f"file://{run}", "step": 1, "pinned": is_pinned}
+        assert catalog(run).entries[0].pinned is is_pinned
+    assert main(["pin", str(run), "7", "--json"]) == 1
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("arguments", [["1", "--und"], []])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,20 @@ def test_writes_the_catalog(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     for more in ([], ["--write"]):
         assert main(["recover", str(run), *more]) == 2
         assert "nothing to recover" in capsys.readouterr().err
+
+
+def test_prints_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without and with --write: the same checkpoints and omissions; on failure nothing."""
+    for more, is_written in (([], False), (["--write"], True)):
+        assert main(["recover", str(run), *more, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert [entry["step"] for entry in document.pop("checkpoints")] == [1, 3]
+        (left,) = document.pop("left_out")
+        assert (left["step"], left["reason"]) == (2, "of its 3 shards 1 are missing or of another size")
+        assert document == {"url": f"file://{run}", "damaged": False, "written": is_written}
+        assert (run / CATALOG_KEY).exists() is is_written
+    assert main(["recover", str(run), "--json"]) == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_a_damaged_catalog(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

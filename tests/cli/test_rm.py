@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial, partialmethod
 from pathlib import Path
@@ -61,6 +62,19 @@ def test_deletes_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert len(files(run)) == 1 + 1 + 3
     assert main(["gc", str(run), "--grace-hours", "0"]) == 0
     assert "0 objects, 0 B: at least 0 h old" in capsys.readouterr().out
+
+
+def test_prints_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without and with --yes, which is the only one that deletes."""
+    for more, result in (
+        ([], {"deleted": [], "objects_deleted": 0, "left_for_gc": None}),
+        (["--yes"], {"deleted": [1], "objects_deleted": 3, "left_for_gc": None}),
+    ):
+        assert main(["rm", str(run), "--step", "1", *more, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert [entry["step"] for entry in document.pop("checkpoints")] == [1]
+        assert document == {"url": f"file://{run}", **result}
+    assert live(run) == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +159,8 @@ def test_objects_that_cannot_be_deleted(
     assert main(["rm", str(run), "--step", "1", "--yes"]) == 1
     captured = capsys.readouterr()
     assert live(run) == [2, 3]
+    assert main(["rm", str(run), "--step", "2", "--yes", "--force", "--json"]) == 1
+    assert capsys.readouterr().out == ""
     assert "deleted step 1 (0 objects)" in captured.out
     assert captured.out.count(r"An injected\n403.") == 3
     assert "dcp-remote gc" in captured.err.splitlines()[-1]
