@@ -6,6 +6,7 @@ The only commands that need torch, which they import when they run.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from typing import Literal, TextIO, cast
@@ -129,7 +130,7 @@ def run_export(
         "url": url,
         "folder": folder,
         "kind": kind,
-        "files": [path.name for path in written],
+        "files": [os.path.relpath(path, written[-1].parent) for path in written],  # the last one is not in a subfolder
         "bytes": total_bytes,
         "seconds": round(time.monotonic() - began_seconds, 3),
     }

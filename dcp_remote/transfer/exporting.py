@@ -123,6 +123,7 @@ def export_checkpoint(
     draft = target / f".export-{uuid.uuid4().hex[:8]}"
     try:
         draft.mkdir()
+        _require_empty(target, but=draft)  # another export may have begun here meanwhile
         with start_progress(progress, "export", is_coordinator=True) as shown:
             shown.begin(saved.step, export.total_bytes * (2 if is_verified else 1))
             export.write(draft, shown.add, is_verified=is_verified)
@@ -167,14 +168,19 @@ def _open_folder(folder: str | os.PathLike[str]) -> Path:
     target = Path(parsed.path)
     if target.exists() and not target.is_dir():
         raise InvalidArgumentError("The path is that of a file. Name a folder.", folder=str(target))
-    found = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
+    if target.is_dir():
+        _require_empty(target)
+    return target
+
+
+def _require_empty(target: Path, *, but: Path | None = None) -> None:
+    found = sorted(path.name for path in target.iterdir() if path != but)
     if found:
         raise InvalidArgumentError(
             "The folder is not empty. Name another one, or remove what an export that was killed has left (.export-…).",
             folder=str(target),
             found=", ".join(found[:_SHOWN_MAX]),
         )
-    return target
 
 
 def _publish(draft: Path, target: Path, *, last: str) -> list[Path]:

@@ -23,6 +23,7 @@ from dcp_remote.errors import (
     CheckpointExistsError,
     CommitConflictError,
     CorruptCheckpointError,
+    DcpRemoteError,
     InvalidArgumentError,
     StorageError,
     UnsafeObjectError,
@@ -206,13 +207,25 @@ def import_checkpoint(
                 )
                 try:
                     _verify(saved, planner.digests, bytes_max=memory_budget_bytes // 2, progress=progress)
-                except CorruptCheckpointError:
-                    run.delete(step, force=True)
-                    raise
+                except CorruptCheckpointError as damage:
+                    raise _delete_damaged(run, step, damage) from damage
         if name is not None:
             with _saved_but_not("named", step):
                 run.name(step, name, move=True)
     return report
+
+
+def _delete_damaged(run: CheckpointManager, step: int, damage: CorruptCheckpointError) -> CorruptCheckpointError:
+    """Delete a checkpoint that differs from what was read, and return the error that says so."""
+    done = "was deleted; import once more"
+    try:
+        run.delete(step, force=True)
+    except DcpRemoteError as error:
+        done = f"could not be deleted ({error.what}); delete it before it is used"
+    return CorruptCheckpointError(
+        f"The new checkpoint was damaged when it was read back, and {done}.",
+        **damage.details | {"step": step, "older": None, "cause": damage.what},
+    )
 
 
 @contextmanager
@@ -260,7 +273,7 @@ class _SourcePlanner(DefaultSavePlanner):
                 continue
             data = cast("TensorWriteData", item.tensor_data)
             boxes = self._source.pieces(item.index.fqn)
-            sizes |= {(item.index.fqn, box): size_of(box, data.properties.dtype) for box in boxes}
+            sizes |= {(item.index.fqn, box): self._source.read_bytes(item.index.fqn, box) for box in boxes}
             items += [make_item(item, data, box, number) for number, box in enumerate(boxes)]
         self._reads = Together(sizes, self._source.read, bytes_max=self._bytes_max)
         self._left = set(sizes)
@@ -408,7 +421,7 @@ def _verify(
         for (name, box), (_, expected) in digests.items():
             if digest(byte_view(reads.take((name, box)))) != expected:
                 raise CorruptCheckpointError(
-                    "A saved tensor differs from what was read. The checkpoint was deleted; import once more.",
+                    "A saved tensor differs from what was read.",
                     url=saved.store.url,
                     tensor=name,
                     offsets=box.offsets,

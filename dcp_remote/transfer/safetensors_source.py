@@ -19,8 +19,9 @@ from dcp_remote.common.text import format_count
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.format.dtypes import SAFETENSORS_NAMES
-from dcp_remote.serialization.files import FILES_MAX, Files
+from dcp_remote.serialization.files import FILES_BYTES_MAX, FILES_MAX, Files
 from dcp_remote.serialization.tensors import parse_dtype, tensor_from
+from dcp_remote.transfer.checkpoint import size_of
 from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, first_element, require_range, require_shape
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ DTYPES = {name: parse_dtype(dtype) for dtype, name in SAFETENSORS_NAMES.items()}
 
 # Index of a variant, too: `diffusion_pytorch_model.safetensors.index.fp16.json`.
 _INDEX = re.compile(r".*\.safetensors\.index(\.[\w-]+)?\.json")
-_PART = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
+_PART = re.compile(r".*-\d{5}-of-\d{5}(\.[\w-]+)?\.safetensors")
 _SHOWN_MAX = 5
 
 # Key of the state below which the weights are.
@@ -70,17 +71,21 @@ class SafetensorsSource:
 
     Args:
         reader: Reader of the folder.
+        named: File that is meant; None for the weights of the folder.
         piece_bytes_max: Bytes of a tensor that are read at once.
     """
 
     kind = "safetensors"
 
-    def __init__(self, reader: RangeReader, *, piece_bytes_max: int) -> None:
+    def __init__(self, reader: RangeReader, named: str | None, *, piece_bytes_max: int) -> None:
         """Read the header of each file of weights, and the small files."""
         self.url = reader.store.url
         self.reader, self._piece_bytes_max = reader, piece_bytes_max
         self._places: dict[str, _Place] = {}
-        weights = self._find_weights()
+        self._indexed: dict[str, object] = {}
+        if named is not None and _SHARD.fullmatch(named):
+            raise self._parts_of_tensors([named])
+        weights = self._find_weights() if named is None else [named]
         for file in weights:
             for name, place in self._read_header(file).items():
                 if f"{_KEY}.{name}" in self._places:
@@ -118,6 +123,10 @@ class SafetensorsSource:
         box = Box((0,) * len(place.shape), place.shape)
         return cut_pieces(box, place.dtype, piece_bytes_max=self._piece_bytes_max)
 
+    def read_bytes(self, name: str, box: Box) -> int:
+        """Return the size of the box."""
+        return size_of(box, self._places[name].dtype)
+
     def read(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         """Return the values of boxes; one GET per box and 8 MiB."""
         places = [self._places[name] for name, _ in parts]
@@ -136,7 +145,6 @@ class SafetensorsSource:
 
     def _find_weights(self) -> list[str]:
         """Return the files of weights: those of an index, the usual one, or all."""
-        self._indexed: dict[str, object] = {}
         indexes = [file for file in self._visible if _INDEX.fullmatch(file)]
         index = f"{_KEY}{INDEX_SUFFIX}"
         if indexes and index not in indexes:
@@ -176,14 +184,16 @@ class SafetensorsSource:
         """Return the small files that an entry of `Files` can hold."""
         chosen: list[str] = []
         taken: set[str] = set()
+        left_bytes = FILES_BYTES_MAX
         for file in files:
-            folded = unicodedata.normalize("NFC", file).casefold()
-            if self.reader.sizes[file] > _FILE_BYTES_MAX or folded in taken or len(chosen) == FILES_MAX:
+            folded, size_bytes = unicodedata.normalize("NFC", file).casefold(), self.reader.sizes[file]
+            if size_bytes > min(_FILE_BYTES_MAX, left_bytes) or folded in taken or len(chosen) == FILES_MAX:
                 continue
             with contextlib.suppress(InvalidArgumentError):
                 Files({file: b""})
                 chosen.append(file)
                 taken.add(folded)
+                left_bytes -= size_bytes
         return chosen
 
     def _read_header(self, file: str) -> dict[str, _Place]:

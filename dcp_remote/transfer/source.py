@@ -57,6 +57,10 @@ class Source(Protocol):
         """Return the boxes of a tensor that are read at once; together they are the whole tensor."""
         ...
 
+    def read_bytes(self, name: str, box: Box) -> int:
+        """Return how many bytes `read` reads for a box."""
+        ...
+
     def read(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         """Return the values of boxes that `pieces` has returned, on the CPU; several are read at a time."""
         ...
@@ -93,7 +97,7 @@ def open_source(
     if TORCH_METADATA_FILE in reader.sizes:
         return TorchSource(reader, allow_pickle=allow_pickle, piece_bytes_max=piece_bytes_max)
     if any(key.endswith(_SAFETENSORS) for key in reader.sizes):
-        return SafetensorsSource(reader, piece_bytes_max=piece_bytes_max)
+        return SafetensorsSource(reader, file, piece_bytes_max=piece_bytes_max)
     keys = list(reader.sizes)
     if MANIFEST_KEY in keys or CATALOG_KEY in keys:
         raise InvalidArgumentError(

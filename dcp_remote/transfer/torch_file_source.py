@@ -19,6 +19,7 @@ from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, UnsafeObjectError
 from dcp_remote.format.json_tree import DEPTH_MAX
 from dcp_remote.serialization.tensors import tensor_from
+from dcp_remote.transfer.checkpoint import size_of
 from dcp_remote.transfer.ranges import FileRange, RangeFile, RangeReader, cut_pieces, first_element, require_shape
 
 # Name of the refused class or function in the message of torch's restricted unpickler.
@@ -115,7 +116,10 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
     except Exception as error:
         # A damaged zip or pickle may raise anything.
         raise CorruptCheckpointError(
-            "A file of torch.save is damaged. Copy it once more.", **details, cause=error
+            "A file of torch.save is damaged, or is one of another tool, such as TorchScript. Copy it once more, or "
+            "load it by its own tool.",
+            **details,
+            cause=error,
         ) from error
 
 
@@ -221,6 +225,11 @@ class TorchFileSource:
         stored = self._stored[name]
         box = Box((0,) * len(stored.shape), stored.shape)
         return cut_pieces(box, stored.dtype, piece_bytes_max=self._piece_bytes_max) if stored.is_contiguous else [box]
+
+    def read_bytes(self, name: str, box: Box) -> int:
+        """Return the size of the box, or of the whole storage."""
+        stored = self._stored[name]
+        return size_of(box, stored.dtype) if stored.is_contiguous else stored.length
 
     def read(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         """Return the values of boxes; one GET per box and 8 MiB."""

@@ -20,6 +20,7 @@ from dcp_remote.loading.downloads import RANGE_BYTES_MAX
 from dcp_remote.serialization.files import unwrap_marked
 from dcp_remote.serialization.pickle_validator import DamagedStreamError, UnsafeStreamError
 from dcp_remote.serialization.torch_streams import load_restricted, load_trusted
+from dcp_remote.transfer.checkpoint import size_of
 from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, require_range, require_shape
 from dcp_remote.transfer.torch_file_source import StoredTensor, find_stored, load_layout, restore, stored_range
 
@@ -127,6 +128,12 @@ class TorchSource:
             self._whole.update(((name, part), (box, span)) for part in parts)
             pieces += parts
         return pieces
+
+    def read_bytes(self, name: str, box: Box) -> int:
+        """Return the size of the box, or of the stream of its chunk."""
+        _, span = self._whole[name, box]
+        stored = self._stored.get(span)
+        return size_of(box, stored.dtype) if stored is not None and stored.is_contiguous else span.length
 
     def read(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         """Return the values of boxes; one GET per box and 8 MiB."""

@@ -94,10 +94,25 @@ def test_a_store_that_loses_bits_of_objects(tmp_path: Path, make: Callable[[Path
     source = make(tmp_path / "source", mark)
     store = LosingStore(open_store(tmp_path / "run"))
     store.mark = mark
-    with pytest.raises(errors.CorruptCheckpointError, match="do not match their digest"):
+    with pytest.raises(errors.CorruptCheckpointError, match="was deleted; import once more"):
         import_checkpoint(source, store, step=1, name="good", **QUIET)
     assert steps(tmp_path / "run") == []
     import_checkpoint(source, tmp_path / "run", step=1, name="good", **QUIET)
+    assert steps(tmp_path / "run") == [(1, False)]
+
+
+def test_damage_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is that of the damage, and says that the checkpoint is still there."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise errors.StorageError("The store refuses.")
+
+    monkeypatch.setattr(CheckpointManager, "delete", refuse)
+    mark = bytes(range(100, 140))
+    store = LosingStore(open_store(tmp_path / "run"))
+    store.mark = mark
+    with pytest.raises(errors.CorruptCheckpointError, match=r"could not be deleted \(The store refuses\.\)"):
+        import_checkpoint(weights_and_files(tmp_path / "source", mark), store, step=1, **QUIET)
     assert steps(tmp_path / "run") == [(1, False)]
 
 

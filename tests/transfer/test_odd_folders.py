@@ -20,7 +20,12 @@ from dcp_remote import CheckpointManager, export_checkpoint, import_checkpoint, 
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsafeObjectError
 from dcp_remote.run.gc import find_orphans
 from dcp_remote.storage import open_store
+from dcp_remote.testing import RecordingStore
 from dcp_remote.testing.servers import S3Server
+from dcp_remote.transfer import exporting
+from dcp_remote.transfer.ranges import RangeReader
+from dcp_remote.transfer.safetensors_source import SafetensorsSource
+from dcp_remote.transfer.torch_file_source import TorchFileSource
 from tests.support.rank_pool import RankPool
 
 QUIET: dict[str, Any] = {"progress": False}
@@ -156,6 +161,70 @@ def test_new_dtypes_of_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
     back = load_file(tmp_path / "out" / "model.safetensors")["w"]
     assert back.dtype == dtype
     assert torch.equal(back.view(torch.uint8), value.view(torch.uint8))
+
+
+def test_a_part_that_is_named(tmp_path: Path) -> None:
+    """A file of weights in several parts is imported if it is named itself."""
+    save_file({"w": WEIGHT}, tmp_path / "model-00001-of-00002.safetensors")
+    assert list(imported(tmp_path / "model-00001-of-00002.safetensors", tmp_path)["model"]) == ["w"]
+    save_file({"w": WEIGHT}, tmp_path / "model-00001-of-00002.fp16.safetensors")
+    with pytest.raises(CorruptCheckpointError, match="have no index"):
+        imported(tmp_path, tmp_path / "runs")
+
+
+def test_small_files_above_the_limit_of_all(tmp_path: Path) -> None:
+    """Five of 60 MiB: four are within 256 MiB, and the fifth is not read."""
+    save_file({"w": WEIGHT}, tmp_path / "model.safetensors")
+    for number in range(5):
+        with (tmp_path / f"{number}.json").open("wb") as opened:
+            opened.truncate(60 * 2**20)
+    store = RecordingStore(open_store(tmp_path))
+    reader = RangeReader(store, store.list(), retry_seconds=5)
+    source = SafetensorsSource(reader, None, piece_bytes_max=2**20)
+    assert source.state["files"].names == ("0.json", "1.json", "2.json", "3.json")
+    assert not [request for request in store.requests if request.key == "4.json"]
+
+
+def test_views_of_one_storage_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of a matrix need all of its storage: never several at once, however small these tensors are."""
+    base = torch.randn(1024, 512)
+    columns = {f"c{number}": base[:, number] for number in range(20)}
+    torch.save({"model": columns, "x": 1}, tmp_path / "a.pt")
+    counts: list[int] = []
+    read = TorchFileSource.read
+
+    def counting(self: TorchFileSource, parts: Any) -> list[torch.Tensor]:
+        counts.append(len(parts))
+        return read(self, parts)
+
+    monkeypatch.setattr(TorchFileSource, "read", counting)
+    run = tmp_path / "run"
+    import_checkpoint(tmp_path / "a.pt", run, step=1, memory_budget_bytes=8 * 2**20, **QUIET)
+    assert counts == [1] * 20
+    assert all(torch.equal(value, columns[name]) for name, value in load(run)["model"].items())
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_an_export_that_begins_during_another(tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both found the folder empty: the second sees the first one's files and ends; the first is whole."""
+    save_file({"w": WEIGHT}, tmp_path / "model.safetensors")
+    import_checkpoint(tmp_path / "model.safetensors", tmp_path / "run", step=1, **QUIET)
+    ended: list[str] = []
+    open_folder = exporting._open_folder
+
+    def open_twice(folder: Any) -> Path:
+        found = open_folder(folder)
+        if not ended:
+            ended.append("")
+            export_checkpoint(tmp_path / "run", folder, kind=kind, **QUIET)
+        return found
+
+    monkeypatch.setattr(exporting, "_open_folder", open_twice)
+    with pytest.raises(InvalidArgumentError, match="not empty"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", kind=kind, **QUIET)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == (
+        ["model.safetensors"] if kind == "safetensors" else [".metadata", "__0_0.distcp"]
+    )
 
 
 def test_views_in_a_checkpoint_of_torch(tmp_path: Path) -> None:
