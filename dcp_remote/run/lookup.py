@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 # An error lists so many steps of a run, the newest, and so many names that are like the one asked for.
 _STEPS_NAMED_MAX = 10
+
+# Time to look for older steps, in seconds: the load has failed, and its deadline may be near.
+_OLDER_SECONDS = 5.0
 _NEAR_MAX = 3
 
 # Comparing takes 35 µs a name; a run may have a name for each of many thousand checkpoints.
@@ -323,7 +326,7 @@ def find_older_steps(store: ObjectStore, manifest: Manifest, *, retry_seconds: f
         return {}
     step = manifest.run.step
     try:
-        seen = read_catalog(RetryingStore(store, Deadline(retry_seconds)))
+        seen = read_catalog(RetryingStore(store, Deadline(min(retry_seconds, _OLDER_SECONDS))))
     except (CorruptCheckpointError, StorageError):
         seen = None
     older = [entry.step for entry in seen.catalog.entries if entry.step < step and not entry.abandoned] if seen else []

@@ -53,7 +53,8 @@ class SavedCheckpoint:
         storage_options: Options of the store.
         allow_pickle: True to load objects that need code.
         buffer_bytes_max: Limit of the memory of requests in flight, in bytes.
-        retry_seconds: Time for which one request is repeated, in seconds; the first ones for at most `LOOK_SECONDS`.
+        look_seconds: Time for which the first requests are repeated, in seconds.
+        retry_seconds: Time for which one later request is repeated, in seconds.
     """
 
     def __init__(
@@ -64,11 +65,12 @@ class SavedCheckpoint:
         storage_options: Mapping[str, object] | None,
         allow_pickle: bool,
         buffer_bytes_max: int,
+        look_seconds: float,
         retry_seconds: float,
     ) -> None:
         """Read the manifest; one GET, of a run up to three."""
         self.store = Location.of(url, storage_options).store
-        self.manifest = read_manifest(self.store, step=step, retry_seconds=min(LOOK_SECONDS, retry_seconds))
+        self.manifest = read_manifest(self.store, step=step, retry_seconds=look_seconds)
         self._allow_pickle, self._buffer_bytes_max, self._retry_seconds = allow_pickle, buffer_bytes_max, retry_seconds
         # Tensors with infinite values after a conversion, and the dtype that was asked for.
         self._overflowed: dict[str, torch.dtype] = {}

@@ -20,7 +20,7 @@ from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import require_budget, require_timeout
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
 from dcp_remote.storage.url import parse_url
-from dcp_remote.transfer.checkpoint import SavedCheckpoint
+from dcp_remote.transfer.checkpoint import LOOK_SECONDS, SavedCheckpoint
 from dcp_remote.transfer.safetensors_export import SafetensorsExport
 from dcp_remote.transfer.torch_export import TorchExport
 
@@ -108,6 +108,7 @@ def export_checkpoint(
         storage_options=storage_options,
         allow_pickle=allow_pickle,
         buffer_bytes_max=max(1, memory_budget_bytes // 2),
+        look_seconds=min(LOOK_SECONDS, timeout_seconds),
         retry_seconds=timeout_seconds,
     )
     bytes_max = max(1, memory_budget_bytes // 4)

@@ -88,7 +88,7 @@ def import_checkpoint(
     with a digest of what was read from the source, and objects with the digests that the save made.
 
     Holds `memory_budget_bytes`. On top come objects and small files, tensors and chunks in torch's files that are not
-    contiguous (one at a time), and sparse and quantized tensors of torch's checkpoints.
+    contiguous (one at a time, twice), and sparse and quantized tensors of torch's checkpoints.
 
     Args:
         source: URL, path or store of a folder that `torch.distributed.checkpoint` (FileSystemWriter, FsspecWriter,
@@ -203,6 +203,7 @@ def import_checkpoint(
                     storage_options=storage_options,
                     allow_pickle=allow_pickle,
                     buffer_bytes_max=memory_budget_bytes // 2,
+                    look_seconds=RANGE_RETRY_SECONDS,  # hours of work may lie behind
                     retry_seconds=RANGE_RETRY_SECONDS,
                 )
                 try:

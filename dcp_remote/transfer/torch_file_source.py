@@ -109,7 +109,7 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
             **details,
             type=(_GLOBAL.findall(str(error)) or ["unknown"])[0],
         ) from error
-    except (NotImplementedError, UnsupportedOperatorException, AssertionError) as error:  # the last of a nested tensor
+    except (NotImplementedError, UnsupportedOperatorException, AssertionError) as error:  # asserted for nested tensors
         raise InvalidArgumentError(
             f"A file of torch.save has a tensor that is no plain one, such as a quantized one. {_INSTEAD}", **details
         ) from error

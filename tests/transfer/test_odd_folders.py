@@ -258,7 +258,7 @@ def test_the_order_of_top_level_keys_is_kept(tmp_path: Path) -> None:
     ],
 )
 def test_a_refused_import_leaves_the_training_alone(tmp_path: Path, state: Any, kind: type[Exception]) -> None:
-    """What the save would refuse is refused before the import takes the run."""
+    """Names and values that no save takes are refused before the import takes the run."""
     torch.save(state, tmp_path / "a.pt")
     with CheckpointManager(tmp_path / "run", **QUIET) as checkpoints:
         checkpoints.save(1, {"w": WEIGHT}, wait=True)
