@@ -338,3 +338,13 @@ def test_a_header_with_a_key_twice(tmp_path: Path) -> None:
     for header in (f"{{{once},{once}}}", once.replace('"I8"', '"I8","dtype":"U8"').join("{}")):
         (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
         refused(errors.CorruptCheckpointError, "occurs more than once", tmp_path / "a.safetensors", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{1: 1, "1": 2}, {"w": torch.ones(1), "d": {1: 1, "1": 2}}, {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}],
+)
+def test_values_with_one_name(tmp_path: Path, state: dict[Any, Any]) -> None:
+    """Keys that are equal as text, or once the parts of a path are joined."""
+    torch.save(state, tmp_path / "a.pt")
+    refused(errors.InvalidArgumentError, "same name|have one name", tmp_path / "a.pt", tmp_path)
