@@ -40,6 +40,7 @@ from dcp_remote.serialization.opaque import (
     is_reserved,
     is_unread,
 )
+from dcp_remote.serialization.optimizer_load import require_loaded, without_casts
 
 T = TypeVar("T")
 _State = TypeVar("_State", bound=Mapping[str, Any])
@@ -317,6 +318,10 @@ class _StateReader:
         stateful = self._stateful(value, path)
         if isinstance(stateful, OptimizerState):
             stateful.load_saved(loaded)
+        elif isinstance(stateful, Optimizer):  # a container that names its parameters itself
+            with without_casts([stateful]):
+                stateful.load_state_dict(loaded)
+            require_loaded([stateful], loaded, stateful.state_dict(), where=_text(path))
         elif stateful is not None:
             if not is_unread(loaded):
                 stateful.load_state_dict(loaded)
