@@ -4,7 +4,7 @@
 
 The operations of a job, in the order in which each rank performs them:
 
-    restore           restore the newest checkpoint, and compare all values
+    restore again     restore the newest checkpoint, and compare all values; "again" tells this restore from another
     save 2            save step 2 and wait for the commit
     start 2           save step 2 in the background
     wait              wait for the save in the background
@@ -175,7 +175,7 @@ class _Rank:
         who = {"seconds": time.time(), "host": self._host, "rank": self._rank, "attempt": self._attempt}
         self._events.write(json.dumps(asdict(Event(operation=operation, kind=kind, **who, **more))) + "\n")
 
-    def _restore(self) -> str:
+    def _restore(self, name: str) -> str:
         self._step = self._checkpoints.restore(self._state.state) or 0
         return str(self._checkpoints.last_load)
 

@@ -56,8 +56,14 @@ table bridge rig {
     }
 }
 """
-_REJECT = f"tcp dport {_PORT} reject with tcp reset"
-_RESET = f"table inet rig {{ chain input {{ type filter hook input priority 0; {_REJECT}; }} }}"
+_REJECT = f"""
+table inet rig {{
+    chain input {{
+        type filter hook input priority 0
+        tcp dport {_PORT} reject with tcp reset
+    }}
+}}
+"""
 
 _POLL_SECONDS = 0.05
 
@@ -127,6 +133,15 @@ class Job:
         """Wait until so many ranks, by default one on each host, have ended an operation."""
         wanted = len(self.processes) if ranks is None else ranks
         wait_until(lambda: len(self.events(operation, "end", "error")) >= wanted, f"the end of {operation}", self)
+
+    def await_last_attempt(self, operation: str, *, attempt: int, ranks: int | None = None) -> None:
+        """Wait until so many ranks, by default one on each host, have ended an operation in an attempt of torchrun."""
+        wanted = len(self.processes) if ranks is None else ranks
+        wait_until(
+            lambda: sum(one.attempt >= attempt for one in self.events(operation, "end", "error")) >= wanted,
+            f"the end of {operation} in attempt {attempt}",
+            self,
+        )
 
     def let_pass(self, pause: str) -> None:
         """Let all ranks pass a pause, once all have come to it."""
@@ -208,6 +223,7 @@ class Rig:
         replicated_bytes: int = MiB,
     ) -> Job:
         """Start a job of one rank on each of some hosts, by default on all; the first is the host of rank 0."""
+        assert len(set(operations)) == len(operations), "events are found by their operation"
         names = list(hosts or self.names)
         job = self._job(name, operations, manager, sharded_bytes, replicated_bytes)
         for rank, host in enumerate(names):
@@ -300,7 +316,7 @@ class Rig:
     def stop_store(self) -> None:
         """Refuse all connections to the store, old ones as well; stored objects are kept."""
         self._note("the store is down")
-        self._hosts["store"].shell(f"echo '{_RESET}' | nft -f -")
+        self._hosts["store"].shell(f"echo '{_REJECT}' | nft -f -")
 
     def continue_store(self) -> None:
         """End `stop_store`."""
@@ -429,7 +445,7 @@ class Rig:
 
     def _note(self, text: str) -> None:
         self.fault_seconds = time.time()
-        print(f"{self.fault_seconds:.2f} {text}")
+        print(f"{self.fault_seconds:.2f} {text}")  # noqa: T201  # shown by pytest if the scenario fails
 
 
 def _environment() -> dict[str, str]:

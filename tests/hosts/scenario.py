@@ -27,7 +27,7 @@ SILENCE_BOUND_SECONDS = SILENCE_SECONDS + MARGIN_SECONDS
 
 # At this rate the part of a rank takes longer than any bound; the fault comes once the part has begun.
 SLOW_MEGABITS = 3.0
-LARGE_BYTES = 24 * MiB
+LARGE_BYTES = 12 * MiB
 
 _END_SECONDS_MAX = 60.0
 _SENTENCE = re.compile(r"(?<=\.)\s")
@@ -81,7 +81,7 @@ class Scenario:
     ) -> Job:
         """Start a job that restores and saves step 1; in the operations that follow, the store is reached slowly."""
         job = self.rig.start(
-            ["restore", "save 1", "pause slow", *operations],
+            ["restore first", "save 1", "pause slow", *operations],
             manager=MANAGER | dict(manager or {}),
             sharded_bytes=LARGE_BYTES,
             replicated_bytes=LARGE_BYTES,
@@ -108,7 +108,7 @@ class Scenario:
         fault_seconds = self.rig.fault_seconds
         # Longer than the bound: a rank that is late shall be seen to be late.
         codes = job.wait(within + _END_SECONDS_MAX, hosts)
-        self._note({host: event for host, event in job.ended(operation).items() if host in hosts}, time.time())
+        self.note({host: event for host, event in job.ended(operation).items() if host in hosts}, time.time())
         errors = {event.host: event for event in job.events(operation, "error") if event.host in hosts}
         assert errors.keys() == set(hosts), f"not every rank raised\n{job.show()}"
         late = {host: event.seconds - fault_seconds for host, event in errors.items()}
@@ -120,7 +120,7 @@ class Scenario:
         """Wait until an operation has raised on some hosts, whose ranks go on, and return the errors by host."""
         wait_until(lambda: job.ended(operation).keys() >= set(hosts), f"the end of {operation} on {hosts}", job)
         ended = {host: event for host, event in job.ended(operation).items() if host in hosts}
-        self._note(ended)
+        self.note(ended)
         late = {host: event.seconds - self.rig.fault_seconds for host, event in ended.items()}
         assert {event.kind for event in ended.values()} == {"error"}, job.show()
         assert max(late.values()) <= SILENCE_BOUND_SECONDS, f"seconds after the fault: {late}\n{job.show()}"
@@ -130,28 +130,33 @@ class Scenario:
         """Wait until an operation has ended on all ranks, on each without an error."""
         job.await_end(operation)
         ended = job.ended(operation)
-        self._note(ended)
+        self.note(ended)
         assert {event.kind for event in ended.values()} == {"end"}, job.show()
         assert not any(event.differing for event in ended.values()), job.show()
+
+    def await_end(self, job: Job) -> None:
+        """Wait until all ranks have ended, each with exit code 0."""
+        assert not any(job.wait(_END_SECONDS_MAX).values()), job.show()
 
     def check_run(self, hosts: Sequence[str], *, steps: Collection[int]) -> None:
         """Let a new job restore the newest checkpoint, which has one of some steps, and save and restore another."""
         self.rig.limit("store", 1000, *hosts)
         job = self.rig.start(
-            ["restore", "save 1000", "restore"],
+            ["restore newest", "save 1000", "restore again"],
             name="next",
             hosts=hosts,
             manager=MANAGER,
             sharded_bytes=LARGE_BYTES,
             replicated_bytes=LARGE_BYTES,
         )
-        assert not any(job.wait(_END_SECONDS_MAX).values()), job.show()
-        restored = job.events("restore", "end")
-        assert {event.step for event in restored[: len(hosts)]} <= set(steps), job.show()
-        assert {event.step for event in restored[len(hosts) :]} == {1000}, job.show()
-        assert not any(event.differing for event in restored), job.show()
+        self.await_end(job)
+        for operation, restored in {"restore newest": set(steps), "restore again": {1000}}.items():
+            events = job.ended(operation).values()
+            assert {event.step for event in events} <= restored, job.show()
+            assert not any(event.differing for event in events), job.show()
 
-    def _note(self, ended: dict[str, Event], end_seconds: float | None = None) -> None:
+    def note(self, ended: Mapping[str, Event], end_seconds: float | None = None) -> None:
+        """Note the outcome: how an operation ended, by host, and when the processes had ended."""
         fault_seconds = self.rig.fault_seconds
         last_seconds = max((event.seconds for event in ended.values()), default=math.nan)
         texts = {host: event.text for host, event in ended.items()}

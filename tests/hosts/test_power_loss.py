@@ -12,7 +12,7 @@ from tests.hosts.scenario import MANAGER, MARGIN_SECONDS, Scenario
 PHASES: dict[str, tuple[list[str], str, Direction]] = {
     "save": (["save 2"], "save 2", "from"),
     "background save": (["start 2", "wait"], "wait", "from"),
-    "restore": (["restore"], "restore", "to"),
+    "restore": (["restore again"], "restore again", "to"),
     "close": (["start 2", "close"], "close", "from"),
 }
 
@@ -42,7 +42,7 @@ def test_power_loss(victim: str, phase: str, scenario: Scenario) -> None:
 def test_power_loss_while_idle(victim: str, scenario: Scenario) -> None:
     """Take the power between two saves: the next save raises on the others."""
     rig = scenario.rig
-    job = rig.start(["restore", "save 1", "pause a", "save 2"], manager=MANAGER)
+    job = rig.start(["restore first", "save 1", "pause a", "save 2"], manager=MANAGER)
     job.await_begin("pause a")
     rig.power_loss(victim)
     job.let_pass("a")
@@ -55,11 +55,11 @@ def test_power_loss_while_idle(victim: str, scenario: Scenario) -> None:
 def test_power_loss_before_the_first_call(victim: str, scenario: Scenario) -> None:
     """Take the power of a host whose rank was never heard of: only its number is known, and it counts as late."""
     rig = scenario.rig
-    job = rig.start([f"late {victim} 1000", "restore"], manager=MANAGER | {"arrival_seconds": 1.0})
-    job.await_begin("restore", 2)
+    job = rig.start([f"late {victim} 1000", "restore again"], manager=MANAGER | {"arrival_seconds": 1.0})
+    job.await_begin("restore again", 2)
     rig.power_loss(victim)
     living = [host for host in rig.names if host != victim]
-    errors = scenario.await_errors(job, "restore", living, within=10.0 + MARGIN_SECONDS)
+    errors = scenario.await_errors(job, "restore again", living, within=10.0 + MARGIN_SECONDS)
     if victim == "h0":
         assert_named(victim, [event.text for event in errors.values()])
     assert all("ank 1" in event.text or victim == "h0" for event in errors.values())
