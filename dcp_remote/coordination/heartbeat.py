@@ -39,6 +39,9 @@ _UNHEARD_PER_BEAT = 512
 # One line of an error: 10,000 of them fit into one answer.
 _LINE_CHARACTERS_MAX = 160
 
+# First pause between two looks for a store; each is longer, up to the interval of heartbeats.
+_FIRST_PAUSE_SECONDS = 0.005
+
 # Longest time that `close` waits for the thread, which may be stuck in the store.
 _CLOSE_SECONDS = 5.0
 # Its wait if the store has not answered for `_CLOSE_SECONDS`: the thread is probably stuck.
@@ -159,9 +162,11 @@ class Heartbeat:
 
     Args:
         store: Store that no other thread uses; all keys in it belong to this heartbeat and its hooks. Or a function
-            that returns the store: called once, in the thread, where it may block.
+            that returns the store, or None as long as it is not known which store that is: called in the thread, where
+            it may block, again and again.
         rank: Rank whose heartbeat this is.
         beat_seconds: Seconds between two heartbeats.
+        while_waiting: Called repeatedly in the thread as long as there is no store.
         farewell: Called repeatedly in the thread at `close`, until it returns True, for four seconds at most.
         clock: Monotonic clock, in seconds; for tests.
 
@@ -172,19 +177,21 @@ class Heartbeat:
 
     def __init__(
         self,
-        store: dist.Store | Callable[[], dist.Store],
+        store: dist.Store | Callable[[], dist.Store | None],
         rank: int,
         *,
         beat_seconds: float = HEARTBEAT_SECONDS,
+        while_waiting: Callable[[], None] = lambda: None,
         farewell: Callable[[Client], bool] = lambda _client: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Store the arguments; `start` starts the thread."""
-        self._open_store: Callable[[], dist.Store] = store if callable(store) else lambda: store
+        self._open_store: Callable[[], dist.Store | None] = store if callable(store) else lambda: store
         self._store: dist.Store | None = None
         self._is_store_open = threading.Event()
         self._rank = rank
         self._beat_seconds = beat_seconds
+        self._while_waiting = while_waiting
         self._farewell = farewell
         self._clock = clock
         self.delay_seconds_max = max(3 * beat_seconds, 1.0)
@@ -349,17 +356,19 @@ class Heartbeat:
         Args:
             seconds: Longest time to wait for the thread; never more than five seconds.
             says_goodbye: Publish that there will be no more heartbeats. Otherwise ranks that watch this one take it for
-                a silent rank, unless another heartbeat of this rank begins later.
+                a silent rank, unless another heartbeat of this rank begins later; and where it is not known yet which
+                store that is, the thread waits until it is, or the process ends.
         """
-        _running.discard(self)
-        patience_seconds = _CLOSE_SECONDS if self.contact_seconds() < _CLOSE_SECONDS else _CLOSE_SILENT_SECONDS
-        patience_seconds = min(patience_seconds, seconds)
+        is_stuck = not self._is_store_open.is_set() or self.contact_seconds() >= _CLOSE_SECONDS
+        patience_seconds = min(_CLOSE_SILENT_SECONDS if is_stuck else _CLOSE_SECONDS, seconds)
         self._says_goodbye = says_goodbye
         self._farewell_end = self._clock() + _FAREWELL_SHARE * patience_seconds
         self._is_closing = True
         self._wake.set()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(patience_seconds)
+        if says_goodbye or self._is_store_open.is_set():
+            _running.discard(self)
 
     # ---- in the thread
 
@@ -367,7 +376,7 @@ class Heartbeat:
         if not self._run_lock.acquire(blocking=False):
             return  # Ctrl-C interrupted an earlier `start` after its thread had begun
         try:
-            self._store = self._open_store()
+            self._store = self._wait_for_store()
             self._is_store_open.set()
             client = self.client()
             while not self._is_closing:
@@ -379,6 +388,17 @@ class Heartbeat:
             self._gone = error
             self._is_store_open.set()
             logger.debug("rank %d: heartbeat ended, the key-value store is gone: %s", self._rank, error)
+
+    def _wait_for_store(self) -> dist.Store | None:
+        """Return the store, once it is known; None if this heartbeat is closed before."""
+        pause_seconds = _FIRST_PAUSE_SECONDS
+        while (store := self._open_store()) is None and not (self._is_closing and self._says_goodbye):
+            self._record_answer()
+            self._while_waiting()
+            self._wake.wait(pause_seconds)
+            self._wake.clear()
+            pause_seconds = min(1.5 * pause_seconds, self._beat_seconds)
+        return store
 
     def _beat(self, client: Client) -> None:
         # Read before the outbox is emptied: a rank that reads that this one has left finds what it told before leaving.
