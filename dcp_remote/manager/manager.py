@@ -201,9 +201,11 @@ class CheckpointManager:
         self._preemption = Preemption(self._ranks, notice_seconds=notice_seconds)
         self._schedule = SaveSchedule(save_policy, self._ranks) if save_policy is not None else None
         self._should_stop = False
+        # Step that was restored or saved last; -1 before that.
+        self._last_step = -1 if resumed_from is None else resumed_from
         job = JobSession(self._store)
         if resumed_from is not None or start_over:
-            job.resume_from(-1 if resumed_from is None else resumed_from)
+            job.resume_from(self._last_step)
         coordinator = (
             Coordinator(self._store, job, retention=retention, dedup=dedup) if self._ranks.is_coordinator else None
         )
@@ -277,7 +279,7 @@ class CheckpointManager:
         metrics: Mapping[str, SupportsFloat] | None = None,
         user: Mapping[str, Any] | None = None,
         overwrite: bool = False,
-        exist_ok: bool = False,
+        exist_ok: bool | None = None,
         planner: SavePlanner | None = None,
         wait: bool | Literal["begun"] = False,
     ) -> None:
@@ -306,8 +308,11 @@ class CheckpointManager:
             exist_ok: True to keep the live checkpoint of this step if this job wrote it, or has saved nothing since it
                 went on from it: names and metrics are added to it in the catalog, and nothing is uploaded. Costs two
                 GETs and a PUT; one GET if there is nothing to add. After a crash all of them are added or none. An
-                abandoned checkpoint of this step is replaced also if it has names, which the new one gets. The
-                coordinator's argument counts.
+                abandoned checkpoint of this step is replaced also if it has names, which the new one gets. None keeps
+                the checkpoint that this job restored or saved last in the same way, with a warning, as of a loop that
+                begins by a save of the step that it has restored: what has changed in the state since, such as a
+                learning rate or random states, is not saved. A state with other names, shapes or dtypes than the last
+                saved one is refused. False refuses each step that is live. The coordinator's argument counts.
             planner: Planner of torch; None is `DefaultSavePlanner()`. A planner with methods of its own plans each save
                 anew, and its replicas are written by one rank. torch's plan cache (`enable_plan_caching`) is not used.
             wait: True to return only when the checkpoint is committed. The state is then not copied. "begun" to return
@@ -316,14 +321,15 @@ class CheckpointManager:
                 in a collective of torch for a rank that failed should pass "begun". Costs two messages per rank.
 
         The errors below the first are raised by this call with `wait=True`; else by the next `save`, `restore` or
-        `wait`, or at the end of the block.
+        `wait`, or at the end of the block. A save of a step that is not above the last one that this job saved or
+        restored waits as with "begun", so that this call raises the error by which the run refuses the step.
 
         Raises:
             InvalidArgumentError: A step, name, metric, note, or the state is wrong. Raised as the errors below if the
                 step is older than the newest checkpoint, or if ranks have tensors of different shapes or dtypes under
                 one name. Of objects that differ, one rank's is saved; a warning names them once.
-            CheckpointExistsError: The run has a checkpoint of this step, or checkpoints that this job does not go on
-                from: call `restore` first, or pass `resumed_from` or `start_over`.
+            CheckpointExistsError: The run has a checkpoint of this step, see `exist_ok`; or checkpoints that this job
+                does not go on from: call `restore` first, or pass `resumed_from` or `start_over`.
             FencedError: A newer job owns the run. Stop this job.
             BucketNotFoundError: There is no such bucket; nothing was uploaded.
             CommitConflictError: Another save of this step was committed meanwhile.
@@ -339,6 +345,8 @@ class CheckpointManager:
         noted = checked_user(user or {})
         if wait not in [False, True, "begun"]:
             raise InvalidArgumentError('wait must be False, True or "begun".', wait=wait)
+        if not wait and step <= self._last_step:
+            wait = "begun"
         operation = self._telemetry.save(self._store, step=step, rank=self._ranks.rank)
         background_save: BackgroundSave | None = None
         try:
@@ -373,6 +381,7 @@ class CheckpointManager:
                 self._background_saves.wait_until_begun()
             elif wait:
                 self.wait()
+            self._last_step = step
             if self._schedule is not None:
                 self._schedule.note_saved(step)
         except BaseException as error:
@@ -510,10 +519,12 @@ class CheckpointManager:
         operation.end(self._last_load)
         if self._last_load is None:
             return None
-        if self._coordinator is not None and go_on:
-            self._coordinator.resume_from(self._last_load.step)
-        if self._schedule is not None and go_on:
-            self._schedule.note_saved(self._last_load.step)
+        if go_on:
+            self._last_step = self._last_load.step
+            if self._coordinator is not None:
+                self._coordinator.resume_from(self._last_step)
+            if self._schedule is not None:
+                self._schedule.note_saved(self._last_step)
         return self._last_load.step
 
     def should_save(self, step: int) -> bool:

@@ -284,12 +284,13 @@ class RankSaver:
         requests = self._store.counts.since(before).requests
         figures = RankFigures(self._ranks.rank, requests=requests, seconds=seconds)
         entry = labelled.entry
-        if self._ranks.is_coordinator and task.user:
+        if self._ranks.is_coordinator and (task.user or not task.labels.exist_ok):
             logger.warning(
-                "%s: this job had saved step %d, so that its checkpoint stays, and the notes of this save (user=) are "
-                "dropped: a manifest never changes. Pass overwrite=True to replace the checkpoint",
+                "%s: step %d was saved before, and its checkpoint stays as it is, without what has changed in the "
+                "state since%s. Pass overwrite=True to replace the checkpoint, or exist_ok=True to keep it",
                 self._store.url,
                 entry.step,
+                " and the notes of this save (user=)" if task.user else "",
             )
         report = combine([figures], step=entry.step, save_id=entry.save_id, total_bytes=entry.size_bytes)
         return replace(report, world_size=self._ranks.world_size, background=task.background, is_repeated=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -168,10 +168,14 @@ class CoordinatorPlanning:
         coordinator = require_coordinator(self._coordinator)
         for ticket, put in itertools.chain.from_iterable(request.unclear for request in requests):
             coordinator.failed(ticket, put)
-        begun = coordinator.begin([request.labels for request in requests], collective, borrow=borrow)
+        labels = [request.labels for request in requests]
+        is_known = self.known is not None and all(request.key == self.known.save_id for request in requests)
+        if labels[0].exist_ok is None and self.known is not None and not is_known:
+            # Another state than the last one, such as the averaged weights in a save of their own: not to be dropped.
+            labels[0] = replace(labels[0], exist_ok=False)
+        begun = coordinator.begin(labels, collective, borrow=borrow)
         if isinstance(begun, Labelled):
             return begun
-        is_known = self.known is not None and all(request.key == self.known.save_id for request in requests)
         is_known = self.compare_replicas([request.digests for request in requests]) and is_known
         return Begun(begun, is_known, in_tables=all(request.is_regular for request in requests))
 
