@@ -94,7 +94,7 @@ class CheckpointManager:
     them, a part each, if digests of all bits are equal in that save. In the first save of a job with a name, digests of
     all bits of such tensors are compared before the upload: if ranks hold different values, every rank raises
     `InvalidArgumentError`, which names the tensors and the ranks (see `replicas`). Later saves compare only the tensors
-    that are written in parts; if these have come to differ, one rank's is saved whole, and a warning is logged.
+    that are written in parts; if these have come to differ, the lowest rank's is saved, with a warning.
 
     Of buffers of modules, objects, and numbers (tensors without dimensions) that are neither parameters nor states of
     optimizers, ranks may hold different values, and each save holds that of the lowest rank that has one. A job says so

@@ -335,7 +335,7 @@ class RankSaver:
                 share = collective.scatter(table, arrange_tables)
                 own, check = to_rank_plan(proposal, share), collective.raise_if_cancelled
                 sets = compared_items(proposal, share)
-                if not share.is_cut and not len(share.compared):
+                if not share.is_cut and not share.has_sets:
                     break
                 collective.set_activity("comparing replicas")
                 digests = replica_digests(own, planner, check, known=digests, sets=sets)

@@ -184,8 +184,8 @@ class CoordinatorPlanning:
         found = find_differing_replicas(digests)
         for name, offsets in sorted(found):
             logger.warning(
-                "Ranks hold different values of a tensor that is replicated; those of one rank are saved. tensor=%s "
-                "offsets=%s",
+                "Ranks have come to hold different values of a tensor that is replicated; those of the lowest rank are "
+                "saved. tensor=%s offsets=%s",
                 name,
                 offsets,
             )

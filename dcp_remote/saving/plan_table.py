@@ -96,14 +96,16 @@ class Share:
         hints: Position of each item among the chunks of its tensor; 0 for objects.
         parts: Parts, for those of the items that are written in part.
         is_cut: True if any rank writes a part: all ranks must then compare the values that they hold.
-        compared: Number of the set of each item in the rank's table whose values are compared, from 1 on; 0 for the
-            others. Empty if there are no sets on any rank.
+        has_sets: True if values of sets of tensors are compared on any rank.
+        compared: Number of the set of each item in the rank's table, from 1 on; 0 for an item that is not compared.
+            Empty if there are no sets.
     """
 
     items: Integers
     hints: Integers
     parts: tuple[Part, ...]
     is_cut: bool
+    has_sets: bool
     compared: Integers
 
 
@@ -172,7 +174,7 @@ def arrange(
     Args:
         tables: Tables of all ranks, in their order; at least one.
         shard_bytes_max: Bytes of data in a shard.
-        unlike: Replicas of which the holders have different values, which are not cut.
+        unlike: Replicas of which the holders have different values: the holder with the lowest rank writes them whole.
         to_lowest_rank: The holder with the lowest rank writes a replica, and nothing is cut.
         compared: Names of tensors whose values were compared; those of all others are. None to compare none.
 
@@ -212,6 +214,7 @@ def arrange(
                 shrink_integers(hints[start:stop][own]),
                 parts,
                 is_cut=bool(shared),
+                has_sets=bool(sets),
                 compared=shrink_integers(set_of_item[start:stop] if sets else set_of_item[:0]),
             )
         )
@@ -420,7 +423,7 @@ def _choose_writers(
     shared: set[Chunk] = set()
     for group, holders in enumerate(groups):
         first = int(holders[0])
-        if to_lowest_rank or is_unequal[first]:
+        if to_lowest_rank or is_unequal[first] or (unlike and items.chunk(first) in unlike):
             writes[first] = True
             load[items.rank[first]] += size_bytes[first]
             continue
