@@ -49,9 +49,8 @@ logger = logging.getLogger(__name__)
 # byte five times as often. A stopped rank costs each of the others this time once.
 PATIENCE_SECONDS = 10.0
 
-# Time for which a unit must have been sent before its rate counts: from another host, and from a rank of this host,
-# which is slower than a store only if it is hardly given a processor.
-_OTHER_HOST_SECONDS, _THIS_HOST_SECONDS = 0.1, 1.0
+# Time for which another host must have sent a unit before its rate counts.
+_RATE_SECONDS = 0.1
 
 # Hosts that did not prove useful after which no other host is tried, unless one did: a firewall, or a slow network,
 # lies in between.
@@ -459,9 +458,8 @@ class PeerClient:
         Returns:
             Number of bytes received, from the first on; the others must be read from the store.
         """
-        is_near = self._is_on_this_host(rank)
         with self._lock:
-            if rank in self._failed or (not is_near and self._hosts.find_cause(self._addresses[rank].host) is not None):
+            if rank in self._failed or self._is_avoided(rank):
                 return 0
             idle = self._idle.get(rank, [])
             connection = idle.pop() if idle else None
@@ -483,7 +481,7 @@ class PeerClient:
                 idle.append(connection)
             if received is not None:
                 self._received_bytes += received
-                if not is_near:
+                if not self._is_on_this_host(rank):
                     host = self._addresses[rank].host
                     self._balance[host] += 2 * received - len(into)
                     self._hosts.note(host, None if self._balance[host] >= 0 else "")
@@ -493,6 +491,9 @@ class PeerClient:
 
     def _is_on_this_host(self, rank: int) -> bool:
         return self._addresses[rank].host == self._host
+
+    def _is_avoided(self, rank: int) -> bool:
+        return not self._is_on_this_host(rank) and self._hosts.find_cause(self._addresses[rank].host) is not None
 
     def _connect(self, rank: int) -> socket.socket:
         address = self._addresses[rank]
@@ -509,21 +510,25 @@ class PeerClient:
         connection.sendall(_REQUEST.pack(self._addresses[rank].secret, number))
         answer = memoryview(bytearray(_WAITING))
         while bytes(answer) == _WAITING:
-            receive(connection, answer, self._should_stop)
+            # The host may have proved slow meanwhile, in another thread.
+            if receive(connection, answer, lambda _, idle: self._check(idle) or self._is_avoided(rank)) == 0:
+                return 0
         if bytes(answer) != _ACCEPTED:
             return None
+        if self._is_on_this_host(rank):
+            return receive(connection, into, lambda _, idle: self._check(idle))
         begin_seconds = time.monotonic()
-        least_seconds = _THIS_HOST_SECONDS if self._is_on_this_host(rank) else _OTHER_HOST_SECONDS
+        with self._rates.receiving() as transfer:
 
-        def is_slow(received: int, idle_seconds: float) -> bool:
-            self._should_stop(received, idle_seconds)
-            seconds = time.monotonic() - begin_seconds
-            return seconds >= least_seconds and self._rates.prefers_store(received, seconds)
+            def is_slow(received: int, idle_seconds: float) -> bool:
+                self._check(idle_seconds)
+                seconds = time.monotonic() - begin_seconds
+                return seconds >= _RATE_SECONDS and self._rates.prefers_store(transfer, received, seconds)
 
-        with self._rates.receiving():
             return receive(connection, into, is_slow)
 
-    def _should_stop(self, _received: int, idle_seconds: float) -> bool:
+    def _check(self, idle_seconds: float) -> bool:
+        """Return False while it is worth waiting for a rank; else raise TimeoutError."""
         if self._is_abandoned():
             raise TimeoutError("The load is over.")
         if idle_seconds >= PATIENCE_SECONDS:

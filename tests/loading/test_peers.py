@@ -155,7 +155,7 @@ def test_waiting_clients_return_when_the_server_closes(server: PeerServer) -> No
             thread.join()
         assert found == [None] * 3
         assert fetch(client, 0, 2) is None
-        assert client.unreached == {0: "The other rank has closed the connection."}
+        assert set(client.unreached) == {0}
         server.__init__(HERE, kept_bytes_max=0)  # type: ignore[misc]  # for the fixture to close
 
 
@@ -177,7 +177,6 @@ def test_patience_ends(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that falls silent in a unit is given up after a while, or at once when the load is over."""
     over = threading.Event()
     with server_that_sends(sent) as address:
-        monkeypatch.setattr(peers, "_THIS_HOST_SECONDS", 1e9)
         monkeypatch.setattr(peers, "PATIENCE_SECONDS", 0.1)
         with client_of(address, is_over=over.is_set) as client:
             assert fetch(client, 0, 1) is None
