@@ -27,7 +27,7 @@ def scenario(request: pytest.FixtureRequest, tmp_path: Path, _reason: str | None
     with Rig(tmp_path) as rig:
         scenario = Scenario(rig)
         yield scenario
-        print("\n".join(job.show() for job in rig._jobs))
+        print("\n".join(job.show() for job in rig.jobs))  # noqa: T201  # shown by pytest if the scenario fails
     if scenario.outcome is not None:
         name = request.node.name.removeprefix("test_").replace("_", " ").replace("[", ": ").replace("]", "")
         request.node.user_properties.append((_ROW, scenario.outcome.row(name)))

@@ -12,7 +12,7 @@ The operations of a job, in the order in which each rank performs them:
     close             close the manager
     pause a           wait until the test lets the ranks pass the pause "a"
     late h2 5         on host h2, wait 5 seconds
-    fail h2 0         on host h2, in attempt 0 of torchrun, raise an error
+    fail h2 0         on host h2, before torchrun restarts the rank there, raise an error
     try <operation>   perform the operation, and go on if it raises
 
 A rank writes the beginning, the end or the error of each operation as a line of JSON. Every element of the state is a
@@ -54,7 +54,7 @@ class Event:
         seconds: Time of the event, in seconds since the epoch.
         host: Name of the rank's host.
         rank: Number of the rank.
-        attempt: Attempt of torchrun; 0 without torchrun.
+        world_size: Number of ranks.
         operation: Operation that began or ended.
         kind: Kind of the event.
         text: Result; or the error and its causes.
@@ -65,12 +65,17 @@ class Event:
     seconds: float
     host: str
     rank: int
-    attempt: int
+    world_size: int
     operation: str
     kind: Literal["begin", "end", "error"]
     text: str = ""
     step: int | None = None
     differing: Sequence[str] = ()
+
+    @property
+    def verb(self) -> str:
+        """Return the first word of the operation."""
+        return self.operation.partition(" ")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +140,6 @@ class _Rank:
     def __init__(self, folder: Path, task: Task, checkpoints: CheckpointManager) -> None:
         self._folder, self._task, self._checkpoints = folder, task, checkpoints
         self._host, self._rank = socket.gethostname(), dist.get_rank()
-        self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._events = (folder / f"{task.name}.{self._host}.{os.getpid()}.jsonl").open("a", buffering=1)
         self._state = _State(task)
         self._step = 0
@@ -172,8 +176,9 @@ class _Rank:
         self._tell(operation, "end", text=text or "", step=self._step, differing=differing)
 
     def _tell(self, operation: str, kind: Literal["begin", "end", "error"], **more: Any) -> None:
-        who = {"seconds": time.time(), "host": self._host, "rank": self._rank, "attempt": self._attempt}
-        self._events.write(json.dumps(asdict(Event(operation=operation, kind=kind, **who, **more))) + "\n")
+        who = {"seconds": time.time(), "host": self._host, "rank": self._rank}
+        event = Event(operation=operation, kind=kind, world_size=dist.get_world_size(), **who, **more)
+        self._events.write(json.dumps(asdict(event)) + "\n")
 
     def _restore(self, name: str) -> str:
         self._step = self._checkpoints.restore(self._state.state) or 0
@@ -190,7 +195,7 @@ class _Rank:
             time.sleep(_STEP_SECONDS)
             self._step += 1
             if self._checkpoints.should_save(self._step):
-                self._save(self._step, wait=False)
+                self.perform(f"start {self._step}")
         return f"{self._checkpoints.should_stop=}"
 
     def _pause(self, name: str) -> None:
@@ -202,7 +207,7 @@ class _Rank:
             time.sleep(float(seconds))
 
     def _fail(self, host: str, attempt: str) -> None:
-        if (host, int(attempt)) == (self._host, self._attempt):
+        if (host, attempt) == (self._host, os.environ["TORCHELASTIC_RESTART_COUNT"]):
             raise MemoryError("This rank fails, as the test asked.")
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from dcp_remote.common.units import MiB
 from tests.hosts.rank import Event
 from tests.hosts.rig import Job, Rig, wait_until
 
@@ -27,7 +26,6 @@ SILENCE_BOUND_SECONDS = SILENCE_SECONDS + MARGIN_SECONDS
 
 # At this rate the part of a rank takes longer than any bound; the fault comes once the part has begun.
 SLOW_MEGABITS = 3.0
-LARGE_BYTES = 12 * MiB
 
 _END_SECONDS_MAX = 60.0
 _SENTENCE = re.compile(r"(?<=\.)\s")
@@ -83,8 +81,6 @@ class Scenario:
         job = self.rig.start(
             ["restore first", "save 1", "pause slow", *operations],
             manager=MANAGER | dict(manager or {}),
-            sharded_bytes=LARGE_BYTES,
-            replicated_bytes=LARGE_BYTES,
         )
         job.await_begin("pause slow")
         self.rig.limit("store", megabits)
@@ -110,20 +106,20 @@ class Scenario:
         codes = job.wait(within + _END_SECONDS_MAX, hosts)
         self.note({host: event for host, event in job.ended(operation).items() if host in hosts}, time.time())
         errors = {event.host: event for event in job.events(operation, "error") if event.host in hosts}
-        assert errors.keys() == set(hosts), f"not every rank raised\n{job.show()}"
+        assert errors.keys() == set(hosts), "not every rank raised"
         late = {host: event.seconds - fault_seconds for host, event in errors.items()}
-        assert max(late.values()) <= within, f"seconds after the fault: {late}\n{job.show()}"
-        assert all(codes.values()), f"{codes}\n{job.show()}"
+        assert max(late.values()) <= within, f"seconds after the fault: {late}"
+        assert all(codes.values()), codes
         return errors
 
     def await_failure(self, job: Job, operation: str, hosts: Collection[str]) -> dict[str, Event]:
         """Wait until an operation has raised on some hosts, whose ranks go on, and return the errors by host."""
-        wait_until(lambda: job.ended(operation).keys() >= set(hosts), f"the end of {operation} on {hosts}", job)
+        wait_until(lambda: job.ended(operation).keys() >= set(hosts), f"the end of {operation} on {hosts}")
         ended = {host: event for host, event in job.ended(operation).items() if host in hosts}
         self.note(ended)
         late = {host: event.seconds - self.rig.fault_seconds for host, event in ended.items()}
-        assert {event.kind for event in ended.values()} == {"error"}, job.show()
-        assert max(late.values()) <= SILENCE_BOUND_SECONDS, f"seconds after the fault: {late}\n{job.show()}"
+        assert {event.kind for event in ended.values()} == {"error"}
+        assert max(late.values()) <= SILENCE_BOUND_SECONDS, f"seconds after the fault: {late}"
         return ended
 
     def await_success(self, job: Job, operation: str) -> None:
@@ -131,12 +127,12 @@ class Scenario:
         job.await_end(operation)
         ended = job.ended(operation)
         self.note(ended)
-        assert {event.kind for event in ended.values()} == {"end"}, job.show()
-        assert not any(event.differing for event in ended.values()), job.show()
+        assert {event.kind for event in ended.values()} == {"end"}
+        assert not any(event.differing for event in ended.values())
 
     def await_end(self, job: Job) -> None:
         """Wait until all ranks have ended, each with exit code 0."""
-        assert not any(job.wait(_END_SECONDS_MAX).values()), job.show()
+        assert not any(job.wait(_END_SECONDS_MAX).values())
 
     def check_run(self, hosts: Sequence[str], *, steps: Collection[int]) -> None:
         """Let a new job restore the newest checkpoint, which has one of some steps, and save and restore another."""
@@ -146,14 +142,12 @@ class Scenario:
             name="next",
             hosts=hosts,
             manager=MANAGER,
-            sharded_bytes=LARGE_BYTES,
-            replicated_bytes=LARGE_BYTES,
         )
         self.await_end(job)
         for operation, restored in {"restore newest": set(steps), "restore again": {1000}}.items():
             events = job.ended(operation).values()
-            assert {event.step for event in events} <= restored, job.show()
-            assert not any(event.differing for event in events), job.show()
+            assert {event.step for event in events} <= restored
+            assert not any(event.differing for event in events)
 
     def note(self, ended: Mapping[str, Event], end_seconds: float | None = None) -> None:
         """Note the outcome: how an operation ended, by host, and when the processes had ended."""
