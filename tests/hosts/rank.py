@@ -176,7 +176,7 @@ class _Rank:
         self._tell(operation, "end", text=text or "", step=self._step, differing=differing)
 
     def _tell(self, operation: str, kind: Literal["begin", "end", "error"], **more: Any) -> None:
-        who = {"seconds": time.time(), "host": self._host, "rank": self._rank}
+        who: dict[str, Any] = {"seconds": time.time(), "host": self._host, "rank": self._rank}
         event = Event(operation=operation, kind=kind, world_size=dist.get_world_size(), **who, **more)
         self._events.write(json.dumps(asdict(event)) + "\n")
 
