@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.coordination.member import GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys
-from dcp_remote.coordination.outcome import Outcome, format_ranks
+from dcp_remote.coordination.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class FailureDetector:
         assert self._heartbeat is not None, "called by the heartbeat"
         outcome, silent = self._outcome, self._heartbeat.silent_ranks(self._silence_seconds)
         if silent:
-            subject = f"{format_ranks(list(silent))} {'has' if len(silent) == 1 else 'have'}"
+            subject = f"{outcome.name_ranks(list(silent))} {'has' if len(silent) == 1 else 'have'}"
             message = f"{subject} been silent for {max(silent.values()):.0f} s; {outcome.what} was given up."
             outcome.end(outcome.failed(message, **outcome.rank_details(list(silent))), coordinator_lost=True)
 
@@ -129,8 +129,10 @@ class FailureDetector:
             absent = [rank for rank in absent if keys.contribution(1, rank) not in present]
         if not absent or self._missing is not missing:
             return  # contributions were read meanwhile; the next heartbeat looks again
-        subject = f"{format_ranks(absent)} {'has' if len(absent) == 1 else 'have'}"
-        begin = f"{subject} not called {outcome.what} within {seconds:.0f} s of rank {self._member.rank}"
+        subject = f"{outcome.name_ranks(absent)} {'has' if len(absent) == 1 else 'have'}"
+        begin = (
+            f"{subject} not called {outcome.what} within {seconds:.0f} s of rank {outcome.name_rank(self._member.rank)}"
+        )
         if seconds < self._arrival_seconds:
             self._warn_seconds = math.inf
             logger.warning("%s, which goes on waiting. now=%s", begin, self._positions(absent))
@@ -175,7 +177,7 @@ class FailureDetector:
             else:
                 self._elsewhere.pop(rank, None)
         if never:
-            message = f"{format_ranks(never)} did something else instead of {outcome.what}, which was given up."
+            message = f"{outcome.name_ranks(never)} did something else instead of {outcome.what}, which was given up."
             outcome.end(outcome.failed(message, **outcome.rank_details(never)), any_operation=True, keys=keys)
 
     def _end_as_late(self, client: Client) -> None:
@@ -189,6 +191,6 @@ class FailureDetector:
         late = [rank for rank in ranks if keys.contribution(round_number, rank) not in present]
         if is_coordinator_late or not late:
             late.insert(0, 0)
-        message = f"{format_ranks(late)} did not report by the deadline; {outcome.what} was given up."
+        message = f"{outcome.name_ranks(late)} did not report by the deadline; {outcome.what} was given up."
         error = outcome.timed_out(message, **outcome.rank_details(late))
         outcome.end(error, is_unattended=not outcome.has_met)

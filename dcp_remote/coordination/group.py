@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.heartbeat import Heartbeat, LivenessMonitor, heartbeat_interval_seconds, one_line
-from dcp_remote.coordination.key_value import Client
+from dcp_remote.coordination.key_value import Client, address_of
 from dcp_remote.coordination.member import GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys
 from dcp_remote.coordination.use_counter import UseCounter
@@ -239,7 +239,14 @@ class RankGroup:
         self._member.close()
 
     def _new_heartbeat(self, store: dist.Store | Callable[[], dist.Store]) -> Heartbeat:
-        return Heartbeat(store, self.rank, beat_seconds=self._beat_seconds, farewell=self._may_stop, clock=self._clock)
+        return Heartbeat(
+            store,
+            self.rank,
+            beat_seconds=self._beat_seconds,
+            farewell=self._may_stop,
+            look=self._look,
+            clock=self._clock,
+        )
 
     def _note_missed_use(self, uses: UseCounter, seconds: float, *, is_told: bool) -> None:
         """Mark the count of uses if the ranks did not meet in this one.
@@ -282,7 +289,12 @@ class RankGroup:
                 if self.heartbeat is not None:
                     self.heartbeat.renumber(number)
 
-    # ---- in the heartbeat's thread
+    # ---- in the heartbeat's threads
+
+    def _look(self) -> None:
+        collective = self._collective
+        if collective is not None:
+            collective.check_time_and_store()
 
     def _check_collective(self, client: Client) -> None:
         collective = self._collective
@@ -319,6 +331,5 @@ def default_world_size() -> int:
 
 
 def _host_of(store: dist.Store | None) -> str | None:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return str(store.host) if isinstance(store, dist.TCPStore) else None
+    address = address_of(store)
+    return address.host if address is not None else None

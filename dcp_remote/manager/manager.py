@@ -37,6 +37,7 @@ from dcp_remote.manager.progress import ProgressSetting, check_progress, start_p
 from dcp_remote.manager.rank_restore import load_rank
 from dcp_remote.manager.rank_save import RankSaver, Task
 from dcp_remote.manager.reports import LoadReport, SaveReport
+from dcp_remote.manager.save_planning import Replicas
 from dcp_remote.manager.save_policy import SavePolicy, SaveSchedule
 from dcp_remote.manager.telemetry import Telemetry
 from dcp_remote.run.job import CheckpointLabels, JobSession, require_step, require_step_or_name
@@ -45,7 +46,7 @@ from dcp_remote.run.retention import ChooseToDelete, Retention, require_retentio
 from dcp_remote.run.run import CheckpointInfo
 from dcp_remote.saving.device_copy import wait_for_devices
 from dcp_remote.saving.staging import Stager, tensors_of
-from dcp_remote.serialization.state_dict import as_state, build_saved_state, require_distinct
+from dcp_remote.serialization.state_dict import TensorRoles, as_state, build_saved_state, require_distinct
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.location import Location, require_budget, require_shared, require_timeout
@@ -90,8 +91,14 @@ class CheckpointManager:
 
     The first save exchanges plans; a later save does so again if a name, a shape or a dtype has changed on any rank.
     A tensor that several ranks hold, as under DDP or HSDP, is written by one of them; the largest tensors by all of
-    them, a part each, if digests of all bits are equal in that save. If digests differ, the tensor of one rank is saved
-    whole, and a warning is logged.
+    them, a part each, if digests of all bits are equal in that save. In the first save of a job with a name, digests of
+    all bits of such tensors are compared before the upload: if ranks hold different values, every rank raises
+    `InvalidArgumentError`, which names the tensors and the ranks (see `replicas`). Later saves compare only the tensors
+    that are written in parts; if these have come to differ, one rank's is saved whole, and a warning is logged.
+
+    Of buffers of modules, objects, and numbers (tensors without dimensions) that are neither parameters nor states of
+    optimizers, ranks may hold different values, and each save holds that of the lowest rank that has one. A job says so
+    once of each name: of buffers at level INFO, since under DDP each forward pass makes statistics differ.
 
     The first save of a job takes the fence: jobs that were started earlier can commit, delete, name and pin nothing
     more, and raise `FencedError`. Checkpoints are deleted only by `retention` and `delete`, or when a save replaces
@@ -108,6 +115,9 @@ class CheckpointManager:
         storage_options: Endpoint, region, credentials and so on, by the names that boto3 and fsspec use.
         timeout_seconds: Deadline of one save or restore, in seconds from the call; 1800.
         dedup: True if data that did not change since the newest checkpoint is reused instead of sent again.
+        replicas: "equal" to refuse the first save with a tensor of which ranks hold different values, unless it is a
+            buffer. "coordinator" to compare no values, and save those of the lowest rank that holds the tensor, whole:
+            for ranks that train apart for a while, as in local SGD. The argument of rank 0 counts.
         resumed_from: Step whose state was loaded by other means than `restore`.
         start_over: True to leave the run's checkpoints behind: the first commit marks them as abandoned.
         silence_seconds: Seconds without a heartbeat after which a rank counts as dead; 60.
@@ -137,6 +147,7 @@ class CheckpointManager:
         storage_options: Mapping[str, object] | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         dedup: bool = True,
+        replicas: Replicas = "equal",
         resumed_from: int | None = None,
         start_over: bool = False,
         silence_seconds: float = SILENCE_SECONDS,
@@ -160,6 +171,8 @@ class CheckpointManager:
         require_timeout(arrival_seconds, name="arrival_seconds")
         require_timeout(timeout_seconds if notice_seconds is None else notice_seconds, name="notice_seconds")
         require_budget(memory_budget_bytes)
+        if replicas not in ("equal", "coordinator"):
+            raise InvalidArgumentError('replicas must be "equal" or "coordinator".', replicas=replicas)
         check_progress(progress)
         self._progress, self._rank_sockets = progress, check_rank_sockets(rank_sockets)
         if resumed_from is not None:
@@ -202,6 +215,7 @@ class CheckpointManager:
             memory_budget_bytes=memory_budget_bytes,
             allow_pickle=allow_pickle,
             progress=progress,
+            replicas=replicas,
         )
         self._run = Run(self._store.uncounted, owner=lambda: self._saver.owner)
         self._stager = Stager()
@@ -338,7 +352,8 @@ class CheckpointManager:
             )
             self._ranks.begin(collective)
             with operation.phase("staging"):
-                copied = self._copied(collective, state, stage=wait is not True)
+                roles = TensorRoles()
+                copied = self._copied(collective, state, roles, stage=wait is not True)
             task = Task(
                 labels=labels,
                 state=copied,
@@ -351,6 +366,7 @@ class CheckpointManager:
                 operation=operation,
                 background=wait is not True,
                 begun=background_save.begun,
+                roles=roles,
             )
             self._background_saves.start(background_save, task)
             if wait == "begun":
@@ -661,6 +677,7 @@ class CheckpointManager:
         self,
         collective: Collective,
         state: Mapping[str, Any] | nn.Module | Callable[[], Mapping[str, Any] | nn.Module],
+        roles: TensorRoles,
         *,
         stage: bool,
     ) -> dict[str, Any]:
@@ -671,7 +688,7 @@ class CheckpointManager:
             collective.gather(None, lambda _nothing: None)
             collective.set_activity("collecting the state")
             made = made()
-        copied = build_saved_state(as_state(made), self._ranks.rank)
+        copied = build_saved_state(as_state(made), self._ranks.rank, roles)
         require_distinct(copied)
         if not stage:
             # In the caller's thread, because streams are per thread: the saving thread would wait for another stream.

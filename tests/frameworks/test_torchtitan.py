@@ -226,4 +226,4 @@ def test_a_rank_that_does_not_save_is_an_error_on_all(train: Callable[..., Ranks
         assert "boo" in report["failing"]["error"]
         assert report["late"]["save_seconds"] < 20
         assert report["failing"]["save_seconds"] < 20
-    assert "Rank 1 has not called the save of step 2 within 3 s" in ranks.reports[0]["late"]["error"]
+    assert " has not called the save of step 2 within 3 s" in ranks.reports[0]["late"]["error"]
