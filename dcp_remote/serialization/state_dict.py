@@ -19,9 +19,10 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 from dcp_remote.serialization.files import Files, holds_imitation, iterate_tuples, unwrap_marked
 from dcp_remote.serialization.module_state import (
     MadeStates,
@@ -57,6 +58,9 @@ _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 # Types that are no `Stateful`s, which takes microseconds to find out of others.
 _LEAVES = frozenset({NoneType, bool, int, float, complex, str, bytes})
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list})
+
+# Depth of containers in a state. A copy needs three calls for each, of the thousand that Python allows.
+_DEPTH_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +289,21 @@ def _require_shape(value: object, path: _Path) -> None:
             "A nested tensor has no shape that could be saved. Save its parts: list(tensor.unbind()).",
             tensor=_text(path),
         )
+    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+        raise InvalidArgumentError(
+            "A DTensor with a Partial placement has no values before they are reduced: no rank holds any of them. Put "
+            "tensor.redistribute(placements=[Replicate()]) into the state.",
+            tensor=_text(path),
+            placements=value.placements,
+        )
+
+
+def _nesting_error(path: _Path) -> DcpRemoteError:
+    return InvalidArgumentError(
+        "A dict or list of the state contains itself, or is nested too deeply. Put a value that contains itself into "
+        "Opaque(...); make a deep one flat, or leave it out.",
+        key=path[0],
+    )
 
 
 class _StateReader:
@@ -319,11 +338,7 @@ class _StateReader:
         try:
             return self._read(value, path)
         except RecursionError as error:
-            raise InvalidArgumentError(
-                "A dict or list of the state contains itself, or is nested too deeply. Put the value into Opaque(...), "
-                "or leave it out.",
-                key=path[0],
-            ) from error
+            raise _nesting_error(path) from error
 
     def _read(self, value: Any, path: _Path) -> Any:
         if type(value) in _LEAVES or isinstance(value, torch.Tensor):
@@ -659,10 +674,16 @@ def has_nested_shards(value: object) -> bool:
 
 
 def _iterate_mappings(state: Mapping[Any, object]) -> Iterator[tuple[tuple[str | int, ...], Mapping[Any, Any]]]:
-    """Yield all mappings that torch reaches through mappings and lists, with their paths; outer ones first."""
+    """Yield all mappings that torch reaches through mappings and lists, with their paths; outer ones first.
+
+    Raises:
+        InvalidArgumentError: A mapping or list contains itself, or is nested too deeply.
+    """
     stack: list[tuple[tuple[str | int, ...], object]] = [((), state)]
     while stack:
         path, value = stack.pop()
+        if len(path) > _DEPTH_MAX:
+            raise _nesting_error(path)
         if isinstance(value, Mapping):
             yield path, value
             stack.extend(((*path, str(key)), inner) for key, inner in value.items())

@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim import AdamW
 
 from dcp_remote import PerRank, RandomStates, training_state
+from dcp_remote.errors import DcpRemoteError
 from tests.distributed.managed import managing
 from tests.support.rank_pool import RankPool
 from tests.support.training import STRATEGIES, Leaves, Transformer, assert_same, full
@@ -340,3 +341,22 @@ def test_states_keep_their_dtypes_when_they_are_resharded(wrapper: str, rank_poo
     for found, dtypes in rank_pool.run(restore_moments, wrapper, url, ranks=(0, 1, 2)):
         assert_same(found, expected)
         assert dtypes == {"moment": torch.float32, "count": torch.int64}
+
+
+def refuse_partial(url: str) -> list[str]:
+    """Save, and restore into, a DTensor with a Partial placement; return the messages."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = []
+    with managing(url) as checkpoints:
+        checkpoints.save(1, {"x": {"w": torch.ones(4)}}, wait=True)
+        partial = {"x": {"w": DTensor.from_local(torch.ones(4), mesh, [Partial()])}}
+        for call in (lambda: checkpoints.save(2, partial, wait=True), lambda: checkpoints.restore(partial)):
+            with pytest.raises(DcpRemoteError) as caught:
+                call()
+            found.append(str(caught.value))
+    return found
+
+
+def test_a_partial_placement_is_refused_by_name(rank_pool: RankPool, tmp_path: Path) -> None:
+    for messages in rank_pool.run(refuse_partial, tmp_path.as_uri(), ranks=PAIR):
+        assert all("redistribute" in message and "x.w" in message for message in messages)
