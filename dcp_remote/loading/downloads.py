@@ -153,7 +153,7 @@ def download(
             url=store.url,
             key=key,
             read=human_bytes(read_bytes) + (f" of {human_bytes(total_bytes)}" if total_bytes is not None else ""),
-            seconds_without_bytes=round(time.monotonic() - arrived_seconds, 1),
+            seconds_since_last_range=round(time.monotonic() - arrived_seconds, 1),
             cause=failures.get(key),
         )
 

@@ -305,7 +305,7 @@ def test_a_stuck_heartbeat_can_be_closed(host: Host, monkeypatch: pytest.MonkeyP
     with host.stopped():
         wait_until(lambda: one.contact_seconds() > 0.5)
         one.close()
-        wait_until(lambda: not any(thread.name == "dcp_remote-store" for thread in threading.enumerate()))
+        wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "dcp_remote-store"])
         thread = one._thread
         assert thread is not None
         thread.join(30)

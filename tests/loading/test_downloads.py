@@ -224,6 +224,29 @@ def test_a_deadline_that_expires_during_retries() -> None:
         assert not workers("download")
 
 
+def test_a_load_that_is_stopped_says_how_far_it_came() -> None:
+    """One range arrives, the next fails until the deadline: the error has its key, its cause, and the bytes read."""
+    seconds = [0.0]
+
+    def before(key: str) -> None:
+        if key == "failing":
+            raise TransientStorageError("503 Slow Down.")
+
+    store = HookedStore(store_with_data(), before)
+    fetches = [fetch(0, 10), fetch(10, 30, key="failing")]
+    arriving = download(
+        store, fetches, memory_budget_bytes=1000, deadline=Deadline(50, lambda: seconds[0]), total_bytes=40
+    )
+    next(arriving)
+    time.sleep(0.05)  # the other range has failed by then
+    seconds[0] = 100.0
+    with pytest.raises(StorageError, match="no time left for the load") as caught:
+        next(arriving)
+    details = caught.value.details
+    assert (details["key"], details["read"]) == ("failing", "10 B of 40 B")
+    assert str(details["cause"]).startswith("TransientStorageError: 503 Slow Down.")
+
+
 def test_requests_end_with_the_load() -> None:
     """Read with a deadline in a minute: no request has more time than that."""
     limits: list[float] = []

@@ -323,6 +323,36 @@ def test_the_deadline(waits_in: str) -> None:
     assert memory.space.objects == {}
 
 
+def test_the_deadline_names_the_last_error_of_a_shard() -> None:
+    """One put is held, another fails again and again until the deadline: the error names that one, and why."""
+    gate, tried = threading.Event(), threading.Event()
+    now_seconds = [0.0]
+
+    def before(key: str) -> None:
+        if key == "failing":
+            tried.set()
+            raise TransientStorageError("503 Slow Down.")
+        opened(gate)
+
+    def save() -> None:
+        store = HookedStore(MemoryStore(), before)
+        with uploads_to(store, clock=lambda: now_seconds[0], seconds=10) as uploads:
+            for key in ("held", "failing"):
+                uploads.submit(key, sending(1), claimed_bytes=0)
+            opened(tried)
+            while not uploads.retries:
+                time.sleep(0.001)
+            now_seconds[0] = 11.0
+            uploads.finish()
+
+    with pytest.raises(SaveTimeoutError) as caught:
+        save()
+    gate.set()
+    join(workers("upload"))
+    assert caught.value.details["shard"] == "failing"
+    assert caught.value.details["cause"] == "TransientStorageError: 503 Slow Down."
+
+
 @pytest.mark.parametrize("waits_in", ["finish", "claim"])
 def test_a_deadline_that_another_thread_lets_expire(waits_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the deadline expire while no put ends: the waiting thread checks it by itself."""
