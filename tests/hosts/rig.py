@@ -258,7 +258,7 @@ class Rig:
     ) -> None:
         """Start torchrun on one more host of a job; arguments as of `start_torchrun`."""
         # Of the dead host's keep-alive, the last call for more hosts, and the look for new ones; by default a minute.
-        times = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=5"
+        times = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=10"
         arguments = ["--nnodes", nodes, "--max-restarts", str(restarts), "--monitor-interval", "0.5"]
         arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"h0:{self._port}", "--rdzv-id", "job"]
         arguments += ["--rdzv-conf", times, "--local-addr", host, "--module", "tests.hosts.rank", str(job.file)]
@@ -431,7 +431,7 @@ class Rig:
     def _run(self, job: Job, host: str, module: str, arguments: list[str], environment: Mapping[str, str]) -> None:
         folder = self._folder / f"{host}.tmp"
         folder.mkdir(exist_ok=True)
-        complete = _environment() | {"TMPDIR": str(folder), "HOME": str(folder)} | environment
+        complete = _environment() | {"TMPDIR": str(folder), "HOME": str(folder)} | dict(environment)
         job.processes[host] = HostProcess(self._hosts[host], complete, job.log(host), module, arguments)
 
     @property
