@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 # A thread that waits for a transfer checks its deadline this often, since another thread may let the deadline expire.
-WAKE_SECONDS = 1.0
+WAKE_SECONDS = 0.5
 
 # Threads get this time to end their requests when the process exits: a hedged put that lost deletes its object. A
 # request may take four minutes, too long to wait for.

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from dcp_remote.common.helper_thread import HelperThread
 from dcp_remote.coordination.failure_detector import FailureDetector
+from dcp_remote.coordination.heartbeat import one_line
 from dcp_remote.coordination.key_value import Client, HelperClient
 from dcp_remote.coordination.member import GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys
@@ -42,6 +43,9 @@ _LOOKS_PER_SECOND = 2000
 
 # Contributions that are waited for and read at a time: the rest stays in the store.
 _RANKS_PER_READ = 256
+
+# Longest text of the consequence of a cancellation, in the error that cancelled.
+_HERE_CHARACTERS_MAX = 500
 
 # Exceptions that end a process in any case: they are raised unchanged, never replaced by the error that cancelled.
 _PROCESS_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
@@ -148,7 +152,7 @@ class Collective:
         # An error of the coordinator's commit says more than that the time is over.
         is_unchanged = isinstance(error, _PROCESS_ENDS) or outcome.is_committing
         if error is not None and cancelled is not None and error is not cancelled and not is_unchanged:
-            raise _copy_error(cancelled) from error
+            raise _copy_error(cancelled, error) from error
 
     # ---- for those who take part
 
@@ -316,7 +320,9 @@ class Collective:
             Whether the operation is cancelled; False in the commit phase, or if this rank has left.
         """
         rank = self._member.rank
-        self._outcome.end(self.failed(f"Rank {rank} {why}; {self.what} was given up.", rank=rank))
+        self._outcome.end(
+            self.failed(f"Rank {self._outcome.name_rank(rank)} {why}; {self.what} was given up.", rank=rank)
+        )
         return self._outcome.error is not None
 
     def check_time_and_store(self) -> None:
@@ -339,6 +345,10 @@ class Collective:
     def check_ranks(self, client: Client) -> None:
         """Look at the other ranks, and end the operation if it cannot go on; in the thread of the heartbeat."""
         self._failure_detector.check(client)
+
+    def check_arrival(self) -> None:
+        """End the operation if the coordinator does not come; in the thread of the heartbeat, without a store yet."""
+        self._failure_detector.check_arrival()
 
     def cancel(self, error: DcpRemoteError) -> None:
         """Cancel the operation here, without telling the others; not in the commit phase."""
@@ -410,7 +420,8 @@ class Collective:
         try:
             return pickle.loads(data)  # noqa: S301  # of a rank of this job
         except Exception as error:
-            message = f"The coordinator cannot unpickle what rank {rank} sent; {self.what} was given up."
+            name = self._outcome.name_rank(rank)
+            message = f"The coordinator cannot unpickle what rank {name} sent; {self.what} was given up."
             raise self.failed(message, rank=rank, cause=error) from error
 
     def _publish(self, answers: Mapping[str, object]) -> None:
@@ -491,18 +502,24 @@ class Collective:
         try:
             answer = client.ask(request, outcome.raise_if_cancelled)
         except dist.DistError as error:
-            client.close()
+            client.abandon()
             outcome.end_without_store(error)
             if outcome.error is None:  # in the commit phase
                 raise self.failed("The key-value store of the process group is gone.", cause=error) from error
             raise outcome.error from error
         except BaseException:
-            client.close()
+            client.abandon()
             raise
         self._client = client
         return answer
 
 
-def _copy_error(error: DcpRemoteError) -> DcpRemoteError:
-    """Return another error of the same class and text, which takes a cause of its own."""
-    return type(error)(error.what, **error.details)
+def _copy_error(error: DcpRemoteError, consequence: BaseException) -> DcpRemoteError:
+    """Return another error of the same class and text, which takes a cause of its own.
+
+    What this rank was doing when the operation was cancelled often says why: a store that does not answer the rank.
+    """
+    here = {}
+    if isinstance(consequence, DcpRemoteError):
+        here = {"here": one_line(f"{type(consequence).__name__}: {consequence}", _HERE_CHARACTERS_MAX)}
+    return type(error)(error.what, **error.details | here)

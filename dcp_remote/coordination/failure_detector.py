@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.coordination.member import GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys
-from dcp_remote.coordination.outcome import Outcome, format_ranks
+from dcp_remote.coordination.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,12 @@ class FailureDetector:
             if outcome.time_limit.expired():
                 self._end_as_late(client)
 
+    def check_arrival(self) -> None:
+        """As `check`, before the coordinator has come and there is a store: only the coordinator can be absent."""
+        self._outcome.check_time_and_store()
+        if not self._outcome.has_left and self._outcome.error is None:
+            self._end_if_absent(None, [0])
+
     def _ask_positions(self, client: Client) -> None:
         """Ask once where the others are, if they do not come soon; whoever is in a call of this package is coming."""
         seconds = self._outcome.time_limit.elapsed_seconds()
@@ -103,18 +109,18 @@ class FailureDetector:
         assert self._heartbeat is not None, "called by the heartbeat"
         outcome, silent = self._outcome, self._heartbeat.silent_ranks(self._silence_seconds)
         if silent:
-            subject = f"{format_ranks(list(silent))} {'has' if len(silent) == 1 else 'have'}"
+            subject = f"{outcome.name_ranks(list(silent))} {'has' if len(silent) == 1 else 'have'}"
             message = f"{subject} been silent for {max(silent.values()):.0f} s; {outcome.what} was given up."
             outcome.end(outcome.failed(message, **outcome.rank_details(list(silent))), coordinator_lost=True)
 
-    def _end_if_absent(self, client: Client, ranks: Sequence[int]) -> None:
+    def _end_if_absent(self, client: Client | None, ranks: Sequence[int]) -> None:
         """End the operation if a rank does not come to it: no rank under `if rank == 0` ever will.
 
         A rank that is in another call of this package is waited for, until the deadline. A wait that is longer than
         half a minute is logged once.
 
         Args:
-            client: Client of the heartbeat.
+            client: Client of the heartbeat; None on a rank that has no store yet.
             ranks: Ranks without which the operation cannot begin.
         """
         outcome, missing = self._outcome, self._missing
@@ -123,14 +129,16 @@ class FailureDetector:
         if outcome.has_met or outcome.error is not None or seconds < min(self._arrival_seconds, self._warn_seconds):
             return
         absent = [rank for rank in ranks if not self._is_coming(rank)]
-        if self._member.is_coordinator:
+        if client is not None and self._member.is_coordinator:
             # In a large group the heartbeats of a few hundred ranks are found at a time, a contribution at once.
             present = client.present(keys.contributions(1, absent))
             absent = [rank for rank in absent if keys.contribution(1, rank) not in present]
         if not absent or self._missing is not missing:
             return  # contributions were read meanwhile; the next heartbeat looks again
-        subject = f"{format_ranks(absent)} {'has' if len(absent) == 1 else 'have'}"
-        begin = f"{subject} not called {outcome.what} within {seconds:.0f} s of rank {self._member.rank}"
+        subject = f"{outcome.name_ranks(absent)} {'has' if len(absent) == 1 else 'have'}"
+        begin = (
+            f"{subject} not called {outcome.what} within {seconds:.0f} s of rank {outcome.name_rank(self._member.rank)}"
+        )
         if seconds < self._arrival_seconds:
             self._warn_seconds = math.inf
             logger.warning("%s, which goes on waiting. now=%s", begin, self._positions(absent))
@@ -175,7 +183,7 @@ class FailureDetector:
             else:
                 self._elsewhere.pop(rank, None)
         if never:
-            message = f"{format_ranks(never)} did something else instead of {outcome.what}, which was given up."
+            message = f"{outcome.name_ranks(never)} did something else instead of {outcome.what}, which was given up."
             outcome.end(outcome.failed(message, **outcome.rank_details(never)), any_operation=True, keys=keys)
 
     def _end_as_late(self, client: Client) -> None:
@@ -189,6 +197,6 @@ class FailureDetector:
         late = [rank for rank in ranks if keys.contribution(round_number, rank) not in present]
         if is_coordinator_late or not late:
             late.insert(0, 0)
-        message = f"{format_ranks(late)} did not report by the deadline; {outcome.what} was given up."
+        message = f"{outcome.name_ranks(late)} did not report by the deadline; {outcome.what} was given up."
         error = outcome.timed_out(message, **outcome.rank_details(late))
         outcome.end(error, is_unattended=not outcome.has_met)

@@ -1,8 +1,9 @@
 """Heartbeat of a rank in the key-value store of torch's process group, and the ranks whose heartbeat has stopped.
 
-One thread of each rank publishes the heartbeat and reads those of other ranks, over a connection of its own. Other
-threads can see how long the store has been silent without touching the store. Clocks of two hosts are never compared:
-silence is measured by the reader's own monotonic clock.
+One thread of each rank publishes the heartbeat and reads those of other ranks, over a connection of its own. It never
+blocks: a helper thread makes its requests, so that it sees twice a second how long the store has been silent, and opens
+another connection when one is. Clocks of two hosts are never compared: silence is measured by the reader's own
+monotonic clock.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import atexit
 import json
 import logging
 import math
+import os
+import socket
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import torch.distributed as dist
 
 from dcp_remote.coordination.call_position import CallPosition, position_of
-from dcp_remote.coordination.key_value import Client
+from dcp_remote.coordination.key_value import Client, HelperClient, StoreAddress, address_of, require_reachable
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,22 @@ _UNHEARD_PER_BEAT = 512
 
 # One line of an error: 10,000 of them fit into one answer.
 _LINE_CHARACTERS_MAX = 160
+
+# Interval at which the thread looks around, whether it waits for the store or for its next heartbeat.
+_LOOK_SECONDS = 0.5
+
+# Silence of a connection after which another is opened: after an outage TCP sends again only after a pause as long as
+# the outage, up to two minutes. Doubled with each connection that is silent as well, so that a host that is only
+# stopped gets few; after the last of them the thread waits for it alone.
+_SILENT_CONNECTION_SECONDS = 5.0
+_SILENT_CONNECTIONS_MAX = 6
+# A connection that was left behind may deliver a heartbeat after later ones: at most so many before the last.
+_LATE_HEARTBEATS = 16
+# Pause before the next try to reach a host to which there is no way now.
+_RECONNECT_SECONDS = 1.0
+
+# First pause between two looks for a store; each is longer, up to the interval of heartbeats.
+_FIRST_PAUSE_SECONDS = 0.005
 
 # Longest time that `close` waits for the thread, which may be stuck in the store.
 _CLOSE_SECONDS = 5.0
@@ -93,6 +113,8 @@ class RankStatus:
         where: Position of the rank's thread in the code of its user; "" unless another rank asks for it, and while the
             rank is in an operation.
         is_calling: True if that thread is in a call of this package, outside an operation; known as `where` is.
+        host: Name of the rank's host, as that host knows it.
+        pid: Identifier of the rank's process on that host.
     """
 
     count: int
@@ -103,18 +125,25 @@ class RankStatus:
     note: str = ""
     where: str = ""
     is_calling: bool = False
+    host: str = ""
+    pid: int = 0
 
     def encode(self) -> bytes:
         """Return the value that is put into the store."""
         values = [self.count, self.operation, self.what, self.is_inside, self.is_closed, self.note, self.where]
-        return json.dumps([*values, self.is_calling]).encode()
+        return json.dumps([*values, self.is_calling, self.host, self.pid]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> RankStatus:
         """Return the status that `encode` encoded."""
-        count, operation, what, is_inside, is_closed, note, where, is_calling = json.loads(data)
-        states = bool(is_inside), bool(is_closed)
-        return cls(int(count), int(operation), str(what), *states, str(note), str(where), bool(is_calling))
+        count, operation, what, is_inside, is_closed, note, where, is_calling, host, pid = json.loads(data)
+        states, position = (bool(is_inside), bool(is_closed)), (str(where), bool(is_calling))
+        return cls(int(count), int(operation), str(what), *states, str(note), *position, str(host), int(pid))
+
+    @property
+    def process(self) -> str:
+        """Process of the rank, as "gpu-07, pid 4711"."""
+        return f"{self.host}, pid {self.pid}"
 
 
 class LivenessMonitor:
@@ -157,12 +186,18 @@ class Heartbeat:
     `set` and a `check`; while ranks are watched, also a `check` or `multi_get` per thousand ranks. After `close` the
     last status stays in the store.
 
+    Hooks, queued actions and `farewell` are called in the helper thread that makes the requests. If its connection is
+    silent, the helper thread is left behind: its next request raises, and another one does again what had not ended.
+
     Args:
         store: Store that no other thread uses; all keys in it belong to this heartbeat and its hooks. Or a function
-            that returns the store: called once, in the thread, where it may block.
+            that returns the store, or None as long as it is not known which store that is: called in the helper thread,
+            where it may block, again and again.
         rank: Rank whose heartbeat this is.
         beat_seconds: Seconds between two heartbeats.
-        farewell: Called repeatedly in the thread at `close`, until it returns True, for four seconds at most.
+        while_waiting: Called repeatedly in the helper thread as long as there is no store.
+        farewell: Called repeatedly at `close`, until it returns True, for four seconds at most.
+        look: Called twice a second in the thread, also while the store does not answer; must not block or raise.
         clock: Monotonic clock, in seconds; for tests.
 
     Attributes:
@@ -172,31 +207,39 @@ class Heartbeat:
 
     def __init__(
         self,
-        store: dist.Store | Callable[[], dist.Store],
+        store: dist.Store | Callable[[], dist.Store | None],
         rank: int,
         *,
         beat_seconds: float = HEARTBEAT_SECONDS,
+        while_waiting: Callable[[], None] = lambda: None,
         farewell: Callable[[Client], bool] = lambda _client: True,
+        look: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Store the arguments; `start` starts the thread."""
-        self._open_store: Callable[[], dist.Store] = store if callable(store) else lambda: store
+        self._open_store: Callable[[], dist.Store | None] = store if callable(store) else lambda: store
         self._store: dist.Store | None = None
         self._is_store_open = threading.Event()
         self._rank = rank
         self._beat_seconds = beat_seconds
+        self._while_waiting = while_waiting
         self._farewell = farewell
+        self._look_around = look
         self._clock = clock
         self.delay_seconds_max = max(3 * beat_seconds, 1.0)
         self._process_clock = SuspendAwareClock(self.delay_seconds_max, clock)
         self._answered_at = 0.0
-        # Read in the thread alone: while the thread is stuck in the store it sees no rank, and must blame none.
+        self._last_answer = clock()
+        # Read with each heartbeat alone: while the store does not answer this rank sees no rank, and must blame none.
         self._watch_clock = SuspendAwareClock(self.delay_seconds_max, clock)
         self._watched_at = 0.0
         self._count = 0
-        self._status = RankStatus(0)
+        self._answered_count = 0
+        self._status = RankStatus(0, host=socket.gethostname(), pid=os.getpid())
         self._status_lock = threading.Lock()
         self._monitor: LivenessMonitor | None = None
+        # Last status of each rank that was ever watched, for messages.
+        self._last_known: dict[int, RankStatus] = {}
         self._heard: set[int] = set()
         self._unheard_from = 0
         self._hooks: list[Callable[[Client], None]] = []
@@ -205,9 +248,14 @@ class Heartbeat:
         self._logged: str | None = None
         self.is_asked = False
         self._is_closing = False
-        self._farewell_end = 0.0
+        self._farewell_end = self._close_end = 0.0
         self._says_goodbye = True
         self._gone: Exception | None = None
+        self._helper = HelperClient(self._connect_first)
+        self._connection = object()  # identity of the connection in use; answers over another raise
+        self._heard_at = 0.0  # last answer over that connection, or the moment at which the request began
+        self._silent_connections = 0
+        self._trouble: Exception | None = None  # last failure to open another connection
         self._run_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         # Thread that makes the calls of this rank: the one that began the last operation.
@@ -238,9 +286,24 @@ class Heartbeat:
         return self._gone
 
     @property
+    def trouble(self) -> Exception | None:
+        """Error that kept the thread from opening another connection last; None while the store answers."""
+        return self._trouble
+
+    @property
+    def address(self) -> StoreAddress | None:
+        """Address of the store; None if the store has none, or is not open yet."""
+        return address_of(self._store)
+
+    @property
     def last_activity(self) -> str:
         """Activity of this rank, as last noted."""
         return self._status.note
+
+    @property
+    def process(self) -> str:
+        """This process, as "gpu-07, pid 4711"."""
+        return self._status.process
 
     def client(self) -> Client:
         """Return a client for another thread, whose answers count as contact; blocks if the store does.
@@ -260,6 +323,10 @@ class Heartbeat:
         """
         return self._process_clock() - self._answered_at
 
+    def unanswered_seconds(self) -> float:
+        """Return the seconds since the store last answered this process, with time in which it was suspended."""
+        return self._clock() - self._last_answer
+
     def set_activity(self, text: str) -> None:
         """Set the activity of this rank, which is published with the next heartbeat."""
         with self._status_lock:
@@ -270,7 +337,8 @@ class Heartbeat:
         self._monitor = LivenessMonitor(watched, self._watched_at)
         self._caller = threading.current_thread()
         with self._status_lock:
-            self._status = RankStatus(0, operation, one_line(what), is_inside=True, note=one_line(what))
+            what = one_line(what)
+            self._status = replace(self._status, operation=operation, what=what, is_inside=True, note=what)
         self._wake.set()
 
     def renumber(self, operation: int) -> None:
@@ -287,14 +355,18 @@ class Heartbeat:
         self._wake.set()
 
     def last(self, rank: int) -> RankStatus | None:
-        """Return the last status of a watched rank; None if there was no heartbeat."""
+        """Return the last status of a watched rank in this operation; None if there was no heartbeat."""
         monitor = self._monitor
         return None if monitor is None else monitor.last(rank)
+
+    def last_known(self, rank: int) -> RankStatus | None:
+        """Return the last status of a rank in any operation; None if this rank has never read one."""
+        return self._last_known.get(rank)
 
     def silent_ranks(self, seconds: float) -> dict[int, float]:
         """Return the watched ranks that were heard before, but not for so long: by rank, the seconds of silence.
 
-        In the thread only.
+        In the thread of the hooks only.
         """
         monitor = self._monitor
         if monitor is None:
@@ -307,13 +379,13 @@ class Heartbeat:
     def enqueue(self, action: Callable[[Client], None]) -> None:
         """Queue an action for the thread, which wakes up at once and does queued actions first, in order.
 
-        Never blocks, never raises.
+        Never blocks, never raises. An action whose connection falls silent is done again over the next.
         """
         self._outbox.append(action)
         self._wake.set()
 
     def add_hook(self, hook: Callable[[Client], None]) -> None:
-        """Call a function in the thread after each heartbeat, once the watched ranks have been read."""
+        """Call a function after each heartbeat, once the watched ranks have been read; in the helper thread."""
         self._hooks = [*self._hooks, hook]
 
     def remove_hook(self, hook: Callable[[Client], None]) -> None:
@@ -331,7 +403,7 @@ class Heartbeat:
         client.delete([_ASKED_KEY])
 
     def read(self, client: Client, ranks: Sequence[int]) -> dict[int, RankStatus]:
-        """Return the status of those ranks that ever had a heartbeat; in the thread only."""
+        """Return the status of those ranks that ever had a heartbeat; in the thread of the hooks only."""
         unheard = [rank for rank in ranks if rank not in self._heard]
         if len(unheard) > _UNHEARD_PER_BEAT:
             self._unheard_from %= len(unheard)
@@ -349,17 +421,20 @@ class Heartbeat:
         Args:
             seconds: Longest time to wait for the thread; never more than five seconds.
             says_goodbye: Publish that there will be no more heartbeats. Otherwise ranks that watch this one take it for
-                a silent rank, unless another heartbeat of this rank begins later.
+                a silent rank, unless another heartbeat of this rank begins later; and where it is not known yet which
+                store that is, the thread waits until it is, or the process ends.
         """
-        _running.discard(self)
-        patience_seconds = _CLOSE_SECONDS if self.contact_seconds() < _CLOSE_SECONDS else _CLOSE_SILENT_SECONDS
-        patience_seconds = min(patience_seconds, seconds)
+        is_stuck = not self._is_store_open.is_set() or self.contact_seconds() >= _CLOSE_SECONDS
+        patience_seconds = min(_CLOSE_SILENT_SECONDS if is_stuck else _CLOSE_SECONDS, seconds)
         self._says_goodbye = says_goodbye
         self._farewell_end = self._clock() + _FAREWELL_SHARE * patience_seconds
+        self._close_end = self._clock() + patience_seconds
         self._is_closing = True
         self._wake.set()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(patience_seconds)
+        if says_goodbye or self._is_store_open.is_set():
+            _running.discard(self)
 
     # ---- in the thread
 
@@ -367,43 +442,152 @@ class Heartbeat:
         if not self._run_lock.acquire(blocking=False):
             return  # Ctrl-C interrupted an earlier `start` after its thread had begun
         try:
-            self._store = self._open_store()
-            self._is_store_open.set()
-            client = self.client()
             while not self._is_closing:
-                self._beat(client)
-                self._wake.wait(self._beat_seconds)
-                self._wake.clear()
-            self._say_goodbye(client)
+                self._ask(self._beat)
+                self._rest(self._beat_seconds)
+            self._ask(self._say_goodbye)
+        except _ClosedError:
+            self._helper.abandon()  # the store does not answer
         except Exception as error:  # noqa: BLE001  # the store is gone; callers see that in `gone`
             self._gone = error
-            self._is_store_open.set()
             logger.debug("rank %d: heartbeat ended, the key-value store is gone: %s", self._rank, error)
+        finally:
+            self._is_store_open.set()
+            self._helper.close()
+
+    def _rest(self, seconds: float) -> None:
+        """Wait for some seconds or until something is to be done, and look around meanwhile."""
+        end = time.monotonic() + seconds
+        while (left_seconds := end - time.monotonic()) > 0 and not self._wake.wait(min(left_seconds, _LOOK_SECONDS)):
+            self._look()
+        self._wake.clear()
+
+    def _look(self) -> None:
+        self._process_clock()
+        self._look_around()
+
+    def _ask(self, request: Callable[[Client], None]) -> None:
+        """Make requests in the helper thread; over another connection if the one in use falls silent or breaks.
+
+        Raises:
+            _ClosedError: The time of `close` is over.
+            Exception: The store is gone.
+        """
+        has_failed = False
+        while True:
+            self._heard_at = self._process_clock()
+            try:
+                self._helper.ask(request, self._look_while_waiting)
+            except _SilentConnectionError:
+                self._silent_connections += 1
+            except ConnectionRefusedError:
+                raise
+            except (OSError, dist.DistError) as error:
+                if self._answered_count == 0 or self.address is None:
+                    raise
+                self._trouble = error
+                if has_failed:
+                    self._wait_to_reconnect()
+                has_failed = True
+            else:
+                return
+            self._helper.abandon()
+            self._connection = object()
+            self._helper = HelperClient(partial(self._connect_again, self._connection))
+
+    def _look_while_waiting(self) -> None:
+        self._look()
+        # A rank that leaves without a word waits for the store that the others use.
+        may_leave = self._says_goodbye or self._store is not None
+        if self._is_closing and may_leave and self._clock() >= self._close_end:
+            raise _ClosedError
+        seconds = _SILENT_CONNECTION_SECONDS * 2**self._silent_connections
+        is_silent = self._process_clock() - self._heard_at >= seconds
+        may_connect = self._answered_count > 0 and self._silent_connections < _SILENT_CONNECTIONS_MAX
+        if is_silent and may_connect and self.address is not None:
+            raise _SilentConnectionError
+
+    def _wait_to_reconnect(self) -> None:
+        end = time.monotonic() + _RECONNECT_SECONDS
+        while time.monotonic() < end:
+            self._look()
+            if self._is_closing and self._clock() >= self._close_end:
+                raise _ClosedError
+            time.sleep(min(_LOOK_SECONDS, _RECONNECT_SECONDS))
+
+    # ---- in the helper thread
+
+    def _connect_first(self) -> Client:
+        self._store = self._wait_for_store()
+        client = Client(self._store, partial(self._record_own_answer, self._connection))
+        self._is_store_open.set()
+        return client
+
+    def _wait_for_store(self) -> dist.Store:
+        """Return the store, once it is known.
+
+        Raises:
+            _ClosedError: This heartbeat was closed before.
+        """
+        pause_seconds = _FIRST_PAUSE_SECONDS
+        while (store := self._open_store()) is None:
+            if self._is_closing and self._says_goodbye:
+                raise _ClosedError
+            self._record_answer()
+            self._while_waiting()
+            self._wake.wait(pause_seconds)
+            self._wake.clear()
+            pause_seconds = min(1.5 * pause_seconds, self._beat_seconds)
+        return store
+
+    def _connect_again(self, connection: object) -> Client:
+        """Return a client over another connection to the same store.
+
+        Raises:
+            OSError: There is no way to the host now, or its process is gone (`ConnectionRefusedError`).
+        """
+        assert self._store is not None, "it has answered"
+        address = address_of(self._store)
+        assert address is not None, "only a TCPStore is connected again"
+        require_reachable(address)
+        client = Client(self._store, partial(self._record_own_answer, connection))
+        # Another job may have taken the place of this one, at the same address: this rank must not appear in it.
+        key = _status_key(self._rank)
+        own = RankStatus.decode(client.get(key)) if client.has([key]) else None
+        counts = range(self._answered_count - _LATE_HEARTBEATS, self._count + 2)
+        if own is None or own.process != self.process or own.count not in counts:
+            raise ConnectionRefusedError(f"Another key-value store answers at {address}: this job's has ended.")
+        return client
 
     def _beat(self, client: Client) -> None:
         # Read before the outbox is emptied: a rank that reads that this one has left finds what it told before leaving.
         status = self._status
         self._empty_outbox(client)
-        self._count += 1
+        count = self._count = self._count + 1
         is_asked = self.is_asked and not status.is_inside
         position = position_of(self._caller) if is_asked else CallPosition()
-        status = replace(status, count=self._count, where=one_line(position.where), is_calling=position.is_calling)
+        status = replace(status, count=count, where=one_line(position.where), is_calling=position.is_calling)
         client.put(_status_key(self._rank), status.encode())
         # Each heartbeat needs an answer: a stopped host takes what is put, and gives none.
         was_asked, self.is_asked = self.is_asked, client.has([_ASKED_KEY])
         if self.is_asked and not was_asked:
             self._wake.set()  # the next heartbeat, which has the position, follows at once
+        self._answered_count = count
         monitor = self._monitor
         self._watched_at = self._watch_clock()
         if monitor is not None:
             for rank, rank_status in self.read(client, monitor.ranks).items():
                 monitor.record(rank, rank_status, self._watched_at)
+                self._last_known[rank] = rank_status
         for hook in self._hooks:
             self._call(hook, client)
 
     def _empty_outbox(self, client: Client) -> None:
         while self._outbox:
-            self._call(self._outbox.popleft(), client)
+            action = self._outbox[0]
+            self._call(action, client)
+            if self._outbox[0] is action:
+                self._outbox.popleft()
 
     def _call(self, hook: Callable[[Client], None], client: Client) -> None:
         try:
@@ -425,7 +609,21 @@ class Heartbeat:
         client.has([_status_key(self._rank)])  # its answer says that the status has arrived
 
     def _record_answer(self) -> None:
-        self._answered_at = self._process_clock()
+        self._answered_at, self._last_answer = self._process_clock(), self._clock()
+
+    def _record_own_answer(self, connection: object) -> None:
+        if connection is not self._connection:
+            raise dist.DistNetworkError("This connection was silent for long, and another has taken its place.")
+        self._record_answer()
+        self._heard_at, self._silent_connections, self._trouble = self._answered_at, 0, None
+
+
+class _SilentConnectionError(Exception):
+    """The connection in use has not answered for long: another is opened."""
+
+
+class _ClosedError(Exception):
+    """The heartbeat is closed, and the store does not answer."""
 
 
 _running: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
@@ -458,7 +656,7 @@ def _status_key(rank: int) -> str:
     return f"beat/{rank}"
 
 
-def one_line(text: str) -> str:
-    """Return the text on one line, cut to the length that errors and heartbeats take."""
+def one_line(text: str, characters_max: int = _LINE_CHARACTERS_MAX) -> str:
+    """Return the text on one line, cut to a length: by default to that which errors and heartbeats take."""
     line = " ".join(text.split())
-    return line if len(line) <= _LINE_CHARACTERS_MAX else f"{line[:_LINE_CHARACTERS_MAX]}…"
+    return line if len(line) <= characters_max else f"{line[:characters_max]}…"

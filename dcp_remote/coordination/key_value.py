@@ -9,9 +9,15 @@ makes them in a helper thread, which its caller can leave behind.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -33,6 +39,23 @@ _GET_TIMEOUT = timedelta(seconds=5)
 # Attempts to get keys that exist, from a store that is only slow.
 _GET_ATTEMPTS = 3
 
+# Longest wait for a connection of `require_reachable`, and of a client for another client to connect.
+_CONNECT_SECONDS = 3.0
+
+
+_connecting = threading.Lock()
+
+
+class StoreAddress(NamedTuple):
+    """Address of a key-value store that a process of the job hosts: its host as the job names it, and its TCP port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        """Return "host:port"."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 class Client:
     """One thread's own connection to a store; no operation waits for a key.
@@ -47,8 +70,31 @@ class Client:
 
     def __init__(self, store: dist.Store, on_answer: Callable[[], None] = lambda: None) -> None:
         """Connect to the store."""
-        self._store = open_connection(store)
         self._on_answer = on_answer
+        address = address_of(store)
+        # One at a time, so that the socket is found; not for long, since a host that is stopped may keep one here.
+        is_alone = address is not None and _connecting.acquire(timeout=_CONNECT_SECONDS)
+        try:
+            before = _sockets_to(address) if address is not None else {}
+            self._store = open_connection(store)
+            new = _sockets_to(address).keys() - before.keys() if address is not None else set()
+        finally:
+            if is_alone:
+                _connecting.release()
+        self._socket_inode = new.pop() if len(new) == 1 else None
+
+    def shut_down(self) -> None:
+        """End the connection from another thread: a request that waits for an answer raises at once.
+
+        A thread that were left behind in a request would end the process by SIGABRT if its answer came while the
+        interpreter shuts down. Does nothing where the socket was not found, which torch does not give away.
+        """
+        address = address_of(self._store)
+        descriptor = _sockets_to(address).get(self._socket_inode or 0) if address is not None else None
+        if descriptor is not None:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as own:
+                if os.fstat(own.fileno()).st_ino == self._socket_inode:
+                    own.shutdown(socket.SHUT_RDWR)
 
     def has(self, keys: Sequence[str]) -> bool:
         """Return whether all keys exist."""
@@ -104,6 +150,19 @@ class Client:
         self._store.compare_set(key, b"", head)  # type: ignore[arg-type]  # as above
         self._on_answer()
 
+    def add(self, key: str, number: int) -> int:
+        """Add to a counter, which begins with 0, and return its value; no other method takes the key but `present`."""
+        total = self._store.add(key, number)
+        self._on_answer()
+        return total
+
+    def replace(self, key: str, value: bytes, by: bytes) -> bool:
+        """Replace the value of a key if it is `value`, and return whether it was; both at most 4 MiB."""
+        head = (1).to_bytes(4, "little")
+        now = self._store.compare_set(key, head + value, head + by)  # type: ignore[arg-type]  # as above
+        self._on_answer()
+        return now == head + by
+
     def delete(self, keys: Iterable[str]) -> None:
         """Delete those keys that exist, with all parts of their values."""
         for key in keys:
@@ -152,7 +211,7 @@ class HelperClient:
     def ask(self, request: Callable[[Client], T], look: Callable[[], None]) -> T:
         """Make a request in the helper thread and return its answer; see `HelperThread.run`.
 
-        After `look` has raised, the helper thread may still use the client: close this object and make another.
+        After `look` has raised, the helper thread may still use the client: abandon this object and make another.
         """
 
         def make_request() -> T:
@@ -166,6 +225,12 @@ class HelperClient:
         """End the helper thread."""
         self._helper.close()
 
+    def abandon(self) -> None:
+        """End the connection and the helper thread, which may wait for an answer."""
+        if self._client is not None:
+            self._client.shut_down()
+        self._helper.close()
+
 
 def open_connection(store: dist.Store) -> dist.Store:
     """Return another connection to a store, for another thread; the store itself if it cannot be cloned."""
@@ -173,12 +238,42 @@ def open_connection(store: dist.Store) -> dist.Store:
         clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
     except (AttributeError, NotImplementedError):
         return store  # a user's own class, or an older torch
-    innermost = clone
-    while isinstance(innermost, dist.PrefixStore):
-        innermost = innermost.underlying_store
-    if isinstance(innermost, dist.TCPStore):  # the clone of another class may be the original
+    if address_of(clone) is not None:  # the clone of another class may be the original
         clone.set_timeout(_GET_TIMEOUT)
     return clone
+
+
+def address_of(store: dist.Store | None) -> StoreAddress | None:
+    """Return the address of a TCPStore; None for a store of another class."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return StoreAddress(str(store.host), store.port) if isinstance(store, dist.TCPStore) else None
+
+
+def require_reachable(address: StoreAddress) -> None:
+    """Open a connection to a store and close it again; within some three seconds.
+
+    A clone of a TCPStore that cannot connect blocks for as long as the timeout of the original: half an hour.
+
+    Raises:
+        OSError: There is no way to the host now; `ConnectionRefusedError` if the process of the store has ended.
+    """
+    socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
+
+
+def _sockets_to(address: StoreAddress) -> dict[int, int]:
+    """Return the file descriptors of this process's connections to the port of a store, by inode."""
+    found: dict[int, int] = {}
+    with contextlib.suppress(FileNotFoundError):  # a system without this folder
+        for descriptor in [int(path.name) for path in Path("/dev/fd").iterdir()]:
+            with contextlib.suppress(OSError):  # no socket, not connected, or closed meanwhile
+                status = os.fstat(descriptor)
+                if stat.S_ISSOCK(status.st_mode):
+                    with socket.socket(fileno=os.dup(descriptor)) as own:
+                        peer = own.getpeername()
+                        if isinstance(peer, tuple) and peer[1] == address.port:
+                            found[status.st_ino] = descriptor
+    return found
 
 
 def _part_key(key: str, number: int) -> str:

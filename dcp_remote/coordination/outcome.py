@@ -141,17 +141,23 @@ class Outcome:
         if self.has_left or self.error is not None:
             return
         heartbeat, rank, silence_seconds = self._heartbeat, self._member.rank, self._silence_seconds
-        if self.time_limit.elapsed_seconds() >= self._seconds + GRACE_SECONDS:
+        elapsed_seconds = self.time_limit.elapsed_seconds()
+        if elapsed_seconds >= self._seconds + GRACE_SECONDS:
             self._time_out_alone()
         elif self._left_seconds() <= 0:
-            message = f"There is no time left for {self.what} before rank {rank} is killed; it was given up."
+            message = f"There is no time left for {self.what} before rank {self.name_rank(rank)} is killed; "
+            message += "it was given up."
             self.end(self.timed_out(message, rank=rank), even_in_commit=True)
         elif heartbeat is None or self.is_committing:
             return
         elif asleep_seconds > silence_seconds:
-            message = f"Rank {rank} was stopped or stuck for {asleep_seconds:.0f} s; {self.what} was given up."
+            message = (
+                f"Rank {self.name_rank(rank)} ran no code for {asleep_seconds:.0f} s: its process was suspended, or "
+                f"one call held the interpreter; {self.what} was given up."
+            )
             self.end(self.failed(message, rank=rank), coordinator_lost=True)
-        elif heartbeat.gone is not None or heartbeat.contact_seconds() > silence_seconds:
+        # Silence before the operation says nothing: after an outage the heartbeat needs a while to connect again.
+        elif heartbeat.gone is not None or min(heartbeat.contact_seconds(), elapsed_seconds) > silence_seconds:
             self.end_without_store(heartbeat.gone)
 
     def raise_if_cancelled(self) -> None:
@@ -235,14 +241,39 @@ class Outcome:
             has_begun = status is None or status.operation >= self.keys.number
             message = f"The coordinator did not end {self.what} by the deadline; it was given up."
         error = self.timed_out(message, **self.rank_details([0]))
+        # A rank that hears nothing knows nothing of the coordinator.
+        heartbeat = self._heartbeat
+        if heartbeat is not None and heartbeat.contact_seconds() > heartbeat.delay_seconds_max + GRACE_SECONDS:
+            error = self._store_error(self.timed_out, heartbeat.gone, until=" until the deadline")
         self.end(error, coordinator_lost=has_begun, even_in_commit=True)
 
     def end_without_store(self, cause: Exception | None) -> None:
         """End the operation: the store is gone, or does not answer. The coordinator may live all the same."""
-        seconds = 0.0 if self._heartbeat is None else self._heartbeat.contact_seconds()
-        trouble = f"has not answered for {seconds:.0f} s" if cause is None else "is gone"
-        message = f"The key-value store of the process group {trouble}; {self.what} was given up. Check its host."
-        self.end(self.failed(message, **self.rank_details([0]), cause=cause), coordinator_lost=True)
+        self.end(self._store_error(self.failed, cause), coordinator_lost=True)
+
+    def _store_error(self, kind: type[DcpRemoteError], cause: Exception | None, until: str = "") -> DcpRemoteError:
+        """Return the error of a rank that hears nothing from the store; other ranks may be told of it later."""
+        heartbeat, rank = self._heartbeat, self._member.rank
+        assert heartbeat is not None, "a single rank has no store"
+        address = heartbeat.address
+        store = f"the key-value store of the process group{f' at {address}' if address is not None else ''}"
+        coordinator = heartbeat.last_known(0)
+        if address is not None and coordinator is not None and _is_host(address.host, coordinator.host):
+            store += " (host of rank 0)"
+        subject = f"Rank {self.name_rank(rank)}"
+        if cause is not None:
+            message = f"{subject} has lost the connection to {store}; {self.what} was given up. Check its host."
+            return kind(message, rank=rank, cause=cause)
+        seconds, awake_seconds = heartbeat.unanswered_seconds(), heartbeat.contact_seconds()
+        suspended_seconds = seconds - awake_seconds
+        suspended = ""
+        if suspended_seconds > heartbeat.delay_seconds_max:
+            suspended = f", in {suspended_seconds:.0f} s of which its own process was suspended"
+        message = (
+            f"{subject} has heard nothing from {store} for {seconds:.0f} s{until}{suspended}; {self.what} was given "
+            f"up. Check the host of that store, and the network between the two."
+        )
+        return kind(message, rank=rank, cause=heartbeat.trouble)
 
     def end_without_verdict(self, status: RankStatus, keys: CollectiveKeys) -> None:
         """End the operation: the coordinator has gone on, and this rank did not see how the operation ended.
@@ -336,11 +367,12 @@ class Outcome:
     def error_for_others(self, error: BaseException) -> DcpRemoteError:
         """Return the error that the other ranks raise for an error of this rank: the same, or `failed` if it is odd."""
         rank = self._member.rank
-        failed = self.failed(f"Rank {rank} failed; {self.what} was given up.", rank=rank, cause=error)
+        failed = self.failed(f"Rank {self.name_rank(rank)} failed; {self.what} was given up.", rank=rank, cause=error)
         if not isinstance(error, DcpRemoteError):
             return failed
         try:
-            same = type(error)(error.what, **error.details | {"rank": rank})
+            process = {} if self._heartbeat is None else {"process": self._heartbeat.process}
+            same = type(error)(error.what, **error.details | {"rank": rank} | process)
             fits = survives_pickling(same) and len(pickle.dumps(same)) <= _ERROR_BYTES_MAX
         except Exception:  # noqa: BLE001  # a user's own class may raise anything
             return failed
@@ -353,10 +385,28 @@ class Outcome:
         last = [f"{rank}: {self._last_activity(rank)}" for rank in shown]
         return {"ranks": ", ".join([*map(str, shown), *more]), "last": "; ".join(last)}
 
+    def name_ranks(self, ranks: Sequence[int]) -> str:
+        """Return the first ranks with their hosts and processes, as in "Ranks 3 (gpu-07, pid 4711), 5 and 2 more".
+
+        A rank whose heartbeat was never read is only a number.
+        """
+        shown = [self.name_rank(rank) for rank in ranks[:_RANKS_NAMED_MAX]]
+        more = f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else ""
+        return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{more}"
+
+    def name_rank(self, rank: int) -> str:
+        """Return the number of a rank with its host and process, as far as they are known: "3 (gpu-07, pid 4711)"."""
+        if self._heartbeat is None:
+            return str(rank)
+        if rank == self._member.rank:
+            return f"{rank} ({self._heartbeat.process})"
+        status = self._heartbeat.last_known(rank)
+        return f"{rank} ({status.process})" if status is not None and status.host else str(rank)
+
     def _last_activity(self, rank: int) -> str:
         if self._heartbeat is None or rank == self._member.rank:
             return self.what if self._heartbeat is None else self._heartbeat.last_activity
-        status = self._heartbeat.last(rank)
+        status = self._heartbeat.last_known(rank)
         if status is None:
             return "no heartbeat yet"
         if status.operation < self.keys.number:
@@ -364,8 +414,6 @@ class Outcome:
         return status.note if status.what in {self.what, status.note} else f"{status.what}, {status.note}"
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return the first ranks and the number of the rest, as in "Ranks 3, 5 and 2 more"."""
-    shown = [str(rank) for rank in ranks[:_RANKS_NAMED_MAX]]
-    more = f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else ""
-    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{more}"
+def _is_host(name: str, host: str) -> bool:
+    """Return whether two names, one of which may have a domain, are those of one host."""
+    return name == host or name.partition(".")[0] == host or name == host.partition(".")[0]

@@ -7,6 +7,7 @@ caller's thread.
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.text import human_bytes
 from dcp_remote.common.threads import WAKE_SECONDS, Cancellation, Workers, submit_or_run
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import StorageError
@@ -102,6 +104,7 @@ def download(
     memory_budget_bytes: int,
     retry_seconds: float = RANGE_RETRY_SECONDS,
     deadline: Deadline | None = None,
+    total_bytes: int | None = None,
 ) -> Iterator[Fetched[T]]:
     """Read ranges in parallel, and yield each as it arrives; `fetches` is consumed in the caller's thread.
 
@@ -113,8 +116,9 @@ def download(
         fetches: Ranges to read; the next is taken when there is room for it.
         memory_budget_bytes: Limit of the memory of all ranges in flight or yielded. A larger range is read alone.
         retry_seconds: Time for which one range is retried while the store fails, in seconds.
-        deadline: Deadline of the load, checked every second, since another thread may expire it; ranges in flight are
-            abandoned then.
+        deadline: Deadline of the load, checked twice a second, since another thread may expire it; ranges in flight
+            are abandoned then.
+        total_bytes: Bytes of all ranges together, for the error; None if that is not known.
 
     Raises:
         StorageError: A range could not be read within `retry_seconds`, or the deadline has passed.
@@ -132,16 +136,36 @@ def download(
         seconds = retry_seconds if deadline is None else min(retry_seconds, deadline.remaining_seconds())
         range_deadline = Deadline(seconds, cancellation.clock)
         with lease.used():
-            RetryingStore(store, range_deadline, sleep=cancellation.pause).get_into(fetch.key, fetch.start, data)
+            RetryingStore(store, range_deadline, sleep=cancellation.pause, on_retry=note_retry).get_into(
+                fetch.key, fetch.start, data
+            )
         return Fetched(fetch, data, fetch.digest(data))
+
+    def note_retry(_verb: str, key: str, error: StorageError) -> None:
+        failures[key] = error
+
+    def late_error() -> StorageError:
+        """Return the error of a load that is stopped; it names a range in flight, if possible one that has failed."""
+        keys = [fetch.key for fetch in running.values()]
+        key = next((key for key in keys if key in failures), keys[0])
+        return StorageError(
+            "There is no time left for the load: its deadline has passed, or it was cancelled.",
+            url=store.url,
+            key=key,
+            read=human_bytes(read_bytes) + (f" of {human_bytes(total_bytes)}" if total_bytes is not None else ""),
+            seconds_without_bytes=round(time.monotonic() - arrived_seconds, 1),
+            cause=failures.get(key),
+        )
 
     def in_flight_max(fetch: Fetch[T]) -> int:
         return DOWNLOADS_IN_FLIGHT + (DOWNLOADS_WAITING if fetch.into is not None else 0)
 
     upcoming = iter(fetches)
     next_fetch: Fetch[T] | None = next(upcoming, None)
-    running: set[Future[Fetched[T]]] = set()
-    held_bytes = 0
+    running: dict[Future[Fetched[T]], Fetch[T]] = {}
+    held_bytes = read_bytes = 0
+    failures: dict[str, StorageError] = {}  # by key, the last error of a range that is being repeated
+    arrived_seconds = time.monotonic()
     pool = Workers(DOWNLOADS_IN_FLIGHT, "dcp_remote-download")
     try:
         while next_fetch is not None or running:
@@ -151,13 +175,17 @@ def download(
                 and (not held_bytes or held_bytes + next_fetch.held_bytes <= memory_budget_bytes)
             ):
                 held_bytes += next_fetch.held_bytes
-                running.add(begin(next_fetch))
+                running[begin(next_fetch)] = next_fetch
                 next_fetch = next(upcoming, None)
-            done, running = wait(running, None if deadline is None else WAKE_SECONDS, return_when=FIRST_COMPLETED)
+            done, _ = wait(running, None if deadline is None else WAKE_SECONDS, return_when=FIRST_COMPLETED)
             if deadline is not None and deadline.expired():
-                raise StorageError("There is no time left for the load. It was stopped.", url=store.url)
+                raise late_error()
             while done:
-                fetched = done.pop().result()
+                future = done.pop()
+                del running[future]
+                fetched = future.result()
+                del future
+                read_bytes, arrived_seconds = read_bytes + fetched.fetch.length, time.monotonic()
                 yield fetched
                 held_bytes -= fetched.fetch.held_bytes
                 buffers.give_back(fetched.data)

@@ -95,18 +95,23 @@ def read_targets(
         CorruptCheckpointError: Bytes are not those that were written, or a shard is missing; names shard and entry.
         StorageError: The store failed one request for longer than `retry_seconds`, or the deadline has passed.
     """
+    if plan is None:
+        plan = plan_reads(manifest, [target.want for target in targets])
     fetch = partial(
-        download, store, memory_budget_bytes=memory_budget_bytes, retry_seconds=retry_seconds, deadline=deadline
+        download,
+        store,
+        memory_budget_bytes=memory_budget_bytes,
+        retry_seconds=retry_seconds,
+        deadline=deadline,
+        total_bytes=sum(request.length for request in plan.ranges),
     )
     # A budget of one byte lets one range through at a time, since the other ranges of the load are still in flight.
     reread = partial(
         download, RereadingStore(store), memory_budget_bytes=1, retry_seconds=retry_seconds, deadline=deadline
     )
-    if plan is None:
-        plan = plan_reads(manifest, [target.want for target in targets])
     progress = _Progress(manifest, plan, targets, reread)
     try:
-        for table in fetch(progress.table_fetches()):
+        for table in fetch(progress.table_fetches(), total_bytes=None):
             arrived(table.fetch.key, table.fetch.start, progress.take_table(table), True)  # noqa: FBT003  # `Arrived`
         for fetched in fetch(progress.range_fetches()):
             progress.take_range(fetched)

@@ -123,6 +123,7 @@ class Uploads(Generic[T]):
         self._latencies = get_latency_tracker(store.url) if pace is None else pace
         self._deadline = deadline
         self._retries: dict[str, int] = {}
+        self._last_errors: dict[str, Exception] = {}  # by key, the error of the last attempt
         self._cancellation = Cancellation()
         self._sender = RetryingStore(
             store,
@@ -304,8 +305,9 @@ class Uploads(Generic[T]):
         self._unfinished -= 1
         self._changed.notify_all()
 
-    def _count_retry(self, _verb: str, key: str, _error: Exception) -> None:
+    def _count_retry(self, _verb: str, key: str, error: Exception) -> None:
         self._retries[key] = self._retries.get(key, 0) + 1
+        self._last_errors[key] = error
 
     def _raise_failure(self) -> None:
         if self._failure is None:
@@ -322,13 +324,15 @@ class Uploads(Generic[T]):
 
     def _timeout(self) -> SaveTimeoutError:
         waiting = [job.key for job in self._jobs if not job.over]
+        shard = next((key for key in waiting if key in self._last_errors), waiting[0] if waiting else None)
         return SaveTimeoutError(
             f"Rank {self._rank} did not finish writing its shards by the deadline; nothing of this save was committed.",
             rank=self._rank,
             url=self._store.url,
             unfinished=len(waiting),
-            shard=waiting[0] if waiting else None,
-            attempts=self._retries.get(waiting[0], 0) + 1 if waiting else None,
+            shard=shard,
+            attempts=self._retries.get(shard, 0) + 1 if shard is not None else None,
+            cause=self._last_errors.get(shard) if shard is not None else None,
         )
 
     def _delete_all(self) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import CommitConflictError, DcpRemoteError, FencedError, SaveFailedError, SaveTimeoutError
-from tests.support.rank_threads import WHAT, errors, expected, join, rank_threads, together, upload, wait_until
+from tests.support.rank_threads import WHAT, errors, expected, join, plain, rank_threads, together, upload, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
 
@@ -197,8 +197,8 @@ def test_an_error_of_one_rank_is_all_the_others_error(kind: str) -> None:
             assert ended[raising].error is own
             for result in ended[:raising] + ended[raising + 1 :]:
                 assert type(result.error) is of
-                assert text.format(rank=raising) in str(result.error)
-                assert of is not SaveFailedError or kind == "ours with a rank" or WHAT in str(result.error)
+                assert text.format(rank=raising) in plain(result.error)
+                assert of is not SaveFailedError or kind == "ours with a rank" or WHAT in plain(result.error)
         assert [result.value for result in them.run(together)] == expected(3)
 
 

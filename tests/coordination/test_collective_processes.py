@@ -23,7 +23,7 @@ from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import FencedError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
 from tests.support.rank_faults import exchanged, process_state, signal_this_thread
 from tests.support.rank_pool import RankPool, RanksFailedError
-from tests.support.rank_threads import WHAT, Ended, expected, join, together, wait_until
+from tests.support.rank_threads import WHAT, Ended, expected, join, plain, together, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sees in Linux's /proc whether a process is stopped")
 
@@ -158,7 +158,7 @@ def test_a_rank_that_raises(ranks_that_run: RankPool) -> None:
     """All other ranks raise the same error, long before the deadline."""
     told = ranks_that_run.run(_raise)
     assert [type(result.error) for result in told] == 4 * [FencedError]
-    assert [str(result.error) for result in told] == ["Stop. rank=2", "Stop. rank=2", "Stop.", "Stop. rank=2"]
+    assert [plain(result.error) for result in told] == ["Stop. rank=2", "Stop. rank=2", "Stop.", "Stop. rank=2"]
 
 
 def _raise() -> Told:
@@ -186,9 +186,9 @@ def test_a_rank_that_is_killed(victim: int, ranks_that_run: RankPool) -> None:
 
 def assert_silent(told: Told, victim: int) -> None:
     assert type(told.error) is SaveFailedError, told
-    assert f"Rank {victim} has been silent" in str(told.error)
-    assert WHAT in str(told.error)
-    assert f"last='{victim}: uploading, 1 of 40 shards'" in str(told.error)
+    assert f"Rank {victim} has been silent" in plain(told.error)
+    assert WHAT in plain(told.error)
+    assert f"last='{victim}: uploading, 1 of 40 shards'" in plain(told.error)
     assert told.lost == (victim == 0)
 
 
@@ -207,7 +207,7 @@ def test_a_rank_that_is_stopped_and_goes_on(at: str, victim: int, ranks_that_run
             assert_silent(result, victim)
         assert result.after == expected(3)[rank]
     assert isinstance(told[victim].error, SaveFailedError), told[victim]
-    assert "stopped or stuck" in str(told[victim].error) or "silent" in str(told[victim].error)
+    assert "ran no code for" in str(told[victim].error) or "silent" in str(told[victim].error)
     assert not told[0].lost
 
 
@@ -248,8 +248,8 @@ def test_a_rank_that_never_comes(ranks_that_run: RankPool) -> None:
     told = ranks_that_run.run(_never_come, ranks=range(3))
     for result in told[:2]:
         assert type(result.error) is SaveTimeoutError
-        assert "Rank 2 did not report by the deadline" in str(result.error)
-        assert "last='2: has not joined, training'" in str(result.error)
+        assert "Rank 2 did not report by the deadline" in plain(result.error)
+        assert "last='2: has not joined, training'" in plain(result.error)
 
 
 def _never_come() -> Told:
@@ -310,8 +310,11 @@ def assert_store_lost(told: dict[int, Told], how: str, *, host: int) -> None:
     for rank in {0, 1, 2} - {host}:
         result = told[rank]
         assert type(result.error) is SaveFailedError, result
-        text = "has not answered for" if how == "stopped" else "is gone"
-        assert f"The key-value store of the process group {text}" in str(result.error)
+        text = plain(result.error)
+        assert f"Rank {rank} has " in text
+        assert "the key-value store of the process group at 127.0.0.1:" in text
+        # A host may be connected to for a moment while its process is being killed.
+        assert "has heard nothing from" in text or (how == "killed" and "has lost the connection to" in text)
         assert result.lost == (rank > 0)
         if how == "stopped":
             assert result.after == expected(3)[rank]

@@ -11,7 +11,18 @@ import torch.distributed as dist
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import SaveFailedError, SaveTimeoutError
-from tests.support.rank_threads import WHAT, Ended, expected, held, join, rank_threads, together, upload, wait_until
+from tests.support.rank_threads import (
+    WHAT,
+    Ended,
+    expected,
+    held,
+    join,
+    plain,
+    rank_threads,
+    together,
+    upload,
+    wait_until,
+)
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
 
@@ -46,7 +57,7 @@ def test_absent_ranks_are_named_at_the_deadline() -> None:
     for rank in (0, 3):
         error = ended[rank].error
         assert type(error) is SaveTimeoutError
-        assert str(error) == (
+        assert plain(error) == (
             f"Ranks 1, 2 did not report by the deadline; {WHAT} was given up. "
             "ranks='1, 2' last='1: has not joined, training; 2: no heartbeat yet'"
         )
@@ -65,8 +76,8 @@ def test_the_notes_of_late_ranks_are_told() -> None:
     with rank_threads(3) as them:
         for result in them.run(part):
             assert type(result.error) is SaveTimeoutError
-            assert "Ranks 0, 2 did not report by the deadline" in str(result.error)
-            assert "0: uploading, 0 of 40 shards; 2: uploading, 2 of 40 shards" in str(result.error)
+            assert "Ranks 0, 2 did not report by the deadline" in plain(result.error)
+            assert "0: uploading, 0 of 40 shards; 2: uploading, 2 of 40 shards" in plain(result.error)
 
 
 def test_many_late_ranks_are_counted() -> None:
@@ -77,7 +88,7 @@ def test_many_late_ranks_are_counted() -> None:
         ended = Ended(lambda: together(ranks, seconds=0.3))
     finally:
         ranks.close()
-    assert str(ended.error).startswith("Ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 83 more did")
+    assert plain(ended.error).startswith("Ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 83 more did")
     assert isinstance(ended.error, SaveTimeoutError)
     assert str(ended.error.details["ranks"]).endswith("15, 16, 83 more")
     assert str(ended.error.details["last"]).count("no heartbeat yet") == 16
@@ -97,7 +108,7 @@ def test_an_absent_coordinator() -> None:
         ended = them.run(part, ranks=(1, 2))
         for result in ended:
             assert type(result.error) is SaveTimeoutError
-            assert "ranks='0' last='0: has not joined, training'" in str(result.error)
+            assert "ranks='0' last='0: has not joined, training'" in plain(result.error)
         assert [collective.is_commit_unknown for collective in collectives] == [False, False]
         # The verdicts are posted by the heartbeats' threads, in order, soon after the ranks have raised.
         told = threading.Semaphore(0)
@@ -109,7 +120,7 @@ def test_an_absent_coordinator() -> None:
         # The coordinator begins when all is over, is told at once, and the next operation works.
         late = them.run(part, ranks=[0])[0]
         assert type(late.error) is SaveTimeoutError
-        assert "rank=" in str(late.error)
+        assert "rank=" in plain(late.error)
         assert [result.value for result in them.run(together)] == expected(3)
 
 
@@ -131,8 +142,8 @@ def test_a_decision_that_takes_too_long() -> None:
     with rank_threads(2) as them:
         for result in them.run(part):
             assert type(result.error) is SaveTimeoutError
-            assert "Rank 0 did not report by the deadline" in str(result.error)
-            assert "last='0: deciding'" in str(result.error)
+            assert "Rank 0 did not report by the deadline" in plain(result.error)
+            assert "last='0: deciding'" in plain(result.error)
 
 
 # ---- silence
@@ -167,9 +178,9 @@ def test_a_silent_rank_ends_it_by_name() -> None:
         ended = them.run(watched)
     for result in ended[:2]:
         assert type(result.error) is SaveFailedError
-        assert "Rank 2 has been silent for 1 s" in str(result.error)
-        assert f"{WHAT} was given up" in str(result.error)
-        assert "ranks='2' last='2: uploading, 2 of 40 shards'" in str(result.error)
+        assert "Rank 2 has been silent for 1 s" in plain(result.error)
+        assert f"{WHAT} was given up" in plain(result.error)
+        assert "ranks='2' last='2: uploading, 2 of 40 shards'" in plain(result.error)
 
 
 def test_a_silent_coordinator_is_lost() -> None:
@@ -197,6 +208,6 @@ def test_a_silent_coordinator_is_lost() -> None:
         ended = them.run(part)
     for result in ended:
         assert type(result.error) is SaveFailedError
-        assert "Rank 0 has been silent" in str(result.error)
-    assert str(ended[0].error).split(" rank=")[1] in "12"
+        assert "Rank 0 has been silent" in plain(result.error)
+    assert plain(ended[0].error).split(" rank=")[1] in "12"
     assert sorted(collective.is_commit_unknown for collective in collectives) == [False, True, True]

@@ -16,7 +16,7 @@ from dcp_remote.coordination.heartbeat import RankStatus
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.coordination.outcome import GRACE_SECONDS, Outcome
 from dcp_remote.errors import CommitUnknownError, FencedError, SaveFailedError, SaveTimeoutError
-from tests.support.rank_threads import Clock, Ended, expected, held, join, rank_threads, together, wait_until
+from tests.support.rank_threads import Clock, Ended, expected, held, join, plain, rank_threads, together, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
 
@@ -235,7 +235,7 @@ def test_an_operation_repeated_at_once(failing: int) -> None:
         else:
             first = Ended(lambda: late(number, ranks))
             assert type(first.error) is SaveFailedError
-            assert f"rank={failing} cause='ValueError: boo'" in str(first.error)
+            assert f"rank={failing} cause='ValueError: boo'" in plain(first.error)
         return together(ranks)
 
     with rank_threads(3) as them:
@@ -283,7 +283,7 @@ def test_a_rank_that_is_two_operations_behind() -> None:
         for step in (1, 2):
             (late,) = them.run(lambda ranks, step=step: together(ranks, f"the save of step {step}"), ranks=[1])  # type: ignore[misc]
             assert type(late.error) is SaveTimeoutError
-            assert f"the save of step {step}" in str(late.error)
+            assert f"the save of step {step}" in plain(late.error)
         assert [result.value for result in them.run(lambda ranks: together(ranks, "the save of step 3"))] == expected(2)
 
 
@@ -391,7 +391,7 @@ def test_an_answer_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyP
     with rank_threads(2) as them:
         _, slow = them.run(part)
         assert type(slow.error) is SaveFailedError
-        assert "This rank is behind" in str(slow.error)
+        assert "This rank is behind" in plain(slow.error)
 
 
 def test_a_verdict_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +410,7 @@ def test_a_verdict_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyP
     with rank_threads(2) as them:
         _, slow = them.run(part)
         assert type(slow.error) is SaveFailedError
-        assert "This rank is behind" in str(slow.error) or "has closed" in str(slow.error), slow
+        assert "This rank is behind" in plain(slow.error) or "has closed" in plain(slow.error), slow
 
 
 def test_a_rank_that_is_far_behind_is_told_so() -> None:
@@ -420,7 +420,7 @@ def test_a_rank_that_is_far_behind_is_told_so() -> None:
             them.run(lambda ranks, step=step: together(ranks, f"the save of step {step}", seconds=0.1), ranks=[0])  # type: ignore[misc]
         (late,) = them.run(lambda ranks: together(ranks, "the save of step 0"), ranks=[1])
         assert type(late.error) is SaveTimeoutError
-        assert "Rank 1 did not report by the deadline; the save of step 0" in str(late.error)
+        assert "Rank 1 did not report by the deadline; the save of step 0" in plain(late.error)
 
 
 def test_ranks_that_disagree_on_the_rounds() -> None:
@@ -463,7 +463,7 @@ def test_a_rank_that_was_suspended_gives_up() -> None:
     ended = Ended(part)
     ranks.close()
     assert type(ended.error) is SaveFailedError
-    assert "Rank 0 was stopped or stuck for 61 s" in str(ended.error)
+    assert "Rank 0 ran no code for 61 s" in plain(ended.error)
 
 
 def test_the_deadline_of_a_rank_alone() -> None:

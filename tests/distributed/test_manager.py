@@ -337,7 +337,7 @@ def test_a_save_under_a_condition_on_the_rank(rank_pool: RankPool, tmp_path: Pat
     assert others == [None, None]
     assert ending is not None
     assert ending.kind == "SaveTimeoutError"
-    assert "Ranks 1, 2 have not called the save of step 2 within 1 s of rank 0" in ending.text
+    assert " have not called the save of step 2 within 1 s of rank 0 (" in ending.text
     # Both wait until rank 0 is ready, by a loop that calls a function.
     assert re.search(r"now='1: (wait_until \(rank_threads\.py|<lambda> \(managed\.py):", ending.text)
     for step in (1, 3):
@@ -374,7 +374,7 @@ def test_a_use_that_ranks_missed(
     Others are told at once that somebody has left, where a `with` was left by an error; or wait until the deadline.
     """
     for rank, (block, *saves) in enumerate(rank_pool.run(miss_a_use, tmp_path, raising, using, how, ranks=THREE)):
-        if how == BEFORE:
+        if how == BEFORE and 0 not in raising:  # nobody counts a use to which the coordinator does not come
             assert saves[0] is not None
             saves[0] = None
         assert saves == [None, None, None]

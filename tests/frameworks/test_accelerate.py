@@ -116,7 +116,7 @@ def test_a_rank_that_fails_in_a_save(train: Jobs, bucket_url: str) -> None:
     job = {"steps": 2, "url": url, "call": call, "expects_error": True}
     main, rank_1 = (report["job"] for report in train(2, mode="ddp", job=job).reports)
     assert rank_1["error"].startswith("TypeError")
-    assert main["error"].startswith("SaveFailedError: Rank 1 failed; the save of step 3 was given up")
+    assert " failed; the save of step 3 was given up" in main["error"]
     assert main["seconds"] < 10
 
 

@@ -116,7 +116,7 @@ def test_what_two_ranks_saved_others_load(train: Callable[..., Ranks], bucket_ur
         for report in ranks.reports:
             assert report["more"]["digests"]["loaded"] == saved["saved"]["digests"]["2"]
             assert len(report["more"]["losses"]) == 1
-        assert "another number of data parallel ranks: the data begins anew" in ranks.outputs[0]
+        assert ": the data begins anew" in ranks.outputs[0]
     (alone,) = others[1].reports
     for report in others[2].reports:
         assert report["grown"]["digests"]["loaded"]["model"] == alone["seed"]["digests"]["seed"]["model"]
@@ -226,4 +226,4 @@ def test_a_rank_that_does_not_save_is_an_error_on_all(train: Callable[..., Ranks
         assert "boo" in report["failing"]["error"]
         assert report["late"]["save_seconds"] < 20
         assert report["failing"]["save_seconds"] < 20
-    assert "Rank 1 has not called the save of step 2 within 3 s" in ranks.reports[0]["late"]["error"]
+    assert " has not called the save of step 2 within 3 s" in ranks.reports[0]["late"]["error"]

@@ -289,7 +289,7 @@ def test_ranks_rotation_and_a_late_rank(train: Jobs, bucket_url: str, s3_server:
     failed = [report["failing"] for report in ranks.reports]
     assert failed[1]["error"] == "ValueError: boo"
     for other in (failed[0], failed[2]):
-        assert other["error"].startswith("SaveFailedError: Rank 1 failed; the save of step 3 was given up"), other
+        assert " failed; the save of step 3 was given up" in other["error"], other
     assert max(one["seconds"] for one in failed) < 20  # with the three steps before
     failing_run = open_run(str(failing["url"]), storage_options=s3_server.storage_options)
     assert [info.step for info in failing_run.checkpoints()] == [2]
@@ -303,7 +303,7 @@ def test_a_rank_that_does_not_come_to_a_save(train: Jobs, bucket_url: str, s3_se
     job["arguments"] = {"logging_steps": 100}  # to log, Trainer waits for all ranks in a collective of torch
     came, late = (report["job"] for report in train(2, mode="ddp", job=job).reports)
     assert came["error"].startswith("SaveTimeoutError")
-    assert "Rank 1 has not called the save of step 2" in came["error"]
+    assert " has not called the save of step 2" in came["error"]
     assert 25 < came["seconds"] < 40
     assert late["error"].startswith("SaveTimeoutError"), late["error"]
     assert late["seconds"] < 10

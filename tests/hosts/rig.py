@@ -431,7 +431,7 @@ class Rig:
     def _run(self, job: Job, host: str, module: str, arguments: list[str], environment: Mapping[str, str]) -> None:
         folder = self._folder / f"{host}.tmp"
         folder.mkdir(exist_ok=True)
-        complete = _environment() | {"TMPDIR": str(folder), "HOME": str(folder)} | dict(environment)
+        complete = _environment() | {"TMPDIR": str(folder), "HOME": str(folder), **environment}
         job.processes[host] = HostProcess(self._hosts[host], complete, job.log(host), module, arguments)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import threading
 import time
@@ -152,7 +153,13 @@ def expected(world_size: int) -> list[tuple[int, int]]:
 
 
 def errors(ended: list[Ended[Any]]) -> list[str]:
-    return [str(result.error) for result in ended]
+    return [plain(result.error) for result in ended]
+
+
+def plain(error: object) -> str:
+    """Return the text of an error without the hosts and processes of ranks, and without what this rank was doing."""
+    text = str(error)
+    return re.sub(r" \([^() ]+, pid \d+\)| process='[^']*'| here=.*", "", text)
 
 
 def upload(collective: Collective) -> NoReturn:

@@ -173,7 +173,7 @@ def a_rank_that_does_not_come(url: str) -> None:
     train(engine, 1)
     message = raised(engine.save_checkpoint, url) if dist.get_rank() == 0 else ""
     dist.barrier()
-    assert dist.get_rank() or "Rank 1 has not called the save of step 1" in message, message
+    assert dist.get_rank() or " has not called the save of step 1" in message, message
     if dist.get_rank() == 1:  # comes late
         assert raised(engine.save_checkpoint, url).partition(":")[0] == "SaveTimeoutError"
     dist.barrier()
