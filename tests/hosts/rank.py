@@ -110,16 +110,21 @@ class _State:
         self._own = torch.zeros(4, dtype=torch.int32)
         mesh, shape = init_device_mesh("cpu", (world_size,)), torch.Size((rows, _WIDTH))
         sharded = DTensor.from_local(self._part, mesh, [Shard(0)], run_check=False, shape=shape, stride=(_WIDTH, 1))
-        self.state: dict[str, Any] = {"sharded": sharded, "replicated": self._whole, "own": PerRank(self._own)}
+        self.state: dict[str, Any] = {
+            "sharded": sharded,
+            "replicated": self._whole,
+            "own": PerRank(self._own),
+            "world size": world_size,
+        }
 
     def fill(self, step: int) -> None:
         """Set all elements to the values of a step."""
+        self.state["world size"] = dist.get_world_size()
         for name, tensor in self._tensors().items():
             tensor.copy_(self._values(name, step))
 
     def differing(self, step: int) -> list[str]:
         """Return the names of tensors that do not have the values of a step."""
-        # A rank of which the checkpoint has no values keeps its own.
         return [name for name, tensor in self._tensors().items() if not torch.equal(tensor, self._values(name, step))]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -127,7 +132,9 @@ class _State:
 
     def _values(self, name: str, step: int) -> torch.Tensor:
         if name == "own":
-            return torch.full((4,), 100 * step + dist.get_rank(), dtype=torch.int32)
+            # A rank of which the checkpoint has no values keeps its own.
+            is_saved = dist.get_rank() < self.state["world size"]
+            return torch.full((4,), 100 * step + dist.get_rank() if is_saved else 0, dtype=torch.int32)
         if name == "sharded":
             elements = torch.arange(self._first * _WIDTH, self._last * _WIDTH, dtype=torch.int32)
             return (elements * 3 + step * 1_000_003).view(-1, _WIDTH)
@@ -176,8 +183,15 @@ class _Rank:
         self._tell(operation, "end", text=text or "", step=self._step, differing=differing)
 
     def _tell(self, operation: str, kind: Literal["begin", "end", "error"], **more: Any) -> None:
-        who: dict[str, Any] = {"seconds": time.time(), "host": self._host, "rank": self._rank}
-        event = Event(operation=operation, kind=kind, world_size=dist.get_world_size(), **who, **more)
+        event = Event(
+            seconds=time.time(),
+            host=self._host,
+            rank=self._rank,
+            world_size=dist.get_world_size(),
+            operation=operation,
+            kind=kind,
+            **more,
+        )
         self._events.write(json.dumps(asdict(event)) + "\n")
 
     def _restore(self, name: str) -> str:

@@ -258,7 +258,7 @@ class Rig:
     ) -> None:
         """Start torchrun on one more host of a job; arguments as of `start_torchrun`."""
         # Of the dead host's keep-alive, the last call for more hosts, and the look for new ones; by default a minute.
-        times = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=5"
+        times = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=10"
         arguments = ["--nnodes", nodes, "--max-restarts", str(restarts), "--monitor-interval", "0.5"]
         arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"h0:{self._port}", "--rdzv-id", "job"]
         arguments += ["--rdzv-conf", times, "--local-addr", host, "--module", "tests.hosts.rank", str(job.file)]
