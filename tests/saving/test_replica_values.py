@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -237,7 +238,7 @@ def test_what_a_module_and_an_optimizer_tell_of_their_tensors() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     (model.scale * model.norm.weight.sum()).backward()
     optimizer.step()
-    for wrapped in (model, torch.compile(model)):
+    for wrapped in (model, checkpoint_wrapper(model)):
         roles = TensorRoles()
         build_saved_state({"nested": {"model": wrapped}, "optim": optimizer}, 0, roles)
         trained = {f"nested.model.{name}" for name in ("scale", "norm.weight", "norm.bias", "tied.weight", "tied.bias")}
