@@ -405,7 +405,8 @@ class OptimizerState:
             except Exception as error:
                 raise InvalidArgumentError(
                     "The state of this optimizer cannot be made before its first step, and there is nothing to load "
-                    "into. Make a step before the restore, or save Opaque(optimizer.state_dict()).",
+                    "into. Make a step before the restore, or save Opaque(optimizer.state_dict()); where each rank "
+                    "keeps other states than the others, only PerRank(optimizer) saves all of them.",
                     optimizer=type(optimizer).__name__,
                     cause=error,
                 ) from error
