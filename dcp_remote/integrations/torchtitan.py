@@ -188,7 +188,8 @@ class _Position:
         ranks = getattr(self._loader, "dp_world_size", getattr(self._loader, "_dp_world_size", saved))
         if saved != ranks:
             logger.warning(
-                "the checkpoint was saved by another number of data parallel ranks (%s then, %s now): the data begins anew",
+                "the checkpoint was saved by another number of data parallel ranks (%s, and %s now): the data begins "
+                "anew",
                 *(saved, ranks),
             )
             return
