@@ -29,9 +29,11 @@ from dcp_remote import (
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
 from dcp_remote.integrations.runs import (
+    can_repeat,
     find_checkpoint,
     framework_options,
     manager_of,
+    note_step,
     require_settings,
     restore_own,
     split_path,
@@ -79,7 +81,8 @@ def save_state(
             the end of the name.
         wait: True to return only when the checkpoint is committed. False to return when every rank has copied its
             state; an error of the upload is raised by the next call, or when the process ends.
-        overwrite: True to replace a checkpoint of the same step.
+        overwrite: True to replace a checkpoint of the same step. Without it a second save of a step, before the next
+            step of an optimizer, uploads nothing, and only adds its name.
         settings: Keyword arguments of `CheckpointManager` for the run, such as `retention` and `storage_options`.
 
     Returns:
@@ -88,7 +91,7 @@ def save_state(
     Raises:
         InvalidArgumentError: The URL names no checkpoint in a run, its name ends in no number and there is no `step`,
             or the accelerator has hooks that write files, or is of an unsupported kind.
-        CheckpointExistsError: The run has checkpoints that this job has not loaded, or this step; see
+        CheckpointExistsError: The run has checkpoints that this job has not loaded, or another state of this step; see
             `CheckpointManager.save`, also for other errors.
     """
     path = split_path(url)
@@ -101,13 +104,16 @@ def save_state(
             )
         step = int(number[0])
     _require_supported(accelerator, accelerator._save_model_state_pre_hook)
+    owners = _owners_of(accelerator)
     manager_of(path.run_url, **settings).save(
         step,
         lambda: _saved_state(accelerator),
         name=str(path.checkpoint),
         overwrite=overwrite,
+        exist_ok=not overwrite and can_repeat(path.run_url, step, **owners),
         wait=wait or "begun",
     )
+    note_step(path.run_url, step, **owners)
     accelerator.project_configuration.iteration += 1
     return url
 
@@ -178,6 +184,7 @@ def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False
     assert step is not None
     if is_own:
         _apply(accelerator, about.value, loaders.value, url)
+        note_step(path.run_url, step, **_owners_of(accelerator))
     else:
         logger.warning("%s: step %d was not saved by Accelerate: data loaders stay as they are", manager.url, step)
     return step
@@ -241,6 +248,13 @@ def _engine_state(accelerator: Any) -> dict[str, Any]:
 
 def _is_deepspeed(accelerator: Any) -> bool:
     return str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)) == "DEEPSPEED"
+
+
+def _owners_of(accelerator: Any) -> dict[str, Any]:
+    """Return the optimizers, whose steps tell whether two saves are of one state, and the accelerator."""
+    optimizers = [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
+    own = {"accelerator": accelerator} if optimizers else {}
+    return own | {str(number): optimizer for number, optimizer in enumerate(optimizers)}
 
 
 def _saved_state(accelerator: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from torch import nn
@@ -20,6 +21,22 @@ def make_accelerator(url: str) -> Accelerator:
     accelerator = Accelerator(cpu=True, project_config=project)
     accelerator.prepare(nn.Linear(2, 2))
     return accelerator
+
+
+def save_twice(url: str) -> str | None:
+    """Save one step under two names, load it and save it again; report the error of a save after training went on."""
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    _, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    accelerator.save_state(f"{url}/step_1")
+    accelerator.save_state(f"{url}/epoch_0", step=1)
+    accelerator.load_state(url)
+    accelerator.save_state(f"{url}/step_1")
+    optimizer.step()
+    try:
+        accelerator.save_state(f"{url}/step_1")
+    except DcpRemoteError as error:
+        return type(error).__name__
+    return None
 
 
 def main() -> None:
@@ -41,8 +58,8 @@ def main() -> None:
     resumed = make_accelerator(url)
     resumed.load_state()
     resumed.save_state()
+    report(refused=refused, twice=save_twice(f"{url}/twice"))
     close_managers()
-    report(refused=refused)
     leave_process_group()
 
 
