@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install lint format typecheck pytest test test-frameworks campaign torture demo bench docs dist clean
+.PHONY: help install lint format typecheck pytest test test-hosts test-frameworks campaign torture demo bench docs dist clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,11 +55,15 @@ typecheck: $(INSTALLED) ## Check the types of package, tests and examples
 # Three processes share the tests, since each waits for half of its time; tests of real ranks stay in one of them. One in
 # eight of the campaign's cases runs, and a few examples of each property.
 pytest: $(INSTALLED) ## Run the tests alone; ARGS="-k manifest -x" goes to pytest
-	$(PYTHON) -m pytest --numprocesses 3 --dist loadgroup --smoke $(ARGS)
+	$(PYTHON) -m pytest --ignore tests/hosts --numprocesses 3 --dist loadgroup --smoke $(ARGS)
 
 # The types are checked beside the tests.
 test: lint ## Check style, types and tests: what every change must pass
 	@$(MAKE) --no-print-directory --jobs 2 typecheck pytest
+
+# By itself, because what ends in time on an idle machine may be late on a busy one; the tests mostly wait.
+test-hosts: $(INSTALLED) ## Test on several hosts (namespaces: Linux, root, nftables) and print a table of all outcomes
+	$(PYTHON) -m pytest tests/hosts --numprocesses 4 $(ARGS)
 
 # Frameworks pin what our tools do not, and what other frameworks need, so three environments hold them. They outlive
 # `make clean`, and with them the extension that DeepSpeed compiles in its first run, in one to three minutes.

@@ -37,7 +37,13 @@ from dcp_remote.run import commit
 from dcp_remote.run.commit import Slot
 from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.manifest_assembly import assemble_manifest, require_unicode, shard_bytes_max
-from dcp_remote.saving.plan_cache import describe_tensors, plans_as_torch
+from dcp_remote.saving.plan_cache import (
+    are_cached_by_torch,
+    describe_tensors,
+    move_objects,
+    object_names,
+    plans_as_torch,
+)
 from dcp_remote.saving.plan_table import require_held
 from dcp_remote.saving.rank_differences import Described, require_equal_tensors
 from dcp_remote.saving.shard_writer import require_no_imitations, write_shards
@@ -76,8 +82,8 @@ class _Save:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensors:
-    """Description of the tensors of a rank's plan, packed.
+class _Described:
+    """Description of the tensors of a rank's plan, and the names of its objects, packed.
 
     Sent beside the plan, because torch's planner drops items of several ranks but one before the writer sees the plans.
     """
@@ -85,12 +91,16 @@ class _Tensors:
     packed: bytes
 
     @staticmethod
-    def of(plan: SavePlan) -> _Tensors:
-        return _Tensors(zstandard.ZstdCompressor().compress(pickle.dumps(describe_tensors(plan))))
+    def of(plan: SavePlan) -> _Described:
+        return _Described(
+            zstandard.ZstdCompressor().compress(pickle.dumps((describe_tensors(plan), object_names(plan))))
+        )
 
-    def unpack(self) -> Described:
-        described: Described = pickle.loads(zstandard.ZstdDecompressor().decompress(self.packed))  # noqa: S301  # from a rank of this job
-        return described
+    def unpack(self) -> tuple[Described, tuple[str, ...]]:
+        unpacked: tuple[Described, tuple[str, ...]] = pickle.loads(  # noqa: S301  # from a rank of this job
+            zstandard.ZstdDecompressor().decompress(self.packed)
+        )
+        return unpacked
 
 
 class _ThreadState(ThreadLocation):
@@ -244,35 +254,38 @@ class RemoteWriter(StorageWriter):
 
     @replace_unpicklable_errors
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan with a description of its tensors, by which the coordinator compares the ranks.
+        """Return the plan with a description of its entries, by which the coordinator compares the ranks.
 
         Raises:
             InvalidArgumentError: A name is not Unicode, so the manifest cannot hold it; raised before any upload.
         """
         require_unicode(plan)
         # A plan without items may be torch's sign that this rank plans what it planned in the last save.
-        return replace(plan, storage_data=_Tensors.of(plan)) if plan.items and plan.storage_data is None else plan
+        return replace(plan, storage_data=_Described.of(plan)) if plan.items and plan.storage_data is None else plan
 
     @replace_unpicklable_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Compare the ranks' descriptions of their tensors, and return the plans without them; coordinator only.
 
-        With torch's cache of plans (`enable_plan_caching`), only ranks whose plans have changed are compared.
+        Of an object that several ranks hold, the lowest rank's is saved. With torch's cache of plans
+        (`enable_plan_caching`), only ranks whose plans have changed are compared, and torch chooses the object's rank.
 
         Raises:
             InvalidArgumentError: Ranks give a tensor different shapes or dtypes. Names all such tensors; nothing was
                 uploaded.
         """
-        described = [plan.storage_data if isinstance(plan.storage_data, _Tensors) else None for plan in plans]
+        described = [plan.storage_data if isinstance(plan.storage_data, _Described) else None for plan in plans]
         # Nearly always all ranks send the same bytes, which are unpacked once.
-        unpacked = {tensors: tensors.unpack() for tensors in dict.fromkeys(described) if tensors is not None}
+        unpacked = {packed: packed.unpack() for packed in dict.fromkeys(described) if packed is not None}
         require_equal_tensors(
-            [unpacked[tensors] if tensors is not None else None for tensors in described],
+            [unpacked[packed][0] if packed is not None else None for packed in described],
             lambda: (item.index.fqn for plan in plans for item in plan.items),
         )
+        if not are_cached_by_torch(plans):  # plans of later saves would lack what was moved, or have it twice
+            plans = move_objects(plans, [unpacked[packed][1] if packed is not None else () for packed in described])
         return [
-            replace(plan, storage_data=None) if tensors is not None else plan
-            for plan, tensors in zip(plans, described, strict=True)
+            replace(plan, storage_data=None) if packed is not None else plan
+            for plan, packed in zip(plans, described, strict=True)
         ]
 
     @replace_unpicklable_errors

@@ -446,7 +446,8 @@ def _split_pairs(option: str, pairs: Sequence[str], *, form: str) -> Iterator[tu
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals:
-            raise InvalidArgumentError(f"{option} must have the form {form}.", value=name)
+            # Not the text itself, which may be a secret.
+            raise InvalidArgumentError(f"{option} must have the form {form}; one has no equals sign.")
         yield name, value
 
 

@@ -346,6 +346,10 @@ class Collective:
         """Look at the other ranks, and end the operation if it cannot go on; in the thread of the heartbeat."""
         self._failure_detector.check(client)
 
+    def check_arrival(self) -> None:
+        """End the operation if the coordinator does not come; in the thread of the heartbeat, without a store yet."""
+        self._failure_detector.check_arrival()
+
     def cancel(self, error: DcpRemoteError) -> None:
         """Cancel the operation here, without telling the others; not in the commit phase."""
         self._outcome.cancel(error)

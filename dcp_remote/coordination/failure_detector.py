@@ -89,6 +89,12 @@ class FailureDetector:
             if outcome.time_limit.expired():
                 self._end_as_late(client)
 
+    def check_arrival(self) -> None:
+        """As `check`, before the coordinator has come and there is a store: only the coordinator can be absent."""
+        self._outcome.check_time_and_store()
+        if not self._outcome.has_left and self._outcome.error is None:
+            self._end_if_absent(None, [0])
+
     def _ask_positions(self, client: Client) -> None:
         """Ask once where the others are, if they do not come soon; whoever is in a call of this package is coming."""
         seconds = self._outcome.time_limit.elapsed_seconds()
@@ -107,14 +113,14 @@ class FailureDetector:
             message = f"{subject} been silent for {max(silent.values()):.0f} s; {outcome.what} was given up."
             outcome.end(outcome.failed(message, **outcome.rank_details(list(silent))), coordinator_lost=True)
 
-    def _end_if_absent(self, client: Client, ranks: Sequence[int]) -> None:
+    def _end_if_absent(self, client: Client | None, ranks: Sequence[int]) -> None:
         """End the operation if a rank does not come to it: no rank under `if rank == 0` ever will.
 
         A rank that is in another call of this package is waited for, until the deadline. A wait that is longer than
         half a minute is logged once.
 
         Args:
-            client: Client of the heartbeat.
+            client: Client of the heartbeat; None on a rank that has no store yet.
             ranks: Ranks without which the operation cannot begin.
         """
         outcome, missing = self._outcome, self._missing
@@ -123,7 +129,7 @@ class FailureDetector:
         if outcome.has_met or outcome.error is not None or seconds < min(self._arrival_seconds, self._warn_seconds):
             return
         absent = [rank for rank in ranks if not self._is_coming(rank)]
-        if self._member.is_coordinator:
+        if client is not None and self._member.is_coordinator:
             # In a large group the heartbeats of a few hundred ranks are found at a time, a contribution at once.
             present = client.present(keys.contributions(1, absent))
             absent = [rank for rank in absent if keys.contribution(1, rank) not in present]

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.heartbeat import Heartbeat, LivenessMonitor, heartbeat_interval_seconds, one_line
+from dcp_remote.coordination.incarnation import incarnation_of
 from dcp_remote.coordination.key_value import Client, address_of
 from dcp_remote.coordination.member import GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys
@@ -99,7 +100,8 @@ class RankGroup:
         if world_size == 1:
             return cls(rank, world_size, None)
         store = _get_default_store()
-        uses = UseCounter(store, f"dcp_remote/{group.group_name}/{name}", rank, world_size)
+        own_store = dist.PrefixStore(f"dcp_remote/{group.group_name}", store)
+        uses = UseCounter(incarnation_of(group, rank), own_store, name, rank, world_size)
         return cls(rank, world_size, uses, beat_seconds=beat_seconds, store_host=_host_of(store))
 
     @property
@@ -236,13 +238,16 @@ class RankGroup:
             collective.cancel(collective.failed(f"The rank group was closed during {collective.what}."))
         if self.heartbeat is not None:
             self.heartbeat.close(seconds)
+            if self.heartbeat.has_started and isinstance(self._store, UseCounter):
+                self._store.release_turn()
         self._member.close()
 
-    def _new_heartbeat(self, store: dist.Store | Callable[[], dist.Store]) -> Heartbeat:
+    def _new_heartbeat(self, store: dist.Store | Callable[[], dist.Store | None]) -> Heartbeat:
         return Heartbeat(
             store,
             self.rank,
             beat_seconds=self._beat_seconds,
+            while_waiting=self._check_arrival,
             farewell=self._may_stop,
             look=self._look,
             clock=self._clock,
@@ -300,6 +305,11 @@ class RankGroup:
         collective = self._collective
         if collective is not None:
             collective.check_ranks(client)
+
+    def _check_arrival(self) -> None:
+        collective = self._collective
+        if collective is not None:
+            collective.check_arrival()
 
     def _may_stop(self, client: Client) -> bool:
         """Return whether no living rank needs this process any more: all have left the last operation."""

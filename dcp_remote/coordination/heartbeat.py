@@ -56,6 +56,9 @@ _LATE_HEARTBEATS = 16
 # Pause before the next try to reach a host to which there is no way now.
 _RECONNECT_SECONDS = 1.0
 
+# First pause between two looks for a store; each is longer, up to the interval of heartbeats.
+_FIRST_PAUSE_SECONDS = 0.005
+
 # Longest time that `close` waits for the thread, which may be stuck in the store.
 _CLOSE_SECONDS = 5.0
 # Its wait if the store has not answered for `_CLOSE_SECONDS`: the thread is probably stuck.
@@ -188,9 +191,11 @@ class Heartbeat:
 
     Args:
         store: Store that no other thread uses; all keys in it belong to this heartbeat and its hooks. Or a function
-            that returns the store: called once, in the helper thread, where it may block.
+            that returns the store, or None as long as it is not known which store that is: called in the helper thread,
+            where it may block, again and again.
         rank: Rank whose heartbeat this is.
         beat_seconds: Seconds between two heartbeats.
+        while_waiting: Called repeatedly in the helper thread as long as there is no store.
         farewell: Called repeatedly at `close`, until it returns True, for four seconds at most.
         look: Called twice a second in the thread, also while the store does not answer; must not block or raise.
         clock: Monotonic clock, in seconds; for tests.
@@ -202,20 +207,22 @@ class Heartbeat:
 
     def __init__(
         self,
-        store: dist.Store | Callable[[], dist.Store],
+        store: dist.Store | Callable[[], dist.Store | None],
         rank: int,
         *,
         beat_seconds: float = HEARTBEAT_SECONDS,
+        while_waiting: Callable[[], None] = lambda: None,
         farewell: Callable[[Client], bool] = lambda _client: True,
         look: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Store the arguments; `start` starts the thread."""
-        self._open_store: Callable[[], dist.Store] = store if callable(store) else lambda: store
+        self._open_store: Callable[[], dist.Store | None] = store if callable(store) else lambda: store
         self._store: dist.Store | None = None
         self._is_store_open = threading.Event()
         self._rank = rank
         self._beat_seconds = beat_seconds
+        self._while_waiting = while_waiting
         self._farewell = farewell
         self._look_around = look
         self._clock = clock
@@ -414,11 +421,11 @@ class Heartbeat:
         Args:
             seconds: Longest time to wait for the thread; never more than five seconds.
             says_goodbye: Publish that there will be no more heartbeats. Otherwise ranks that watch this one take it for
-                a silent rank, unless another heartbeat of this rank begins later.
+                a silent rank, unless another heartbeat of this rank begins later; and where it is not known yet which
+                store that is, the thread waits until it is, or the process ends.
         """
-        _running.discard(self)
-        patience_seconds = _CLOSE_SECONDS if self.contact_seconds() < _CLOSE_SECONDS else _CLOSE_SILENT_SECONDS
-        patience_seconds = min(patience_seconds, seconds)
+        is_stuck = not self._is_store_open.is_set() or self.contact_seconds() >= _CLOSE_SECONDS
+        patience_seconds = min(_CLOSE_SILENT_SECONDS if is_stuck else _CLOSE_SECONDS, seconds)
         self._says_goodbye = says_goodbye
         self._farewell_end = self._clock() + _FAREWELL_SHARE * patience_seconds
         self._close_end = self._clock() + patience_seconds
@@ -426,6 +433,8 @@ class Heartbeat:
         self._wake.set()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(patience_seconds)
+        if says_goodbye or self._is_store_open.is_set():
+            _running.discard(self)
 
     # ---- in the thread
 
@@ -488,7 +497,9 @@ class Heartbeat:
 
     def _look_while_waiting(self) -> None:
         self._look()
-        if self._is_closing and self._clock() >= self._close_end:
+        # A rank that leaves without a word waits for the store that the others use.
+        may_leave = self._says_goodbye or self._store is not None
+        if self._is_closing and may_leave and self._clock() >= self._close_end:
             raise _ClosedError
         seconds = _SILENT_CONNECTION_SECONDS * 2**self._silent_connections
         is_silent = self._process_clock() - self._heard_at >= seconds
@@ -507,10 +518,27 @@ class Heartbeat:
     # ---- in the helper thread
 
     def _connect_first(self) -> Client:
-        self._store = self._open_store()
+        self._store = self._wait_for_store()
         client = Client(self._store, partial(self._record_own_answer, self._connection))
         self._is_store_open.set()
         return client
+
+    def _wait_for_store(self) -> dist.Store:
+        """Return the store, once it is known.
+
+        Raises:
+            _ClosedError: This heartbeat was closed before.
+        """
+        pause_seconds = _FIRST_PAUSE_SECONDS
+        while (store := self._open_store()) is None:
+            if self._is_closing and self._says_goodbye:
+                raise _ClosedError
+            self._record_answer()
+            self._while_waiting()
+            self._wake.wait(pause_seconds)
+            self._wake.clear()
+            pause_seconds = min(1.5 * pause_seconds, self._beat_seconds)
+        return store
 
     def _connect_again(self, connection: object) -> Client:
         """Return a client over another connection to the same store.

@@ -150,6 +150,19 @@ class Client:
         self._store.compare_set(key, b"", head)  # type: ignore[arg-type]  # as above
         self._on_answer()
 
+    def add(self, key: str, number: int) -> int:
+        """Add to a counter, which begins with 0, and return its value; no other method takes the key but `present`."""
+        total = self._store.add(key, number)
+        self._on_answer()
+        return total
+
+    def replace(self, key: str, value: bytes, by: bytes) -> bool:
+        """Replace the value of a key if it is `value`, and return whether it was; both at most 4 MiB."""
+        head = (1).to_bytes(4, "little")
+        now = self._store.compare_set(key, head + value, head + by)  # type: ignore[arg-type]  # as above
+        self._on_answer()
+        return now == head + by
+
     def delete(self, keys: Iterable[str]) -> None:
         """Delete those keys that exist, with all parts of their values."""
         for key in keys:

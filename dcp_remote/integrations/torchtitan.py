@@ -178,12 +178,31 @@ class _Position:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position, unless other ranks shared the data when it was saved."""
-        ranks = state.get("world_size")
-        if ranks == getattr(self._loader, "dp_world_size", ranks):
-            self._loader.load_state_dict(state)
-        else:
-            logger.warning("the checkpoint was saved by another number of data parallel ranks: the data begins anew")
+        """Go to a position, unless another number of ranks shared the data when it was saved.
+
+        Raises:
+            InvalidArgumentError: The position is that of another data parallel rank.
+        """
+        # torchtitan 0.3.0 and its main branch differ in these names, and in what they raise.
+        saved = state.get("world_size", state.get("dp_world_size"))
+        ranks = getattr(self._loader, "dp_world_size", getattr(self._loader, "_dp_world_size", saved))
+        if saved != ranks:
+            logger.warning(
+                "the checkpoint was saved by %s data parallel ranks, and there are %s now: the data begins anew",
+                saved,
+                ranks,
+            )
+            return
+        if getattr(self._loader, "_rank_id", None) not in {None, *state}:
+            # Anew on this rank alone, ranks that share a batch by tensor parallelism would read different data.
+            raise InvalidArgumentError(
+                "The checkpoint has the position of this rank's data under another data parallel rank: the ranks have "
+                "changed their places in the mesh. Pass --checkpoint.exclude_from_loading dataloader, by which the "
+                "data begins anew.",
+                rank=self._loader._rank_id,
+                saved=", ".join(key for key in state if key.startswith("dp_rank")),
+            )
+        self._loader.load_state_dict(state)
 
 
 @override(target=CheckpointManager.Config, description="Checkpoints in object storage, by dcp_remote")  # type: ignore[untyped-decorator]  # as above

@@ -1,13 +1,15 @@
 """Exchange between ranks during a load: a range that several ranks want is read from the store by one of them.
 
-The engine sees a store: a range that another rank owns is requested from that rank, and read from the store below if
-the rank does not send it. So no load fails or hangs that would not without the exchange. The receiver verifies the
-bytes as it verifies those of the store; bytes that do not match their digest are read from the store.
+The engine sees a store: a range that another rank owns is requested from that rank, and read from the store below, all
+of it or the rest, if the rank does not send it or the store would send it sooner. So no load fails or hangs that would
+not without the exchange. The receiver verifies the bytes as it verifies those of the store; bytes that do not match
+their digest are read from the store.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -15,9 +17,11 @@ from typing import Self
 import numpy as np
 
 from dcp_remote.format.manifest import Manifest
-from dcp_remote.loading.peers import Address, PeerClient, PeerServer
+from dcp_remote.loading.peers import Address, OtherHosts, PeerClient, PeerServer
 from dcp_remote.loading.read_plan import ReadPlan, Wanted
+from dcp_remote.loading.read_rates import ReadRates
 from dcp_remote.loading.shared_read_plan import (
+    Place,
     Unit,
     decode_wanted,
     encode_wanted,
@@ -40,6 +44,9 @@ _KEPT_SHARE = 2
 _WINDOW_SHARE = 8
 
 _NO_RUNS = np.zeros((0, 2), dtype=np.int64)
+
+# Other hosts as all loads of this process found them.
+_OTHER_HOSTS = OtherHosts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,23 @@ def cohorts_of(announcements: Sequence[Announcement]) -> tuple[list[Cohort], lis
     return cohorts, cohort_numbers
 
 
+@dataclass(frozen=True, slots=True)
+class UnreachedRank:
+    """Rank that was not reached, broke off or fell silent, as another rank saw it.
+
+    Attributes:
+        rank: Number of the rank.
+        host: IP address of its host.
+        port: TCP port; 0 if it serves only ranks of its own host.
+        cause: Cause.
+    """
+
+    rank: int
+    host: str
+    port: int
+    cause: str
+
+
 class PeerExchange:
     """This rank's part in an exchange, used as a context manager; leave it when all ranks have what they want.
 
@@ -99,6 +123,10 @@ class PeerExchange:
         ports: First and last TCP port to listen at; None for any free port.
         memory_budget_bytes: Limit of the memory of ranges in flight and of copies kept for others, in bytes.
         is_over: Function that tells whether the load was cancelled.
+        hosts: Other hosts as earlier loads found them; None for those of all loads of this process.
+
+    Attributes:
+        fallback_bytes: Bytes that another rank was to send, and that this rank read from the store.
     """
 
     def __init__(
@@ -110,6 +138,7 @@ class PeerExchange:
         memory_budget_bytes: int,
         is_over: Callable[[], bool],
         ports: tuple[int, int] | None = None,
+        hosts: OtherHosts | None = None,
     ) -> None:
         """Store the settings; nothing is opened before `listen`."""
         self._gives = gives
@@ -118,6 +147,10 @@ class PeerExchange:
         self._ports = ports
         self._budget_bytes = memory_budget_bytes
         self._is_over = is_over
+        self._hosts = hosts or _OTHER_HOSTS
+        self.fallback_bytes = 0
+        self._lock = threading.Lock()
+        self._cohort: Cohort | None = None
         self._server: PeerServer | None = None
         self._client: PeerClient | None = None
         self._units: tuple[Unit, ...] = ()
@@ -146,6 +179,18 @@ class PeerExchange:
         return self._client.received_bytes if self._client is not None else 0
 
     @property
+    def unreached(self) -> list[UnreachedRank]:
+        """Ranks from which this rank got nothing, or nothing more, each with the cause."""
+        if self._client is None or self._cohort is None:
+            return []
+        cohort = self._cohort
+        return [
+            UnreachedRank(cohort.ranks[member], address.host, address.port, cause)
+            for member, cause in sorted(self._client.unreached.items())
+            if (address := cohort.announcements[member].address) is not None
+        ]
+
+    @property
     def budget_bytes(self) -> int:
         """Limit of the memory of ranges in flight, in bytes."""
         return self._budget_bytes - self._budget_bytes // _KEPT_SHARE if self._units else self._budget_bytes
@@ -155,7 +200,12 @@ class PeerExchange:
         try:
             if self._gives:
                 kept_bytes = self._budget_bytes // _KEPT_SHARE
-                self._server = PeerServer(self._host, kept_bytes_max=kept_bytes, ports=self._ports)
+                self._server = PeerServer(
+                    self._host,
+                    kept_bytes_max=kept_bytes,
+                    ports=self._ports,
+                    serves_other_hosts=not self._hosts.are_slow(),
+                )
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             logger.warning(
                 "This rank cannot serve other ranks, and reads everything from the store. host=%s cause=%s",
@@ -183,13 +233,21 @@ class PeerExchange:
             _NO_RUNS if announcement.address is None else decode_wanted(announcement.wanted)
             for announcement in cohort.announcements
         ]
-        self._units = units = tuple(shared_units(manifest, wants))
+        self._cohort = cohort
+        places = [
+            Place(announcement.address.host, serves_all=announcement.address.port > 0)
+            if announcement.address is not None
+            else Place("", serves_all=False)
+            for announcement in cohort.announcements
+        ]
+        self._units = units = tuple(shared_units(manifest, wants, places))
         addresses = {
             number: announcement.address
             for number, announcement in enumerate(cohort.announcements)
             if announcement.address is not None and number != member
         }
-        self._client = PeerClient(addresses, self._host, is_over=self._is_over)
+        rates = ReadRates()
+        self._client = PeerClient(addresses, self._host, is_over=self._is_over, rates=rates, hosts=self._hosts)
         received: dict[tuple[str, int], tuple[int, Unit]] = {}
         for number, unit in enumerate(units):
             place = manifest.shards.keys[unit.range.shard], unit.range.start
@@ -199,7 +257,17 @@ class PeerExchange:
                 received[place] = number, unit
         window_bytes = max(1, self._budget_bytes // _WINDOW_SHARE)
         plan = plan_shared(manifest, wanted, units, member=member, window_bytes=window_bytes)
-        return _SharedStore(store, self._client, received), plan
+        return _SharedStore(store, self, self._client, rates, received), plan
+
+    def complete(self) -> None:
+        """Tell the other ranks that this rank has read all that it owns."""
+        if self._server is not None:
+            self._server.complete()
+
+    def count_fallback(self, size_bytes: int) -> None:
+        """Count bytes that another rank was to send, and that this rank read from the store; from any thread."""
+        with self._lock:
+            self.fallback_bytes += size_bytes
 
     def arrived(self, key: str, start: int, data: memoryview, stays: bool) -> None:  # noqa: FBT001  # `engine.Arrived`
         """Offer a range to the other ranks if this rank owns it; the callback of `read_targets`."""
@@ -209,18 +277,31 @@ class PeerExchange:
 
 
 class _SharedStore(WrappedStore):
-    """Store that requests some ranges from other ranks first."""
+    """Store that requests some ranges from other ranks first, and measures its own rate."""
 
     def __init__(
-        self, store: ObjectStore, client: PeerClient, received: Mapping[tuple[str, int], tuple[int, Unit]]
+        self,
+        store: ObjectStore,
+        exchange: PeerExchange,
+        client: PeerClient,
+        rates: ReadRates,
+        received: Mapping[tuple[str, int], tuple[int, Unit]],
     ) -> None:
         super().__init__(store)
+        self._exchange = exchange
         self._client = client
+        self._rates = rates
         self._received = received
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
         # On a reread the bytes of the other rank did not match their digest, so the store is read.
         number, unit = (0, None) if is_reread() else self._received.get((self._prefix + key, start), (0, None))
         assert unit is None or unit.range.length == len(buffer), "a unit is read by one request"
-        if unit is None or not self._client.fetch(unit.owner, number, buffer):
-            super().get_into(key, start, buffer)
+        if unit is not None:
+            count = self._client.fetch(unit.owner, number, buffer)
+            start, buffer = start + count, buffer[count:]
+        if buffer:
+            with self._rates.reading(len(buffer)):
+                super().get_into(key, start, buffer)
+            if unit is not None:
+                self._exchange.count_fallback(len(buffer))

@@ -5,9 +5,11 @@ transfer that fails affects no other; and only ranks that share units are connec
 and secret from the key-value store of the group. The bytes are not encrypted, like those that gloo sends.
 
     request: the server's secret (16 bytes), the number of the unit (8 bytes, little-endian)
-    answer: one byte: 1, and the unit follows; or 0, and the client reads the unit from the store
+    answer: any number of bytes 2, while the server has not read the unit; then 1, and the unit follows; or 0, and the
+        client reads the unit from the store
 
-Correctness does not depend on an answer: a client that gets none reads from the store.
+Correctness does not depend on an answer: a client that gets none, or only a part of the unit in the time in which the
+store would have sent the rest, reads from the store.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ import selectors
 import socket
 import struct
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self, cast
 
 from dcp_remote.loading.peer_sockets import (
+    CHECK_SECONDS,
     CONNECT_SECONDS,
     configure_socket,
     connect_to_unix_socket,
@@ -35,17 +40,24 @@ from dcp_remote.loading.peer_sockets import (
     listen_on_unix_socket,
     receive,
 )
+from dcp_remote.loading.read_rates import ReadRates
 from dcp_remote.storage.request_context import may_write
 
 logger = logging.getLogger(__name__)
 
-# Time for which a client waits for a silent server, or one slower than the slowest network. A stopped rank costs each
-# of the others this time once.
-PATIENCE_SECONDS = 15.0
+# Time without a byte after which a client does not wait for a server any more. A server that is still reading sends a
+# byte five times as often. A stopped rank costs each of the others this time once.
+PATIENCE_SECONDS = 10.0
 
-# Failed ranks of other hosts after which no rank of another host is tried, unless one was reached: a firewall lies in
-# between. The same holds for ranks of this host.
-_UNREACHED_MAX = 3
+# Time for which another host must have sent a unit before its rate counts.
+_RATE_SECONDS = 0.1
+
+# Hosts that did not prove useful after which no other host is tried, unless one did: a firewall, or a slow network,
+# lies in between.
+_USELESS_MAX = 3
+
+# Time for which a host that did not prove useful is left alone.
+_AVOIDED_SECONDS = 600.0
 
 # Addresses of no machine whose route is the default route, one per address family (RFC 5737, RFC 3849).
 _FAR_AWAY = ("192.0.2.1", "2001:db8::1")
@@ -62,7 +74,7 @@ _IDLE_MAX = 2
 
 _SECRET_BYTES = 16
 _REQUEST = struct.Struct(f"<{_SECRET_BYTES}sq")
-_ACCEPTED, _DECLINED = b"\1", b"\0"
+_ACCEPTED, _DECLINED, _WAITING = b"\1", b"\0", b"\2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +83,7 @@ class Address:
 
     Attributes:
         host: IP address of the rank's host.
-        port: TCP port.
+        port: TCP port; 0 if only ranks of the same host are served.
         name: Name of a Unix socket, for ranks of the same host; empty if there is none.
         secret: Secret that each request must contain.
     """
@@ -141,6 +153,7 @@ class PeerServer:
         host: Address of this host to listen at.
         kept_bytes_max: Limit of the copies of units that do not stay in place, in bytes.
         ports: First and last TCP port to listen at; None for any free port.
+        serves_other_hosts: False to listen at no TCP port if this host has Unix sockets.
 
     Attributes:
         address: Address for the clients.
@@ -150,7 +163,14 @@ class PeerServer:
         RuntimeError: No thread can be started.
     """
 
-    def __init__(self, host: str, *, kept_bytes_max: int, ports: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        *,
+        kept_bytes_max: int,
+        ports: tuple[int, int] | None = None,
+        serves_other_hosts: bool = True,
+    ) -> None:
         """Start to listen, and start the accepting thread."""
         if count_free_descriptors() < _DESCRIPTORS_MIN:
             raise OSError(errno.EMFILE, "too few files may be opened (ulimit -n) for connections to other ranks")
@@ -158,16 +178,30 @@ class PeerServer:
         self._kept_bytes = 0
         self._changed = threading.Condition()
         self._offers: dict[int, _Offer] = {}
+        self._is_complete = False
         self._closed = threading.Event()
         self._connections: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._accepting = threading.Thread(target=self._accept, name="dcp_remote-peer-accept", daemon=True)
         with contextlib.ExitStack() as opened:  # closed again if the next socket or the thread fails
-            tcp = opened.enter_context(listen_on_tcp(host, ports))
             unix = listen_on_unix_socket()
-            self._listening = [tcp] if unix is None else [tcp, opened.enter_context(unix)]
+            self._listening = [] if unix is None else [opened.enter_context(unix)]
+            port = 0
+            if serves_other_hosts or unix is None:
+                try:
+                    self._listening.append(opened.enter_context(listen_on_tcp(host, ports)))
+                    port = self._listening[-1].getsockname()[1]
+                except OSError as error:
+                    if unix is None:
+                        raise
+                    logger.warning(
+                        "This rank serves only ranks of its own host: it cannot listen at a TCP port. Give it a free "
+                        "one: rank_sockets=RankSockets(ports=…). host=%s cause=%s",
+                        host,
+                        error,
+                    )
             name = bytes(unix.getsockname()) if unix is not None else b""
-            self.address = Address(host, tcp.getsockname()[1], name, os.urandom(_SECRET_BYTES))
+            self.address = Address(host, port, name, os.urandom(_SECRET_BYTES))
             self._woken, self._wake = map(opened.enter_context, socket.socketpair())
             self._accepting.start()
             self._sockets = opened.pop_all()
@@ -214,6 +248,12 @@ class PeerServer:
             self._offers[number] = _Offer(data, receivers, 0 if stays else len(data)) if has_room else _Offer(None)
             self._changed.notify_all()
 
+    def complete(self) -> None:
+        """Decline requests for units that were not offered: no more will be."""
+        with self._changed:
+            self._is_complete = True
+            self._changed.notify_all()
+
     def _accept(self) -> None:
         try:
             self._accept_all()
@@ -255,20 +295,21 @@ class PeerServer:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            configure_socket(connection, send_timeout_seconds=PATIENCE_SECONDS)
-            while not self._closed.is_set():
-                request = memoryview(bytearray(_REQUEST.size))
-                receive(connection, request, lambda _idle_seconds: self._closed.is_set())
+            configure_socket(connection, check_seconds=1.0, send_timeout_seconds=PATIENCE_SECONDS)
+            request = memoryview(bytearray(_REQUEST.size))
+            while receive(connection, request, lambda *_: self._closed.is_set()) == len(request):
                 secret, number = _REQUEST.unpack(request)
                 if not hmac.compare_digest(secret, self.address.secret):
                     return
-                offer = self._wait_for(number)
+                offer = self._wait_for(number, connection)
                 if offer is None or offer.data is None:
                     connection.sendall(_DECLINED)
                     continue
-                connection.sendall(_ACCEPTED)
-                connection.sendall(offer.data)
-                self._count_sent(number, offer)
+                try:
+                    connection.sendall(_ACCEPTED)
+                    connection.sendall(offer.data)
+                finally:  # a client that breaks off reads the rest from the store
+                    self._count_sent(number, offer)
         except (OSError, EOFError) as error:
             logger.debug("a connection of another rank ended: %s", error)
         finally:
@@ -276,10 +317,17 @@ class PeerServer:
                 self._connections.discard(connection)
             connection.close()
 
-    def _wait_for(self, number: int) -> _Offer | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed.is_set() or number in self._offers)
-            return self._offers.get(number)
+    def _wait_for(self, number: int, connection: socket.socket) -> _Offer | None:
+        """Wait until a unit is offered, and meanwhile tell the client that this rank is still reading."""
+
+        def is_decided() -> bool:
+            return self._closed.is_set() or self._is_complete or number in self._offers
+
+        while True:
+            with self._changed:
+                if self._changed.wait_for(is_decided, PATIENCE_SECONDS / 5):
+                    return self._offers.get(number)
+            connection.sendall(_WAITING)
 
     def _count_sent(self, number: int, offer: _Offer) -> None:
         """Count one receiver less, and drop the unit after the last."""
@@ -290,27 +338,98 @@ class PeerServer:
                 self._offers[number] = _Offer(None)
 
 
+class OtherHosts:
+    """Other hosts as the loads of this process found them. Thread-safe.
+
+    A host is avoided for ten minutes if a load did not reach it, or left more of its units to the store than it took.
+
+    Args:
+        clock: Monotonic clock, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with no host."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        # By host: the time of the finding, and the cause to avoid the host: None if it is useful, "" if it is slow.
+        self._found: dict[str, tuple[float, str | None]] = {}
+
+    def note(self, host: str, cause: str | None) -> None:
+        """Note whether a host is useful.
+
+        Args:
+            host: Address of the host.
+            cause: None if it is useful; "" if it sends more slowly than the store; otherwise why it was not reached.
+        """
+        with self._lock:
+            self._found[host] = self._clock(), cause
+
+    def find_cause(self, host: str) -> str | None:
+        """Return the cause to avoid a host, as for `note`; None if there is none."""
+        with self._lock:
+            causes = self._causes()
+            if host not in causes and len(causes) >= _USELESS_MAX and self._are_useless(causes):
+                return next(reversed(causes.values()))
+            return causes.get(host)
+
+    def are_slow(self) -> bool:
+        """Return whether all hosts that are known send more slowly than the store; False if none is known."""
+        with self._lock:
+            causes = self._causes()
+            return "" in causes.values() and self._are_useless(causes)
+
+    def _causes(self) -> dict[str, str | None]:
+        since_seconds = self._clock() - _AVOIDED_SECONDS
+        return {host: cause for host, (seconds, cause) in self._found.items() if seconds > since_seconds}
+
+    @staticmethod
+    def _are_useless(causes: Mapping[str, str | None]) -> bool:
+        return None not in causes.values()
+
+
 class PeerClient:
     """Fetches units from other ranks; from any thread, with a connection per thread and request.
 
-    A rank that does not answer, refuses, or is silent for `PATIENCE_SECONDS` is not asked again.
+    A rank that refuses, or is silent for `PATIENCE_SECONDS`, is not asked again; nor is a host that is not reached, or
+    sends more slowly than the store.
 
     Args:
         addresses: Addresses of the servers, by number of the rank.
         host: Address of this host, by which ranks of the same host are recognized.
-        is_over: Function that tells whether the load was cancelled; called every second.
+        is_over: Function that tells whether the load was cancelled; called ten times a second while a thread waits.
+        rates: Rate of the store in this load.
+        hosts: Other hosts as earlier loads found them; told what this load finds.
+
+    Attributes:
+        unreached: Cause by number of the rank: ranks that were not reached, broke off or fell silent, and those of
+            hosts that an earlier load did not reach.
     """
 
-    def __init__(self, addresses: Mapping[int, Address], host: str, *, is_over: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        addresses: Mapping[int, Address],
+        host: str,
+        *,
+        is_over: Callable[[], bool],
+        rates: ReadRates,
+        hosts: OtherHosts,
+    ) -> None:
         """Store the addresses; no connection is made."""
         self._addresses = addresses
         self._host = host
         self._is_over = is_over
+        self._rates = rates
+        self._hosts = hosts
         self._lock = threading.Lock()
         self._idle: dict[int, list[socket.socket]] = {}
         self._failed: set[int] = set()
-        self._reached: set[bool] = set()  # True: a rank of this host was reached; False: one of another host
         self._received_bytes = 0
+        # By host: bytes received, less those of the same units that were left to the store.
+        self._balance: Counter[str] = Counter()
+        self.unreached: dict[int, str] = {}
+        for rank, address in addresses.items():
+            if address.host != host and (cause := hosts.find_cause(address.host)):
+                self.unreached[rank] = cause
 
     def __enter__(self) -> Self:
         """Return the client."""
@@ -333,78 +452,100 @@ class PeerClient:
             for connection in connections:
                 connection.close()
 
-    def fetch(self, rank: int, number: int, into: memoryview) -> bool:
+    def fetch(self, rank: int, number: int, into: memoryview) -> int:
         """Fetch a unit from another rank; waits until that rank has read it.
 
         Returns:
-            False if the unit must be read from the store; `into` holds any bytes then.
+            Number of bytes received, from the first on; the others must be read from the store.
         """
         with self._lock:
-            if rank in self._failed or self._is_out_of_reach(rank):
-                return False
+            if rank in self._failed or self._is_avoided(rank):
+                return 0
             idle = self._idle.get(rank, [])
             connection = idle.pop() if idle else None
+        is_connected = connection is not None
         try:
             if connection is None:
                 connection = self._connect(rank)
-            has_received = self._request(connection, rank, number, into)
+                is_connected = True
+            received = self._request(connection, rank, number, into)
         except (OSError, EOFError) as error:
             if connection is not None:
                 connection.close()
-            self._mark_failed(rank, error)
-            return False
+            self._mark_failed(rank, error, is_blocked=not is_connected and not isinstance(error, ConnectionError))
+            return 0
         with self._lock:
             idle = self._idle.setdefault(rank, [])
-            is_kept = len(idle) < _IDLE_MAX
+            is_kept = len(idle) < _IDLE_MAX and (received is None or received == len(into))
             if is_kept:
                 idle.append(connection)
-            self._reached.add(self._is_on_this_host(rank))
-            self._received_bytes += len(into) if has_received else 0
+            if received is not None:
+                self._received_bytes += received
+                if not self._is_on_this_host(rank):
+                    host = self._addresses[rank].host
+                    self._balance[host] += 2 * received - len(into)
+                    self._hosts.note(host, None if self._balance[host] >= 0 else "")
         if not is_kept:
             connection.close()
-        return has_received
+        return received or 0
 
     def _is_on_this_host(self, rank: int) -> bool:
         return self._addresses[rank].host == self._host
 
-    def _is_out_of_reach(self, rank: int) -> bool:
-        here = self._is_on_this_host(rank)
-        failed_count = sum(self._is_on_this_host(failed) == here for failed in self._failed)
-        return here not in self._reached and failed_count >= _UNREACHED_MAX
+    def _is_avoided(self, rank: int) -> bool:
+        return not self._is_on_this_host(rank) and self._hosts.find_cause(self._addresses[rank].host) is not None
 
     def _connect(self, rank: int) -> socket.socket:
         address = self._addresses[rank]
         connection = connect_to_unix_socket(address.name) if address.name and self._is_on_this_host(rank) else None
         if connection is None:
+            if not address.port:
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "the rank serves only ranks of its own host")
             connection = socket.create_connection((address.host, address.port), timeout=CONNECT_SECONDS)
-        configure_socket(connection, send_timeout_seconds=PATIENCE_SECONDS)
+        configure_socket(connection, check_seconds=CHECK_SECONDS, send_timeout_seconds=PATIENCE_SECONDS)
         return connection
 
-    def _request(self, connection: socket.socket, rank: int, number: int, into: memoryview) -> bool:
+    def _request(self, connection: socket.socket, rank: int, number: int, into: memoryview) -> int | None:
+        """Return the number of bytes received; None if the rank declines."""
         connection.sendall(_REQUEST.pack(self._addresses[rank].secret, number))
-        answer = memoryview(bytearray(1))
-        receive(connection, answer, self._should_stop)
+        answer = memoryview(bytearray(_WAITING))
+        while bytes(answer) == _WAITING:
+            # The host may have proved slow meanwhile, in another thread.
+            if receive(connection, answer, lambda _, idle: self._check(idle) or self._is_avoided(rank)) == 0:
+                return 0
         if bytes(answer) != _ACCEPTED:
-            return False
-        receive(connection, into, self._should_stop)
-        return True
+            return None
+        if self._is_on_this_host(rank):
+            return receive(connection, into, lambda _, idle: self._check(idle))
+        begin_seconds = time.monotonic()
+        with self._rates.receiving() as transfer:
 
-    def _should_stop(self, idle_seconds: float) -> bool:
-        return idle_seconds >= PATIENCE_SECONDS or self._is_abandoned()
+            def is_slow(received: int, idle_seconds: float) -> bool:
+                self._check(idle_seconds)
+                seconds = time.monotonic() - begin_seconds
+                return seconds >= _RATE_SECONDS and self._rates.prefers_store(transfer, received, seconds)
+
+            return receive(connection, into, is_slow)
+
+    def _check(self, idle_seconds: float) -> bool:
+        """Return False while it is worth waiting for a rank; else raise TimeoutError."""
+        if self._is_abandoned():
+            raise TimeoutError("The load is over.")
+        if idle_seconds >= PATIENCE_SECONDS:
+            raise TimeoutError(f"The other rank has sent nothing for {idle_seconds:.0f} s.")
+        return False
 
     def _is_abandoned(self) -> bool:
         """Return whether the load was cancelled, or the caller has taken its buffer back."""
         return self._is_over() or not may_write()
 
-    def _mark_failed(self, rank: int, error: Exception) -> None:
+    def _mark_failed(self, rank: int, error: Exception, *, is_blocked: bool) -> None:
+        address = self._addresses[rank]
         with self._lock:
-            is_known = rank in self._failed
             self._failed.add(rank)
-        if not is_known and not self._is_abandoned():
-            address = self._addresses[rank]
-            logger.warning(
-                "Another rank does not send what it has read: read from the store instead. address=%s:%d cause=%s",
-                address.host,
-                address.port,
-                error,
-            )
+            if self._is_abandoned():
+                return
+            self.unreached.setdefault(rank, str(error))
+            if is_blocked and address.host != self._host:
+                self._hosts.note(address.host, str(error) or type(error).__name__)
+        logger.debug("A rank does not send what it has read. address=%s:%d cause=%s", address.host, address.port, error)

@@ -55,6 +55,19 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Place of a rank among the hosts.
+
+    Attributes:
+        host: Address of the host.
+        serves_all: True if ranks of other hosts can connect to the rank.
+    """
+
+    host: str
+    serves_all: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Parts:
     """Parts of pieces and tables: consecutive blocks that the same ranks want; columns with one entry per part.
 
@@ -154,16 +167,18 @@ def split_into_cohorts(keys: Sequence[int]) -> list[list[int]]:
     return [sorted(ranks[first:stop]) for first, stop in itertools.pairwise(bounds)]
 
 
-def shared_units(manifest: Manifest, wants: Sequence[I64]) -> tuple[Unit, ...]:
+def shared_units(manifest: Manifest, wants: Sequence[I64], places: Sequence[Place]) -> tuple[Unit, ...]:
     """Return the ranges that at least two ranks want, each with its owner; the same on all ranks.
 
     Each rank reads a small part of a piece for itself if another rank alone wants a neighboring part: cutting the part
     out would cost that other rank a request. Owners are chosen so that all ranks read about as many bytes from the
-    store, including the bytes that a rank wants alone.
+    store, including the bytes that a rank wants alone. A unit of several hosts is owned by a rank that serves all of
+    them; where there is none, each host has a unit of its own.
 
     Args:
         manifest: Manifest of the checkpoint.
         wants: Runs of each rank, as `decode_wanted` returns them; at most `MEMBERS_MAX` ranks.
+        places: Place of each rank.
 
     Returns:
         The units, the largest first.
@@ -180,10 +195,26 @@ def shared_units(manifest: Manifest, wants: Sequence[I64]) -> tuple[Unit, ...]:
     ranges = _make_ranges(manifest, numbers, parts, np.flatnonzero(is_shared).tolist())
     units: list[Unit] = []
     for request, members in sorted(ranges, key=lambda pair: (-pair[0].length, pair[0].shard, pair[0].start)):
-        owner = min(members, key=loads.__getitem__)
-        loads[owner] += request.length
-        units.append(Unit(request, members, owner))
+        for group, owners in _split_by_host(members, places):
+            owner = min(owners, key=loads.__getitem__)
+            loads[owner] += request.length
+            if len(group) > 1:
+                units.append(Unit(request, group, owner))
     return tuple(units)
+
+
+def _split_by_host(
+    members: tuple[int, ...], places: Sequence[Place]
+) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield groups of ranks that can share a range, each with those of its ranks that serve all others."""
+    hosts = {places[member].host for member in members}
+    serving = tuple(member for member in members if places[member].serves_all)
+    if len(hosts) == 1 or serving:
+        yield members, members if len(hosts) == 1 else serving
+        return
+    for host in sorted(hosts):
+        group = tuple(member for member in members if places[member].host == host)
+        yield group, group
 
 
 def plan_shared(

@@ -37,6 +37,7 @@ from dcp_remote.manager.progress import ProgressSetting, check_progress, start_p
 from dcp_remote.manager.rank_restore import load_rank
 from dcp_remote.manager.rank_save import RankSaver, Task
 from dcp_remote.manager.reports import LoadReport, SaveReport
+from dcp_remote.manager.save_planning import Replicas
 from dcp_remote.manager.save_policy import SavePolicy, SaveSchedule
 from dcp_remote.manager.telemetry import Telemetry
 from dcp_remote.run.job import CheckpointLabels, JobSession, require_step, require_step_or_name
@@ -45,7 +46,7 @@ from dcp_remote.run.retention import ChooseToDelete, Retention, require_retentio
 from dcp_remote.run.run import CheckpointInfo
 from dcp_remote.saving.device_copy import wait_for_devices
 from dcp_remote.saving.staging import Stager, tensors_of
-from dcp_remote.serialization.state_dict import as_state, build_saved_state, require_distinct
+from dcp_remote.serialization.state_dict import TensorRoles, as_state, build_saved_state, require_distinct
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.location import Location, require_budget, require_shared, require_timeout
@@ -90,8 +91,14 @@ class CheckpointManager:
 
     The first save exchanges plans; a later save does so again if a name, a shape or a dtype has changed on any rank.
     A tensor that several ranks hold, as under DDP or HSDP, is written by one of them; the largest tensors by all of
-    them, a part each, if digests of all bits are equal in that save. If digests differ, the tensor of one rank is saved
-    whole, and a warning is logged.
+    them, a part each, if digests of all bits are equal in that save. In the first save of a job with a name, digests of
+    all bits of such tensors are compared before the upload: if ranks hold different values, every rank raises
+    `InvalidArgumentError`, which names the tensors and the ranks (see `replicas`). Later saves compare only the tensors
+    that are written in parts; if these have come to differ, the lowest rank's is saved, with a warning.
+
+    Of buffers of modules, objects, and numbers (tensors without dimensions) that are neither parameters nor states of
+    optimizers, ranks may hold different values, and each save holds that of the lowest rank that has one. A job says so
+    once of each name: of buffers at level INFO, since under DDP each forward pass makes statistics differ.
 
     The first save of a job takes the fence: jobs that were started earlier can commit, delete, name and pin nothing
     more, and raise `FencedError`. Checkpoints are deleted only by `retention` and `delete`, or when a save replaces
@@ -108,6 +115,9 @@ class CheckpointManager:
         storage_options: Endpoint, region, credentials and so on, by the names that boto3 and fsspec use.
         timeout_seconds: Deadline of one save or restore, in seconds from the call; 1800.
         dedup: True if data that did not change since the newest checkpoint is reused instead of sent again.
+        replicas: "equal" to refuse the first save with a tensor of which ranks hold different values, unless it is a
+            buffer. "coordinator" to compare no values, and save those of the lowest rank that holds the tensor, whole:
+            for ranks that train apart for a while, as in local SGD. The argument of rank 0 counts.
         resumed_from: Step whose state was loaded by other means than `restore`.
         start_over: True to leave the run's checkpoints behind: the first commit marks them as abandoned.
         silence_seconds: Seconds without a heartbeat after which a rank counts as dead; 60.
@@ -137,6 +147,7 @@ class CheckpointManager:
         storage_options: Mapping[str, object] | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         dedup: bool = True,
+        replicas: Replicas = "equal",
         resumed_from: int | None = None,
         start_over: bool = False,
         silence_seconds: float = SILENCE_SECONDS,
@@ -160,6 +171,8 @@ class CheckpointManager:
         require_timeout(arrival_seconds, name="arrival_seconds")
         require_timeout(timeout_seconds if notice_seconds is None else notice_seconds, name="notice_seconds")
         require_budget(memory_budget_bytes)
+        if replicas not in ("equal", "coordinator"):
+            raise InvalidArgumentError('replicas must be "equal" or "coordinator".', replicas=replicas)
         check_progress(progress)
         self._progress, self._rank_sockets = progress, check_rank_sockets(rank_sockets)
         if resumed_from is not None:
@@ -188,9 +201,11 @@ class CheckpointManager:
         self._preemption = Preemption(self._ranks, notice_seconds=notice_seconds)
         self._schedule = SaveSchedule(save_policy, self._ranks) if save_policy is not None else None
         self._should_stop = False
+        # Step that was restored or saved last; -1 before that.
+        self._last_step = -1 if resumed_from is None else resumed_from
         job = JobSession(self._store)
         if resumed_from is not None or start_over:
-            job.resume_from(-1 if resumed_from is None else resumed_from)
+            job.resume_from(self._last_step)
         coordinator = (
             Coordinator(self._store, job, retention=retention, dedup=dedup) if self._ranks.is_coordinator else None
         )
@@ -202,6 +217,7 @@ class CheckpointManager:
             memory_budget_bytes=memory_budget_bytes,
             allow_pickle=allow_pickle,
             progress=progress,
+            replicas=replicas,
         )
         self._run = Run(self._store.uncounted, owner=lambda: self._saver.owner)
         self._stager = Stager()
@@ -263,7 +279,7 @@ class CheckpointManager:
         metrics: Mapping[str, SupportsFloat] | None = None,
         user: Mapping[str, Any] | None = None,
         overwrite: bool = False,
-        exist_ok: bool = False,
+        exist_ok: bool | None = None,
         planner: SavePlanner | None = None,
         wait: bool | Literal["begun"] = False,
     ) -> None:
@@ -292,8 +308,11 @@ class CheckpointManager:
             exist_ok: True to keep the live checkpoint of this step if this job wrote it, or has saved nothing since it
                 went on from it: names and metrics are added to it in the catalog, and nothing is uploaded. Costs two
                 GETs and a PUT; one GET if there is nothing to add. After a crash all of them are added or none. An
-                abandoned checkpoint of this step is replaced also if it has names, which the new one gets. The
-                coordinator's argument counts.
+                abandoned checkpoint of this step is replaced also if it has names, which the new one gets. None keeps
+                the checkpoint that this job restored or saved last in the same way, with a warning, as of a loop that
+                begins by a save of the step that it has restored: what has changed in the state since, such as a
+                learning rate or random states, is not saved. A state with other names, shapes or dtypes than the last
+                saved one is refused. False refuses each step that is live. The coordinator's argument counts.
             planner: Planner of torch; None is `DefaultSavePlanner()`. A planner with methods of its own plans each save
                 anew, and its replicas are written by one rank. torch's plan cache (`enable_plan_caching`) is not used.
             wait: True to return only when the checkpoint is committed. The state is then not copied. "begun" to return
@@ -302,14 +321,15 @@ class CheckpointManager:
                 in a collective of torch for a rank that failed should pass "begun". Costs two messages per rank.
 
         The errors below the first are raised by this call with `wait=True`; else by the next `save`, `restore` or
-        `wait`, or at the end of the block.
+        `wait`, or at the end of the block. A save of a step that is not above the last one that this job saved or
+        restored waits as with "begun", so that this call raises the error by which the run refuses the step.
 
         Raises:
             InvalidArgumentError: A step, name, metric, note, or the state is wrong. Raised as the errors below if the
                 step is older than the newest checkpoint, or if ranks have tensors of different shapes or dtypes under
                 one name. Of objects that differ, one rank's is saved; a warning names them once.
-            CheckpointExistsError: The run has a checkpoint of this step, or checkpoints that this job does not go on
-                from: call `restore` first, or pass `resumed_from` or `start_over`.
+            CheckpointExistsError: The run has a checkpoint of this step, see `exist_ok`; or checkpoints that this job
+                does not go on from: call `restore` first, or pass `resumed_from` or `start_over`.
             FencedError: A newer job owns the run. Stop this job.
             BucketNotFoundError: There is no such bucket; nothing was uploaded.
             CommitConflictError: Another save of this step was committed meanwhile.
@@ -325,6 +345,8 @@ class CheckpointManager:
         noted = checked_user(user or {})
         if wait not in [False, True, "begun"]:
             raise InvalidArgumentError('wait must be False, True or "begun".', wait=wait)
+        if not wait and step <= self._last_step:
+            wait = "begun"
         operation = self._telemetry.save(self._store, step=step, rank=self._ranks.rank)
         background_save: BackgroundSave | None = None
         try:
@@ -338,7 +360,8 @@ class CheckpointManager:
             )
             self._ranks.begin(collective)
             with operation.phase("staging"):
-                copied = self._copied(collective, state, stage=wait is not True)
+                roles = TensorRoles()
+                copied = self._copied(collective, state, roles, stage=wait is not True)
             task = Task(
                 labels=labels,
                 state=copied,
@@ -351,12 +374,14 @@ class CheckpointManager:
                 operation=operation,
                 background=wait is not True,
                 begun=background_save.begun,
+                roles=roles,
             )
             self._background_saves.start(background_save, task)
             if wait == "begun":
                 self._background_saves.wait_until_begun()
             elif wait:
                 self.wait()
+            self._last_step = step
             if self._schedule is not None:
                 self._schedule.note_saved(step)
         except BaseException as error:
@@ -494,10 +519,12 @@ class CheckpointManager:
         operation.end(self._last_load)
         if self._last_load is None:
             return None
-        if self._coordinator is not None and go_on:
-            self._coordinator.resume_from(self._last_load.step)
-        if self._schedule is not None and go_on:
-            self._schedule.note_saved(self._last_load.step)
+        if go_on:
+            self._last_step = self._last_load.step
+            if self._coordinator is not None:
+                self._coordinator.resume_from(self._last_step)
+            if self._schedule is not None:
+                self._schedule.note_saved(self._last_step)
         return self._last_load.step
 
     def should_save(self, step: int) -> bool:
@@ -661,6 +688,7 @@ class CheckpointManager:
         self,
         collective: Collective,
         state: Mapping[str, Any] | nn.Module | Callable[[], Mapping[str, Any] | nn.Module],
+        roles: TensorRoles,
         *,
         stage: bool,
     ) -> dict[str, Any]:
@@ -671,7 +699,7 @@ class CheckpointManager:
             collective.gather(None, lambda _nothing: None)
             collective.set_activity("collecting the state")
             made = made()
-        copied = build_saved_state(as_state(made), self._ranks.rank)
+        copied = build_saved_state(as_state(made), self._ranks.rank, roles)
         require_distinct(copied)
         if not stage:
             # In the caller's thread, because streams are per thread: the saving thread would wait for another stream.

@@ -27,7 +27,7 @@ from dcp_remote.loading.chunk_list import local_plan
 from dcp_remote.loading.dcp_metadata import SourceMeta, to_dcp_metadata
 from dcp_remote.loading.engine import Target, read_targets
 from dcp_remote.loading.overlapping_templates import find_lost_values
-from dcp_remote.loading.peer_exchange import PeerExchange, cohorts_of
+from dcp_remote.loading.peer_exchange import PeerExchange, UnreachedRank, cohorts_of
 from dcp_remote.loading.peer_sockets import RankSockets
 from dcp_remote.loading.peers import host_towards
 from dcp_remote.loading.planner import RemoteLoadPlanner
@@ -185,7 +185,7 @@ def load_rank(
             )
             collective.set_activity(f"has read step {entry.step}, waiting for the others")
             # Until then another rank may want what this rank has read.
-            collective.gather(None, _require_no_failure)
+            collective.gather(exchange.unreached[:1] if exchange is not None else [], _warn_of_unreached)
         keys.apply_loaded()
         if isinstance(planner, RemoteLoadPlanner):
             _drop_kept(state, template, ranks.rank, planner)
@@ -202,6 +202,8 @@ def load_rank(
         requests=counts.requests,
         retries=counts.failed,
         received_bytes=exchange.received_bytes if exchange is not None else 0,
+        fallback_bytes=exchange.fallback_bytes if exchange is not None else 0,
+        unreached_ranks=len(exchange.unreached) if exchange is not None else 0,
         rereads=counts.reread,
         **_not_loaded(planner, verdict),
     )
@@ -257,6 +259,7 @@ def _read_layers(
             plan=expect(plan),
             arrived=arrived,
         )
+        exchange.complete()
     for targets in later:
         read_targets(
             store,
@@ -272,6 +275,27 @@ def _read_layers(
 
 def _require_no_failure(_answers: Sequence[None]) -> None:
     """Decide nothing: that all ranks arrive shows that none has failed so far."""
+
+
+def _warn_of_unreached(found: Sequence[Sequence[UnreachedRank]]) -> None:
+    """Log one warning if ranks did not reach others; called on the coordinator, with an example of each rank."""
+    examples = [(rank, unreached) for rank, several in enumerate(found) for unreached in several]
+    if not examples:
+        return
+    rank, unreached = examples[0]
+    logger.warning(
+        "%d of %d ranks did not get what other ranks had read for them, and read from the store instead, which takes "
+        "longer (`LoadReport.unreached_ranks`). Rank %d, for example, from rank %d at %s:%d: %s. If the hosts may "
+        "connect to each other at some ports or over some interface only, name them: "
+        'rank_sockets=RankSockets(ports=(29600, 29700), interface="eth1"); if they may not, rank_sockets=False.',
+        len(examples),
+        len(found),
+        rank,
+        unreached.rank,
+        unreached.host,
+        unreached.port,
+        unreached.cause,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,15 @@ from dcp_remote.format.shard import ShardNames
 from dcp_remote.manager.coordinator import Again, Committed, Coordinator, Labelled
 from dcp_remote.manager.progress import Progress, ProgressSetting, start_progress
 from dcp_remote.manager.reports import RankFigures, SaveReport, Seconds, SlowShard, combine
-from dcp_remote.manager.save_planning import CoordinatorPlanning, Known, Request, require_coordinator
+from dcp_remote.manager.save_planning import (
+    CoordinatorPlanning,
+    Known,
+    Noted,
+    Replicas,
+    Request,
+    Values,
+    require_coordinator,
+)
 from dcp_remote.manager.telemetry import Operation
 from dcp_remote.run.background_maintenance import BackgroundMaintenance
 from dcp_remote.run.job import CheckpointLabels, SaveTicket
@@ -37,7 +45,10 @@ from dcp_remote.saving.plan_cache import (
     PlanCache,
     Proposal,
     RankPlan,
+    compared_items,
     digest_objects,
+    digest_sets,
+    list_digests,
     plans_as_torch,
     propose,
     replica_digests,
@@ -49,6 +60,7 @@ from dcp_remote.saving.plan_cache import (
 from dcp_remote.saving.rank_report import RankReport
 from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.saving.uploads import Uploads
+from dcp_remote.serialization.state_dict import TensorRoles
 from dcp_remote.storage.counting import CountingStore, Counts
 
 logger = logging.getLogger(__name__)
@@ -84,6 +96,7 @@ class Task:
         operation: Operation of telemetry.
         background: True if training goes on meanwhile.
         begun: Event to set once all ranks have come with their states, and the run takes the step.
+        roles: Names of the state's tensors whose role is known.
         uncommitted: Ticket and figures of the attempt that waits for the answer to its commit; empty at other times.
             Kept here because the thread of an earlier save may be stuck, with a task of its own.
     """
@@ -99,6 +112,7 @@ class Task:
     operation: Operation
     background: bool
     begun: OneTimeEvent
+    roles: TensorRoles = field(default_factory=TensorRoles)
     uncommitted: list[tuple[SaveTicket, RankFigures]] = field(default_factory=list, init=False)
 
 
@@ -131,6 +145,7 @@ class RankSaver:
         memory_budget_bytes: Bound in bytes of the copies in memory beyond the state.
         allow_pickle: True to store objects that only code can load.
         progress: Whether, or by which function, the coordinator shows progress.
+        replicas: Rule for tensors that several ranks hold; the coordinator's counts.
 
     Attributes:
         background_maintenance: Thread that deletes what this rank's saves leave.
@@ -146,6 +161,7 @@ class RankSaver:
         memory_budget_bytes: int,
         allow_pickle: bool,
         progress: ProgressSetting = True,
+        replicas: Replicas = "equal",
     ) -> None:
         """Store the arguments; no request is made."""
         self._ranks = ranks
@@ -158,6 +174,7 @@ class RankSaver:
         self._shard_bytes_max = shard_bytes_max(memory_budget_bytes)
         self._allow_pickle = allow_pickle
         self._progress = progress
+        self._replicas = replicas
         # Saves of which this rank does not know the outcome, and the shards put for each; the coordinator finds out.
         self._unclear: list[tuple[SaveTicket, tuple[str, ...]]] = []
         # Checkpoint that names what this rank wrote last (save_id and manifest key), and what that was.
@@ -165,8 +182,8 @@ class RankSaver:
         # Last plans on which the ranks agreed: this rank's, and on the coordinator what they amount to.
         self._plans = PlanCache()
         self._known: Known | None = None
-        # Names of objects that differ between ranks, of which the coordinator has warned.
-        self._reported: set[str] = set()
+        # On the coordinator: names that were compared between ranks in this job.
+        self._noted = Noted()
         self.owner: Owner | None = None
 
     @short_switch_interval()
@@ -267,12 +284,13 @@ class RankSaver:
         requests = self._store.counts.since(before).requests
         figures = RankFigures(self._ranks.rank, requests=requests, seconds=seconds)
         entry = labelled.entry
-        if self._ranks.is_coordinator and task.user:
+        if self._ranks.is_coordinator and (task.user or not task.labels.exist_ok):
             logger.warning(
-                "%s: this job had saved step %d, so that its checkpoint stays, and the notes of this save (user=) are "
-                "dropped: a manifest never changes. Pass overwrite=True to replace the checkpoint",
+                "%s: step %d was saved before, and its checkpoint stays as it is, without what has changed in the "
+                "state since%s. Pass overwrite=True to replace the checkpoint, or exist_ok=True to keep it",
                 self._store.url,
                 entry.step,
+                " and the notes of this save (user=)" if task.user else "",
             )
         report = combine([figures], step=entry.step, save_id=entry.save_id, total_bytes=entry.size_bytes)
         return replace(report, world_size=self._ranks.world_size, background=task.background, is_repeated=True)
@@ -284,7 +302,11 @@ class RankSaver:
             proposal = self._propose(collective, planner, task)
         plans = self._plans
         planning = CoordinatorPlanning(
-            self._coordinator, self._known, shard_bytes_max=self._shard_bytes_max, reported=self._reported
+            self._coordinator,
+            self._known,
+            shard_bytes_max=self._shard_bytes_max,
+            noted=self._noted,
+            replicas=self._replicas,
         )
         request = self._make_request(collective, task, planner, proposal)
         collective.set_activity("asking whether this step may be saved")
@@ -304,16 +326,29 @@ class RankSaver:
         collective.set_activity("planning")
         if begun.in_tables:
             arrange_tables = partial(planning.arrange_tables, ticket=ticket, planner=planner)
-            # Digests are sent with new plans only: each difference is reported once, and other saves cost no more.
+            # Values are compared with new plans only: each difference is reported once, and other saves cost no more.
             has_others = self._ranks.world_size > 1
             table = to_table(proposal, *([digest_objects(proposal, planner)] if has_others else []))
             digests, is_agreed = request.digests, False
             # Again where writers of parts turn out to hold different values: then one of them writes the whole.
             while not is_agreed:
                 share = collective.scatter(table, arrange_tables)
-                own = to_rank_plan(proposal, share)
-                digests = replica_digests(own, planner, collective.raise_if_cancelled, known=digests)
-                is_agreed = not share.is_cut or collective.gather(digests, planning.compare_replicas)
+                own, check = to_rank_plan(proposal, share), collective.raise_if_cancelled
+                sets = compared_items(proposal, share)
+                if not share.is_cut and not share.has_sets:
+                    break
+                collective.set_activity("comparing replicas")
+                digests = replica_digests(own, planner, check, known=digests, sets=sets)
+                compared = collective.gather(
+                    Values(digest_sets(sets, planner, check), digests), planning.compare_values
+                )
+                if compared.listing:
+                    listed = [number for number, ranks in compared.listing.items() if self._ranks.rank in ranks]
+                    collective.gather(
+                        {number: list_digests(sets[number], planner, check) for number in listed},
+                        planning.compare_lists,
+                    )
+                is_agreed = compared.is_agreed
         else:
             own = RankPlan(
                 collective.scatter(proposal.plan, partial(planning.plan_all, ticket=ticket, planner=planner))
@@ -339,7 +374,7 @@ class RankSaver:
         collective.set_activity("planning")
         meta = StorageMeta(checkpoint_id=self._store.url, save_id=save_id)
         set_up(planner, task.state, meta, is_coordinator=self._ranks.is_coordinator)
-        proposal = propose(planner, shard_bytes_max=self._shard_bytes_max)
+        proposal = propose(planner, shard_bytes_max=self._shard_bytes_max, roles=task.roles)
         require_unicode(proposal.plan)
         return proposal
 

@@ -174,6 +174,10 @@ class LoadReport:
         requests: Requests of this rank, repetitions included.
         retries: Requests that were repetitions.
         received_bytes: Bytes that other ranks had read and sent to this rank.
+        fallback_bytes: Bytes of `read_bytes` that another rank was to send: it was not reached, or sent more slowly
+            than the store.
+        unreached_ranks: Number of ranks that were to send to this rank and were not reached, in this restore or an
+            earlier one of this process, broke off or fell silent; 0 if all is well. See `rank_sockets`.
         rereads: Requests that repeated a read whose bytes did not match their digest.
         kept: Names of values of this rank's state that were not loaded, by `missing="keep"`, `include` or `exclude`;
             the first 1,000. Empty with a planner that is no `RemoteLoadPlanner`, as `left_out`.
@@ -192,6 +196,8 @@ class LoadReport:
     requests: int
     retries: int
     received_bytes: int = 0
+    fallback_bytes: int = 0
+    unreached_ranks: int = 0
     rereads: int = 0
     kept: tuple[str, ...] = ()
     kept_values: int = 0
@@ -205,6 +211,10 @@ class LoadReport:
             parts.append(f" as one of {self.world_size} ranks")
         if self.received_bytes:
             parts.append(f", received {human_bytes(self.received_bytes)} from the others")
+        if self.fallback_bytes:
+            parts.append(f", {human_bytes(self.fallback_bytes)} of it read in place of other ranks")
+        if self.unreached_ranks:
+            parts.append(f", {format_count(self.unreached_ranks, 'rank')} not reached")
         if self.retries:
             parts.append(f", {self.retries} of {self.requests} requests repeated")
         if self.rereads:

@@ -59,14 +59,15 @@ class CheckpointLabels:
         names: Names by which it can be loaded; each belongs to one checkpoint at a time, the last that was given it.
         metrics: Names and values of metrics; the values are finite.
         overwrite: Replace the live checkpoint of this step, if there is one.
-        exist_ok: Keep the live checkpoint of this step if it is this job's, and add names and metrics to it.
+        exist_ok: Keep the live checkpoint of this step if it is this job's, and add names and metrics to it. None: only
+            if this job has saved nothing since.
     """
 
     step: int
     names: tuple[str, ...] = ()
     metrics: tuple[tuple[str, float], ...] = ()
     overwrite: bool = False
-    exist_ok: bool = False
+    exist_ok: bool | None = None
 
     @classmethod
     def of(
@@ -76,7 +77,7 @@ class CheckpointLabels:
         name: str | Iterable[str] | None = None,
         metrics: Mapping[str, SupportsFloat] | None = None,
         overwrite: bool = False,
-        exist_ok: bool = False,
+        exist_ok: bool | None = None,
     ) -> CheckpointLabels:
         """Check the arguments of a save, before anything is copied or sent.
 
@@ -299,6 +300,8 @@ class JobSession:
     def begin_or_find(self, note: CheckpointLabels, *, borrow: bool, deadline: Deadline) -> SaveTicket | Entry:
         """Begin a save as `begin` does; or return the checkpoint of this step, if this job wrote or resumed from it.
 
+        Without `exist_ok` only if this job has saved nothing since.
+
         Costs what `begin` costs.
 
         Raises:
@@ -306,7 +309,8 @@ class JobSession:
         """
         catalog = self._own_catalog(deadline)
         there = catalog.entry_at(note.step)
-        if there is not None and not there.abandoned and self._is_own(there):
+        is_own = there is not None and not there.abandoned and self._is_own(there)
+        if there is not None and is_own and (note.exist_ok or there == self._newest(catalog)):
             return there
         return self._begin_in(catalog, note, borrow=borrow)
 
@@ -490,7 +494,8 @@ class JobSession:
     def _require_replaceable(self, there: Entry, names: Iterable[str], step: int) -> None:
         if not (there.abandoned or self._abandons(there)):
             raise CheckpointExistsError(
-                "Checkpoint already exists at this step. Save another step, or pass overwrite=True to replace it.",
+                "Checkpoint already exists at this step. Save another step; or pass exist_ok=True to keep it if this "
+                "job saved or restored it, or overwrite=True to replace it.",
                 url=self._store.url,
                 step=step,
                 save_id=there.save_id,

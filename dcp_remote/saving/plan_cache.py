@@ -4,9 +4,9 @@ torch can cache plans itself, in class attributes keyed by the name of the plann
 share them, and a changed dtype goes unnoticed (torch 2.13, planner_helpers.py). The cache here belongs to one manager,
 and compares everything that a plan says.
 
-Several ranks may each write a part of one replica. That is correct only if all of them hold the same values, which
-torch never checks: each save compares digests of all values before anything is written, and where they differ, one rank
-writes the whole tensor, as in torch.
+A checkpoint holds one rank's values of a replica, which torch never compares with the others'. Here digests of all
+values are compared in the first save with a name, before anything is written. Several ranks may each write a part of
+one replica; then every save compares its values, and where they have come to differ, one rank writes the whole tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeGuard
@@ -33,11 +33,22 @@ from dcp_remote.format.empty_dicts import to_flatten_items
 from dcp_remote.format.manifest import TensorKind
 from dcp_remote.saving.dcp_metadata import get_flatten_mapping, to_kind
 from dcp_remote.saving.device_copy import Run, host_views
-from dcp_remote.saving.plan_table import Chunk, Integers, PlanTable, Share, pack_names, shrink_integers
+from dcp_remote.saving.plan_table import (
+    BUFFER,
+    REPLICA,
+    VALUE,
+    Chunk,
+    Integers,
+    PlanTable,
+    Share,
+    pack_names,
+    shrink_integers,
+)
 from dcp_remote.saving.rank_differences import Described
 from dcp_remote.serialization.objects import digest_object
-from dcp_remote.serialization.state_dict import PER_RANK_KEY, empty_places
+from dcp_remote.serialization.state_dict import PER_RANK_KEY, TensorRoles, empty_places
 from dcp_remote.serialization.tensors import dtype_name, is_plain
+from dcp_remote.serialization.torch_tags import lacks_memory
 
 # A planner with all of these methods of torch's makes plans that depend only on the state and its flags, and resolves
 # items to the state's own tensors. An older torch may not have all of them.
@@ -87,6 +98,12 @@ class RankPlan:
 # Digest of all values of each replica that a rank writes a part of.
 Digests: TypeAlias = Mapping[Chunk, bytes]
 
+# Items of each set that a rank compares with others, in the same order on all ranks; by the number of the set.
+ItemSets: TypeAlias = Mapping[int, Sequence[WriteItem]]
+
+# Bytes of the digest of one tensor in the message that lists those of a set.
+LISTED_BYTES = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -97,12 +114,14 @@ class Proposal:
         is_regular: True if a `PlanTable` can hold the plan.
         large: Items that are larger than a shard and may be written in parts.
         flags: Flags of the planner.
+        roles: Roles of the tensors that may differ between ranks: `BUFFER` or `VALUE`.
     """
 
     plan: SavePlan
     is_regular: bool = False
     large: frozenset[MetadataIndex] = frozenset()
     flags: tuple[bool, ...] = ()
+    roles: Mapping[MetadataIndex, int] = field(default_factory=dict)
 
     @property
     def hints(self) -> list[int | None]:
@@ -155,27 +174,40 @@ def set_up(planner: SavePlanner, state: dict[str, Any], meta: StorageMeta, *, is
         planner.mappings = to_flatten_items(empty_places(state)) | planner.mappings
 
 
-def propose(planner: SavePlanner, *, shard_bytes_max: int) -> Proposal:
+def propose(planner: SavePlanner, *, shard_bytes_max: int, roles: TensorRoles | None = None) -> Proposal:
     """Return a rank's proposal; called on every rank, once the planner is set up.
 
     Args:
         planner: torch's planner or a user's. Items of a user's planner are never written in parts, since it may resolve
             them differently on each rank.
         shard_bytes_max: Bytes of data in a shard.
+        roles: Names of the tensors whose role is known; None if all tensors are replicas.
     """
     plan = planner.create_local_plan()
     if not plans_as_torch(planner):
         return Proposal(plan)
     flags = (planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank)
     is_regular = _is_regular(plan)
+    found = {item.index: _role_of(item, roles) for item in plan.items if item.tensor_data is not None} if roles else {}
+    unequal = {index: role for index, role in found.items() if role != REPLICA}
     if planner.dedup_save_to_lowest_rank or not is_regular:
-        return Proposal(plan, is_regular, flags=flags)
+        return Proposal(plan, is_regular, flags=flags, roles=unequal)
     large = frozenset(
         item.index
         for item in plan.items
-        if _chunk_bytes(item) > shard_bytes_max and _is_divisible(planner.lookup_object(item.index))
+        if _chunk_bytes(item) > shard_bytes_max
+        and item.index not in unequal
+        and _is_divisible(planner.lookup_object(item.index))
     )
-    return Proposal(plan, is_regular, large, flags)
+    return Proposal(plan, is_regular, large, flags, unequal)
+
+
+def _role_of(item: WriteItem, roles: TensorRoles) -> int:
+    """Return the role of a tensor; a number that belongs to no module and no optimizer, as a loss, is a value."""
+    assert item.tensor_data is not None, "objects are values"
+    if roles.is_buffer(item.index.fqn):
+        return BUFFER
+    return REPLICA if item.tensor_data.size or item.index.fqn in roles.trained else VALUE
 
 
 def _is_regular(plan: SavePlan) -> bool:
@@ -196,7 +228,12 @@ def _is_chunk_or_object(item: WriteItem) -> bool:
 
 
 def replica_digests(
-    plan: RankPlan, planner: SavePlanner, check: Callable[[], object], *, known: Digests = MappingProxyType({})
+    plan: RankPlan,
+    planner: SavePlanner,
+    check: Callable[[], object],
+    *,
+    known: Digests = MappingProxyType({}),
+    sets: ItemSets = MappingProxyType({}),
 ) -> Digests:
     """Digest all values of every replica of which this rank writes a part; no request.
 
@@ -207,29 +244,55 @@ def replica_digests(
         planner: Planner that resolves its items.
         check: Called before each MiB; raises when the save is over.
         known: Digests of the same values, which are not computed again.
+        sets: Sets that are compared; their tensors are left out here.
     """
+    others = {chunk_key(item.index) for items in sets.values() for item in items}
     wholes = {chunk_key(part.whole.index): part.whole for part in plan.shared.values()}
+    wholes = {chunk: whole for chunk, whole in wholes.items() if chunk not in others}
     return {
         chunk: known[chunk] if chunk in known else _digest_tensor(planner.resolve_data(whole), check)
         for chunk, whole in wholes.items()
     }
 
 
-def _digest_tensor(tensor: object, check: Callable[[], object]) -> bytes:
+def compared_items(proposal: Proposal, share: Share) -> ItemSets:
+    """Return the items of a regular proposal whose values this rank compares with others'."""
+    sets: dict[int, list[WriteItem]] = {}
+    for number in np.flatnonzero(share.compared).tolist():
+        sets.setdefault(int(share.compared[number]), []).append(proposal.plan.items[number])
+    return {number: sorted(items, key=lambda item: chunk_key(item.index)) for number, items in sets.items()}
+
+
+def digest_sets(sets: ItemSets, planner: SavePlanner, check: Callable[[], object]) -> dict[int, bytes]:
+    """Return a digest of all values of each set; no request. Costs as `replica_digests`, which has the arguments."""
+    return {
+        number: digest(b"".join(_digest_tensor(planner.resolve_data(item), check) for item in items))
+        for number, items in sets.items()
+    }
+
+
+def list_digests(items: Sequence[WriteItem], planner: SavePlanner, check: Callable[[], object]) -> bytes:
+    """Return the digest of each tensor of a set, 8 bytes each, which does not depend on the order in memory."""
+    found = (_digest_tensor(planner.resolve_data(item), check, in_index_order=True) for item in items)
+    return b"".join(value[:LISTED_BYTES] for value in found)
+
+
+def _digest_tensor(tensor: object, check: Callable[[], object], *, in_index_order: bool = False) -> bytes:
     """Return the digest of a tensor's bits and of the order of its dimensions in memory.
 
     Elements are read in memory order, because in index order a transposed matrix would be copied block by block, at
-    0.2 GiB/s.
+    0.2 GiB/s. The digest of a tensor that its elements do not describe is a constant: such tensors are not compared.
     """
-    assert isinstance(tensor, torch.Tensor), "large items are tensors"
+    if not isinstance(tensor, torch.Tensor) or not _is_divisible(tensor) or tensor.is_meta or lacks_memory(tensor):
+        return digest(b"")
     strides = [stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
-    order = sorted(range(tensor.dim()), key=lambda n: -strides[n])
-    in_memory_order = tensor.detach().permute(order)
+    order = sorted(range(tensor.dim()), key=lambda n: -strides[n]) if not in_index_order else list(range(tensor.dim()))
+    ordered = tensor.detach().permute(order)
     block = BLOCK_BYTES_MAX // tensor.element_size()
     digests = [repr(order).encode()]
     for start in range(0, tensor.numel(), block):
         check()
-        digests.append(digest(host_views([Run(in_memory_order, start, min(start + block, tensor.numel()))])[0]))
+        digests.append(digest(host_views([Run(ordered, start, min(start + block, tensor.numel()))])[0]))
     return digest(b"".join(digests))
 
 
@@ -253,7 +316,47 @@ def plan_all(planner: SavePlanner, plans: Sequence[SavePlan]) -> tuple[list[Save
             would be gigabytes.
         plans: Plans of all ranks, in their order.
     """
-    return (copy.copy(planner) if plans_as_torch(planner) else planner).create_global_plan(list(plans))
+    if plans_as_torch(planner):
+        planner = copy.copy(planner)
+        # Of buffers, the lowest rank's values are saved, and no column says here what a buffer is.
+        planner.dedup_save_to_lowest_rank = True
+    own_plans, metadata = planner.create_global_plan(list(plans))
+    return move_objects(own_plans, [object_names(plan) for plan in plans]), metadata
+
+
+def move_objects(plans: Sequence[SavePlan], held: Sequence[Collection[str]]) -> list[SavePlan]:
+    """Return final plans in which each object is written by the lowest of the ranks that planned to; coordinator only.
+
+    Args:
+        plans: Final plans of all ranks, in their order.
+        held: Names of the objects that each rank planned to write.
+    """
+    lowest: dict[str, int] = {}
+    for rank, names in enumerate(held):
+        for name in names:
+            lowest.setdefault(name, rank)
+    items, moved = [list[WriteItem]() for _ in plans], set[int]()
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            writer = lowest.get(item.index.fqn, rank) if _is_object(item) else rank
+            items[writer].append(item)
+            moved |= {rank, writer} if writer != rank else set()
+    return [replace(plan, items=items[rank]) if rank in moved else plan for rank, plan in enumerate(plans)]
+
+
+def are_cached_by_torch(plans: Sequence[SavePlan]) -> bool:
+    """Return whether torch's planner keeps final plans for later saves (`enable_plan_caching`); coordinator only."""
+    cached = {id(plan) for of_all in getattr(SavePlanner, "_cached_global_plan", {}).values() for plan in of_all}
+    return any(id(plan) in cached or not getattr(plan, "usable", True) for plan in plans)
+
+
+def object_names(plan: SavePlan) -> tuple[str, ...]:
+    """Return the names of the objects of a plan."""
+    return tuple(item.index.fqn for item in plan.items if _is_object(item))
+
+
+def _is_object(item: WriteItem) -> bool:
+    return item.type == WriteItemType.BYTE_IO
 
 
 def chunk_key(index: MetadataIndex) -> Chunk:
@@ -268,33 +371,36 @@ def describe_tensors(plan: SavePlan) -> Described:
 
 
 def digest_objects(proposal: Proposal, planner: SavePlanner) -> NDArray[np.uint32]:
-    """Digest the objects of a regular proposal, 32 bits each, by which ranks compare them; no request.
+    """Digest the objects and numbers of a regular proposal, 32 bits each, by which ranks compare them; no request.
 
     Costs 10 µs of CPU per small object, and 0.05 s per GiB of arrays. Objects of single ranks (`PerRank`), and those
     that have no encoding without pickle, get 0: they are not compared.
     """
     assert plans_as_torch(planner), "only torch's planner makes regular proposals"
     paths = planner.mappings if planner.flatten_state_dict else {}
-    names = [item.index for item in proposal.plan.items if item.tensor_data is None]
-    return np.array(
-        [
-            digest_object(planner.lookup_object(index)) if paths.get(index.fqn, ("",))[0] != PER_RANK_KEY else 0
-            for index in names
-        ],
-        dtype=np.uint32,
-    )
+
+    def digest_value(item: WriteItem) -> int:
+        if item.tensor_data is not None:
+            return int.from_bytes(_digest_tensor(planner.resolve_data(item), lambda: None)[:4]) or 1
+        is_own = paths.get(item.index.fqn, ("",))[0] == PER_RANK_KEY
+        return 0 if is_own else digest_object(planner.lookup_object(item.index))
+
+    values = [
+        item for item in proposal.plan.items if item.tensor_data is None or proposal.roles.get(item.index) == VALUE
+    ]
+    return np.array([digest_value(item) for item in values], dtype=np.uint32)
 
 
 # Digests of a proposal whose objects are not compared.
 _NOT_DIGESTED: NDArray[np.uint32] = np.zeros(0, dtype=np.uint32)
 
 
-def to_table(proposal: Proposal, object_digests: NDArray[np.uint32] = _NOT_DIGESTED) -> PlanTable:
+def to_table(proposal: Proposal, value_digests: NDArray[np.uint32] = _NOT_DIGESTED) -> PlanTable:
     """Convert a regular proposal to columns.
 
     Args:
         proposal: Regular proposal.
-        object_digests: Digests of its objects (`digest_objects`); empty if objects are not compared.
+        value_digests: Digests of its objects and numbers (`digest_objects`); empty if these are not compared.
 
     Raises:
         InvalidArgumentError: A tensor has a memory format that the checkpoint format cannot hold.
@@ -319,13 +425,17 @@ def to_table(proposal: Proposal, object_digests: NDArray[np.uint32] = _NOT_DIGES
         packed_names=pack_names([item.index.fqn for item in items], get_flatten_mapping(proposal.plan.planner_data)),
         is_object=np.array([chunk is None for chunk in data], dtype=bool),
         is_large=np.array([item.index in proposal.large for item in items], dtype=bool),
+        role=np.array(
+            [VALUE if item.tensor_data is None else proposal.roles.get(item.index, REPLICA) for item in items],
+            dtype=np.uint8,
+        ),
         kind=shrink_integers(np.array(kind, dtype=np.int64)),
         dimensions=_flatten([len(chunk.size) if chunk is not None else 0] for chunk in data),
         shapes=_flatten(chunk.size for chunk in chunks),
         offsets=_flatten(chunk.chunk.offsets for chunk in chunks),
         sizes=_flatten(chunk.chunk.sizes for chunk in chunks),
         kinds=tuple(kinds),
-        object_digests=object_digests,
+        value_digests=value_digests,
     )
 
 

@@ -4,8 +4,9 @@ torch plans with one to four objects per chunk, which the coordinator receives f
 sends back: for a thousand ranks with a thousand tensors each that is a million, and takes a minute and a half in which
 the training on that rank waits for the GIL. Here a rank sends columns, and receives which of its own items it writes.
 The decision is that of torch's `DefaultSavePlanner` (torch/distributed/checkpoint/_dedup_save_plans.py,
-default_planner.py), with two exceptions: which of its holders writes a replica, and that the largest replicas are
-written by all their holders, one part each. In the checkpoint such a replica looks like a sharded tensor.
+default_planner.py), with three exceptions: which of its holders writes a replica, that the largest replicas are
+written by all their holders, one part each, and that buffers and objects are written by the holder with the lowest
+rank. In the checkpoint a replica in parts looks like a sharded tensor.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ _PART_SHARE_MIN = 0.25
 # memory and network. Each writer of a part digests the whole replica.
 _DIGESTED_PER_UPLOADED = 10
 
+# Roles of items. Replicas hold equal values. Of buffers and of values, which are objects and numbers, ranks may hold
+# different values, and the lowest rank's is saved.
+REPLICA, BUFFER, VALUE = range(3)
+
 Flatten: TypeAlias = Mapping[str, tuple[str | int, ...]]
 Bools: TypeAlias = NDArray[np.bool_]
 Integers: TypeAlias = NDArray[Any]
@@ -52,25 +57,27 @@ class PlanTable:
         packed_names: Name of each item, and the flatten mapping (see `pack_names`).
         is_object: True for each object; other items are chunks of tensors.
         is_large: True for each item that is larger than a shard and may be written in parts.
+        role: Role of each item.
         kind: Index into `kinds` of each item; 0 for objects.
         dimensions: Number of dimensions of each item; 0 for objects.
         shapes: Shapes of the chunks' tensors, one after another.
         offsets: Offsets of the chunks, one after another.
         sizes: Sizes of the chunks, one after another.
         kinds: Distinct kinds, each with its bytes per element.
-        object_digests: Digest of each object, 32 bits; 0 for an object that is not compared. Empty if no object is.
+        value_digests: Digest of each value, 32 bits; 0 for a value that is not compared. Empty if no value is.
     """
 
     packed_names: bytes
     is_object: Bools
     is_large: Bools
+    role: NDArray[np.uint8]
     kind: Integers
     dimensions: Integers
     shapes: Integers
     offsets: Integers
     sizes: Integers
     kinds: tuple[tuple[TensorKind, int], ...]
-    object_digests: NDArray[np.uint32]
+    value_digests: NDArray[np.uint32]
 
 
 class Part(NamedTuple):
@@ -89,12 +96,32 @@ class Share:
         hints: Position of each item among the chunks of its tensor; 0 for objects.
         parts: Parts, for those of the items that are written in part.
         is_cut: True if any rank writes a part: all ranks must then compare the values that they hold.
+        has_sets: True if values of sets of tensors are compared on any rank.
+        compared: Number of the set of each item in the rank's table, from 1 on; 0 for an item that is not compared.
+            Empty if there are no sets.
     """
 
     items: Integers
     hints: Integers
     parts: tuple[Part, ...]
     is_cut: bool
+    has_sets: bool
+    compared: Integers
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSet:
+    """Replicas, or buffers, that the same ranks hold, so that one digest of all of them compares these ranks.
+
+    Attributes:
+        ranks: Ranks, ascending.
+        chunks: Keys of the items.
+        are_buffers: True if ranks may hold different values.
+    """
+
+    ranks: I64
+    chunks: list[Chunk]
+    are_buffers: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +132,15 @@ class Arrangement:
         shares: Share of each rank.
         planned: Contents of the checkpoint.
         shared: Replicas of which several ranks write parts.
-        differing: Objects of which ranks hold different values.
+        differing: Objects and numbers of which ranks hold different values.
+        sets: Replicas and buffers whose values are compared.
     """
 
     shares: list[Share]
     planned: Planned
     shared: frozenset[Chunk]
     differing: tuple[ObjectDifference, ...]
+    sets: tuple[ReplicaSet, ...]
 
 
 def pack_names(names: Sequence[str], flatten: Flatten | None) -> bytes:
@@ -130,6 +159,7 @@ def arrange(
     shard_bytes_max: int,
     unlike: Collection[Chunk] = (),
     to_lowest_rank: bool = False,
+    compared: Collection[str] | None = None,
 ) -> Arrangement:
     """Decide which rank writes which items; coordinator only.
 
@@ -138,13 +168,15 @@ def arrange(
     A replica is written by one of its holders: the largest replica first, each by the holder with the least to write.
     A replica that is larger than a shard is cut into rows along its first dimension, for as many of its holders as get
     at least a quarter of a shard each, unless the holders describe it differently or hold different values. Only the
-    largest replicas are cut, as long as that saves more time than comparing their values costs.
+    largest replicas are cut, as long as that saves more time than comparing their values costs. Buffers, objects and
+    numbers are written by the holder with the lowest rank.
 
     Args:
         tables: Tables of all ranks, in their order; at least one.
         shard_bytes_max: Bytes of data in a shard.
-        unlike: Replicas of which the holders have different values, which are not cut.
+        unlike: Replicas of which the holders have different values: the holder with the lowest rank writes them whole.
         to_lowest_rank: The holder with the lowest rank writes a replica, and nothing is cut.
+        compared: Names of tensors whose values were compared; those of all others are. None to compare none.
 
     Raises:
         InvalidArgumentError: The chunks of a tensor leave a gap, overlap, or reach outside of it, or no rank has a
@@ -154,16 +186,39 @@ def arrange(
     items = _Items.of(tables)
     require_held(items.flatten, items.names)
     _require_one_meaning(items)
+    size_bytes, leaders = items.size_bytes(), items.leaders()
+    is_alone = np.bincount(leaders, minlength=len(leaders))[leaders] == 1
+    groups = list(_group_replicas(leaders, np.flatnonzero(~is_alone), size_bytes))
+    roles = _roles_of_groups(items, leaders)
+    # Before writers are chosen, which changes the offsets of parts.
+    sets, set_of_item = _group_by_holders(items, groups, roles, compared)
     writes, boxes, shared = _choose_writers(
-        items, len(tables), shard_bytes_max=shard_bytes_max, unlike=frozenset(unlike), to_lowest_rank=to_lowest_rank
+        items,
+        groups,
+        is_alone,
+        size_bytes,
+        roles != REPLICA,
+        ranks=len(tables),
+        shard_bytes_max=shard_bytes_max,
+        unlike=frozenset(unlike),
+        to_lowest_rank=to_lowest_rank,
     )
     planned, hints = _plan_checkpoint(items, np.flatnonzero(writes))
     shares = []
     for start, stop in itertools.pairwise(items.rank_first.tolist()):
         own = np.flatnonzero(writes[start:stop])
         parts = tuple(Part(number, boxes[start + number]) for number in own.tolist() if start + number in boxes)
-        shares.append(Share(shrink_integers(own), shrink_integers(hints[start:stop][own]), parts, is_cut=bool(shared)))
-    return Arrangement(shares, planned, shared, _find_differing_objects(items, writes))
+        shares.append(
+            Share(
+                shrink_integers(own),
+                shrink_integers(hints[start:stop][own]),
+                parts,
+                is_cut=bool(shared),
+                has_sets=bool(sets),
+                compared=shrink_integers(set_of_item[start:stop] if sets else set_of_item[:0]),
+            )
+        )
+    return Arrangement(shares, planned, shared, _find_differing_objects(items, writes), sets)
 
 
 def require_held(flatten: Flatten | None, entries: Collection[str]) -> None:
@@ -199,13 +254,14 @@ class _Items:
     name: I64
     is_object: Bools
     is_large: Bools
+    role: Integers
     kind: I64
     dimensions: I64
     box_first: I64
     shapes: I64
     offsets: I64
     sizes: I64
-    object_digests: I64  # of each item; 0 for tensors
+    value_digests: I64  # of each item; 0 for those that are no values
 
     @staticmethod
     def of(tables: Sequence[PlanTable]) -> _Items:
@@ -239,10 +295,10 @@ class _Items:
         ]
         counts = np.array([len(table.kind) for table in tables], dtype=np.int64)
         dimensions = _column([table.dimensions for table in tables])
-        is_object = np.concatenate([table.is_object for table in tables])
-        object_digests = np.zeros(len(is_object), dtype=np.int64)
-        if all(len(table.object_digests) == np.count_nonzero(table.is_object) for table in tables):
-            object_digests[is_object] = _column([table.object_digests for table in tables])
+        role = np.concatenate([table.role for table in tables])
+        value_digests = np.zeros(len(role), dtype=np.int64)
+        if all(len(table.value_digests) == np.count_nonzero(table.role == VALUE) for table in tables):
+            value_digests[role == VALUE] = _column([table.value_digests for table in tables])
         return _Items(
             names=list(numbers),
             flatten=None if merged is None else others | merged,
@@ -250,15 +306,16 @@ class _Items:
             rank_first=group_offsets(counts),
             rank=np.repeat(np.arange(len(tables), dtype=np.int64), counts),
             name=_column([seen[table.packed_names] for table in tables]),
-            is_object=is_object,
+            is_object=np.concatenate([table.is_object for table in tables]),
             is_large=np.concatenate([table.is_large for table in tables]),
+            role=role,
             kind=_column(kind),
             dimensions=dimensions,
             box_first=group_offsets(dimensions),
             shapes=_column([table.shapes for table in tables]),
             offsets=_column([table.offsets for table in tables]),
             sizes=_column([table.sizes for table in tables]),
-            object_digests=object_digests,
+            value_digests=value_digests,
         )
 
     def by_dimensions(self) -> Iterator[tuple[int, I64]]:
@@ -317,22 +374,58 @@ def _column(values: Sequence[Integers]) -> I64:
     return np.concatenate([np.zeros(0, dtype=np.int64), *(column.astype(np.int64) for column in values)])
 
 
+def _roles_of_groups(items: _Items, leaders: I64) -> NDArray[np.uint8]:
+    """Return the role of each group at the index of its first item: the highest of the roles of its items."""
+    roles = np.full(len(leaders), REPLICA, dtype=np.uint8)
+    for role in (BUFFER, VALUE):
+        roles[leaders[items.role == role]] = role
+    return roles
+
+
+def _group_by_holders(
+    items: _Items, groups: Sequence[I64], roles: NDArray[np.uint8], compared: Collection[str] | None
+) -> tuple[tuple[ReplicaSet, ...], I64]:
+    """Return the sets of tensors whose values are compared, and the number of the set of each item, or 0."""
+    numbers: dict[tuple[bytes, bool], int] = {}
+    sets: list[ReplicaSet] = []
+    set_of_item = np.zeros(len(items.kind), dtype=np.int64)
+    for holders in groups if compared is not None else ():
+        first = int(holders[0])
+        if roles[first] == VALUE or items.names[items.name[first]] in (compared or ()):
+            continue
+        ranks, are_buffers = items.rank[holders], bool(roles[first] == BUFFER)
+        number = numbers.setdefault((ranks.tobytes(), are_buffers), len(numbers))
+        if number == len(sets):
+            sets.append(ReplicaSet(ranks, [], are_buffers))
+        sets[number].chunks.append(items.chunk(first))
+        set_of_item[holders] = number + 1
+    return tuple(sets), set_of_item
+
+
 def _choose_writers(
-    items: _Items, ranks: int, *, shard_bytes_max: int, unlike: frozenset[Chunk], to_lowest_rank: bool
+    items: _Items,
+    groups: Sequence[I64],
+    is_alone: Bools,
+    size_bytes: I64,
+    is_unequal: Bools,
+    *,
+    ranks: int,
+    shard_bytes_max: int,
+    unlike: frozenset[Chunk],
+    to_lowest_rank: bool,
 ) -> tuple[Bools, dict[int, Box], frozenset[Chunk]]:
     """Return which items their ranks write, the boxes of those that are written in part, and the cut replicas."""
-    size_bytes, leaders = items.size_bytes(), items.leaders()
-    writes = np.bincount(leaders, minlength=len(leaders))[leaders] == 1
+    writes = is_alone.copy()
     load = np.zeros(ranks, dtype=np.int64)
     np.add.at(load, items.rank[writes], size_bytes[writes])
-    groups = list(_group_replicas(leaders, np.flatnonzero(~writes), size_bytes))
     to_cut = _choose_cut(items, groups, size_bytes, ranks=ranks, unlike=unlike)
     boxes: dict[int, Box] = {}
     shared: set[Chunk] = set()
     for group, holders in enumerate(groups):
         first = int(holders[0])
-        if to_lowest_rank:
+        if to_lowest_rank or is_unequal[first] or (unlike and items.chunk(first) in unlike):
             writes[first] = True
+            load[items.rank[first]] += size_bytes[first]
             continue
         by_load = holders[np.argsort(load[items.rank[holders]], kind="stable")]
         parts: list[Box] = []
@@ -465,17 +558,17 @@ def _require_one_meaning(items: _Items) -> None:
 
 
 def _find_differing_objects(items: _Items, writes: Bools) -> tuple[ObjectDifference, ...]:
-    """Return the objects of which ranks hold different values, in the order of the state."""
-    known = np.flatnonzero(items.object_digests)
+    """Return the objects and numbers of which ranks hold different values, in the order of the state."""
+    known = np.flatnonzero(items.value_digests)
     first = np.zeros(len(items.names), dtype=np.int64)  # digest of the first item of each name
-    first[items.name[known][::-1]] = items.object_digests[known][::-1]
+    first[items.name[known][::-1]] = items.value_digests[known][::-1]
     differs = np.zeros(len(items.names), dtype=np.bool_)
-    differs[items.name[known[items.object_digests[known] != first[items.name[known]]]]] = True
-    held = np.flatnonzero(items.is_object & differs[items.name])
+    differs[items.name[known[items.value_digests[known] != first[items.name[known]]]]] = True
+    held = np.flatnonzero((items.role == VALUE) & differs[items.name])
     held = held[np.argsort(items.name[held], kind="stable")]
     found: list[ObjectDifference] = []
     for numbers in np.split(held, np.flatnonzero(np.diff(items.name[held])) + 1) if len(held) else ():
-        values = int(np.count_nonzero(np.unique(items.object_digests[numbers])))
+        values = int(np.count_nonzero(np.unique(items.value_digests[numbers])))
         writer = int(items.rank[numbers[writes[numbers]][0]])
         found.append(ObjectDifference(items.names[int(items.name[numbers[0]])], values, len(numbers), writer))
     return tuple(found)

@@ -1,7 +1,8 @@
 """Differences between ranks in the values that they save under one name, of which a checkpoint holds one.
 
-Tensors of different shapes or dtypes are refused before anything is uploaded. Objects with different values are named
-in a warning, because a time or a host name in the state does no harm.
+Tensors of different shapes or dtypes are refused before anything is uploaded, and so are parameters and states of
+optimizers with different values. Objects with different values are named in a warning, because a time or a host name in
+the state does no harm; buffers in a line of the log, because under DDP each forward pass makes statistics differ.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ _RANKS_MAX = 4
 
 # Name, dtype and global shape of each tensor of a rank.
 Described: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+# Ranks of one set of tensors whose digests are listed tensor by tensor, one for each digest of the whole set.
+_LISTING_RANKS_MAX = 16
+
+# Digests of each set of tensors that a rank compares with others, by the number of the set.
+SetDigests: TypeAlias = Mapping[int, bytes]
 
 # Ranks by what they hold under a name, such as "float32 (3,)".
 Holders: TypeAlias = Mapping[str, Sequence[int]]
@@ -100,12 +107,81 @@ def make_difference_error(differing: Mapping[str, Holders], *, names: int) -> In
     )
 
 
+def group_by_digest(ranks: Iterable[int], digests: Sequence[SetDigests], number: int) -> list[list[int]]:
+    """Return the ranks of a set, those with equal digests together, by the lowest rank of each group.
+
+    Args:
+        ranks: Ranks of the set.
+        digests: Digests of all ranks, in their order.
+        number: Number of the set.
+    """
+    found: dict[bytes, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(digests[rank][number], []).append(rank)
+    return list(found.values())
+
+
+def find_unequal(groups: Sequence[Sequence[int]], lists: Sequence[bytes], *, item_bytes: int) -> dict[int, list[str]]:
+    """Return the ranks of each value of each tensor of a set that differs, as texts, by the position of the tensor.
+
+    Args:
+        groups: Ranks of the set with equal values, as `group_by_digest` returns them.
+        lists: Digests of each tensor of the set, of the first rank of each of the first groups.
+        item_bytes: Bytes of each of these digests.
+    """
+    rows = [[row[start : start + item_bytes] for start in range(0, len(row), item_bytes)] for row in lists]
+    unequal: dict[int, list[str]] = {}
+    for position, values in enumerate(zip(*rows, strict=True)):
+        if len(set(values)) > 1:
+            holders: dict[bytes, list[int]] = {}
+            for value, ranks in zip(values, groups, strict=False):
+                holders.setdefault(value, []).extend(ranks)
+            unequal[position] = [_list_ranks(ranks) for ranks in holders.values()]
+    return unequal
+
+
+def choose_listing_ranks(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks that list their digests tensor by tensor: the first of each group, up to a bound."""
+    return tuple(ranks[0] for ranks in groups[:_LISTING_RANKS_MAX])
+
+
+def make_value_error(unequal: Mapping[str, Sequence[str]]) -> InvalidArgumentError:
+    """Return the error that names replicas with different values.
+
+    Args:
+        unequal: Ranks of each value, as texts, by the name of the tensor.
+    """
+    named = []
+    for name, holders in list(unequal.items())[:NAMED_MAX]:
+        more = f" and {len(holders) - _PROPERTIES_MAX} values more" if len(holders) > _PROPERTIES_MAX else ""
+        named.append(f"{name}: one value on {', another on '.join(holders[:_PROPERTIES_MAX])}{more}")
+    return InvalidArgumentError(
+        "Ranks hold different values of tensors, of which a checkpoint holds one; nothing was uploaded. If each rank "
+        "keeps its own part of a state, save all of them: PerRank(optimizer) in the state. If the values should be "
+        "equal, synchronize the ranks before the save. If they are to differ for now, as in local SGD, pass "
+        'replicas="coordinator" to the CheckpointManager, which then saves those of the lowest rank. Buffers may '
+        "differ: put the module itself into the state, not its state_dict().",
+        differing="; ".join(named),
+        names=len(unequal),
+    )
+
+
+def describe_buffer_differences(names: Collection[str]) -> str:
+    """Return the line of the log on buffers that differ between ranks."""
+    more = f", and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+    return (
+        f"Ranks hold different values of {format_count(len(names), 'buffer')}, as of BatchNorm under DDP; each save "
+        f"holds those of the lowest rank: {', '.join(list(names)[:NAMED_MAX])}{more}"
+    )
+
+
 def describe_object_differences(found: Collection[ObjectDifference]) -> str:
     """Return the text of the warning."""
     more = f", and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
     return (
-        f"Ranks hold different values of {format_count(len(found), 'object')}, and one rank's value is saved: "
-        f"{', '.join(map(str, list(found)[:NAMED_MAX]))}{more}. PerRank(...) in the state saves every rank's."
+        f"Ranks hold different values of {format_count(len(found), 'object')}, and each save holds that of the lowest "
+        f"rank: {', '.join(map(str, list(found)[:NAMED_MAX]))}{more}. PerRank(...) in the state saves every rank's. A "
+        "job says this once of each name."
     )
 
 

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatchError
+from dcp_remote.serialization.optimizer_load import require_loaded, without_casts
 
 # Children by which `torch.compile` and activation checkpointing wrap a module.
 _WRAPPED_CHILDREN = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -113,11 +114,12 @@ class OptimizerState:
 
     A restore by a manager leaves the optimizer as it was when it was saved: a parameter without a state (before its
     first gradient) has none afterwards, and options that only the saved groups have (`initial_lr`, which a scheduler
-    adds) are taken. A state that is excluded, or kept by `missing="keep"`, stays as it is. The states that are read
-    into are made by a step with zero gradients and a learning rate of zero, as in torch, but without the hooks of the
-    optimizer; options and gradients are put back. If the checkpoint does not fit, these states are removed. Plain
-    `dcp.save` and `dcp.load` make this step, too. An optimizer that cannot make such a step, as LBFGS, must have made a
-    step before.
+    adds) are taken. States keep their dtype and device, where torch's `load_state_dict` would cast them to those of
+    the parameter; hooks for loads may change them. A state that is excluded, or kept by `missing="keep"`, stays as it
+    is. The states that are read into are made by a step with zero gradients and a learning rate of zero, as in torch,
+    but without the hooks of the optimizer; options and gradients are put back. If the checkpoint does not fit, these
+    states are removed. Plain `dcp.save` and `dcp.load` make this step, too. An optimizer that cannot make such a step,
+    as LBFGS, must have made a step before.
 
     Args:
         model: Model whose parameters the optimizer has; or several by name, which then precedes the parameters' names.
@@ -164,6 +166,7 @@ class OptimizerState:
 
         Raises:
             InvalidArgumentError: A parameter that needs a gradient has no state in the argument, and others have.
+            StateMismatchError: See `load_saved`.
         """
         if not _is_fsdp1(self._model):
             names, states = self._require_names(), state_dict.get("state", {})
@@ -291,24 +294,32 @@ class OptimizerState:
                 group["params"] = [renamed.get(name, name) for name in group["params"]]
 
     def load_saved(self, values: Mapping[str, Any]) -> None:
-        """Set the optimizers to what was saved: a parameter without a state in `values` has none afterwards."""
+        """Set the optimizers to what was saved: a parameter without a state in `values` has none afterwards.
+
+        States keep their dtype and device, whatever those of their parameters are.
+
+        Raises:
+            StateMismatchError: The parameters of a group were saved with different options; or an optimizer changed
+                states while it took them.
+        """
         if _is_fsdp1(self._model) and values["state"]:
-            with _keeping_gradients(self._optimizers), _without_hooks(self._optimizers):
-                set_optimizer_state_dict(
-                    self._model, self._optimizers, dict(values), options=StateDictOptions(strict=False)
-                )
+            optimizers = self._optimizers
+            with _keeping_gradients(optimizers), _without_hooks(optimizers), without_casts(optimizers):
+                set_optimizer_state_dict(self._model, optimizers, dict(values), options=StateDictOptions(strict=False))
             return
         names, states, groups = self._require_names(), values["state"], values["param_groups"]
         group_of = {name: number for number, group in enumerate(groups) for name in group.get("params", ())}
         matched = {group_of[name] for name in map(names.__getitem__, map(id, self._parameters())) if name in group_of}
         self._require_options_of_one_group(names, group_of, groups)
         position = 0
+        loaded: dict[Any, Any] = {}
         for optimizer in self._optimizers:
             packed_groups: list[dict[str, Any]] = []
             # States of the optimizer itself, under keys that are no parameters.
             keys: Iterable[Any] = optimizer.state
             others = [key for key in keys if not isinstance(key, torch.Tensor) and key in states]
             packed_states: dict[Any, Any] = {key: states[key] for key in others}
+            loaded |= packed_states
             number = 0
             for group in optimizer.param_groups:
                 own = [names[id(parameter)] for parameter in group["params"]]
@@ -318,9 +329,13 @@ class OptimizerState:
                 numbers = list(range(number, number + len(own)))
                 packed_groups.append({**group, **saved, "params": numbers})
                 packed_states.update((n, states[name]) for n, name in zip(numbers, own, strict=True) if name in states)
+                loaded.update((name, states[name]) for name in own if name in states)
                 number += len(own)
                 position += 1
-            optimizer.load_state_dict({"state": packed_states, "param_groups": packed_groups})
+            with without_casts([optimizer]):
+                optimizer.load_state_dict({"state": packed_states, "param_groups": packed_groups})
+        if not _is_fsdp1(self._model):  # of which torch returns copies
+            require_loaded(self._optimizers, loaded, self._values(names)["state"])
 
     def _require_options_of_one_group(
         self, names: Mapping[int, str], group_of: Mapping[str, int], saved: Sequence[Mapping[str, Any]]
@@ -562,6 +577,12 @@ def names_of(model: nn.Module) -> dict[int, str]:
         return {id(parameter): name for name, parameter in model.named_parameters()}
     # A flat parameter of the older FSDP has several names; the first stands for it, as only its presence is asked for.
     return {id(parameter): min(_get_fqns(model, name)) for name, parameter in model.named_parameters()}
+
+
+def all_names_of(model: nn.Module) -> set[str]:
+    """Return the canonical names of a module's parameters, of tied parameters all names."""
+    named = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return {name for own in named for name in _get_fqns(model, own)} if _is_renamed(model) else set(named)
 
 
 def _reshard(model: nn.Module) -> None:

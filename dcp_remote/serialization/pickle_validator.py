@@ -165,11 +165,12 @@ _LITERALS = frozenset({"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BIN
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
-def validate_program(records: Mapping[str, memoryview]) -> frozenset[str]:
+def validate_program(program: bytes, record_bytes: Mapping[str, int]) -> frozenset[str]:
     """Check the program of a stream, in time and memory proportional to its length.
 
     Args:
-        records: The records of the stream by name.
+        program: The record `data.pkl` of the stream.
+        record_bytes: Size in bytes of each record of the stream, by name.
 
     Returns:
         The names of classes and functions that the program uses.
@@ -179,7 +180,7 @@ def validate_program(records: Mapping[str, memoryview]) -> frozenset[str]:
         DamagedStreamError: The program is malformed, or its values do not fit together.
     """
     try:
-        return _Program(records).run()
+        return _Program(program, record_bytes).run()
     except (UnsafeStreamError, MemoryError):
         raise
     except Exception as error:
@@ -190,9 +191,10 @@ def validate_program(records: Mapping[str, memoryview]) -> frozenset[str]:
 class _Program:
     """Stack machine of pickle that works on descriptions instead of values."""
 
-    def __init__(self, records: Mapping[str, memoryview]) -> None:
-        self._records = records
-        self._total_bytes = sum(len(record) for record in records.values())
+    def __init__(self, program: bytes, record_bytes: Mapping[str, int]) -> None:
+        self._program = program
+        self._record_bytes = record_bytes
+        self._total_bytes = sum(record_bytes.values())
         self._stack: list[_Node] = []
         self._marked: list[list[_Node]] = []
         self._memo: dict[int, _Node] = {}
@@ -204,7 +206,7 @@ class _Program:
 
     def run(self) -> frozenset[str]:
         """Return the names that the program uses; raises if it does anything that `torch.save` does not write."""
-        for opcode, argument, _ in pickletools.genops(bytes(self._records["data.pkl"])):
+        for opcode, argument, _ in pickletools.genops(self._program):
             if opcode.name == "PROTO" and argument != 2:  # noqa: PLR2004  # the only one that torch writes and reads
                 raise UnsafeStreamError(f"pickle protocol {argument}", f"pickle protocol {argument}")
             if opcode.name not in ("PROTO", "STOP"):
@@ -310,7 +312,7 @@ class _Program:
             raise ValueError("a persistent id does not describe a storage")
         if type(key) is not str or type(location) is not str:
             raise TypeError("a storage has no key, or no location")
-        if item_count * _STORAGE_ITEM_BYTES[storage.name] > len(self._records[f"data/{key}"]):
+        if item_count * _STORAGE_ITEM_BYTES[storage.name] > self._record_bytes[f"data/{key}"]:
             raise ValueError("a storage is larger than its record")
         return _Storage(item_count)
 
@@ -344,7 +346,7 @@ class _Program:
             # Only latin1: other codecs can inflate their input, and calls can be nested.
             text, codec = given
             self._encoded_characters += len(text) if isinstance(text, str) else 0
-            whole = self._encoded_characters <= len(self._records["data.pkl"])
+            whole = self._encoded_characters <= len(self._program)
             return isinstance(text, str) and codec == "latin1" and whole
         if name == "builtins.bytearray":
             # A number as argument would be the length.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 from types import NoneType
@@ -18,14 +19,16 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 from dcp_remote.serialization.files import Files, holds_imitation, iterate_tuples, unwrap_marked
 from dcp_remote.serialization.module_state import (
     MadeStates,
     ModelState,
     OptimizerState,
+    all_names_of,
     find_models,
     keep_nothing,
     names_parameters_itself,
@@ -40,6 +43,7 @@ from dcp_remote.serialization.opaque import (
     is_reserved,
     is_unread,
 )
+from dcp_remote.serialization.optimizer_load import require_loaded, without_casts
 
 T = TypeVar("T")
 _State = TypeVar("_State", bound=Mapping[str, Any])
@@ -48,9 +52,44 @@ _Path: TypeAlias = tuple[str | int, ...]
 # Top-level key below which values of single ranks are saved.
 PER_RANK_KEY = "per_rank"
 
+# Names by which modules of torch count in a forward pass: on each rank other values, as under DDP.
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+
 # Types that are no `Stateful`s, which takes microseconds to find out of others.
 _LEAVES = frozenset({NoneType, bool, int, float, complex, str, bytes})
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list})
+
+# Depth of containers in a state. A copy needs three calls for each, of the thousand that Python allows.
+_DEPTH_MAX = 200
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRoles:
+    """Names of tensors whose role is known from the modules and optimizers of a state; `build_saved_state` adds to it.
+
+    Attributes:
+        trained: Names of parameters of modules, and of states of optimizers.
+        buffers: Names of all other values of modules.
+    """
+
+    trained: set[str] = field(default_factory=set)
+    buffers: set[str] = field(default_factory=set)
+
+    def note_model(self, path: _Path, model: nn.Module, values: Mapping[str, Any]) -> None:
+        """Note the values of a module."""
+        parameters = all_names_of(model)
+        for name in values:
+            (self.trained if name in parameters else self.buffers).add(_text((*path, name)))
+
+    def note_optimizer(self, path: _Path, values: Mapping[str, Any]) -> None:
+        """Note the states of an optimizer."""
+        for name, state in values["state"].items():
+            keys = state if isinstance(state, Mapping) else ()
+            self.trained.update(_text((*path, "state", name, key)) for key in keys)
+
+    def is_buffer(self, name: str) -> bool:
+        """Return whether ranks may hold different values: of a module's buffer, or of statistics as of BatchNorm."""
+        return name in self.buffers or (name not in self.trained and name.rpartition(".")[2] in _STATISTICS)
 
 
 class PerRank(Generic[T]):
@@ -79,10 +118,15 @@ def as_state(state: _State | nn.Module) -> _State | dict[str, Any]:
     return {"model": state} if isinstance(state, nn.Module) else state
 
 
-def build_saved_state(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def build_saved_state(state: Mapping[str, Any], rank: int, roles: TensorRoles | None = None) -> dict[str, Any]:
     """Return the state dict that this rank saves: `state_dict()` of each `Stateful`, per-rank values below one key.
 
     Bare modules and optimizers count as `ModelState` and `OptimizerState`. `Stateful`s may be at any depth.
+
+    Args:
+        state: State of the user.
+        rank: This rank.
+        roles: Record of what tensors are; None if nobody asks for it.
 
     Raises:
         InvalidArgumentError: The state is not a mapping, a key is not a string or is "per_rank", a `PerRank` is not at
@@ -90,7 +134,7 @@ def build_saved_state(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
             looks like an entry of `Opaque` or `Files`.
     """
     _require_state(state)
-    reader = _StateReader(state)
+    reader = _StateReader(state, roles=roles)
     # Sorted, as in torch: `state_dict()` may be a collective operation, and the order of keys may differ between ranks.
     values = {key: reader.read(state[key], (key,)) for key in sorted(state)}
     if reader.reserved:
@@ -245,6 +289,21 @@ def _require_shape(value: object, path: _Path) -> None:
             "A nested tensor has no shape that could be saved. Save its parts: list(tensor.unbind()).",
             tensor=_text(path),
         )
+    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+        raise InvalidArgumentError(
+            "A DTensor with a Partial placement has no values before they are reduced: no rank holds any of them. Put "
+            "tensor.redistribute(placements=[Replicate()]) into the state.",
+            tensor=_text(path),
+            placements=value.placements,
+        )
+
+
+def _nesting_error(path: _Path) -> DcpRemoteError:
+    return InvalidArgumentError(
+        "A dict or list of the state contains itself, or is nested too deeply. Put a value that contains itself into "
+        "Opaque(...); make a deep one flat, or leave it out.",
+        key=path[0],
+    )
 
 
 class _StateReader:
@@ -255,6 +314,7 @@ class _StateReader:
         saved: Paths of a checkpoint's values, to make a template; None to save.
         keep: Function that returns those of some names whose values in the state stay as they are.
         made: Record of the states that optimizers make for a template.
+        roles: Record of what the tensors of modules and optimizers are, to save; None if nobody asks for it.
 
     Attributes:
         reserved: Names of the values that a load would take for entries of `Opaque` or `Files`.
@@ -267,9 +327,10 @@ class _StateReader:
         saved: Collection[tuple[str | int, ...]] | None = None,
         keep: Callable[[Collection[str]], Collection[str]] = keep_nothing,
         made: MadeStates | None = None,
+        roles: TensorRoles | None = None,
     ) -> None:
         """Keep the state; nothing is read."""
-        self._state, self._saved, self._keep, self._made = state, saved, keep, made
+        self._state, self._saved, self._keep, self._made, self._roles = state, saved, keep, made, roles
         self.reserved: list[str] = []
 
     def read(self, value: Any, path: _Path) -> Any:
@@ -277,11 +338,7 @@ class _StateReader:
         try:
             return self._read(value, path)
         except RecursionError as error:
-            raise InvalidArgumentError(
-                "A dict or list of the state contains itself, or is nested too deeply. Put the value into Opaque(...), "
-                "or leave it out.",
-                key=path[0],
-            ) from error
+            raise _nesting_error(path) from error
 
     def _read(self, value: Any, path: _Path) -> Any:
         if type(value) in _LEAVES or isinstance(value, torch.Tensor):
@@ -317,6 +374,10 @@ class _StateReader:
         stateful = self._stateful(value, path)
         if isinstance(stateful, OptimizerState):
             stateful.load_saved(loaded)
+        elif isinstance(stateful, Optimizer):  # a container that names its parameters itself
+            with without_casts([stateful]):
+                stateful.load_state_dict(loaded)
+            require_loaded([stateful], loaded, stateful.state_dict(), where=_text(path))
         elif stateful is not None:
             if not is_unread(loaded):
                 stateful.load_state_dict(loaded)
@@ -381,7 +442,12 @@ class _StateReader:
             if isinstance(stateful, (Opaque, Files)):
                 return stateful.state_dict()
             is_optimizer = isinstance(stateful, OptimizerState)
-            return self._without_imitations(stateful.saved_values() if is_optimizer else stateful.state_dict(), path)
+            values = stateful.saved_values() if is_optimizer else stateful.state_dict()
+            if self._roles is not None and is_optimizer:
+                self._roles.note_optimizer(path, values)
+            elif self._roles is not None and isinstance(stateful, ModelState):
+                self._roles.note_model(path, stateful.model, values)
+            return self._without_imitations(values, path)
         if isinstance(stateful, (Opaque, Files)):
             return _unread(stateful)
         if isinstance(stateful, ModelState):
@@ -608,10 +674,16 @@ def has_nested_shards(value: object) -> bool:
 
 
 def _iterate_mappings(state: Mapping[Any, object]) -> Iterator[tuple[tuple[str | int, ...], Mapping[Any, Any]]]:
-    """Yield all mappings that torch reaches through mappings and lists, with their paths; outer ones first."""
+    """Yield all mappings that torch reaches through mappings and lists, with their paths; outer ones first.
+
+    Raises:
+        InvalidArgumentError: A mapping or list contains itself, or is nested too deeply.
+    """
     stack: list[tuple[tuple[str | int, ...], object]] = [((), state)]
     while stack:
         path, value = stack.pop()
+        if len(path) > _DEPTH_MAX:
+            raise _nesting_error(path)
         if isinstance(value, Mapping):
             yield path, value
             stack.extend(((*path, str(key)), inner) for key, inner in value.items())

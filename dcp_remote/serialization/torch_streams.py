@@ -65,7 +65,7 @@ def load_restricted(stream: bytes, *, is_own: bool = False) -> object:
         DamagedStreamError: The stream is not one that `torch.save` writes.
     """
     records = _read_records(stream)
-    names = validate_program(records)
+    names = validate_program(bytes(records["data.pkl"]), {name: len(record) for name, record in records.items()})
     try:
         # Most objects of a training are numbers and containers, whose programs name nothing: these load three times
         # faster without torch.

@@ -45,6 +45,9 @@ _NEAR_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)(?P<mark>:/|:|//)(?!
 _URL_IN_PATH = re.compile(r"(?!\./[^/]+:).*?/(?P<url>(?P<scheme>[A-Za-z][A-Za-z0-9]*):/+(?P<rest>[^/].*))", re.DOTALL)
 _WEB = ("http", "https")
 
+# `user:password@s3://bucket`, which would otherwise become a local path.
+_USER_BEFORE_URL = re.compile(r"[^/]*@(?P<url>[A-Za-z][A-Za-z0-9+.-]*://.*)", re.DOTALL)
+
 # `simplecache::s3://bucket/prefix`: a chain of fsspec, which would otherwise become a local path.
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::(?=.*://)", re.DOTALL)
 
@@ -169,6 +172,10 @@ def parse_url(url: str | os.PathLike[str]) -> ParsedUrl:
         return _require_no_object(_parse_with_scheme(text, scheme=match["scheme"].lower(), rest=match["rest"]))
     if match := _CHAIN.match(text):
         raise InvalidArgumentError(f"Chains of fsspec are not supported. {_FILE_SYSTEMS}", url=f"{match[0]}…")
+    if match := _USER_BEFORE_URL.fullmatch(text):
+        _refuse(
+            "No user or password before the URL: pass credentials in storage_options or the environment.", match["url"]
+        )
     if _URL.match(text.strip()):
         _refuse("The URL has spaces before it.", text.strip())
     if match := _NEAR_URL.fullmatch(text):

@@ -29,7 +29,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Entry of the small files beside the weights.
 _FILES = "files"
 
-# Names of small files that readers would take for the weights, or for a checkpoint of torch.
+# Names of small files and of their folders that readers would take for the weights, or for a checkpoint of torch.
 _OTHER_WEIGHTS = re.compile(
     r"\.metadata|model(-\d{5}-of-\d{5})?\.safetensors|[^/]*\.safetensors\.index\.json", re.IGNORECASE
 )
@@ -154,7 +154,7 @@ class SafetensorsExport:
             return {}
         files = self._saved.objects([_FILES])[_FILES]
         names = files.names if isinstance(files, Files) else ()
-        left = [name for name in names if _OTHER_WEIGHTS.fullmatch(name)]
+        left = [name for name in names if _OTHER_WEIGHTS.fullmatch(name.partition("/")[0])]
         if left:
             logger.warning("left out of the export, since the names are those of weights: %s", ", ".join(left))
         return {name: files[name] for name in names if name not in left}

@@ -8,6 +8,7 @@ import logging
 import math
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -249,9 +250,9 @@ class SafetensorsSource:
 
     def _parse(self, file: str, data: memoryview) -> dict[str, Any]:
         try:
-            document = json.loads(bytes(data))
+            document = json.loads(bytes(data), object_pairs_hook=_make_dict)
         except (ValueError, RecursionError) as error:
-            raise self._corrupt(file, "its JSON is damaged") from error
+            raise self._corrupt(file, "its JSON is damaged", cause=error) from error
         if not isinstance(document, dict):
             raise self._corrupt(file, "its JSON is no dict")
         return document
@@ -271,6 +272,19 @@ class SafetensorsSource:
             file=file,
             **details,
         )
+
+
+def _make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of a JSON document.
+
+    Raises:
+        ValueError: A key occurs twice; readers differ in which of its values counts.
+    """
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r} occurs more than once")
+    return made
 
 
 def _has_parts(sharding: object) -> bool:

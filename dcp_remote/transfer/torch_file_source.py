@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
-import re
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -18,12 +16,10 @@ from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, UnsafeObjectError
 from dcp_remote.format.json_tree import DEPTH_MAX
+from dcp_remote.serialization.pickle_validator import UnsafeStreamError, validate_program
 from dcp_remote.serialization.tensors import tensor_from
 from dcp_remote.transfer.checkpoint import size_of
 from dcp_remote.transfer.ranges import FileRange, RangeFile, RangeReader, cut_pieces, first_element, require_shape
-
-# Name of the refused class or function in the message of torch's restricted unpickler.
-_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 _ZIP = b"PK\x03\x04"
 
@@ -80,7 +76,8 @@ class Layout:
 def load_layout(reader: RangeReader, span: FileRange) -> Layout:
     """Return the layout of a stream; two to five GETs of 64 KiB, and one per storage above 1 MiB.
 
-    torch's restricted unpickler runs no code. In its mode of fake tensors it reads no storage, and tells their places.
+    The pickle is validated, as that of a stream of dcp_remote is, and loaded by torch's restricted unpickler, which in
+    torch's mode of fake tensors reads no storage, and tells their places.
 
     Raises:
         UnsafeObjectError: An object needs code to load.
@@ -90,24 +87,27 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
     details = {"url": reader.store.url, "file": span.file}
     try:
         with io.BufferedReader(RangeFile(reader, span)) as stream:
-            sizes = _read_sizes(stream, details)
+            records: Any = torch._C.PyTorchFileReader(stream)  # typed in part
+            sizes, record_bytes = _read_sizes(stream, records, details)
+            validate_program(records.get_record("data.pkl"), record_bytes)
             stream.seek(0)
             with FakeTensorMode():
                 return Layout(torch.load(stream, map_location="cpu", weights_only=True), sizes, details)
     except (DcpRemoteError, MemoryError):
         raise
-    except pickle.UnpicklingError as error:
-        if "Unsupported operand" in str(error):
+    except UnsafeStreamError as error:
+        if error.type_names[0].startswith("pickle "):
             raise InvalidArgumentError(
-                f"A file of torch.save has a pickle that torch's restricted unpickler does not read, such as one of "
-                f"protocol 4. {_INSTEAD}",
+                f"A file of torch.save has a pickle that is none of torch's own, such as one of protocol 4. {_INSTEAD}",
                 **details,
+                found=error.type_names[0],
             ) from error
         raise UnsafeObjectError(
             "An object in a file of torch.save needs code to load, which an import never runs. If you trust the file, "
             "load it by torch.load(weights_only=False), and save its dict by CheckpointManager.",
             **details,
-            type=(_GLOBAL.findall(str(error)) or ["unknown"])[0],
+            type=error.type_names[0],
+            cause=error,
         ) from error
     except (NotImplementedError, UnsupportedOperatorException, AssertionError) as error:  # asserted for nested tensors
         raise InvalidArgumentError(
@@ -123,9 +123,8 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
         ) from error
 
 
-def _read_sizes(stream: IO[bytes], details: Mapping[str, Any]) -> dict[int, int]:
-    """Return the sizes of the storages in a stream by their first bytes, which torch.load only computes."""
-    records: Any = torch._C.PyTorchFileReader(stream)  # typed in part
+def _read_sizes(stream: IO[bytes], records: Any, details: Mapping[str, Any]) -> tuple[dict[int, int], dict[str, int]]:
+    """Return the sizes of the storages in a stream by their first bytes, and those of all records by name."""
     order = records.get_record("byteorder") if records.has_record("byteorder") else None
     if order in {b"little", b"big"} - {sys.byteorder.encode()}:
         # torch would swap the bytes of tensors that have no memory, and crash the process.
@@ -133,10 +132,10 @@ def _read_sizes(stream: IO[bytes], details: Mapping[str, Any]) -> dict[int, int]
             f"A file of torch.save comes from a machine with another order of bytes. {_INSTEAD}", **details
         )
     with zipfile.ZipFile(stream) as archive:
-        stored = [
-            one for one in archive.infolist() if one.compress_type == zipfile.ZIP_STORED and "/data/" in one.filename
-        ]
+        found = archive.infolist()
+    stored = [one for one in found if one.compress_type == zipfile.ZIP_STORED and "/data/" in one.filename]
     alignment = int(records.get_record(".storage_alignment")) if records.has_record(".storage_alignment") else None
+    # By its first bytes, where torch.load finds a storage without reading it.
     sizes: dict[int, int] = {}
     for one in stored:
         name, size_bytes = one.filename.partition("/")[2], one.file_size
@@ -144,7 +143,7 @@ def _read_sizes(stream: IO[bytes], details: Mapping[str, Any]) -> dict[int, int]
             sizes[records.get_record_offset(name)] = size_bytes
         else:
             sizes[records.get_record_offset_no_read(one.header_offset, name, size_bytes, alignment)] = size_bytes
-    return sizes
+    return sizes, {one.filename.partition("/")[2]: one.file_size for one in found}
 
 
 def find_stored(value: object, layout: Layout) -> StoredTensor | None:

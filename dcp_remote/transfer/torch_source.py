@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
+from types import NoneType
 from typing import Any, ClassVar, TypeGuard
 
 import torch
@@ -15,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_remote.common.geometry import Box
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, UnsafeObjectError
-from dcp_remote.format.json_tree import DEPTH_MAX
+from dcp_remote.format.json_tree import COLLISIONS_MAX, DEPTH_MAX
 from dcp_remote.loading.downloads import RANGE_BYTES_MAX
 from dcp_remote.serialization.files import unwrap_marked
 from dcp_remote.serialization.pickle_validator import DamagedStreamError, UnsafeStreamError
@@ -51,6 +54,23 @@ _KNOWN = {
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
 }
 
+
+# Opcodes of `.metadata`, beside those of objects and dicts, which `_MetadataUnpickler` carries out itself.
+_OPCODES = frozenset(
+    code[0]
+    for code in (
+        *(pickle.PROTO, pickle.FRAME, pickle.MARK, pickle.STOP, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+        *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT),
+        *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8, pickle.GLOBAL, pickle.STACK_GLOBAL),
+        *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_DICT),
+        *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT),
+        *(pickle.BINGET, pickle.LONG_BINGET),
+    )
+)
+
+# Values of metadata, shared ones each time: an object of two bytes may refer to a shape of four values.
+_VALUES_MAX = 100_000
+_VALUES_PER_BYTE_MAX = 8
 
 # Index in a list, beside one per entry: torch leaves out empty dicts of lists, and `set_element` fills up to the index.
 _INDEX_MAX = 10_000
@@ -234,7 +254,8 @@ def _index(name: str, entry: object) -> MetadataIndex:
 def _load_metadata(reader: RangeReader) -> Metadata:
     (data,) = reader.read([FileRange(TORCH_METADATA_FILE, 0, reader.sizes[TORCH_METADATA_FILE])])
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+        metadata = _MetadataUnpickler(data).load()
+        _require_bounded(metadata, _VALUES_MAX + _VALUES_PER_BYTE_MAX * len(data))
     except (UnsafeObjectError, MemoryError):
         raise
     except Exception as error:
@@ -250,21 +271,79 @@ def _load_metadata(reader: RangeReader) -> Metadata:
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Unpickler of `.metadata`, of classes of torch's checkpoints alone. In Python: C's has no `load_build`."""
+    """Unpickler of `.metadata`, in time proportional to its length. In Python: the methods of C's cannot be replaced.
+
+    It knows only the opcodes, calls and keys of torch's metadata: a tuple that is doubled 60 times, as a key or an
+    argument, would be hashed or formatted for ever.
+    """
 
     stack: list[Any]
+    metastack: list[list[Any]]
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__(io.BytesIO(data))
+        self._hashes: Counter[int] = Counter()
 
     def load_build(self) -> None:
         """Set the attributes of an object; those of a class or an enum would be changed for the whole process."""
-        target = self.stack[-2]
+        target, state = self.stack[-2:]
         if isinstance(target, type) or not is_dataclass(target):
             raise UnsafeObjectError(
                 "The metadata of this checkpoint change a class or function of this process.", type=repr(target)
             )
-        build: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]
-        build(self)
+        self._require(type(state) is dict or (type(state) is tuple and not any(map(_is_container, state))))
+        self._call(pickle.BUILD)
 
-    dispatch: ClassVar[dict[int, Callable[..., None]]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+    def load_reduce(self) -> None:
+        """Call a class or function: with texts and numbers, and `torch.Size` with a tuple of numbers."""
+        called, given = self.stack[-2:]
+        if called is torch.Size:
+            (given,) = given
+        self._require(type(given) is tuple and not any(map(_is_container, given)))
+        self._call(pickle.REDUCE)
+
+    def load_newobj(self) -> None:
+        """Make an object without arguments."""
+        self._require(self.stack[-1] == ())
+        self._call(pickle.NEWOBJ)
+
+    def load_setitems(self) -> None:
+        """Fill a dict."""
+        self._require_keys(self.stack[::2])
+        self._call(pickle.SETITEMS)
+
+    def load_setitem(self) -> None:
+        """Add an item to a dict."""
+        self._require_keys(self.stack[-2:-1])
+        self._call(pickle.SETITEM)
+
+    def _require_keys(self, keys: Sequence[object]) -> None:
+        """Check that keys are texts or indexes, of which few have equal hashes."""
+        for key in keys:
+            if type(key) is MetadataIndex:
+                self._require(type(key.fqn) is str and type(key.offset) in {torch.Size, NoneType})
+                self._require(type(key.index) in {int, NoneType})
+                self._hashes[hash(key)] += 1
+                self._require(self._hashes[hash(key)] <= COLLISIONS_MAX)
+            else:
+                self._require(type(key) is str)
+
+    def _call(self, opcode: bytes) -> None:
+        call: Any = pickle._Unpickler.dispatch[opcode[0]]
+        call(self)
+
+    def _require(self, is_known: bool) -> None:  # noqa: FBT001  # a condition
+        if not is_known:
+            raise pickle.UnpicklingError("these are no metadata of torch")
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
+        **{code: load for code, load in pickle._Unpickler.dispatch.items() if code in _OPCODES},
+        pickle.BUILD[0]: load_build,
+        pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class that metadata may have."""
@@ -275,3 +354,23 @@ class _MetadataUnpickler(pickle._Unpickler):
                 type=f"{module}.{name}",
             )
         return super().find_class(module, name)
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, (tuple, list, dict)) or is_dataclass(value)
+
+
+def _require_bounded(metadata: object, values_max: int) -> None:
+    """Refuse values that contain the same values again and again, which nobody could walk or print."""
+    left = [metadata]
+    for _ in range(values_max):
+        if not left:
+            return
+        value = left.pop()
+        if isinstance(value, dict):
+            left += itertools.chain.from_iterable(value.items())
+        elif isinstance(value, (list, tuple)):
+            left += value
+        elif is_dataclass(value):
+            left += vars(value).values()
+    raise pickle.UnpicklingError("its values are repeated without end")

@@ -79,7 +79,8 @@ def test_renames(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert list(load_file(f"{out}/model.safetensors")) == ["layer.weight"]
     capsys.readouterr()
     for options, says in (
-        (["--rename=w"], "--rename must have the form OLD=NEW. value='w'"),
+        (["--rename=w"], "--rename must have the form OLD=NEW; one has no equals sign."),
+        (["--option=secret:hunter2"], "--option must have the form NAME=VALUE; one has no equals sign.\n"),
         (["--rename=w=", "--rename=b="], "--rename leaves out all tensors. Leave out some alone."),
         (["--rename=w=b"], "one name. Leave the other out by --rename NAME=."),
         (["--rename=v=x"], "--rename takes names of the checkpoint"),

@@ -141,16 +141,12 @@ def test_a_heartbeat_goes_on_over_another_connection(relay: Relay) -> None:
     """Cut the network for a second, heal it: the heartbeat is back, does what was queued, and no thread is stuck."""
     done: list[int] = []
     threads = set(threading.enumerate())
-
-    def tell(client: Client) -> None:
-        client.put_first("told", b"1")
-        done.append(1)
-
     heartbeat = Heartbeat(relay.connect(), 0, beat_seconds=0.02).start()
     with closing(heartbeat):
         wait_until(lambda: heartbeat._answered_count)
         relay.cut()
-        heartbeat.enqueue(tell)
+        heartbeat.enqueue(lambda client: client.put_first("told", b"1"))
+        heartbeat.enqueue(lambda _client: done.append(1))
         wait_until(lambda: heartbeat.contact_seconds() > 1.0)
         assert not done
         relay.heal()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dcp_remote import PerRank, RankSockets
+from dcp_remote import LoadReport, PerRank, RankSockets
 from dcp_remote.loading import peers
 from dcp_remote.loading.peer_exchange import PeerExchange
 from dcp_remote.loading.peers import PeerServer
@@ -40,6 +40,8 @@ class Got:
         ranges: Ranges of shards read from the store: key, first byte, length in bytes.
         manifests: Number of reads of a manifest.
         received_bytes: Bytes received from other ranks.
+        fallback_bytes: Bytes read from the store in place of other ranks.
+        unreached_ranks: Number of ranks that were not reached.
         ending: Error that was raised; None if there was none.
         warnings: Warnings that were logged.
     """
@@ -47,6 +49,8 @@ class Got:
     ranges: tuple[tuple[str, int, int], ...]
     manifests: int
     received_bytes: int
+    fallback_bytes: int
+    unreached_ranks: int
     ending: Ended | None = None
     warnings: tuple[str, ...] = ()
 
@@ -140,9 +144,13 @@ def restore(path: Path, kind: str, trouble: str, victim: int, budget_bytes: int)
         report = manager.last_load
     if ending is None:
         assert_equal(state, state_of(kind, filled=True))
+    return _got(store, report, ending, kept)
+
+
+def _got(store: _Noting, report: LoadReport | None, ending: Ended | None, kept: list[str]) -> Got:
     manifests = sum(verb == "get" and key.startswith("manifests/") for verb, key in store.calls)
-    received_bytes = report.received_bytes if report is not None else 0
-    return Got(tuple(store.ranges), manifests, received_bytes, ending, tuple(kept))
+    figures = (0, 0, 0) if report is None else (report.received_bytes, report.fallback_bytes, report.unreached_ranks)
+    return Got(tuple(store.ranges), manifests, *figures, ending, tuple(kept))
 
 
 def restore_by(path: Path, kind: str, rank_sockets: tuple[bool | RankSockets, ...]) -> Got:
@@ -161,8 +169,7 @@ def restore_by(path: Path, kind: str, rank_sockets: tuple[bool | RankSockets, ..
         report = manager.last_load
     assert report is not None
     assert_equal(state, state_of(kind, filled=True))
-    manifests = sum(verb == "get" and key.startswith("manifests/") for verb, key in store.calls)
-    return Got(tuple(store.ranges), manifests, report.received_bytes, None, tuple(kept))
+    return _got(store, report, None, kept)
 
 
 def restore_in_an_outage(path: Path) -> list[str]:

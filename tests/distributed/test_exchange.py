@@ -154,8 +154,12 @@ def test_a_rank_that_gives_nothing_good(trouble: str, victim: int, rank_pool: Ra
         return
     once = 8 * REPLICATED + 4 * ROWS * COLUMNS
     assert total > once
+    is_unreached = trouble in {"gone", "stopped"}
     for rank in (rank for number, rank in enumerate(got) if number != victim):
-        assert any("read from the store instead" in one or "are read once more" in one for one in rank.warnings)
+        assert (rank.fallback_bytes > 0) == (trouble != "lying")
+        assert rank.unreached_ranks == is_unreached
+        assert any("are read once more" in one for one in rank.warnings) == (trouble == "lying")
+    assert any("`LoadReport.unreached_ranks`" in one for one in got[0].warnings) == is_unreached
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -374,7 +374,7 @@ def test_a_use_that_ranks_missed(
     Others are told at once that somebody has left, where a `with` was left by an error; or wait until the deadline.
     """
     for rank, (block, *saves) in enumerate(rank_pool.run(miss_a_use, tmp_path, raising, using, how, ranks=THREE)):
-        if how == BEFORE:
+        if how == BEFORE and 0 not in raising:  # nobody counts a use to which the coordinator does not come
             assert saves[0] is not None
             saves[0] = None
         assert saves == [None, None, None]

@@ -118,18 +118,9 @@ def test_replicas_are_written_by_all(strategy: str, rank_pool: RankPool, tmp_pat
         assert torch.equal(load(tmp_path, step=step)["w"], whole)
 
 
-@pytest.mark.parametrize(
-    ("unlike", "gathered", "exchanged"),
-    [
-        ([False, False, True, False], [3, 2, 2, 2], [1, 0, 1, 0]),
-        ([True, False], [3, 2], [2, 0]),
-    ],
-    ids=["later", "at first"],
-)
-def test_replicas_that_differ_are_not_mixed(
-    unlike: list[bool], gathered: list[int], exchanged: list[int], rank_pool: RankPool, tmp_path: Path
-) -> None:
-    """In one value of a million: each checkpoint is of one rank. Comparing takes a round with a new plan alone."""
+def test_replicas_that_come_to_differ_are_not_mixed(rank_pool: RankPool, tmp_path: Path) -> None:
+    """In one value of a million: the checkpoint is of rank 0. Comparing takes a round in the first save alone."""
+    unlike, gathered, exchanged = [False, False, True, False], [3, 2, 2, 2], [1, 0, 1, 0]
     seen = rank_pool.run(unlike_replicas, tmp_path, unlike)
     parted = [not any(unlike[:step]) for step in range(1, len(unlike) + 1)]
     for rank in seen:
@@ -139,8 +130,7 @@ def test_replicas_that_differ_are_not_mixed(
         writers = sum(rank[step - 1][0] > 0 for rank in seen)
         assert writers == (4 if is_cut else 1)
         whole = load(tmp_path, step=step)["w"]
-        value = whole[step * 200, 1].item()
-        assert value in ({100, 101, 102, 103} if differs else {99})
+        assert whole[step * 200, 1].item() == (100 if differs else 99)
         whole[step * 200, 1] = step
         assert torch.equal(whole, torch.full((1024, 1024), float(step)))
 

@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim import AdamW
 
 from dcp_remote import PerRank, RandomStates, training_state
+from dcp_remote.errors import DcpRemoteError
 from tests.distributed.managed import managing
 from tests.support.rank_pool import RankPool
 from tests.support.training import STRATEGIES, Leaves, Transformer, assert_same, full
@@ -276,3 +277,86 @@ def test_a_renamed_layer_on_other_ranks(rank_pool: RankPool, tmp_path: Path) -> 
     expected = {name.replace("old.", "head."): value for name, value in saved.items() if ".state." in name}
     for found in rank_pool.run(through_renamed, url, "head", ranks=(0, 1, 2)):
         assert_same({name: value for name, value in found.items() if ".state." in name}, expected)
+
+
+# ---- states of another dtype than their parameters
+
+
+class Moments(torch.optim.Optimizer):
+    """Optimizer with moments of fp32, and counts of int64, over any weights."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                if not state:
+                    state["moment"] = torch.zeros_like(parameter, dtype=torch.float32)
+                    state["count"] = torch.tensor(1_000_000)
+                state["moment"] += parameter.grad.float() / 3
+                state["count"] += 1
+                parameter.sub_(state["moment"], alpha=self.param_groups[0]["lr"])
+
+
+def moments(wrapper: str, url: str, *, saves: bool) -> tuple[Leaves, dict[str, torch.dtype]]:
+    """Save a bf16 training after two steps, or restore into a fresh one; return its whole states, and their dtypes."""
+    torch.manual_seed(1 if saves else 2)
+    linear = nn.Linear(4, 6, bias=False).bfloat16()
+    if wrapper == "fsdp1":
+        model: Any = FullyShardedDataParallel(linear, device_id=torch.device("cpu"), use_orig_params=True)
+    else:
+        model = fully_shard(linear, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = Moments(model.parameters())
+    for _ in range(2 if saves else 0):
+        model(torch.ones(1, 4, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = training_state(model=model, optimizer=optimizer, random_states=False)
+    with managing(url) as checkpoints:
+        if saves:
+            checkpoints.save(1, state, wait=True)
+        else:
+            assert checkpoints.restore(state) == 1
+    dtypes = {key: value.dtype for one in optimizer.state.values() for key, value in one.items()}
+    return full(whole({"optim": state["optim"].state_dict()})), dtypes
+
+
+def save_moments(wrapper: str, url: str) -> tuple[Leaves, dict[str, torch.dtype]]:
+    return moments(wrapper, url, saves=True)
+
+
+def restore_moments(wrapper: str, url: str) -> tuple[Leaves, dict[str, torch.dtype]]:
+    return moments(wrapper, url, saves=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrapper", ["fsdp", "fsdp1"])
+def test_states_keep_their_dtypes_when_they_are_resharded(wrapper: str, rank_pool: RankPool, tmp_path: Path) -> None:
+    """Save fp32 moments of bf16 weights on two ranks, restore on three."""
+    url = tmp_path.as_uri()
+    expected, _ = rank_pool.run(save_moments, wrapper, url, ranks=PAIR)[0]
+    for found, dtypes in rank_pool.run(restore_moments, wrapper, url, ranks=(0, 1, 2)):
+        assert_same(found, expected)
+        assert dtypes == {"moment": torch.float32, "count": torch.int64}
+
+
+def refuse_partial(url: str) -> list[str]:
+    """Save, and restore into, a DTensor with a Partial placement; return the messages."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = []
+    with managing(url) as checkpoints:
+        checkpoints.save(1, {"x": {"w": torch.ones(4)}}, wait=True)
+        partial = {"x": {"w": DTensor.from_local(torch.ones(4), mesh, [Partial()])}}
+        for call in (lambda: checkpoints.save(2, partial, wait=True), lambda: checkpoints.restore(partial)):
+            with pytest.raises(DcpRemoteError) as caught:
+                call()
+            found.append(str(caught.value))
+    return found
+
+
+def test_a_partial_placement_is_refused_by_name(rank_pool: RankPool, tmp_path: Path) -> None:
+    for messages in rank_pool.run(refuse_partial, tmp_path.as_uri(), ranks=PAIR):
+        assert all("redistribute" in message and "x.w" in message for message in messages)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import itertools
 import resource
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +18,12 @@ from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.loading import peer_sockets, peers
 from dcp_remote.loading.peer_sockets import RankSockets, check_rank_sockets
-from dcp_remote.loading.peers import Address, PeerClient, PeerServer, host_towards
+from dcp_remote.loading.peers import Address, OtherHosts, PeerClient, PeerServer, host_towards
+from dcp_remote.loading.read_rates import ReadRates
 from dcp_remote.storage.request_context import BufferLease
+from tests.support.clocks import SleepClock
 
-HERE = "127.0.0.1"
+HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +44,43 @@ def server(request: pytest.FixtureRequest) -> Iterator[PeerServer]:
         yield server
 
 
-def client_of(*addresses: Address) -> PeerClient:
-    return PeerClient(dict(enumerate(addresses)), HERE, is_over=lambda: False)
+def client_of(
+    *addresses: Address,
+    is_over: Callable[[], bool] = lambda: False,
+    rates: ReadRates | None = None,
+    hosts: OtherHosts | None = None,
+) -> PeerClient:
+    rates, hosts = rates or ReadRates(), hosts or OtherHosts()
+    return PeerClient(dict(enumerate(addresses)), HERE, is_over=is_over, rates=rates, hosts=hosts)
+
+
+def measured(bytes_per_second: float) -> ReadRates:
+    """Return rates of a load that has read from its store for a second."""
+    rates = ReadRates(iter([0.0, 1.0, *[1.0] * 1000]).__next__)
+    with rates.reading(int(bytes_per_second)):
+        pass
+    return rates
+
+
+@contextlib.contextmanager
+def server_that_sends(data: bytes, host: str = HERE) -> Iterator[Address]:
+    """Accept the unit of each request, send these bytes of it, and nothing more until the client closes."""
+    connections = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connections.append(listening.accept()[0])
+                connections[-1].sendall(b"\1" + data)
+
+    with socket.create_server((host, 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield Address(host, listening.getsockname()[1], b"", bytes(16))
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for connection in connections:
+            connection.close()
 
 
 def data_of(number: int, length: int = 3 * MiB + 5) -> memoryview:
@@ -53,7 +89,7 @@ def data_of(number: int, length: int = 3 * MiB + 5) -> memoryview:
 
 def fetch(client: PeerClient, rank: int, number: int, length: int = 3 * MiB + 5) -> bytes | None:
     into = memoryview(bytearray(length))
-    return bytes(into) if client.fetch(rank, number, into) else None
+    return bytes(into) if client.fetch(rank, number, into) == length and not client.unreached.get(rank) else None
 
 
 def test_units_are_served_to_many_at_a_time(server: PeerServer) -> None:
@@ -105,8 +141,8 @@ def test_a_client_without_the_secret_gets_nothing(server: PeerServer) -> None:
         assert fetch(client, 0, 1) == bytes(data_of(1))
 
 
-def test_waiting_clients_return_when_the_server_closes(server: PeerServer, caplog: pytest.LogCaptureFixture) -> None:
-    """When the server closes, waiting clients return at once, with one warning, and send it no more requests."""
+def test_waiting_clients_return_when_the_server_closes(server: PeerServer) -> None:
+    """When the server closes, waiting clients return at once, note it, and send it no more requests."""
     found = []
     with client_of(server.address) as client:
         threads = [threading.Thread(target=lambda: found.append(fetch(client, 0, 1))) for _ in range(3)]
@@ -119,43 +155,147 @@ def test_waiting_clients_return_when_the_server_closes(server: PeerServer, caplo
             thread.join()
         assert found == [None] * 3
         assert fetch(client, 0, 2) is None
-        assert len(caplog.records) == 1
+        assert set(client.unreached) == {0}
         server.__init__(HERE, kept_bytes_max=0)  # type: ignore[misc]  # for the fixture to close
 
 
-def test_patience_ends(server: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that never has the unit is given up after a while, or at once when the load is over."""
-    monkeypatch.setattr(peer_sockets, "CHECK_SECONDS", 0.02)
-    over = threading.Event()
-    with PeerClient({0: server.address}, HERE, is_over=over.is_set) as client:
-        monkeypatch.setattr(peers, "PATIENCE_SECONDS", 0.1)
+def test_a_server_that_is_still_reading(server: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for five times the patience for a server that says that it reads; it declines when it has read all."""
+    monkeypatch.setattr(peers, "PATIENCE_SECONDS", 0.2)
+    with client_of(server.address) as client:
+        timer = threading.Timer(1.0, server.complete)
+        timer.start()
         assert fetch(client, 0, 1) is None
-    monkeypatch.setattr(peers, "PATIENCE_SECONDS", 1e9)
-    with PeerClient({0: server.address}, HERE, is_over=over.is_set) as client:
-        over.set()
-        assert fetch(client, 0, 1) is None
-
-
-def test_unreachable_hosts_are_not_tried_for_ever(server: PeerServer, caplog: pytest.LogCaptureFixture) -> None:
-    """After three failures no rank is tried any more, unless one was reached."""
-    server.offer(1, data_of(1), receivers=2, stays=True)
-    with socket.create_server((HERE, 0)) as closed:
-        unreachable = Address(HERE, closed.getsockname()[1], b"", bytes(16))
-    with client_of(unreachable, unreachable, unreachable, server.address) as client:
-        assert [fetch(client, number, 1) for number in range(4)] == [None] * 4
-    with client_of(server.address, unreachable, unreachable, unreachable) as client:
-        assert fetch(client, 0, 1) == bytes(data_of(1))
-        assert [fetch(client, number, 1) for number in (1, 2, 3)] == [None] * 3
+        assert client.unreached == {}
         server.offer(2, data_of(2), receivers=1, stays=True)
         assert fetch(client, 0, 2) == bytes(data_of(2))
-    assert len(caplog.records) == 6
+        timer.join()
+
+
+@pytest.mark.parametrize("sent", [b"", b"abc"])
+def test_patience_ends(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that falls silent in a unit is given up after a while, or at once when the load is over."""
+    over = threading.Event()
+    with server_that_sends(sent) as address:
+        monkeypatch.setattr(peers, "PATIENCE_SECONDS", 0.1)
+        with client_of(address, is_over=over.is_set) as client:
+            assert fetch(client, 0, 1) is None
+            assert client.unreached == {0: "The other rank has sent nothing for 0 s."}
+        monkeypatch.setattr(peers, "PATIENCE_SECONDS", 1e9)
+        with client_of(address, is_over=over.is_set) as client:
+            over.set()
+            assert fetch(client, 0, 1) is None
+            assert client.unreached == {}
+
+
+# ---- other hosts
+
+
+def test_the_rest_of_a_slow_unit_is_left_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts send a third of a unit and stall: what has arrived is kept, and the slow hosts are not asked again."""
+    unit, hosts = bytes(data_of(5, 3 * KiB)), OtherHosts()
+    with server_that_sends(unit[:KiB], ELSEWHERE) as one, server_that_sends(unit[:KiB], "127.0.0.3") as other:
+        with client_of(one, other, one, rates=measured(100 * MiB), hosts=hosts) as client:
+            for rank in (0, 1):
+                into = memoryview(bytearray(3 * KiB))
+                assert client.fetch(rank, 1, into) == KiB
+                assert bytes(into[:KiB]) == unit[:KiB]
+            assert client.fetch(2, 1, into) == 0
+            assert client.received_bytes == 2 * KiB
+            assert client.unreached == {}
+        assert hosts.are_slow()
+    # A rank that does not know the rate of its store asks the store once a second has passed.
+    with server_that_sends(unit[:KiB], ELSEWHERE) as address, client_of(address) as client:
+        monkeypatch.setattr("dcp_remote.loading.read_rates._UNKNOWN_SECONDS", 0.2)
+        assert client.fetch(0, 1, into) == KiB
+
+
+def test_a_unit_that_comes_as_soon_is_taken(server: PeerServer) -> None:
+    """Receive from another host, with a store of the slowest kind: the host is useful."""
+    server.offer(1, data_of(1), receivers=1, stays=True)
+    hosts = OtherHosts()
+    address = replace(server.address, name=b"")
+    with PeerClient({0: address}, ELSEWHERE, is_over=lambda: False, rates=measured(1000), hosts=hosts) as client:
+        assert fetch(client, 0, 1) == bytes(data_of(1))
+    assert hosts.find_cause(HERE) is None
+    assert not hosts.are_slow()
+
+
+def test_hosts_that_are_not_reached_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three hosts do not answer: a fourth is not tried, nor any of them in the next load; after a while one is."""
+    tried: list[str] = []
+
+    def never(place: tuple[str, int], timeout: float) -> socket.socket:
+        tried.append(place[0])
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", never)
+    addresses = [Address(f"127.0.0.{n}", 9, b"", bytes(16)) for n in (2, 3, 4, 5)]
+    clock = SleepClock()
+    hosts = OtherHosts(clock)
+    with client_of(*addresses, hosts=hosts) as client:
+        assert [fetch(client, number, 1) for number in range(4)] == [None] * 4
+        assert client.unreached == dict.fromkeys(range(3), "timed out")
+    assert tried == ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
+    with client_of(*addresses, hosts=hosts) as client:
+        assert [fetch(client, number, 1) for number in range(4)] == [None] * 4
+        assert client.unreached == dict.fromkeys(range(4), "timed out")
+    assert len(tried) == 3
+    assert not hosts.are_slow()  # the next report still says that hosts are not reached
+    clock.sleep(601.0)
+    with client_of(*addresses, hosts=hosts) as client:
+        assert fetch(client, 3, 1) is None
+    assert tried[3:] == ["127.0.0.5"]
+
+
+def test_a_refused_connection_is_not_remembered() -> None:
+    """A rank has gone: it is not asked again in this load, the others of its host are."""
+    with socket.create_server((ELSEWHERE, 0)) as closed:
+        gone = Address(ELSEWHERE, closed.getsockname()[1], b"", bytes(16))
+    hosts = OtherHosts()
+    with server_that_sends(b"abcd", ELSEWHERE) as other, client_of(gone, other, hosts=hosts) as client:
+        assert [fetch(client, number, 1, 4) for number in (0, 0, 1)] == [None, None, b"abcd"]
+        assert set(client.unreached) == {0}
+    assert hosts.find_cause(ELSEWHERE) is None
+
+
+def test_a_host_is_useful_that_gives_more_than_it_leaves() -> None:
+    """Of three hosts one is useful: a fourth is tried."""
+    hosts = OtherHosts(SleepClock())
+    for host, cause in (("a", ""), ("b", "timed out"), ("c", None)):
+        hosts.note(host, cause)
+    assert [hosts.find_cause(host) for host in "abcd"] == ["", "timed out", None, None]
+    hosts.note("c", "")
+    assert hosts.find_cause("d") is not None
+    assert hosts.are_slow()
+
+
+def test_a_rank_without_a_port_serves_its_own_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Occupy the only port: ranks of this host are served over a Unix socket, those of others are told."""
+    with socket.create_server((HERE, 0)) as taken:
+        port = taken.getsockname()[1]
+        with PeerServer(HERE, kept_bytes_max=0, ports=(port, port)) as server:
+            server.offer(1, data_of(1), receivers=2, stays=True)
+            assert server.address.port == 0
+            with client_of(server.address) as client:
+                assert fetch(client, 0, 1) == bytes(data_of(1))
+            with client_of(replace(server.address, host=ELSEWHERE)) as client:
+                assert fetch(client, 0, 1) is None
+                assert "only ranks of its own host" in client.unreached[0]
+        assert "cannot listen at a TCP port" in caplog.text
+        monkeypatch.setattr(peers, "listen_on_unix_socket", lambda: None)
+        with pytest.raises(OSError, match="are in use"):
+            PeerServer(HERE, kept_bytes_max=0, ports=(port, port))
+    with PeerServer(HERE, kept_bytes_max=0, serves_other_hosts=False) as server:
+        assert server.address.port > 0  # this host has no Unix sockets
 
 
 def test_a_load_that_failed_waits_for_no_server(
     server: PeerServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """When the buffers are reclaimed after a failure, a pending request ends, without a warning about the server."""
-    monkeypatch.setattr(peer_sockets, "CHECK_SECONDS", 0.02)
     monkeypatch.setattr(peers, "PATIENCE_SECONDS", 1e9)
     lease, asking = BufferLease(), threading.Event()
     found: list[bytes | None] = []
@@ -173,48 +313,6 @@ def test_a_load_that_failed_waits_for_no_server(
         thread.join()
     assert found == [None]
     assert not caplog.records
-
-
-@pytest.mark.parametrize("patience_seconds", [0.1, 1e9])
-def test_a_trickle_counts_as_silence(patience_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server sends a byte every few milliseconds for ever: the client stops waiting, or the load is over."""
-    monkeypatch.setattr(peer_sockets, "CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(peers, "PATIENCE_SECONDS", patience_seconds)
-    over = threading.Event()
-
-    def trickle() -> None:
-        connection, _ = listening.accept()
-        with connection, contextlib.suppress(OSError):
-            while True:
-                connection.sendall(b"\1")
-                if over.wait(0.005):
-                    raise ConnectionAbortedError
-
-    with socket.create_server((HERE, 0)) as listening:
-        thread = threading.Thread(target=trickle)
-        thread.start()
-        address = Address(HERE, listening.getsockname()[1], b"", bytes(16))
-        asked = itertools.count()
-        with PeerClient({0: address}, HERE, is_over=lambda: patience_seconds > 1 and next(asked) > 2) as client:
-            assert fetch(client, 0, 1) is None
-        over.set()
-        thread.join()
-
-
-def test_unreachable_hosts_do_not_count_for_this_host(server: PeerServer) -> None:
-    """After three failures on other hosts no other host is tried; ranks of this host still are."""
-    server.offer(1, data_of(1), receivers=9, stays=True)
-    with socket.create_server(("127.0.0.2", 0)) as closed:
-        unreachable = Address("127.0.0.2", closed.getsockname()[1], b"", bytes(16))
-    with socket.create_server(("127.0.0.2", 0)) as waiting:
-        far = Address("127.0.0.2", waiting.getsockname()[1], b"", bytes(16))
-        with client_of(server.address, unreachable, unreachable, unreachable, far) as client:
-            assert fetch(client, 0, 1) == bytes(data_of(1))
-            assert [fetch(client, number, 1) for number in (1, 2, 3, 4)] == [None] * 4
-            assert fetch(client, 0, 1) == bytes(data_of(1))
-        waiting.settimeout(0)
-        with pytest.raises(BlockingIOError):  # no client has connected
-            waiting.accept()
 
 
 def test_the_address_towards_a_host() -> None:

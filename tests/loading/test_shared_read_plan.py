@@ -21,6 +21,7 @@ from dcp_remote.loading.downloads import RANGE_BYTES_MAX
 from dcp_remote.loading.read_plan import ReadPlan, Want, Wanted, want_box, wanted_blocks
 from dcp_remote.loading.shared_read_plan import (
     MEMBERS_MAX,
+    Place,
     Unit,
     _block_bytes,
     decode_wanted,
@@ -63,15 +64,24 @@ def exchanged(manifest: Manifest, wanted: Sequence[Wanted]) -> list[I64]:
     return [decode_wanted(encode_wanted(manifest, of_rank)) for of_rank in wanted]
 
 
-def assert_units(manifest: Manifest, wanted: Sequence[Wanted], *, window_bytes: int) -> tuple[Unit, ...]:
-    """Check that each rank gets each block that it wants once: by itself, or in a unit; and return the units."""
-    units = shared_units(manifest, exchanged(manifest, wanted))
+def assert_units(
+    manifest: Manifest, wanted: Sequence[Wanted], *, window_bytes: int, places: Sequence[Place] | None = None
+) -> tuple[Unit, ...]:
+    """Check that each rank gets each block that it wants once: by itself, or in a unit; and return the units.
+
+    Each member of a unit can connect to its owner. All ranks serve all others if no places are given.
+    """
+    places = places or [Place("a", serves_all=True)] * len(wanted)
+    units = shared_units(manifest, exchanged(manifest, wanted), places)
     blocks = [blocks_of(manifest, of_rank) for of_rank in wanted]
-    places = [(unit.range.shard, unit.range.start) for unit in units]
-    assert len(set(places)) == len(places)
+    reads = [(unit.range.shard, unit.range.start, member) for unit in units for member in unit.members]
+    assert len(set(reads)) == len(reads)
     for unit in units:
         assert len(unit.members) >= 2
         assert unit.owner in unit.members
+        assert places[unit.owner].serves_all or {places[member].host for member in unit.members} == {
+            places[unit.owner].host
+        }
         assert 0 < unit.range.length <= max(RANGE_BYTES_MAX, int(manifest.shards.table_lengths.max()))
         for member in unit.members:
             assert blocks_of_unit(unit) <= blocks[member]
@@ -104,13 +114,16 @@ def test_every_rank_gets_what_it_wants(manifest: Manifest, world_size: int, data
             wants.append(want_box(manifest, tensor=tensor, chunk=chunk, box=Box(offsets, lengths)))
     chosen = [data.draw(st.lists(st.sampled_from(wants), max_size=6)) if wants else [] for _ in range(world_size)]
     wanted = [wanted_blocks(manifest, rank_wants) for rank_wants in chosen]
-    units = assert_units(manifest, wanted, window_bytes=data.draw(st.integers(1, 10 * MiB)))
+    place = st.builds(Place, st.sampled_from("ab"), serves_all=st.booleans())
+    places = data.draw(st.lists(place, min_size=world_size, max_size=world_size))
+    units = assert_units(manifest, wanted, window_bytes=data.draw(st.integers(1, 10 * MiB)), places=places)
     blocks = [blocks_of(manifest, of_rank) for of_rank in wanted]
     counts = Counter(block for rank_blocks in blocks for block in rank_blocks)
     shared = {block for unit in units for block in blocks_of_unit(unit)}
     alone = {piece for (piece, block), count in counts.items() if block >= 0 and count == 1}
     # Each rank reads for itself only small parts of pieces of which one rank wants another part alone.
-    assert {block for block, count in counts.items() if count > 1 and block[0] not in alone} <= shared
+    if len({place.host for place in places}) == 1 or all(place.serves_all for place in places):
+        assert {block for block, count in counts.items() if count > 1 and block[0] not in alone} <= shared
 
 
 @given(st.integers(0, 2**40))
@@ -150,6 +163,20 @@ def test_a_rank_that_reads_more_alone_owns_less() -> None:
     alone = wanted_blocks(manifest, [Want(0, 1, None)])
     units = assert_units(manifest, [whole(manifest), alone], window_bytes=16 * MiB)
     assert {unit.owner for unit in units} == {1}
+
+
+def test_units_of_ranks_that_serve_only_their_own_host() -> None:
+    """Two hosts of two ranks: each reads all once; and if one rank serves all, it alone reads for the others."""
+    manifest = tensors_of((40 * MiB,), (3,))
+    wanted, total = [whole(manifest)] * 4, int(manifest.pieces.length.sum())
+    places = [Place(host, serves_all=False) for host in "abab"]
+    units = assert_units(manifest, wanted, window_bytes=16 * MiB, places=places)
+    assert {unit.members for unit in units} == {(0, 2), (1, 3)}
+    assert sum(unit.range.length for unit in units) == 2 * total
+    read = [sum(unit.range.length for unit in units if unit.owner == n) for n in range(4)]
+    assert max(read) - min(read) <= RANGE_BYTES_MAX
+    units = assert_units(manifest, wanted, window_bytes=16 * MiB, places=[*places[:3], Place("b", serves_all=True)])
+    assert {(unit.members, unit.owner) for unit in units} == {((0, 1, 2, 3), 3)}
 
 
 def test_slices_are_not_shared() -> None:

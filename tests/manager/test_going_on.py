@@ -14,6 +14,7 @@ import torch
 from dcp_remote import CheckpointManager, PerRank, load
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import (
     BucketNotFoundError,
     CheckpointExistsError,
@@ -145,7 +146,8 @@ def test_notes_of_a_repeated_save(caplog: pytest.LogCaptureFixture) -> None:
         manager.save(1, state_of(1), exist_ok=True, wait=True)
         assert caplog.text == ""
         manager.save(1, state_of(1), user={"epoch": 2}, exist_ok=True, wait=True)
-        assert "step 1, so that its checkpoint stays, and the notes of this save (user=) are dropped" in caplog.text
+        assert "step 1 was saved before, and its checkpoint stays as it is" in caplog.text
+        assert "without what has changed in the state since and the notes of this save (user=)" in caplog.text
         assert manager.user(1) == {"epoch": 1}
 
 
@@ -212,6 +214,53 @@ def test_a_step_of_another_job_is_not_saved_again() -> None:
             manager.save(1, state_of(1), exist_ok=True, wait=True)
         manager.save(3, state_of(3), wait=True)
         assert manager.steps() == [1, 2, 3]
+
+
+def test_a_loop_that_begins_by_a_save(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Save the restored step, and the last step twice, as nanoGPT's loop: kept at every start, and logged once."""
+    store = RecordingStore(MemoryStore())
+    for start in (0, 2, 4):
+        with rank_threads(2) as them:
+            managers = managers_of(them, store, monkeypatch)
+
+            def train(group: RankGroup, start: int = start, managers: Any = managers) -> None:
+                manager, state = managers[group.rank], state_of(0)
+                assert (manager.restore(state) or 0) == start
+                for step in range(start, start + 3):
+                    if step % 2 == 0:
+                        manager.save(step, state_of(step), name=f"step-{step}", metrics={"loss": 4.0 - step})
+                manager.save(step, state_of(step), name="final")
+
+            assert [ended.error for ended in them.run(train)] == [None] * 2
+            for manager in reversed(managers):
+                manager.close()
+    assert [entry.step for entry in catalog_of(store).entries] == [0, 2, 4, 6]
+    assert entry_of(store, 6).names == ("step-6", "final")
+    assert dict(entry_of(store, 2).metrics) == {"loss": 2.0}
+    kept = [record.message for record in caplog.records if "stays as it is" in record.message]
+    assert len(kept) == 5  # by the coordinator alone: twice the restored step, three times the last
+
+
+def test_what_is_refused_of_a_step_twice() -> None:
+    """By the call itself: a state of other names, an older step, or any where the caller wants to know."""
+    store = RecordingStore(MemoryStore())
+    with CheckpointManager(store) as manager:
+        manager.save(1, state_of(1))
+        manager.save(2, state_of(2), wait=True)
+        store.clear()
+        with pytest.raises(CheckpointExistsError, match=r"exist_ok=True.* overwrite=True"):
+            manager.save(2, {"average": torch.ones(2)})
+        with pytest.raises(CheckpointExistsError, match=r"exist_ok=True.* overwrite=True"):
+            manager.save(2, state_of(2), exist_ok=False)
+        with pytest.raises(InvalidArgumentError, match="older than the newest"):
+            manager.save(1, state_of(1))
+        assert store.count("put") == 0
+        manager.save(2, state_of(22), overwrite=True, wait=True)
+        assert manager.restore(state_of(0), 1) == 1
+        manager.save(1, state_of(11))  # goes back no less than without it
+        manager.save(2, state_of(222))
+    assert load(store, step=2)["step"] == 222
+    assert load(store, step=1)["step"] == 1
 
 
 def test_an_abandoned_step_is_saved_anew() -> None:

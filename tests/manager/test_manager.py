@@ -577,13 +577,14 @@ def test_a_run_that_lost_its_catalog() -> None:
 
 
 def test_a_step_twice() -> None:
-    """A step that exists is refused before any upload; `overwrite=True` replaces it."""
+    """A step that exists is kept without an upload, or refused; `overwrite=True` replaces it."""
     store = RecordingStore(MemoryStore())
     with CheckpointManager(store) as checkpoints:
         checkpoints.save(1, state_of(1), wait=True)
         store.clear()
         with pytest.raises(CheckpointExistsError, match="overwrite"):
-            checkpoints.save(1, state_of(2), wait=True)
+            checkpoints.save(1, state_of(2), exist_ok=False, wait=True)
+        checkpoints.save(1, state_of(2), wait=True)
         assert store.count("put") == 0
         checkpoints.save(1, state_of(2), overwrite=True)
     assert load(store)["step"] == 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import datetime as dt
 import logging
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -597,9 +597,18 @@ def test_states_without_a_shape_or_an_end(store: RecordingStore) -> None:
     ring: list[Any] = []
     ring.append({"again": ring})
     parts = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    for value, text in ((ring, "contains itself.*Opaque.*key='x'"), ([parts], r"unbind.*tensor='x\.0'")):
-        with pytest.raises(InvalidArgumentError, match=text):
-            save(store, {"x": value})
+    deep: Any = torch.ones(1)
+    for _ in range(300):
+        deep = [deep]
+    given = SimpleNamespace(state_dict=lambda: {"deep": deep}, load_state_dict=print)
+    for value, text in (
+        (ring, "contains itself.*Opaque.*key='x'"),
+        (deep, "too deeply.*flat.*key='x'"),
+        (given, "too deeply.*flat.*key='x'"),
+        ([parts], r"unbind.*tensor='x\.0'"),
+    ):
+        with CheckpointManager(store, progress=False) as checkpoints, pytest.raises(InvalidArgumentError, match=text):
+            checkpoints.save(1, {"x": value})
 
 
 # ---- several ranks

@@ -559,7 +559,7 @@ def test_closing_waits_less_for_deletions_after_a_save_that_failed(monkeypatch: 
     with CheckpointManager(MemoryStore()) as checkpoints:
         checkpoints.save(1, {"n": 1}, wait=True)
         with pytest.raises(CheckpointExistsError):
-            checkpoints.save(1, {"n": 2}, wait=True)
+            checkpoints.save(1, {"n": 2}, exist_ok=False, wait=True)
     committed_seconds, failed_seconds = waits
     assert committed_seconds > 30
     assert failed_seconds <= 5

@@ -238,7 +238,8 @@ def test_replicas_that_differ_are_never_mixed(data: st.DataObject) -> None:
     store, of_all, reports = write([{"w": whole, "same": rows(300) + 1} for whole in wholes])
     commit(store, of_all, reports)
     state = load(store)
-    assert any(torch.equal(state["w"], whole) for whole in wholes)
+    differs = any(not torch.equal(whole, wholes[0]) for whole in wholes)
+    assert any(torch.equal(state["w"], whole) for whole in (wholes[:1] if differs else wholes))
     assert torch.equal(state["same"], rows(300) + 1)
     assert sum(bytes_of(reports)) == 2 * rows(300).nbytes
 

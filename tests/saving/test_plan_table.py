@@ -472,9 +472,11 @@ def test_the_warning_is_short() -> None:
     _, arrangement = arranged_objects([{str(n): rank for n in range(40)} for rank in range(2)])
     text = describe_object_differences(arrangement.differing)
     assert text.startswith(
-        "Ranks hold different values of 40 objects, and one rank's value is saved: 0 (2 values on 2 "
+        "Ranks hold different values of 40 objects, and each save holds that of the lowest rank: 0 (2 values on 2 "
     )
-    assert text.endswith(", and 30 more. PerRank(...) in the state saves every rank's.")
+    assert text.endswith(
+        ", and 30 more. PerRank(...) in the state saves every rank's. A job says this once of each name."
+    )
 
 
 def test_a_tensor_that_no_rank_holds_is_refused() -> None:

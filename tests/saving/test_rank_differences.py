@@ -103,7 +103,7 @@ def test_objects_that_differ_are_reported_once(
     assert len(told) == 2
     saved = load(store, step=1)
     writer = saved["seed"] - 100
-    assert "Ranks hold different values of 2 objects, and one rank's value is saved: " in told[0]
+    assert "Ranks hold different values of 2 objects, and each save holds that of the lowest rank: " in told[0]
     assert f"seed (3 values on 3 ranks; rank {writer}'s is saved)" in told[0]
     assert "config.host (2 values on 3 ranks; rank " in told[0]
     assert "PerRank(...)" in told[0]

@@ -110,6 +110,16 @@ class Naming:
 
 
 @dataclass(frozen=True, slots=True)
+class Labelling:
+    """Adding the names and metrics of a repeated save to the checkpoint of its step."""
+
+    save_id: str
+    names: tuple[str, ...]
+    metrics: tuple[tuple[str, float], ...]
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
 class Unnaming:
     """Taking names from the checkpoints that have them, by a method of `Run`; for a job, or for a person (None)."""
 
@@ -374,6 +384,9 @@ class Run:
                     self._owners[new.token] = job
             case Save():
                 self._check_commit(doing, old, new, told)
+            case Labelling():
+                self._check_owner(doing.job, old, told)
+                self._check_labels(doing, old, new, told)
             case Keeping(retention, job):
                 self._check_owner(job, old, told)
                 decision = decide(retention, [_candidate(entry) for entry in old.entries])
@@ -429,6 +442,16 @@ class Run:
                 entries.append(_unnamed(one, doing.names))
         _require((new.entries, new.floor) == (tuple(entries), old.floor), told)
 
+    def _check_labels(self, doing: Labelling, old: Catalog, new: Catalog, told: str) -> None:
+        _require([one.save_id for one in new.entries] == [one.save_id for one in old.entries], told)
+        for before, after in zip(old.entries, new.entries, strict=True):
+            if before.save_id == doing.save_id:
+                _require(set(after.names) == {*before.names, *doing.names}, told)
+                _require(dict(after.metrics) == {**dict(before.metrics), **dict(doing.metrics)}, told)
+                _require(replace(after, names=before.names, metrics=before.metrics) == before, told)
+            else:
+                _require(after == _unnamed(before, doing.names), told)
+
     def _check_commit(self, save: Save, old: Catalog, new: Catalog, told: str) -> None:
         owner = self._owners.get(old.token)
         _require(owner == save.job, f"a job that was fenced committed; the fence is {owner}'s: {told}")
@@ -477,7 +500,7 @@ class Run:
             told = f"{doing} made {self.show(new)} of {self.show(old)}"
             if one.pinned and not unpinned:
                 _require(there is not None and there.pinned, f"a pin was lost: {told}")
-            moved = doing.names if isinstance(doing, Save | Naming | Unnaming) else ()
+            moved = doing.names if isinstance(doing, Save | Labelling | Naming | Unnaming) else ()
             kept = set(one.names).difference(moved)
             if kept and not (isinstance(doing, Keeping) and not doing.retention.keep_named):
                 _require(there is not None and kept.issubset(there.names), f"a name was lost: {told}")

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import digest, piece_digest
 from dcp_remote.common.geometry import Box
 from dcp_remote.errors import (
@@ -60,6 +61,7 @@ from tests.simulation.invariants import (
     Deleting,
     Fencing,
     Keeping,
+    Labelling,
     Naming,
     Pinning,
     Recovering,
@@ -181,6 +183,7 @@ class Scene:
             that an actor that retires and thins only thins, while another one removes orphans.
         pins: Probability that, while a save replaces an abandoned checkpoint, another actor pins that one.
         handles: Probability that a job deletes or names a checkpoint after each of its saves.
+        lingers: Probability that a job first saves the step that it has restored, as a loop that begins by a save.
     """
 
     jobs: tuple[int, int]
@@ -195,6 +198,7 @@ class Scene:
     thins: float = 0.0
     pins: float = 0.0
     handles: float = 0.0
+    lingers: float = 0.0
     resumes: tuple[str, ...] = 7 * ("newest",) + 4 * ("older",) + ("none", "mistake")
 
 
@@ -215,6 +219,7 @@ SCENES = (
     Scene(jobs=(0, 0), handle=(2, 2), rounds=2),
     Scene(jobs=(0, 1), collect=(0, 1), handle=(1, 1), rounds=1),
     Scene(jobs=(2, 2), handles=0.7),
+    Scene(jobs=(2, 3), keep=(0, 1), handle=(0, 1), doubles=0.1, lingers=0.7),
     Scene(jobs=(1, 2), pin=(0, 1), resumes=("older",), pins=0.5),
     Scene(jobs=(1, 1), rounds=1, resumes=("older",), thins=1.0),
     Scene(jobs=(0, 0), keep=(1, 1), rounds=1, thins=1.0),
@@ -235,6 +240,7 @@ class Plan:
         thins: Probability, as in `Scene`.
         pins: Probability, as in `Scene`.
         handles: Probability, as in `Scene`.
+        lingers: Probability, as in `Scene`.
         retention: Policy that the job applies; None keeps all.
     """
 
@@ -247,6 +253,7 @@ class Plan:
     thins: float = 0.0
     pins: float = 0.0
     handles: float = 0.0
+    lingers: float = 0.0
     retention: Retention | None = None
 
     @classmethod
@@ -261,6 +268,7 @@ class Plan:
             thins=scene.thins,
             pins=scene.pins,
             handles=scene.handles,
+            lingers=scene.lingers,
             retention=retention(rng) if rng.random() < 0.3 else None,
         )
 
@@ -313,7 +321,10 @@ class Trainer:
         """Save repeatedly."""
         actor, rng = self.actor, self.actor.rng
         for number in range(self.plan.saves):
-            self.step += rng.choice([0, 0, 1, 1, 1, 2] if number and self.plan.overwrites else [1, 1, 2])
+            if number and self.plan.overwrites:
+                self.step += rng.choice([0, 0, 1, 1, 1, 2])
+            elif number or not self.plan.lingers or rng.random() > self.plan.lingers:
+                self.step += rng.choice([1, 1, 2])
             if rng.random() < self.plan.doubles:
                 self._double()
             try:
@@ -359,7 +370,7 @@ class Trainer:
             if is_new:
                 other.name = actor.name  # the copy takes a fence of its own
             other.plan = replace(self.plan, doubles=0.0)
-            other.step -= 1
+            other.step = max(other.step - 1, 0)
             other.train()
 
         self.actor.world.add(f"{self.name}'", play)
@@ -391,8 +402,9 @@ class Trainer:
     def _attempt(self, note: CheckpointLabels, *, borrow: bool) -> None:
         actor, world = self.actor, self.actor.world
         deadline = actor.deadline(SAVE_SECONDS)
-        actor.doing = Fencing(self.name)
-        begun = self.job.begin(note, borrow=borrow, deadline=deadline)
+        begun = self._begin(note, borrow=borrow, deadline=deadline)
+        if begun is None:
+            return
         self.owner = Owner(begun.run.run_id, begun.run.token)
         number = world.number()
         label = f"{self.name}.{number}"
@@ -457,6 +469,18 @@ class Trainer:
         self.run.committed(save, catalog)
         self.abandons = None
         self.maintenance.remember(entry.manifest, keys)
+
+    def _begin(self, note: CheckpointLabels, *, borrow: bool, deadline: Deadline) -> SaveTicket | None:
+        """Begin a save; None if the step is saved already, whose checkpoint gets the names and metrics."""
+        self.actor.doing = Fencing(self.name)
+        begin = self.job.begin if note.overwrite else self.job.begin_or_find
+        begun = begin(note, borrow=borrow, deadline=deadline)
+        if isinstance(begun, SaveTicket):
+            return begun
+        self.actor.doing = Labelling(begun.save_id, note.names, note.metrics, self.name)
+        self.job.label(begun, note, deadline=deadline)
+        self.actor.say(f"    keeps step {note.step}")
+        return None
 
     def _disturb(self, base: Manifest | None, step: int) -> None:
         """Let other actors thin the reused checkpoint, and pin the one to be replaced, during the save."""

@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.forkserver import ensure_running
 from multiprocessing.reduction import DupFd
 from types import TracebackType
@@ -72,6 +73,15 @@ class RankFailure:
     description: str
     error: BaseException | None = None
     signal: int | None = None
+
+
+def start_process(target: Callable[..., None], *args: object) -> ForkServerProcess:
+    """Start a process that calls a function: a fork of the server, which has imported torch and most of the package."""
+    with _environment():
+        ensure_running()  # the server keeps the environment of its start
+    process = _SPAWNING.Process(target=target, args=args)
+    process.start()
+    return process
 
 
 class RanksFailedError(Exception):
@@ -273,12 +283,9 @@ class _Process:
 
     def __init__(self, port: int) -> None:
         ours, theirs = socket.socketpair()
-        with _environment():
-            ensure_running()  # the server keeps the environment of its start
         try:
             # Standard error is passed on, because it may have changed since the server was started.
-            self._process = _SPAWNING.Process(target=_serve, args=(DupFd(theirs.fileno()), DupFd(2), port))
-            self._process.start()
+            self._process = start_process(_serve, DupFd(theirs.fileno()), DupFd(2), port)
         finally:
             theirs.close()
         self.connection = Connection(ours.detach())

@@ -53,6 +53,7 @@ def test_small_files_named_as_weights(tmp_path: Path, caplog: pytest.LogCaptureF
     stale = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     left = {
         "model.safetensors": b"x",
+        "model-00002-of-00002.safetensors/x": b"x",
         "Model-00001-of-00002.safetensors": b"x",
         "model.safetensors.index.json": json.dumps(stale).encode(),
         ".metadata": b"x",

@@ -53,12 +53,12 @@ def refused(kind: type[errors.DcpRemoteError], match: str, source: Path, tmp_pat
     assert not (tmp_path / "run").exists() or latest(tmp_path / "run") is None
 
 
-def import_in_a_process(source: Path, tmp_path: Path) -> str:
-    """Import by the command line in a process of its own, which may crash; return what it says."""
+def import_in_a_process(source: Path, tmp_path: Path, status: int = 2) -> str:
+    """Import by the command line in a process of its own, which may crash or never end; return what it says."""
     code = "import sys; from dcp_remote.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "import", str(source), str(tmp_path / "run"), "--step", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert ended.returncode == 2, ended
+    assert ended.returncode == status, ended
     return ended.stderr
 
 
@@ -261,3 +261,90 @@ def test_metadata_of_torch_that_change_a_class(tmp_path: Path, value: str) -> No
     before = PosixPath.is_absolute
     refused(errors.UnsafeObjectError, "change a class", folder, tmp_path)
     assert PosixPath.is_absolute is before
+
+
+def doubled(times: int) -> bytes:
+    """Return the program of a tuple that is contained twice in a tuple, and so on: 2**times values."""
+    return b"K\x01\x85q\x00" + b"".join(b"h%c\x86q%c" % (number, number + 1) for number in range(times))
+
+
+@pytest.mark.parametrize("suffix", ["pt", "ckpt", "bin"])
+def test_a_key_of_torch_save_that_is_hashed_for_ever(tmp_path: Path, suffix: str) -> None:
+    """A few hundred bytes: torch's restricted unpickler carries them out, and no signal reaches it."""
+    path = tmp_path / f"a.{suffix}"
+    torch.save({"w": torch.ones(3)}, path)
+    program = b"\x80\x02}" + doubled(60) + b"K\x01s."
+    rewrite(path, lambda name, data: program if name.endswith("data.pkl") else data)
+    assert path.stat().st_size < 2000
+    assert "damaged" in import_in_a_process(path, tmp_path, status=1)
+
+
+def test_a_length_of_torch_save_that_fills_the_memory(tmp_path: Path) -> None:
+    """`bytearray(10**12)`, which torch's restricted unpickler calls."""
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.ones(3)}, path)
+    program = b"\x80\x02}X\x01\x00\x00\x00bcbuiltins\nbytearray\n\x8a\x06\x00\x10\xa5\xd4\xe8\x00\x85Rs."
+    rewrite(path, lambda name, data: program if name.endswith("data.pkl") else data)
+    refused(errors.UnsafeObjectError, "bytearray", path, tmp_path)
+
+
+CHECKPOINT = b"ctorch.distributed.checkpoint."
+INDEX = CHECKPOINT + b"metadata\nMetadataIndex\n)\x81}X\x03\x00\x00\x00fqn"
+
+
+@pytest.mark.parametrize(
+    "program",
+    {
+        "key": b"}" + doubled(60) + b"K\x01s",
+        "index": b"}" + INDEX + doubled(60) + b"sbK\x01s",
+        "argument": CHECKPOINT + b"metadata\n_MEM_FORMAT_ENCODING\n" + doubled(60) + b"\x85R",
+        "sizes": b"ctorch\nSize\n" + doubled(60) + b"\x85R",
+        "state": CHECKPOINT + b"metadata\nTensorProperties\n)\x81(NN" + doubled(60) + b"Nt\x85b",
+        "pairs": b"ccollections\nOrderedDict\n]" + doubled(60) + b"K\x01\x86a\x85R",
+        "set": b"\x8f(" + doubled(60) + b"\x90",
+        "value": CHECKPOINT
+        + b"metadata\nMetadata\n)\x81}(X\x13\x00\x00\x00state_dict_metadata}X\x0c\x00\x00\x00storage_data}"
+        + INDEX
+        + b"X\x01\x00\x00\x00wsb"
+        + CHECKPOINT
+        + b"filesystem\n_StorageInfo\n)\x81}X\x0d\x00\x00\x00relative_path"
+        + doubled(60)
+        + b"sbsub",
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_metadata_of_torch_that_are_walked_for_ever(tmp_path: Path, program: tuple[str, bytes]) -> None:
+    """A tuple of 2**60 values that is hashed as a key, an index or an argument, or printed as a value."""
+    folder = by_torch(tmp_path / "torch")
+    (folder / ".metadata").write_bytes(b"\x80\x04" + program[1] + b".")
+    assert "damaged" in import_in_a_process(folder, tmp_path, status=1)
+
+
+def test_indexes_with_equal_hashes(tmp_path: Path) -> None:
+    """The hash of -1 is that of -2, so 4,096 tuples of 12 of them have one hash; a dict of them is quadratic."""
+
+    def change(metadata: Any) -> None:
+        [(index, info)] = [item for item in metadata.storage_data.items() if item[0].fqn == "w"][:1]
+        for number in range(4096):
+            offset = torch.Size([-1 - (number >> bit & 1) for bit in range(12)])
+            metadata.storage_data[MetadataIndex(index.fqn, offset)] = info
+
+    refused(errors.CorruptCheckpointError, "damaged", by_torch(tmp_path / "torch", change), tmp_path)
+
+
+def test_a_header_with_a_key_twice(tmp_path: Path) -> None:
+    """Readers differ in which of the two tensors counts; in an entry and in an index of weights as well."""
+    once = '"w":{"dtype":"I8","shape":[4],"data_offsets":[0,4]}'
+    for header in (f"{{{once},{once}}}", once.replace('"I8"', '"I8","dtype":"U8"').join("{}")):
+        (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+        refused(errors.CorruptCheckpointError, "occurs more than once", tmp_path / "a.safetensors", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{1: 1, "1": 2}, {"w": torch.ones(1), "d": {1: 1, "1": 2}}, {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}],
+)
+def test_values_with_one_name(tmp_path: Path, state: dict[Any, Any]) -> None:
+    """Keys that are equal as text, or once the parts of a path are joined."""
+    torch.save(state, tmp_path / "a.pt")
+    refused(errors.InvalidArgumentError, "same name|have one name", tmp_path / "a.pt", tmp_path)

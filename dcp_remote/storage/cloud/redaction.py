@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from urllib.parse import quote
 
 # Elements of an answer that quotes the request, parameters of a URL, and headers.
 _SIGNATURES = (
@@ -24,8 +23,10 @@ _URL = re.compile(r"[^\s'\"<>]+")
 
 def redact(text: str, secrets: Sequence[str]) -> str:
     """Return a text without the given secrets in any encoding, without user info of URLs, and without signatures."""
-    for secret in secrets:
-        text = re.sub("".join(map(_spellings, secret)), "…", text)
+    # One pattern, the longest first: a key within another one would else leave the rest of the longer one.
+    found = sorted(filter(None, secrets), key=len, reverse=True)
+    if found:
+        text = re.sub("|".join("".join(map(_spellings, secret)) for secret in found), "…", text)
     for signature in _SIGNATURES:
         text = signature.sub(r"\g<name>…", text)
     return _URL.sub(_without_user, text)
@@ -41,6 +42,6 @@ def _spellings(char: str) -> str:
     if char.isalnum():
         return char
     code, itself = ord(char), re.escape(char)
-    in_url = quote(char, safe="").replace("%", "%(?:25)*")
+    in_url = "".join(f"%(?:25)*{byte:02x}" for byte in char.encode())
     in_xml = rf"&#(?:{code}|x0*{code:x});|&\w{{2,4}};"
-    return rf"(?:\\?{itself}|(?i:{in_url if in_url != char else itself}|{in_xml}|\\u{code:04x}))"
+    return rf"(?:\\?{itself}|(?i:{in_url}|{in_xml}|\\u{code:04x}))"

@@ -10,8 +10,8 @@
 Bodies lie in one file in shared memory (`space.py`), which the kernel fills and empties (`wire.py`).
 
 What it is not: it checks no signature and knows no versions, grants or regions. Any credentials will do, it listens
-on the loopback interface only, and what it does not know it answers with 501. All that it holds is lost with the
-process.
+on the loopback interface unless told otherwise, and what it does not know it answers with 501. All that it holds is
+lost with the process.
 
 By hand: `python -m tests.benchmark.server.server --bytes 4GiB` prints one line of JSON, and ends when its
 standard input does.
@@ -221,6 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--verify", action="store_true", help="refuse bodies whose checksum is wrong; needs awscrt")
     parser.add_argument("--md5", action="store_true", help="ETags are MD5s, which cost the server CPU")
     parser.add_argument("--bucket", action="append", default=[], help="made at the start; may be repeated")
+    parser.add_argument("--address", default="127.0.0.1", help="where it listens; by default on the loopback interface")
+    parser.add_argument("--port", type=int, default=0, help="at which it listens; by default any free one")
     parser.add_argument("--shape", default="{}", help='like {"latency_ms": 100}; names as in the class Shape')
     options = parser.parse_args(arguments)
     secrets = Path(tempfile.mkdtemp(prefix="dcp-remote-bench-")) if options.tls else None
@@ -245,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             ca_file, chain = make_certificates(secrets)
             tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             tls.load_cert_chain(chain)
-        listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        listening = socket.create_server((options.address, options.port), backlog=1024)
         service = Service(
             folder=options.folder,
             size_bytes=options.bytes,

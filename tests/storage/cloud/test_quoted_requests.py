@@ -124,3 +124,9 @@ def test_harmless_texts_are_kept() -> None:
         "Credential should be scoped to a valid region",
     ):
         assert redact(text, [SECRET, TOKEN]) == text
+
+
+def test_a_secret_that_contains_the_key() -> None:
+    """The key `minio` and the secret `minio-secret`, also encoded, in either order."""
+    for secrets in (["minio", "minio-secret"], ["minio-secret", "minio"]):
+        assert redact("minio-secret, minio%2Dsecret and minio", secrets) == "…, … and …"

@@ -1,0 +1,178 @@
+"""Incarnations of a process group over one store, and the numbers of its uses in them; without processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dcp_remote.coordination import incarnation
+from dcp_remote.coordination.heartbeat import Heartbeat, RankStatus
+from dcp_remote.coordination.incarnation import Incarnation
+from dcp_remote.coordination.key_value import Client
+from dcp_remote.coordination.use_counter import UseCounter
+from tests.support.rank_threads import wait_until
+
+
+class Process:
+    """Process of a rank, as far as this matters here: what it knows of the group."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int = 2) -> None:
+        self.store, self.rank, self._world_size = store, rank, world_size
+        self._group: Any = type("Group", (), {})()  # torch's own cannot be made without a backend
+        self.incarnation = Incarnation(self._group, rank)
+
+    def find(self) -> str | None:
+        return self.incarnation.find(Client(self.store), self.store)
+
+    def use(self) -> UseCounter:
+        return UseCounter(self.incarnation, self.store, "run", self.rank, self._world_size)
+
+    def number(self, *, is_confirmed: bool = True) -> int:
+        """Begin a use, and return its number."""
+        uses = self.use()
+        opened = number_of(wait_for(uses.begin()))
+        if is_confirmed:
+            uses.confirm()
+        else:
+            uses.mark_doubtful()
+        return opened
+
+
+def number_of(store: dist.Store) -> int:
+    assert isinstance(store, dist.PrefixStore)
+    store.set("number", "")
+    underlying = store.underlying_store
+    assert isinstance(underlying, dist.HashStore)
+    keys = [key for key in underlying.list_keys() if key.endswith("/number")]
+    for key in keys:
+        underlying.delete_key(key)
+    (key,) = keys
+    return int(key.split("/")[2])
+
+
+def wait_for(look: Callable[[], Any]) -> Any:
+    """Look until there is an answer."""
+    found: list[Any] = []
+    wait_until(lambda: found.append(look()) or found[-1] is not None)
+    return found[-1]
+
+
+@pytest.fixture(autouse=True)
+def lives(no_heartbeat_is_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Heartbeat]]:
+    """Signs of life of the coordinators that a test makes; to close one is to kill its process."""
+    made: list[Heartbeat] = []
+
+    class Sign(Heartbeat):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr(incarnation, "Heartbeat", Sign)
+    monkeypatch.setattr(incarnation, "_SIGN_SECONDS", 0.01)
+    yield made
+    for sign in made:
+        sign.close()
+
+
+def test_a_rank_joins_the_coordinator_that_lives(lives: list[Heartbeat]) -> None:
+    """Whether the coordinator is late or early; what a dead one has left is not joined, however long it is seen."""
+    store = dist.HashStore()
+    early, first = Process(store, 1), Process(store, 0)
+    assert [early.find() for _ in range(3)] == [None] * 3
+    name = first.find()
+    assert early.find() == name
+    late = Process(store, 1)
+    assert late.find() is None
+    assert wait_for(late.find) == name
+    lives[0].close()
+    new = Process(store, 1)
+    assert [new.find() for _ in range(3)] == [None] * 3
+    second = Process(store, 0).find()
+    assert second not in {name, None}
+    assert new.find() == second
+    assert early.find() == second  # a survivor goes over to the new coordinator
+
+
+def test_a_coordinator_that_was_replaced_is_not_joined(lives: list[Heartbeat]) -> None:
+    """It lives on, as on a host that was cut off, and says so no more."""
+    store = dist.HashStore()
+    old, new = Process(store, 0), Process(store, 0)
+    old.find()
+    name = new.find()
+    wait_until(lambda: lives[0]._thread is not None and not lives[0]._thread.is_alive())
+    old.find()
+    assert wait_for(Process(store, 1).find) == name
+
+
+def test_a_group_that_was_made_again_shows_no_life(lives: list[Heartbeat], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that was only destroyed a late rank still finds the name, since its last save may be under way."""
+    store = dist.HashStore()
+    old = Process(store, 0)
+    name = old.find()
+    del old._group
+    assert wait_for(Process(store, 1).find) == name
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    wait_until(lambda: lives[0]._thread is not None and not lives[0]._thread.is_alive())
+    with pytest.raises(dist.DistNetworkError, match="made again"):
+        old.find()
+
+
+def test_numbers_begin_with_the_incarnation(lives: list[Heartbeat]) -> None:
+    """Whatever was counted before, by whom, and how it ended."""
+    store = dist.HashStore()
+    ranks = [Process(store, 0), Process(store, 1)]
+    assert [ranks[0].number(is_confirmed=False) for _ in range(3)] == [1, 2, 3]
+    lives[0].close()
+    ranks = [Process(store, 0), Process(store, 1)]
+    for number in (1, 2, 3):
+        assert [rank.number() for rank in ranks] == [number, number]
+
+
+def test_a_rank_that_is_new_among_survivors() -> None:
+    """It takes part in the use in which they are, whatever its rank had counted; in the next if that is closed."""
+    store = dist.HashStore()
+    for is_closed in (False, True):
+        coordinator, dead = Process(store, 0), Process(store, 1)
+        for number in (1, 2):
+            assert [rank.number() for rank in (coordinator, dead)] == [number, number]
+        assert coordinator.number() == 3
+        if is_closed:
+            status = RankStatus(1, is_closed=True)
+            Client(dist.PrefixStore(f"{coordinator.find()}/run/3", store)).put("beat/0", status.encode())
+        new = Process(store, 1)
+        assert new.number() == 3 + is_closed
+        assert [rank.number() for rank in (coordinator, new)] == ([4, 4] if not is_closed else [4, 5])
+
+
+class CountingStore:
+    """Store that counts operations."""
+
+    def __init__(self) -> None:
+        self._store, self.count = dist.HashStore(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "clone":
+            raise AttributeError(name)
+        self.count += 1
+        return getattr(self._store, name)
+
+
+def test_what_an_incarnation_costs(lives: list[Heartbeat]) -> None:
+    """Two operations for each look; none for a coordinator but its signs."""
+    store: Any = CountingStore()
+    rank, coordinator = Process(store, 1), Process(store, 0)
+    for _ in range(5):
+        before = store.count
+        rank.find()
+        assert store.count - before <= 2
+    coordinator.find()
+    lives[0].close()
+    before = store.count
+    assert coordinator.find() is not None
+    assert store.count == before
+    time.sleep(0.05)
+    assert store.count == before

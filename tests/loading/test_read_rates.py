@@ -1,0 +1,110 @@
+"""Rates of the ways to a byte: the rule is played through with fair links, and compared with each way alone."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, suppress
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_remote.loading.read_rates import ReadRates, comes_sooner_from_store
+from tests.support.clocks import SleepClock
+
+UNIT, TICK_SECONDS = 8_000_000, 0.1
+RATES = st.floats(0.01, 100.0)  # units a second
+
+
+class _Coming:
+    """Unit that is on its way: the part that has arrived, its weight among others, and its entry in the rates."""
+
+    def __init__(self, weight: float, block: AbstractContextManager[Any], size: float = 0.0) -> None:
+        self.weight, self.size, self.block = weight, size, ExitStack()
+        self.transfer = self.block.enter_context(block)
+
+
+def play(weights: list[float], peers: float, store: float) -> tuple[float, int]:
+    """Receive units that other ranks send, all at a time, looking ten times a second whether to move one.
+
+    Args:
+        weights: Weight of each unit when units share the link from the other ranks.
+        peers: Rate of that link, in units a second.
+        store: Rate of the store, in units a second.
+
+    Returns:
+        Seconds until all has arrived, and the number of units that were moved to the store.
+    """
+    clock, moved = SleepClock(), 0
+    rates = ReadRates(clock)
+    with rates.reading(int(store * UNIT)):
+        clock.sleep(1.0)
+    begin = clock.now
+    sent = [_Coming(weight, rates.receiving()) for weight in weights]
+    left: list[_Coming] = []
+    while sent or left:
+        clock.sleep(TICK_SECONDS)
+        for coming, rate in ((sent, peers), (left, store)):
+            weight = sum(unit.weight for unit in coming)
+            for unit in coming:
+                unit.size += rate * TICK_SECONDS * unit.weight / weight
+        for unit in [unit for unit in (*sent, *left) if unit.size >= 1.0]:
+            (sent if unit in sent else left).remove(unit)
+            unit.block.close()
+        for unit in list(sent):
+            if rates.prefers_store(unit.transfer, int(unit.size * UNIT), clock.now - begin):
+                sent.remove(unit)
+                unit.block.close()
+                left.append(_Coming(1.0, rates.reading(0), unit.size))
+                moved += 1
+    return clock.now - begin, moved
+
+
+@given(st.lists(st.floats(0.3, 1.0), min_size=1, max_size=16), RATES, RATES)
+def test_no_way_is_much_faster(weights: list[float], peers: float, store: float) -> None:
+    """All has arrived within 1.35 times what the faster of the two takes alone, and a few looks.
+
+    As long as the other ranks are as fast as the store, nothing moves, however unevenly the units share their link.
+    """
+    seconds, moved = play(weights, peers, store)
+    assert seconds <= 1.35 * len(weights) / max(peers, store) + 6 * TICK_SECONDS
+    if peers >= store:
+        assert moved == 0
+
+
+@given(st.integers(0, 100), st.floats(0.1, 100.0), RATES, st.integers(1, 32), st.floats(1.0, 10.0))
+def test_more_never_speaks_for_the_store(
+    received: int, seconds: float, store: float, requests: int, factor: float
+) -> None:
+    """A unit that stays where it is would stay with a slower store, and with more transfers that share the store."""
+    if not comes_sooner_from_store(received, seconds, store_bytes_per_second=store, requests=requests):
+        assert not comes_sooner_from_store(received, seconds, store_bytes_per_second=store / factor, requests=requests)
+        assert not comes_sooner_from_store(received, seconds, store_bytes_per_second=store, requests=requests + 1)
+
+
+def test_the_rate_of_the_store() -> None:
+    """Two requests overlap, one fails, and there is a pause: 300 bytes in three seconds, shared by four transfers."""
+    clock = SleepClock()
+    rates = ReadRates(clock)
+    with rates.reading(100):
+        clock.sleep(1.0)
+        with rates.reading(200):
+            clock.sleep(1.0)
+    clock.sleep(50.0)
+    with suppress(OSError), rates.reading(10**9):
+        clock.sleep(1.0)
+        raise OSError
+    assert (rates._read_bytes, rates._read_seconds) == (300, 3.0)
+    with rates.receiving() as unit, rates.receiving() as other, rates.reading(1), rates.reading(1):
+        assert not rates.prefers_store(unit, 19, 1.0)
+        assert rates.prefers_store(other, 18, 1.0)
+        assert not rates.prefers_store(unit, 19 + 50, 2.0)
+
+
+def test_a_store_whose_rate_is_unknown_is_asked_once() -> None:
+    """A rank that owns nothing moves a unit after a second, and no other while that one is under way."""
+    rates = ReadRates(SleepClock())
+    with rates.receiving() as unit:
+        assert not rates.prefers_store(unit, 1, 0.9)
+        assert rates.prefers_store(unit, 1, 1.0)
+        with rates.reading(5):
+            assert not rates.prefers_store(unit, 1, 1.1)

@@ -1,0 +1,250 @@
+"""States of optimizers that are no copies of their parameters: each comes back with its dtype, device and bits."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.optim import Optimizer
+
+from dcp_remote import CheckpointManager, OptimizerState, RemoteReader, RemoteWriter, training_state
+from dcp_remote.errors import StateMismatchError
+from tests.support.states import equal
+
+
+class Masters(Optimizer):
+    """Optimizer of the shape of Adafactor and of optimizers with masters: states of many dtypes over bf16 weights."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.int64)
+                    state["master"] = parameter.detach().float().to("cpu")
+                    state["count"] = torch.tensor(1_000_000)
+                    state["mask"] = torch.zeros(parameter.shape, dtype=torch.bool)
+                    state["codes"] = torch.zeros(parameter.shape, dtype=torch.uint8)
+                    state["nested"] = OrderedDict(row=torch.zeros(parameter.shape[0]), mode="warm")
+                    state["history"] = [torch.zeros(2), torch.zeros(2, dtype=torch.float64)]
+                gradient = parameter.grad.float().cpu()
+                state["master"] -= group["lr"] * gradient
+                state["nested"]["row"] += gradient.flatten(1).square().mean(1) / 3
+                state["mask"] |= gradient > 0
+                state["codes"] += 200
+                torch._foreach_add_(state["history"], 0.1)
+                for name in ("step", "count"):
+                    state[name] += 1
+                parameter.copy_(state["master"])
+
+
+def made(
+    kind: Callable[[Any], Optimizer] = Masters, *, seed: int, steps: int = 0
+) -> tuple[nn.Module, Optimizer, dict[str, Any]]:
+    """Return a bf16 model, an optimizer after some steps, and their state."""
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 4, bias=False).bfloat16()
+    optimizer = kind(model.parameters())
+    train(model, optimizer, steps)
+    return model, optimizer, training_state(model=model, optimizer=optimizer, random_states=False)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
+    for number in range(steps):
+        model(torch.full((1, 3), 0.3 + number, dtype=torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_states_keep_their_dtypes_and_bits(tmp_path: Path) -> None:
+    """Restore into a fresh optimizer, go on, save, restore again: equal to a training that was never interrupted."""
+    model, optimizer, state = made(seed=1, steps=3)
+    with CheckpointManager(tmp_path, progress=False) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+    for step in (1, 2, 3):
+        other, resumed, template = made(seed=2)
+        with CheckpointManager(tmp_path, progress=False) as checkpoints:
+            assert checkpoints.restore(template) == step
+            assert equal(resumed.state_dict(), optimizer.state_dict())
+            for pair in ((model, optimizer), (other, resumed)):
+                train(*pair, steps=2)
+            assert equal(resumed.state_dict(), optimizer.state_dict())
+            assert equal(dict(model.state_dict()), dict(other.state_dict()))
+            checkpoints.save(step + 1, template, wait=True)
+
+
+def test_dcp_load_keeps_them_too(tmp_path: Path) -> None:
+    model, optimizer, _ = made(seed=1, steps=3)
+    dcp.save({"optim": OptimizerState(model, optimizer)}, storage_writer=RemoteWriter(tmp_path))
+    other, resumed, _ = made(seed=2)
+    dcp.load({"optim": OptimizerState(other, resumed)}, storage_reader=RemoteReader(tmp_path))
+    assert equal(resumed.state_dict(), optimizer.state_dict())
+
+
+def test_a_conversion_gives_the_dtypes_of_the_optimizer(tmp_path: Path) -> None:
+    """Save states of torch's optimizer over fp32 weights, whose states are fp32; bf16 ones are converted, and kept."""
+    model = nn.Linear(3, 4, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    other, resumed, template = made(torch.optim.AdamW, seed=2)
+    with CheckpointManager(tmp_path, progress=False) as checkpoints:
+        checkpoints.save(1, training_state(model=model, optimizer=optimizer, random_states=False), wait=True)
+        with pytest.raises(StateMismatchError, match="of another dtype"):
+            checkpoints.restore(template)
+        assert checkpoints.restore(template, dtype="convert") == 1
+    (state,), (saved,) = resumed.state.values(), optimizer.state.values()
+    assert {key: value.dtype for key, value in state.items()} == {
+        "step": torch.float32,
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.bfloat16,
+    }
+    assert torch.equal(state["exp_avg"], saved["exp_avg"].bfloat16())
+    assert other.weight.dtype == torch.bfloat16
+
+
+def test_states_stay_on_their_devices() -> None:
+    """Give states on the CPU to an optimizer whose parameters are elsewhere; and an integer step to a fused one."""
+    _, optimizer, _ = made(seed=1, steps=2)
+    (state,) = optimizer.state.values()
+    for device, fused in (("meta", False), ("cpu", True)):
+        model = nn.Linear(3, 4, bias=False, device=device, dtype=torch.bfloat16)
+        other = Masters(model.parameters())
+        groups = [{"params": ["weight"], "lr": 0.1, "fused": fused}]
+        OptimizerState(model, other).load_state_dict({"state": {"weight": state}, "param_groups": groups})
+        (found,) = other.state.values()
+        assert equal(found, state)
+        assert all(value.is_cpu for value in found.values() if isinstance(value, torch.Tensor))
+
+
+class Wrapper(Optimizer):
+    """Wrapper of an optimizer that is no optimizer itself, as that of Accelerate."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> Any:
+        self.optimizer.step(closure)
+
+
+class Container(Optimizer):
+    """Container of optimizers that names parameters itself, as that of torchtitan."""
+
+    def __init__(self, optimizers: list[Optimizer], model: nn.Module) -> None:
+        self.optimizers, self.model = optimizers, model
+        super().__init__(list(model.parameters()), {})
+
+    def state_dict(self) -> Any:
+        states = [OptimizerState(self.model, one).state_dict()["state"] for one in self.optimizers]
+        return {f"{number}.{name}": value for number, state in enumerate(states) for name, value in state.items()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for number, optimizer in enumerate(self.optimizers):
+            groups = [{"lr": 0.1, "params": [0]}]
+            optimizer.load_state_dict({"state": {0: state_dict[f"{number}.weight"]}, "param_groups": groups})
+
+
+@pytest.mark.parametrize("wraps", [Wrapper, lambda optimizer: optimizer])
+@pytest.mark.parametrize("contains", [False, True])
+def test_wrappers_and_containers(tmp_path: Path, wraps: Callable[[Optimizer], Optimizer], contains: bool) -> None:
+    def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        wrapped = wraps(optimizer)
+        return {"model": model, "optim": Container([wrapped], model) if contains else wrapped}
+
+    model, optimizer, _ = made(seed=1, steps=2)
+    other, resumed, _ = made(seed=2)
+    with CheckpointManager(tmp_path, progress=False) as checkpoints:
+        checkpoints.save(1, state_of(model, optimizer), wait=True)
+        assert checkpoints.restore(state_of(other, resumed)) == 1
+    assert equal(resumed.state_dict(), optimizer.state_dict())
+
+
+def test_hooks_of_the_user_get_what_was_loaded_and_may_change_it(tmp_path: Path) -> None:
+    _, optimizer, state = made(seed=1, steps=2)
+    _, resumed, template = made(seed=2)
+    seen: list[torch.dtype] = []
+
+    def halve(one: Optimizer) -> None:
+        (values,) = one.state.values()
+        seen.append(values["master"].dtype)
+        values["master"] = values["master"] / 2
+
+    resumed.register_load_state_dict_post_hook(halve)
+    with CheckpointManager(tmp_path, progress=False) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        assert checkpoints.restore(template) == 1
+    (found,), (saved,) = resumed.state.values(), optimizer.state.values()
+    assert seen == [torch.float32]
+    assert torch.equal(found["master"], saved["master"] / 2)
+    assert len(resumed._optimizer_load_state_dict_post_hooks) == 1
+    assert not resumed._optimizer_load_state_dict_pre_hooks
+
+
+class Rounding(Masters):
+    """Optimizer whose load rounds what it gets, and keeps the dtype."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["master"] = state["master"].bfloat16().float()
+
+
+class Packing(Masters):
+    """Optimizer that keeps a state in another form than it saves."""
+
+    def state_dict(self) -> Any:
+        values: Any = super().state_dict()
+        state = {key: {**one, "master": one["master"] - 1} for key, one in values["state"].items()}
+        return {**values, "state": state}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["master"] = state["master"] + 1
+
+
+def test_an_optimizer_that_changes_what_it_loads(tmp_path: Path) -> None:
+    """Refuse one that would go on with other values; take one whose `state_dict` gives back what was loaded."""
+    _, _, state = made(Rounding, seed=1, steps=2)
+    _, _, template = made(Rounding, seed=2)
+    with CheckpointManager(tmp_path / "rounding", progress=False) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        with pytest.raises(
+            StateMismatchError, match=r"changed states while.*Rounding.*weight\.master \(float32 \(4, 3"
+        ):
+            checkpoints.restore(template)
+    _, optimizer, state = made(Packing, seed=1)
+    for one in optimizer.param_groups[0]["params"]:
+        one.grad = torch.full_like(one, 0.5)
+    optimizer.step()
+    (values,) = optimizer.state.values()
+    values["master"].fill_(3.0)  # of which 1 can be taken without rounding
+    values["nested"]["row"].fill_(float("nan"))
+    _, resumed, template = made(Packing, seed=2)
+    with CheckpointManager(tmp_path / "packing", progress=False) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        assert checkpoints.restore(template) == 1
+    (found,) = resumed.state.values()
+    assert torch.equal(found["master"], values["master"])
+    assert found["nested"]["row"].isnan().all()
