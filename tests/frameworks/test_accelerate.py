@@ -174,4 +174,4 @@ def test_no_url_is_taken_for_a_folder(run_program: Callable[..., Ranks], bucket_
     assert [info.step for info in run.checkpoints()] == [2, 3]
     folders = open_run(f"{bucket_url}/folders", storage_options=s3_server.storage_options)
     named = {info.step: info.names for info in folders.checkpoints()}
-    assert named == {1: (), 100: ("folder-100",), 101: ("best",), 102: ("step_1",), 103: ("checkpoint_0",)}
+    assert named == {1: (), 100: ("folder-100",), 101: ("best",), 102: ("step_1",), 103: ("checkpoint_5",)}

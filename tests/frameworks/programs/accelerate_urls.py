@@ -55,7 +55,7 @@ def use_folders(url: str) -> None:
     assert 1.0 not in model.weight.data
     assert "Rename one of the two" in expect(accelerator.save_state, "other/best")
     assert "out/best" in expect(accelerator.load_state, "other/best")
-    assert "best, folder-100" in expect(accelerator.load_state, "out/absent", error=CheckpointNotFoundError)
+    assert "folder-100, best" in expect(accelerator.load_state, "out/absent", error=CheckpointNotFoundError)
     assert "Remove the hooks" in expect(accelerator.register_save_state_pre_hook, print)
     found = make_accelerator("project", total_limit=None)  # makes the folders of what the run has
     assert (Path("project") / "checkpoints" / "best" / "dcp_remote.txt").is_file()
