@@ -209,10 +209,10 @@ def split_path(url: str) -> CheckpointPath:
     """Split the URL of a checkpoint to save, `<run>/<name>`; no request.
 
     Raises:
-        InvalidArgumentError: The URL has no run before the name, or is no URL of object storage.
+        InvalidArgumentError: The URL has no run before the name, or is no URL.
     """
     run_url, _, name = url.rstrip("/").rpartition("/")
-    if not is_remote(url) or not run_url or run_url.endswith((":", ":/")):
+    if not (is_remote(url) or url.startswith("file:")) or not run_url or run_url.endswith((":", ":/")):
         raise InvalidArgumentError("This is not the URL of a checkpoint in a run: write s3://bucket/run/name.", url=url)
     return CheckpointPath(run_url, name)
 

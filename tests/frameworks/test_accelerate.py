@@ -175,3 +175,6 @@ def test_no_url_is_taken_for_a_folder(run_program: Callable[..., Ranks], bucket_
     twice = open_run(f"{bucket_url}/twice", storage_options=s3_server.storage_options)
     assert [info.names for info in twice.checkpoints()] == [("step_1", "epoch_0")]
     assert report["twice"] == "CheckpointExistsError"
+    folders = open_run(f"{bucket_url}/folders", storage_options=s3_server.storage_options)
+    named = {info.step: info.names for info in folders.checkpoints()}
+    assert named == {1: (), 100: ("folder-100",), 101: ("best",), 102: ("step_1",), 103: ("checkpoint_5",)}
