@@ -349,7 +349,7 @@ def refuse_partial(url: str) -> list[str]:
     found = []
     with managing(url) as checkpoints:
         checkpoints.save(1, {"x": {"w": torch.ones(4)}}, wait=True)
-        partial = {"x": {"w": DTensor.from_local(torch.ones(4), mesh, [Partial()])}}  # type: ignore[no-untyped-call]  # torch's
+        partial = {"x": {"w": DTensor.from_local(torch.ones(4), mesh, [Partial()])}}
         calls: list[Callable[[], object]] = [
             lambda: checkpoints.save(2, partial, wait=True),
             lambda: checkpoints.restore(partial),
