@@ -265,8 +265,12 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """True once `should_save` or `reached_preemption` came to the step at which the ranks stop after SIGTERM."""
-        return self._should_stop
+        """True once the loop is to end, after SIGTERM.
+
+        From the step on at which all ranks save and stop; or as soon as they can agree on no such step, since a rank or
+        the key-value store is gone or time is short: then without a save, and the log says why.
+        """
+        return self._should_stop or self._preemption.must_stop
 
     # ---- called by every rank
 
@@ -566,13 +570,14 @@ class CheckpointManager:
         `notice_seconds` of SIGTERM, less 8 s for the end of the process, or are given up. In a process that lives on
         after that, the next SIGTERM counts like the first.
 
-            stopping = checkpoints.reached_preemption(step)
-            if stopping or step % 1000 == 0:
+            if checkpoints.reached_preemption(step) or step % 1000 == 0:
                 checkpoints.save(step, state)
-            if stopping:
+            if checkpoints.should_stop:
                 break
 
-        Costs nothing as long as there is no signal.
+        A rank waits for the step for half a minute at most, or a part of the notice, and not for a rank that has left
+        or is silent. If the ranks cannot agree, the answer is False, since no save could be committed, and
+        `should_stop` is true. Costs nothing as long as there is no signal.
         """
         self._require_open()
         require_step(step)

@@ -57,7 +57,12 @@ def number_of(store: dist.Store) -> int:
 def wait_for(look: Callable[[], Any]) -> Any:
     """Look until there is an answer."""
     found: list[Any] = []
-    wait_until(lambda: found.append(look()) or found[-1] is not None)
+
+    def has_answer() -> bool:
+        found.append(look())
+        return found[-1] is not None
+
+    wait_until(has_answer)
     return found[-1]
 
 
