@@ -227,6 +227,7 @@ class CheckpointManager:
         )
         self._last_load: LoadReport | None = None
         self._closed = False
+        self._pid = os.getpid()
         self._at_exit = AtExit(self._store.url, self._close)
 
     def __repr__(self) -> str:
@@ -673,6 +674,8 @@ class CheckpointManager:
             return
         self._closed = True
         self._at_exit.cancel()
+        if os.getpid() != self._pid:
+            return  # a child that was forked has none of the threads, and is no rank
         gives_up = False
         try:
             self._background_saves.close(is_interrupted=is_interrupted, error=error)
@@ -741,6 +744,14 @@ class CheckpointManager:
     def _require_open(self) -> None:
         if self._closed:
             raise InvalidArgumentError("This CheckpointManager is closed; make another one.", url=self._store.url)
+        if os.getpid() != self._pid:
+            raise InvalidArgumentError(
+                "This process was forked from the one that made this CheckpointManager, as a DataLoader's worker is. "
+                "Its saves would take the place of the other's: save and restore there.",
+                url=self._store.url,
+                pid=os.getpid(),
+                made_by_pid=self._pid,
+            )
 
 
 def _has_group() -> bool:
