@@ -169,8 +169,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
             events.report(checkpoints.last_load)
             events.digest("loaded", step=stream.step, state=state)
 
-        last, stopping = min(options.steps, options.stop_after or options.steps), False
-        while stream.step < last and not stopping:
+        last = min(options.steps, options.stop_after or options.steps)
+        while stream.step < last and not checkpoints.should_stop:
             text = stream.next_batch(rank, world_size).to(device)
             logits = model(text[:, :-1])
             loss = functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
@@ -189,7 +189,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
                 events.report(checkpoints.last_save)  # the previous save
     # Leaving the block has waited for the last save, and would have raised its error.
     events.report(checkpoints.last_save)
-    events.write("finished", step=stream.step, preempted=stopping)
+    events.write("finished", step=stream.step, preempted=checkpoints.should_stop)
 
 
 # ---- the command line

@@ -37,6 +37,8 @@ NOT_RUN_PAGES = {
 
 # Lines of shell blocks, by their beginning, that are not run here.
 NOT_RUN_LINES = {
+    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "a variable of torchrun",
+    "torchrun ": "needs several hosts; tests/hosts runs jobs under it",
     "make ": "a target of the Makefile, which CI runs itself, or which takes minutes",
     "pip install": "installs",
     "python examples/first_hour.py": "tests/test_examples.py runs it",

@@ -67,6 +67,7 @@ class RankGroup:
         self._lock = threading.Lock()
         self._farewell_monitor: LivenessMonitor | None = None
         self._hooks: list[Callable[[Client], None]] = [self._check_collective]
+        self._looks: list[Callable[[], None]] = []
         self._store = store
         self._beat_seconds = heartbeat_interval_seconds(world_size) if beat_seconds is None else beat_seconds
         if not isinstance(store, UseCounter):
@@ -146,6 +147,14 @@ class RankGroup:
         self._hooks = [kept for kept in self._hooks if kept != hook]
         if self.heartbeat is not None:
             self.heartbeat.remove_hook(hook)
+
+    def add_look(self, look: Callable[[], None]) -> None:
+        """Call a function twice a second in a thread of the heartbeat, also while the store does not answer."""
+        self._looks = [*self._looks, look]
+
+    def remove_look(self, look: Callable[[], None]) -> None:
+        """Stop calling a function that `add_look` added."""
+        self._looks = [kept for kept in self._looks if kept != look]
 
     def prepare(
         self,
@@ -300,6 +309,8 @@ class RankGroup:
         collective = self._collective
         if collective is not None:
             collective.check_time_and_store()
+        for look in self._looks:
+            look()
 
     def _check_collective(self, client: Client) -> None:
         collective = self._collective

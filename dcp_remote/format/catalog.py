@@ -74,6 +74,7 @@ class Catalog:
         token: Fencing token of the job that may commit.
         floor: Lowest revision at which a save that may still commit began; the shards of older saves may be gone.
         entries: Live checkpoints by ascending step.
+        holder: Host, process and time of the job that took the token, for messages; "" if not known.
         requires_to_write: Features that a release must know to replace the catalog; a later release wrote them.
     """
 
@@ -82,6 +83,7 @@ class Catalog:
     token: int = 0
     floor: int = 0
     entries: tuple[Entry, ...] = ()
+    holder: str = ""
     requires_to_write: tuple[str, ...] = ()
 
     def entry_at(self, step: int) -> Entry | None:
@@ -147,6 +149,17 @@ class BeginAgainError(CommitConflictError):
     """Objects that a save or a thinning wrote or reuses may have been removed; begin it again."""
 
 
+def fenced_error(catalog: Catalog, token: int | None, url: str | None = None) -> FencedError:
+    """Return the error of a job whose token is not that of the catalog; names the job that took the fence."""
+    return FencedError(
+        "A newer job owns this run; stop this one.",
+        url=url,
+        token=token,
+        newest=catalog.token,
+        holder=catalog.holder or None,
+    )
+
+
 def require_owner(catalog: Catalog, owner: Owner | None) -> None:
     """Refuse a change that a fenced job asks for; None is no job, and never refused.
 
@@ -155,13 +168,21 @@ def require_owner(catalog: Catalog, owner: Owner | None) -> None:
     """
     if owner is not None and (owner.run_id, owner.token) != (catalog.run_id, catalog.token):
         raise FencedError(
-            "A newer job owns this run; nothing was changed. Stop this job.", token=owner.token, newest=catalog.token
+            "A newer job owns this run; nothing was changed. Stop this job.",
+            token=owner.token,
+            newest=catalog.token,
+            holder=catalog.holder or None,
         )
 
 
-def take_fence(catalog: Catalog) -> Catalog:
-    """Hand the run to a new job: earlier jobs cannot commit any more. Live checkpoints stay as they are."""
-    return replace(catalog, revision=catalog.revision + 1, token=catalog.token + 1)
+def take_fence(catalog: Catalog, holder: str = "") -> Catalog:
+    """Hand the run to a new job: earlier jobs cannot commit any more. Live checkpoints stay as they are.
+
+    Args:
+        catalog: Current catalog.
+        holder: Host, process and time of the new job, for messages.
+    """
+    return replace(catalog, revision=catalog.revision + 1, token=catalog.token + 1, holder=holder)
 
 
 def raise_revision(catalog: Catalog) -> Catalog:
@@ -188,9 +209,14 @@ def add_entry(catalog: Catalog, attempt: Attempt) -> Catalog | None:
         return None
     # Compared before the tokens, which count from zero in every run and mean nothing in another one.
     if catalog.run_id != attempt.run_id:
-        raise FencedError("Another run was created here; stop this job.", run=attempt.run_id, newest=catalog.run_id)
+        raise FencedError(
+            "Another run was created here; stop this job.",
+            run=attempt.run_id,
+            newest=catalog.run_id,
+            holder=catalog.holder or None,
+        )
     if catalog.token != entry.token:
-        raise FencedError("A newer job owns this run; stop this one.", token=entry.token, newest=catalog.token)
+        raise fenced_error(catalog, entry.token)
     _require_above_floor(catalog, entry.began_revision)
     there = catalog.entry_at(entry.step)
     if (there.save_id if there is not None else None) != attempt.before:
@@ -297,7 +323,7 @@ def label_entry(
         CommitConflictError: The checkpoint is not live any more.
     """
     if catalog.token != token:
-        raise FencedError("A newer job owns this run; stop this one.", token=token, newest=catalog.token)
+        raise fenced_error(catalog, token)
     entry = next((live for live in catalog.entries if live.save_id == save_id), None)
     if entry is None:
         raise CommitConflictError(

@@ -57,6 +57,7 @@ class _Document(msgspec.Struct, omit_defaults=True):
     token: int
     floor: int
     checkpoints: list[_Entry]
+    holder: str = ""
     requires_to_write: list[str] = []
 
 
@@ -108,6 +109,7 @@ def encode(catalog: Catalog, nonce: str, *, known: Catalog | None = None) -> byt
         token=catalog.token,
         floor=catalog.floor,
         checkpoints=entries,
+        holder=catalog.holder,
     )
     data = seal(msgspec.json.encode(document))
     # No reader would accept the document, so it must not be committed.
@@ -151,6 +153,7 @@ def decode(data: bytes) -> Catalog:
                 )
                 for entry in document.checkpoints
             ),
+            holder=document.holder,
             requires_to_write=tuple(document.requires_to_write),
         )
     )
@@ -171,6 +174,7 @@ def check(catalog: Catalog, *, known: Catalog | None = None) -> Catalog:
         raise _damaged("it has too many checkpoints", checkpoints=len(entries), limit=ENTRIES_MAX)
     _require_numbers(revision=catalog.revision, token=catalog.token, floor=catalog.floor)
     _require_identity(catalog.run_id)
+    _require_texts([catalog.holder])
     checked = frozenset(map(id, known.entries if known is not None else ()))
     for entry in entries:
         if id(entry) not in checked:

@@ -274,9 +274,10 @@ class _RemoteCallback(TrainerCallback):  # type: ignore[misc]  # Transformers ma
             state.best_model_checkpoint = self._run.best_url
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Save and stop, at one step on all ranks, after SIGTERM."""
-        if self._run.stops_on_notice and self._run.manager.reached_preemption(state.global_step):
-            control.should_save = control.should_training_stop = True
+        """Save and stop, at one step on all ranks, after SIGTERM; without a save if the ranks agree on no step."""
+        if self._run.stops_on_notice:
+            control.should_save |= self._run.manager.reached_preemption(state.global_step)
+            control.should_training_stop |= self._run.manager.should_stop
         return control
 
 

@@ -376,7 +376,6 @@ class AtExit:
         """Register with `atexit`."""
         self._url = url
         self._close = close
-        self._pid = os.getpid()
         atexit.register(self._run)
 
     def cancel(self) -> None:
@@ -388,8 +387,6 @@ class AtExit:
 
         The exit code matters: a job that ended with 0 would be taken for one that has its last checkpoint.
         """
-        if os.getpid() != self._pid:
-            return  # a child that was forked has none of its threads
         try:
             # The interpreter sets `sys.last_type` to what ended the main thread, before it calls these functions.
             self._close(is_interrupted=getattr(sys, "last_type", None) is KeyboardInterrupt)

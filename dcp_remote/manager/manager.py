@@ -229,6 +229,7 @@ class CheckpointManager:
         self._first_save = FirstSave(self._store.url)
         self._last_load: LoadReport | None = None
         self._closed = False
+        self._pid = os.getpid()
         self._at_exit = AtExit(self._store.url, self._close)
 
     def __repr__(self) -> str:
@@ -267,8 +268,12 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """True once `should_save` or `reached_preemption` came to the step at which the ranks stop after SIGTERM."""
-        return self._should_stop
+        """True once the loop is to end, after SIGTERM.
+
+        From the step on at which all ranks save and stop; or as soon as they can agree on no such step, since a rank or
+        the key-value store is gone or time is short: then without a save, and the log says why.
+        """
+        return self._should_stop or self._preemption.must_stop
 
     # ---- called by every rank
 
@@ -571,13 +576,14 @@ class CheckpointManager:
         `notice_seconds` of SIGTERM, less 8 s for the end of the process, or are given up. In a process that lives on
         after that, the next SIGTERM counts like the first.
 
-            stopping = checkpoints.reached_preemption(step)
-            if stopping or step % 1000 == 0:
+            if checkpoints.reached_preemption(step) or step % 1000 == 0:
                 checkpoints.save(step, state)
-            if stopping:
+            if checkpoints.should_stop:
                 break
 
-        Costs nothing as long as there is no signal.
+        A rank waits for the step for half a minute at most, or a part of the notice, and not for a rank that has left
+        or is silent. If the ranks cannot agree, the answer is False, since no save could be committed, and
+        `should_stop` is true. Costs nothing as long as there is no signal.
         """
         self._require_open()
         require_step(step)
@@ -673,6 +679,8 @@ class CheckpointManager:
             return
         self._closed = True
         self._at_exit.cancel()
+        if os.getpid() != self._pid:
+            return  # a child that was forked has none of the threads, and is no rank
         gives_up = False
         try:
             self._background_saves.close(is_interrupted=is_interrupted, error=error)
@@ -742,6 +750,14 @@ class CheckpointManager:
     def _require_open(self) -> None:
         if self._closed:
             raise InvalidArgumentError("This CheckpointManager is closed; make another one.", url=self._store.url)
+        if os.getpid() != self._pid:
+            raise InvalidArgumentError(
+                "This process was forked from the one that made this CheckpointManager, as a DataLoader's worker is. "
+                "Its saves would take the place of the other's: save and restore there.",
+                url=self._store.url,
+                pid=os.getpid(),
+                made_by_pid=self._pid,
+            )
 
 
 def _has_group() -> bool:

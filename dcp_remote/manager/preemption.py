@@ -15,6 +15,10 @@ a rank, also while the training of that rank waits in a collective for a rank th
 A moment is a step, with the number of restores before it: a training that restores goes back to a smaller step, which
 is yet to come. All ranks come to the same moments, in the same order.
 
+The ranks agree on no step if one of them is gone or silent, or the store of the process group is, or time is short. A
+rank then stops at its next step, without a save, to which the others would not come; its log says so. A rank that is
+cut off from the store learns no decision: its part of the notice passes, and it stops in the same way.
+
 A process that outlives its notice may be asked again: the ranks then agree in another round. A rank enters a round only
 after the step of the round before, at which others may still stop; no rank that waits in the new round holds it up.
 
@@ -28,11 +32,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dcp_remote.coordination.group import RankGroup
-from dcp_remote.coordination.heartbeat import Heartbeat
+from dcp_remote.coordination.heartbeat import Heartbeat, LivenessMonitor
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.manager.sigterm import SIGTERM
@@ -50,6 +54,16 @@ _CLOSING_SHARE = 0.4
 
 # Time for the store to answer which came first, the decision or a rank that gave up.
 _LAST_ANSWER_SECONDS = 5.0
+
+# Silence after which a rank whose moment is missing is taken for dead: one that lives publishes its moment with the
+# next heartbeat, which is late by a few seconds on a busy host.
+_SILENT_SECONDS = 10.0
+
+# Wait for the decision after which the log says what is waited for; usually a decision takes less.
+_TELL_SECONDS = 3.0
+
+# Ranks that a line of the log names.
+_RANKS_NAMED_MAX = 16
 
 _NONE = b"none"
 
@@ -135,6 +149,11 @@ class Agreement:
     def can_begin(self) -> bool:
         """True if no rank is asked in this round so far, or this rank is done with the round."""
         return not self.heard.is_set() or (self.settled.is_set() and self._is_over())
+
+    @property
+    def missing(self) -> Sequence[int]:
+        """Ranks for which this one waits: on the coordinator those whose moments are missing, on others rank 0."""
+        return [rank for rank in range(self._world_size) if rank not in self._moments] if self._rank == 0 else [0]
 
     @property
     def last(self) -> Moment:
@@ -289,8 +308,17 @@ class Preemption:
         self._notice = 0
         self._heard_seconds = math.inf
         self._is_expired = False
-        self._warned_round = 0
+        # Last notices that a signal to this process began, that the log has told of, that this rank gave up, and for
+        # which it stops without a save.
+        self._signalled = self._told = self._given_up = self._failed = 0
+        self._log_lock = threading.Lock()
+        # Round in which this rank watches those that it waits for.
+        self._watched_round = 0
+        self._monitor = LivenessMonitor([])
+        # Ranks that keep the others from a decision, with what is known of them, for the log.
+        self._gone = ""
         ranks.add_hook(self._exchange)
+        ranks.add_look(self._look)
 
     def install(self) -> None:
         """Listen for SIGTERM, which from now on does not end this process; done once, however often it is called.
@@ -313,7 +341,9 @@ class Preemption:
         The other ranks hear of it with the next heartbeat. Signals after the first change nothing, until the notice has
         expired: then the next one is a notice of its own.
         """
-        self._begin_notice(self._agreement.round + (self._is_expired or self.remaining_seconds() == 0.0))
+        number = self._agreement.round + (self._is_expired or self.remaining_seconds() == 0.0)
+        self._signalled = number
+        self._begin_notice(number)
 
     def count_restore(self) -> None:
         """Count a restore, after which steps may be smaller; costs a lock.
@@ -336,10 +366,11 @@ class Preemption:
         the step.
 
         Costs a lock before the signal, and no request. Waits only between the signal and the decision, about three
-        heartbeats; at most as long as the notice, or half a minute if there is none. If the ranks cannot agree in time,
-        the answer is never True, which is logged once.
+        heartbeats; at most half a minute, or a part of the notice. If the ranks cannot agree, the answer is never True,
+        `must_stop` is, and the log says why.
         """
         heartbeat, agreement = self._ranks.heartbeat, self._agreement
+        self._look()
         if heartbeat is None:
             if self._notice > agreement.round:
                 agreement.begin_round()
@@ -348,12 +379,15 @@ class Preemption:
             return bool(agreement.ask(step))
         answer = agreement.ask(step)
         if answer is None:
-            self._wait()
+            self._wait(heartbeat)
             answer = agreement.ask(step)
-        is_unanswered = self._notice >= agreement.round + agreement.settled.is_set() and heartbeat.gone is not None
-        if agreement.has_failed or is_unanswered:
-            self._warn_once()
+        self._look()
         return bool(answer)
+
+    @property
+    def must_stop(self) -> bool:
+        """True if the ranks agree on no step after SIGTERM: this one stops at once, without a save."""
+        return self._failed >= self._notice > 0 and not self._is_expired and self._agreement.decided is None
 
     def forget_expired_notice(self) -> None:
         """Forget a notice that has expired, since this process lives: what begins now has its usual time."""
@@ -381,6 +415,7 @@ class Preemption:
     def close(self) -> None:
         """Stop listening: SIGTERM does what it did before."""
         self._ranks.remove_hook(self._exchange)
+        self._ranks.remove_look(self._look)
         SIGTERM.remove(self.record_signal)
 
     def _begin_notice(self, number: int) -> None:
@@ -389,35 +424,138 @@ class Preemption:
             self._notice = number
             self._is_expired = False
 
-    def _exchange(self, client: Client) -> None:
-        self._agreement.exchange(client, notice=self._notice)
-        if self._agreement.heard.is_set():
-            self._begin_notice(self._agreement.round)
+    # ---- in the thread of the heartbeat's hooks
 
-    def _wait(self) -> None:
+    def _exchange(self, client: Client) -> None:
+        agreement = self._agreement
+        agreement.exchange(client, notice=self._notice)
+        if agreement.heard.is_set():
+            self._begin_notice(agreement.round)
+            if not agreement.settled.is_set():
+                self._watch(client)
+
+    def _watch(self, client: Client) -> None:
+        """Give up for all ranks if one that is waited for has closed or fallen silent: no decision can come any more.
+
+        Costs two operations for a thousand ranks that are waited for.
+        """
+        heartbeat, agreement, now = self._ranks.heartbeat, self._agreement, self._clock()
+        assert heartbeat is not None, "called by the heartbeat"
+        if self._watched_round < agreement.round:
+            self._watched_round, self._gone = agreement.round, ""
+            self._monitor = LivenessMonitor(range(self._ranks.world_size), now)
+        gone = []
+        for rank, status in heartbeat.read(client, agreement.missing).items():
+            self._monitor.record(rank, status, now)
+            silent_seconds = self._monitor.silent_seconds(rank, now)
+            if status.is_closed:
+                gone.append(f"{rank} ({status.process}) has left")
+            elif silent_seconds >= _SILENT_SECONDS:
+                gone.append(f"{rank} ({status.process}) has been silent for {silent_seconds:.0f} s")
+        if gone:
+            self._gone = _shorten([f"rank {text}" for text in gone])
+            agreement.give_up(client, agreement.round)
+
+    # ---- in any thread
+
+    def _look(self) -> None:
+        """Say that there is a notice, and end the agreement if it is settled, too late or impossible.
+
+        Called by the heartbeat twice a second, also while the store does not answer, and by `reached`.
+        """
+        agreement, heartbeat, notice = self._agreement, self._ranks.heartbeat, self._notice
+        if notice == 0 or self._is_expired:
+            return
+        self._tell(notice)
+        if heartbeat is None:
+            return
+        is_late, is_open = self._patience_seconds() <= 0, notice >= agreement.round + agreement.settled.is_set()
+        if not is_open:
+            if agreement.has_failed:
+                self._fail(notice, self._gone or (self._describe_missing(heartbeat) if is_late else "a rank gave up"))
+        elif heartbeat.gone is not None:
+            self._fail(notice, f"the key-value store of the process group is gone: {heartbeat.gone}")
+        elif is_late:
+            if heartbeat.contact_seconds() >= _TELL_SECONDS or self.working_seconds() == 0:
+                self._fail(notice, self._describe_missing(heartbeat))
+            elif self._given_up < notice:
+                self._given_up = notice
+                heartbeat.enqueue(lambda client: agreement.give_up(client, notice))
+
+    def _tell(self, notice: int) -> None:
+        with self._log_lock:
+            if self._told >= notice:
+                return
+            self._told = notice
+        is_own = self._signalled >= notice
+        begin = "SIGTERM has arrived" if is_own else "SIGTERM has arrived at another rank"
+        if self._ranks.heartbeat is None:
+            plan = "this process saves and stops at its next step"
+        else:
+            plan = f"the ranks agree on a step at which to save and stop, within {self._patience_seconds():.0f} s"
+        level = logging.WARNING if is_own else logging.INFO
+        logger.log(level, "rank %d: %s: %s. notice_seconds=%s", self._ranks.rank, begin, plan, self._notice_seconds)
+
+    def _fail(self, notice: int, why: str) -> None:
+        with self._log_lock:
+            if self._failed >= notice:
+                return
+            self._failed = notice
+        logger.warning(
+            "rank %d: after SIGTERM the ranks agree on no step at which to save, since %s. This rank stops without a "
+            "save: should_stop is True, and reached_preemption is not. waited_seconds=%.0f",
+            self._ranks.rank,
+            why,
+            self._clock() - self._heard_seconds,
+        )
+
+    def _wait(self, heartbeat: Heartbeat) -> None:
         """Wait until the round is settled. A rank that gives up says so first, so that no other counts on it."""
-        heartbeat = self._ranks.heartbeat
-        assert heartbeat is not None, "one rank waits for no other"
-        if not wait_for_decision(
+        began, has_told = self._clock(), False
+
+        def tell() -> None:
+            nonlocal has_told
+            if not has_told and self._clock() - began >= _TELL_SECONDS:
+                has_told = True
+                logger.warning(
+                    "rank %d: after SIGTERM, waits up to %.0f s for a step at which to save and stop: %s",
+                    self._ranks.rank,
+                    self._patience_seconds(),
+                    self._describe_missing(heartbeat),
+                )
+
+        wait_for_decision(
             self._agreement,
             heartbeat,
             seconds=self._patience_seconds(),
             left_seconds=self.working_seconds,
+            look=tell,
             clock=self._clock,
-        ):
-            self._warn_once()
+        )
+
+    def _describe_missing(self, heartbeat: Heartbeat) -> str:
+        """Return what is waited for, for the log."""
+        silent_seconds = heartbeat.contact_seconds()
+        if silent_seconds >= _TELL_SECONDS:
+            return f"the key-value store of the process group has not answered for {silent_seconds:.0f} s"
+        if not self._agreement.heard.is_set():
+            return "the other ranks could not be told"
+        last = {rank: self._monitor.last(rank) for rank in self._agreement.missing}
+        named = [f"{rank} ({status.process})" if status is not None else str(rank) for rank, status in last.items()]
+        return f"there is no answer of rank {_shorten(named)}"
 
     def _patience_seconds(self) -> float:
-        """Return the seconds to wait for the decision; a notice has also to hold the last answer of the store."""
-        seconds = self.working_seconds()
-        return AGREEMENT_SECONDS if math.isinf(seconds) else max(0.0, seconds - min(_LAST_ANSWER_SECONDS, seconds / 4))
+        """Return the seconds left to agree; a notice has also to hold the last answer of the store, and the end."""
+        seconds = AGREEMENT_SECONDS
+        if self._notice_seconds is not None:
+            working_seconds = self._notice_seconds - min(_CLOSING_SECONDS, _CLOSING_SHARE * self._notice_seconds)
+            seconds = working_seconds - min(_LAST_ANSWER_SECONDS, working_seconds / 4)
+        return max(0.0, seconds - (self._clock() - self._heard_seconds))
 
-    def _warn_once(self) -> None:
-        if self._warned_round < self._agreement.round:
-            self._warned_round = self._agreement.round
-            logger.warning(
-                "The ranks did not agree in time on a step at which to stop after SIGTERM: training goes on."
-            )
+
+def _shorten(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _RANKS_NAMED_MAX} more" if len(texts) > _RANKS_NAMED_MAX else ""
+    return ", ".join(texts[:_RANKS_NAMED_MAX]) + more
 
 
 def wait_for_decision(
@@ -426,6 +564,7 @@ def wait_for_decision(
     *,
     seconds: float,
     left_seconds: Callable[[], float] = lambda: math.inf,
+    look: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
     """Wait until the round is settled; return whether it is. A rank that gives up says so before it goes on.
@@ -435,11 +574,12 @@ def wait_for_decision(
         heartbeat: Heartbeat whose thread exchanges for the agreement.
         seconds: Seconds after which this rank gives up.
         left_seconds: Returns the seconds left for work before this process is killed.
+        look: Called again and again while this rank waits.
         clock: Monotonic clock, in seconds.
     """
     number, end = agreement.round, clock() + seconds
     while not agreement.settled.wait(0.05) and clock() < end and heartbeat.gone is None:
-        pass
+        look()
     if not agreement.settled.is_set() and heartbeat.gone is None:
         heartbeat.enqueue(lambda client: agreement.give_up(client, number))
         agreement.settled.wait(min(_LAST_ANSWER_SECONDS, left_seconds()))

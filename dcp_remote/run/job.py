@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +19,7 @@ from datetime import UTC, datetime
 from typing import SupportsFloat
 
 from dcp_remote.common.deadline import Deadline, jitter
+from dcp_remote.common.text import escape_unprintable
 from dcp_remote.errors import (
     CheckpointExistsError,
     FencedError,
@@ -29,6 +32,7 @@ from dcp_remote.format.catalog import (
     Catalog,
     Entry,
     add_entry,
+    fenced_error,
     label_entry,
     raise_revision,
     take_fence,
@@ -522,7 +526,7 @@ class JobSession:
                 url=self._store.url,
                 newest=newest.step,
             )
-        return take_fence(catalog)
+        return take_fence(catalog, _describe_process())
 
     def _refresh(self, catalog: Catalog) -> Catalog:
         self._require_ours(catalog)
@@ -536,12 +540,7 @@ class JobSession:
 
     def _require_ours(self, catalog: Catalog) -> None:
         if (catalog.run_id, catalog.token) != (self._run_id, self._token):
-            raise FencedError(
-                "A newer job owns this run; stop this one.",
-                url=self._store.url,
-                token=self._token,
-                newest=catalog.token,
-            )
+            raise fenced_error(catalog, self._token, self._store.url)
 
     def _abandons(self, entry: Entry) -> bool:
         assert self._token is not None, "the fence is taken first"
@@ -553,3 +552,9 @@ class JobSession:
 
     def _swap(self, change: Change, deadline: Deadline, *, create: bool = False) -> Catalog:
         return swap(self._store, change, deadline=deadline, create=create, sleep=self._sleep, uniform=self._uniform)
+
+
+def _describe_process() -> str:
+    """Return host, process and time, by which a fenced job names the job that took the fence."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return f"{escape_unprintable(socket.gethostname())}, pid {os.getpid()}, since {now}"

@@ -26,8 +26,10 @@ from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.manager.preemption import Agreement, Moment, Preemption
+from dcp_remote.manager.save_policy import SavePolicy
+from dcp_remote.storage import MemoryStore
 from tests.support.rank_pool import RankPool
-from tests.support.rank_threads import RankThreads, held, join, rank_threads, wait_until
+from tests.support.rank_threads import RankThreads, held, join, managers_of, rank_threads, wait_until
 
 # ---- every interleaving
 
@@ -344,7 +346,8 @@ def test_ranks_that_outlive_their_notice_can_be_asked_again(caplog: pytest.LogCa
                 assert one.remaining_seconds() is None
                 assert one.reached(step + 1)
                 assert not one.reached(step + 2)
-    assert len(caplog.records) == 3 * 3
+    texts = [record.getMessage() for record in caplog.records]
+    assert [sum(begin in text for text in texts) for begin in ("has expired", "SIGTERM has arrived:")] == [9, 3]
 
 
 def test_a_rank_goes_back_while_another_is_asked() -> None:
@@ -363,8 +366,13 @@ def test_a_rank_goes_back_while_another_is_asked() -> None:
         assert [one.reached(5), one.reached(6), other.reached(6)] == [False, True, True]
 
 
-def test_ranks_that_cannot_agree_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    """Keep one rank silent: the others wait for the length of the notice, then train on, and each warns once."""
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the warnings of ranks that stop without a save."""
+    return [text for record in caplog.records if "agree on no step" in (text := record.getMessage())]
+
+
+def test_ranks_that_cannot_agree_stop_without_a_save(caplog: pytest.LogCaptureFixture) -> None:
+    """Keep one rank silent: the others wait for a part of the notice, then stop, and each says why."""
     with rank_threads(3, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
         preemptions = [Preemption(ranks, 0.5) for ranks in them.ranks]
         with held(them.ranks[2]):
@@ -372,10 +380,16 @@ def test_ranks_that_cannot_agree_go_on(caplog: pytest.LogCaptureFixture) -> None
             for step in (1, 2, 3):
                 assert not any(them_at.reached(step) for them_at in preemptions[:2])
                 wait_until(preemptions[1]._agreement.heard.is_set)
+            assert [one.must_stop for one in preemptions] == [True, True, False]
         # It comes back, and hears that nothing came of it.
         wait_until(preemptions[2]._agreement.settled.is_set)
         assert not any(one.reached(step) for step in (4, 5) for one in preemptions)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+        assert all(one.must_stop for one in preemptions)
+    assert "rank 0: SIGTERM has arrived: the ranks agree on a step" in caplog.text
+    texts = warnings_of(caplog)
+    assert len(texts) == 3
+    (first,) = [text for text in texts if text.startswith("rank 0")]
+    assert f"there is no answer of rank 2 ({them.ranks[2].heartbeat.process})" in first  # type: ignore[union-attr]
 
 
 def test_a_silent_coordinator_holds_nobody_up_for_ever() -> None:
@@ -394,7 +408,7 @@ def test_a_silent_coordinator_holds_nobody_up_for_ever() -> None:
 def test_a_store_that_does_not_answer_holds_nobody_up_for_ever(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Block the rank's heartbeat after it has published its moment: training goes on, and may stop later."""
+    """Block the rank's heartbeat after it has published its moment: it may stop without a save, or at a step later."""
     monkeypatch.setattr("dcp_remote.manager.preemption._LAST_ANSWER_SECONDS", 0.1)
     with rank_threads(2, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING):
         one, other = (Preemption(ranks, 0.3) for ranks in them.ranks)
@@ -409,7 +423,69 @@ def test_a_store_that_does_not_answer_holds_nobody_up_for_ever(
             assert [other.reached(step) for step in (3, 4, 5)] == [False, True, False]
         wait_until(one._agreement.settled.is_set)
         assert [one.reached(step) for step in (3, 4, 5)] == [False, True, False]
-    assert len(caplog.records) == 1
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(lost: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A rank leaves, as by an error; or is silent for long, as if killed. The log says which, and where that was."""
+    for is_closed in (True, False):
+        clock = Clock()
+        with rank_threads(3, beat_seconds=0.01) as them:
+            preemptions = [Preemption(ranks, 60.0, clock=clock) for ranks in them.ranks]
+            assert not any(one.reached(1) for one in preemptions)
+            living = [rank for rank in range(3) if rank != lost]
+            with contextlib.nullcontext() if is_closed else held(them.ranks[lost]):
+                if is_closed:
+                    them.ranks[lost].close()
+                caplog.clear()
+                preemptions[living[0]].record_signal()
+                if not is_closed:
+                    wait_until(lambda: all(preemptions[rank]._watched_round for rank in living))  # noqa: B023
+                    clock.now += 10.0
+                for rank in living:
+                    wait_until(preemptions[rank]._agreement.settled.is_set)
+                    assert not preemptions[rank].reached(2)
+                    assert preemptions[rank].must_stop
+            text = "\n".join(warnings_of(caplog))
+            process = them.ranks[lost].heartbeat.process  # type: ignore[union-attr]
+            assert f"rank {lost} ({process}) has {'left' if is_closed else 'been silent for 1'}" in text
+
+
+def test_a_rank_that_is_cut_off_stops_in_time(caplog: pytest.LogCaptureFixture) -> None:
+    """Its heartbeat is stuck in the store before anyone hears of the signal, and its training asks for each step."""
+    clock = Clock()
+    with rank_threads(2, beat_seconds=0.01) as them:
+        preemptions = [Preemption(ranks, 30.0, clock=clock) for ranks in them.ranks]
+        with held(them.ranks[1]):
+            preemptions[1].record_signal()
+            wait_until(lambda: "rank 1: SIGTERM has arrived" in caplog.text)  # by the heartbeat's thread
+            assert not preemptions[1].reached(1)
+            assert [one.must_stop for one in preemptions] == [False, False]
+            clock.now += 22.0
+            assert not preemptions[1].reached(2)
+            assert preemptions[1].must_stop
+        (text,) = warnings_of(caplog)
+        assert "waited_seconds=22" in text
+        assert preemptions[1].remaining_seconds() == 8.0
+
+
+def test_what_a_loop_is_told_if_the_ranks_cannot_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It saves no more, since the others would not come, and ends; the next notice counts like the first."""
+    with rank_threads(2, beat_seconds=0.01) as them:
+        policy = SavePolicy(every_steps=10)
+        managers = managers_of(them, MemoryStore(), monkeypatch, save_policy=policy, notice_seconds=0.3)
+        manager = managers[1]
+        with held(them.ranks[0]):
+            manager._preemption.record_signal()
+            assert [manager.should_save(step) for step in (1, 2)] == [False, False]
+            wait_until(lambda: manager.should_stop)
+            assert not manager.reached_preemption(3)
+        wait_until(lambda: manager._preemption.remaining_seconds() == 0.0)
+        manager._preemption.forget_expired_notice()
+        assert not manager.should_stop
+        for one in reversed(managers):
+            one.close()
 
 
 class LostStore:
@@ -443,7 +519,7 @@ def test_a_training_that_nobody_stops_asks_the_store_nothing() -> None:
 
 
 def test_a_store_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:
-    """Lose the store before a signal: training goes on, and one warning says that SIGTERM has no effect."""
+    """Lose the store before a signal: the rank stops at once, without a save, and says why."""
     store = LostStore()
     ranks = RankGroup(0, 2, store, beat_seconds=0.01)  # type: ignore[arg-type]
     preemption = Preemption(ranks, 20.0)
@@ -454,7 +530,9 @@ def test_a_store_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:
         assert not caplog.records
         preemption.record_signal()
         assert [preemption.reached(step) for step in (2, 3)] == [False, False]
-    assert len(caplog.records) == 1
+        assert preemption.must_stop
+    (text,) = warnings_of(caplog)
+    assert "the key-value store of the process group is gone" in text
     ranks.close()
 
 

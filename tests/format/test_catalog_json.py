@@ -293,6 +293,16 @@ def test_unknown_fields_are_ignored() -> None:
     assert decode(dump(newer)) == EXAMPLE
 
 
+def test_the_holder_may_be_left_out() -> None:
+    """A release that does not know the field leaves it out; a text that is no such text is refused."""
+    held = replace(EXAMPLE, holder="gpu-07, pid 4711")
+    assert decode(encode(held, NONCE)) == held
+    assert "holder" not in document()
+    for wrong in (7, "x" * 1001):
+        with pytest.raises(CorruptCheckpointError):
+            decode(dump(document() | {"holder": wrong}))
+
+
 def test_numbers_of_metrics() -> None:
     """An integer is accepted as a metric: other writers may leave out the fraction."""
     written = document()

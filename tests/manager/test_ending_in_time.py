@@ -6,6 +6,7 @@ Each case is a process of its own, in which an alarm set by the signal kills the
 from __future__ import annotations
 
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -154,3 +155,38 @@ def test_a_process_that_outlives_its_notice_saves_and_restores() -> None:
         preemption.record_signal()
         assert preemption.remaining_seconds() == 1.0
         assert [preemption.reached(step) for step in (5, 6)] == [True, False]
+
+
+FORKED = """
+import os, sys
+import torch
+from dcp_remote import CheckpointManager
+from dcp_remote.errors import InvalidArgumentError
+
+checkpoints = CheckpointManager(sys.argv[1])
+state = {"w": torch.ones(10)}
+checkpoints.save(1, state, wait=True)
+child = os.fork()
+if child == 0:
+    with checkpoints:
+        for call in (lambda: checkpoints.save(2, state), lambda: checkpoints.restore(state)):
+            try:
+                call()
+            except InvalidArgumentError as error:
+                assert "forked" in str(error), error
+            else:
+                os._exit(3)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+checkpoints.save(3, state, wait=True)
+assert checkpoints.steps() == [1, 3]
+checkpoints.close()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_child_that_is_forked_saves_nothing(tmp_path: Path) -> None:
+    """As a worker of a DataLoader: its calls are refused, its end changes nothing, and the parent goes on."""
+    command = [sys.executable, "-c", FORKED, str(tmp_path)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr

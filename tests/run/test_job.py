@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.errors import CheckpointExistsError, CommitConflictError, CorruptCheckpointError, SaveTimeoutError
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    CommitConflictError,
+    CorruptCheckpointError,
+    FencedError,
+    SaveTimeoutError,
+)
 from dcp_remote.format import catalog_json
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, pin_entry, retire_entries
 from dcp_remote.run import catalog_store
@@ -232,3 +241,26 @@ def test_an_old_fence_that_is_answered_late_leaves_the_job_its_newer_one() -> No
         job.begin(CheckpointLabels.of(100), borrow=False, deadline=deadline)
     assert job.token == 2
     save(job, 200)
+
+
+# ---- who took the fence
+
+
+def test_a_fenced_job_is_told_who_took_the_fence() -> None:
+    """Host and process of the newer job, in each error; nothing where other software wrote the catalog."""
+    store = MemoryStore()
+    job = JobSession(store)
+    save(job, 1)
+    begun = begin(job, 2)
+    newer = JobSession(store)
+    newer.resume_from(1)
+    begin(newer, 3)
+    holder = f"{socket.gethostname()}, pid {os.getpid()}, since 20"
+    for call in (lambda: commit(job, begun), lambda: begin(job, 4)):
+        with pytest.raises(FencedError, match="A newer job owns this run") as caught:
+            call()
+        assert str(caught.value.details["holder"]).startswith(holder)
+    swapped(store, lambda now: replace(now, revision=now.revision + 1, token=now.token + 1, holder=""))
+    with pytest.raises(FencedError) as caught:
+        begin(newer, 5)
+    assert "holder" not in str(caught.value)
