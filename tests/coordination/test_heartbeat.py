@@ -300,12 +300,13 @@ def test_a_stuck_heartbeat_can_be_closed(host: Host, monkeypatch: pytest.MonkeyP
     """`close` ends the connection, and with it the helper thread that waits for the host."""
     monkeypatch.setattr("dcp_remote.coordination.heartbeat._CLOSE_SECONDS", 0.3)
     store = host.client("stuck")
+    threads = set(threading.enumerate())  # helper threads of other tests among them
     one = Heartbeat(store, 0, beat_seconds=0.02).start()
     wait_until(lambda: store.check(["beat/0"]))
     with host.stopped():
         wait_until(lambda: one.contact_seconds() > 0.5)
         one.close()
-        wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "dcp_remote-store"])
+        wait_until(lambda: "dcp_remote-store" not in {new.name for new in set(threading.enumerate()) - threads})
         thread = one._thread
         assert thread is not None
         thread.join(30)
