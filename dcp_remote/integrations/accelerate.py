@@ -3,13 +3,15 @@
     save_state(accelerator, "s3://bucket/run/step-100")
     load_state(accelerator, "s3://bucket/run")
 
-Or `enable()`, after which `accelerator.save_state` and `accelerator.load_state` take such URLs.
+Or `enable()`, after which `accelerator.save_state` and `accelerator.load_state` take such URLs; with `enable(url)` also
+folders, as of programs that cannot be changed: `out/step-100` is `<url>/step-100`.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,10 +30,13 @@ from dcp_remote import (
 )
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
+from dcp_remote.integrations.folders import RemoteFolders
 from dcp_remote.integrations.runs import (
+    can_repeat,
     find_checkpoint,
     framework_options,
     manager_of,
+    note_step,
     require_settings,
     restore_own,
     split_path,
@@ -79,7 +84,8 @@ def save_state(
             the end of the name.
         wait: True to return only when the checkpoint is committed. False to return when every rank has copied its
             state; an error of the upload is raised by the next call, or when the process ends.
-        overwrite: True to replace a checkpoint of the same step.
+        overwrite: True to replace a checkpoint of the same step. Without it a second save of a step, before the next
+            step of an optimizer, uploads nothing, and only adds its name.
         settings: Keyword arguments of `CheckpointManager` for the run, such as `retention` and `storage_options`.
 
     Returns:
@@ -88,7 +94,7 @@ def save_state(
     Raises:
         InvalidArgumentError: The URL names no checkpoint in a run, its name ends in no number and there is no `step`,
             or the accelerator has hooks that write files, or is of an unsupported kind.
-        CheckpointExistsError: The run has checkpoints that this job has not loaded, or this step; see
+        CheckpointExistsError: The run has checkpoints that this job has not loaded, or another state of this step; see
             `CheckpointManager.save`, also for other errors.
     """
     path = split_path(url)
@@ -101,13 +107,16 @@ def save_state(
             )
         step = int(number[0])
     _require_supported(accelerator, accelerator._save_model_state_pre_hook)
+    owners = _owners_of(accelerator)
     manager_of(path.run_url, **settings).save(
         step,
         lambda: _saved_state(accelerator),
         name=str(path.checkpoint),
         overwrite=overwrite,
+        exist_ok=not overwrite and can_repeat(path.run_url, step, **owners),
         wait=wait or "begun",
     )
+    note_step(path.run_url, step, **owners)
     accelerator.project_configuration.iteration += 1
     return url
 
@@ -178,29 +187,48 @@ def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False
     assert step is not None
     if is_own:
         _apply(accelerator, about.value, loaders.value, url)
+        note_step(path.run_url, step, **_owners_of(accelerator))
     else:
         logger.warning("%s: step %d was not saved by Accelerate: data loaders stay as they are", manager.url, step)
     return step
 
 
-def enable(**settings: Any) -> None:
+def enable(url: str | None = None, **settings: Any) -> None:
     """Make `Accelerator.save_state` and `load_state` take URLs of object storage; folders work as before.
 
     Without this they refuse URLs, which Accelerate alone takes for paths of local folders. An accelerator whose
     `project_dir` is a URL saves with `automatic_checkpoint_naming` to the run `<project_dir>/checkpoints`, and keeps
     `total_limit` checkpoints. `save_state(url, step=…)` passes a step on.
 
+    With `url`, folders go to object storage as well: `save_state("out/step_100")` saves the checkpoint `<url>/step_100`
+    and returns when it is committed, and `load_state("out/step_100")` loads it from there. A local folder of this path
+    is made with a note alone; for the checkpoints of a run also by an accelerator with a `project_dir`, which costs up
+    to three requests on each rank, so that programs which list folders find them on a new host. A folder that
+    Accelerate itself has saved is loaded as before. The step is the number at the end of the name; where steps would
+    not ascend, that after the last one. An accelerator of an unsupported kind, and hooks that write files, are refused
+    before the training. All folders stay local once a Trainer saves to this run.
+
     Args:
+        url: URL of the run for folders; None leaves folders local.
         settings: Keyword arguments of `CheckpointManager` for all runs.
     """
     require_settings(settings)
-    Accelerator.save_state = _wrap_save(_save_locally, settings)
-    Accelerator.load_state = _wrap_load(_load_locally, settings)
+    folders = RemoteFolders(url) if url is not None else None
+    disable()
+    Accelerator.save_state = _wrap_save(_save_locally, folders, settings)
+    Accelerator.load_state = _wrap_load(_load_locally, folders, settings)
+    if folders is not None:
+        Accelerator.__init__ = _wrap_init(folders, settings)
+        for name, own in _register_hook.items():
+            setattr(Accelerator, name, _wrap_register(own, folders))
 
 
 def disable() -> None:
     """Give back `Accelerator.save_state` and `load_state` of Accelerate, which refuse URLs."""
     Accelerator.save_state, Accelerator.load_state = _save_locally, _load_locally
+    Accelerator.__init__ = _make_accelerator
+    for name, own in _register_hook.items():
+        setattr(Accelerator, name, own)
 
 
 # ---- the state
@@ -241,6 +269,13 @@ def _engine_state(accelerator: Any) -> dict[str, Any]:
 
 def _is_deepspeed(accelerator: Any) -> bool:
     return str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)) == "DEEPSPEED"
+
+
+def _owners_of(accelerator: Any) -> dict[str, Any]:
+    """Return the optimizers, whose steps tell whether two saves are of one state, and the accelerator."""
+    optimizers = [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
+    own = {"accelerator": accelerator} if optimizers else {}
+    return own | {str(number): optimizer for number, optimizer in enumerate(optimizers)}
 
 
 def _saved_state(accelerator: Any) -> dict[str, Any]:
@@ -345,44 +380,100 @@ def _require_supported(accelerator: Any, hooks: Mapping[Any, Any]) -> None:
 
 # ---- changes of Accelerate itself, made by `enable`
 
+# Files that each rank writes into every checkpoint of Accelerate.
+_OWN_FILES = "random_states_*.pkl"
 
-def _wrap_save(save: Any, settings: Mapping[str, Any]) -> Any:
+# Arguments of `save_state` and `load_state` about the files in a folder, which has none here.
+_ABOUT_FILES = frozenset({"safe_serialization", "map_location"})
+
+
+def _wrap_save(save: Any, folders: RemoteFolders | None, settings: Mapping[str, Any]) -> Any:
     @functools.wraps(save)
     def wrapped(self: Any, output_dir: Any = None, *args: Any, step: int | None = None, **kwargs: Any) -> Any:
-        run_url = _automatic_run(self)
+        run_url, keeps = _automatic_run(self), {}
         if run_url is not None:
             iteration = self.project_configuration.iteration
             return save_state(self, f"{run_url}/checkpoint_{iteration}", **{**_retention_of(self), **settings})
-        if not is_remote(output_dir):
+        if self.project_configuration.automatic_checkpoint_naming and folders is not None:
+            output_dir, keeps = _automatic_folder(self), _retention_of(self)
+        is_folder = not is_remote(output_dir)
+        if is_folder and (folders is None or not folders.is_active):
             if step is not None:
                 kwargs["step"] = step  # may be an option of the function that saves the model
             return save(self, output_dir, *args, **kwargs)
-        if kwargs:
+        unknown = kwargs.keys() - _ABOUT_FILES
+        if unknown:
             raise InvalidArgumentError(
                 "save_state to object storage takes no options of the functions that write folders.",
-                options=", ".join(kwargs),
+                options=", ".join(sorted(unknown)),
             )
-        return save_state(self, str(output_dir), step, **settings)
+        if not is_folder or folders is None:
+            return save_state(self, str(output_dir), step, **settings)
+        url, step = folders.url_of(output_dir, is_saved=True), folders.next_step(output_dir) if step is None else step
+        # Committed when the folder is there: of a folder that is found after a kill there is a checkpoint.
+        save_state(self, url, step, wait=True, **{**keeps, **settings})
+        folders.note_step(step)
+        folders.leave_note(output_dir, writes=self.is_local_main_process)
+        return str(output_dir)
 
     return wrapped
 
 
-def _wrap_load(load: Any, settings: Mapping[str, Any]) -> Any:
+def _wrap_load(load: Any, folders: RemoteFolders | None, settings: Mapping[str, Any]) -> Any:
     @functools.wraps(load)
     def wrapped(self: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         run_url = _automatic_run(self)
+        if run_url is None and folders is not None and self.project_configuration.automatic_checkpoint_naming:
+            run_url = folders.url if folders.is_active else None
         url = run_url if input_dir is None else input_dir
-        if not is_remote(url):
+        is_folder = not is_remote(url) and url != run_url
+        if is_folder and (folders is None or not folders.stands_for(input_dir, files=_OWN_FILES)):
             return load(self, input_dir, *args, **kwargs)
-        if kwargs or any(args):
+        if kwargs.keys() - _ABOUT_FILES or any(args):
             raise InvalidArgumentError(
                 "load_state from object storage takes no options of the functions that read folders.",
-                options=", ".join(kwargs) or "load_kwargs",
+                options=", ".join(sorted(kwargs.keys() - _ABOUT_FILES)) or "load_kwargs",
             )
+        if is_folder and folders is not None:
+            url = folders.url_of(input_dir, is_saved=False)
         # The manager of the run that is saved to afterwards, which cannot be given a retention then.
         keeps = _retention_of(self) if run_url is not None and f"{url}/".startswith(f"{run_url}/") else {}
-        load_state(self, str(url), **{**keeps, **settings})
+        step = load_state(self, str(url), **{**keeps, **settings})
+        if folders is not None:
+            folders.note_step(step)
         return None
+
+    return wrapped
+
+
+def _wrap_init(folders: RemoteFolders, settings: Mapping[str, Any]) -> Any:
+    @functools.wraps(_make_accelerator)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        _make_accelerator(self, *args, **kwargs)
+        if not folders.is_active:
+            return
+        _require_supported(self, {})
+        parent = self.project_dir
+        if parent is not None and not is_remote(parent):
+            automatic = self.project_configuration.automatic_checkpoint_naming
+            options = {"storage_options": settings["storage_options"]} if "storage_options" in settings else {}
+            folders.find(
+                os.path.join(parent, "checkpoints") if automatic else parent,  # noqa: PTH118  # as Accelerate does
+                writes=self.is_local_main_process,
+                **options,
+            )
+
+    return wrapped
+
+
+def _wrap_register(register: Any, folders: RemoteFolders) -> Any:
+    """Return a method that refuses a hook when the program registers it, and not at the first save."""
+
+    @functools.wraps(register)
+    def wrapped(self: Any, hook: Any) -> Any:
+        if folders.is_active:
+            _require_supported(self, {"hook": hook})
+        return register(self, hook)
 
     return wrapped
 
@@ -413,11 +504,21 @@ def _automatic_run(accelerator: Any) -> str | None:
     return f"{str(accelerator.project_dir).rstrip('/')}/checkpoints"
 
 
+def _automatic_folder(accelerator: Any) -> str:
+    """Return the folder that `automatic_checkpoint_naming` makes next below a `project_dir` that is a folder."""
+    name = f"checkpoint_{accelerator.project_configuration.iteration}"
+    return os.path.join(accelerator.project_dir, "checkpoints", name)  # noqa: PTH118  # as Accelerate does
+
+
 # ---- changes of Accelerate itself, made when this module is imported
 
 _INSTEAD = "Call save_state and load_state of dcp_remote.integrations.accelerate, or its enable() first."
 _save_locally = _refuse_urls(Accelerator.save_state, _INSTEAD)
 _load_locally = _refuse_urls(Accelerator.load_state, _INSTEAD)
+_make_accelerator = Accelerator.__init__
+_register_hook = {
+    name: getattr(Accelerator, name) for name in ("register_save_state_pre_hook", "register_load_state_pre_hook")
+}
 disable()
 Accelerator.save_model = _refuse_urls(
     Accelerator.save_model, "save_state saves to object storage; upload the exported model by other means."

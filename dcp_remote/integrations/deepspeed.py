@@ -32,6 +32,7 @@ from dcp_remote import CheckpointManager, Opaque, is_remote, open_run, refused_v
 from dcp_remote.errors import InvalidArgumentError, UnsafeObjectError
 from dcp_remote.integrations.deepspeed_state import EngineState, engine_state, require_supported
 from dcp_remote.integrations.entries import keep_only, leave_out_unused
+from dcp_remote.integrations.folders import RemoteFolders, name_of
 from dcp_remote.integrations.runs import can_repeat, framework_options, manager_of, note_step, require_settings
 
 __all__ = ["EngineState", "attach", "disable", "enable", "engine_state"]
@@ -50,6 +51,9 @@ _MISMATCH = (
 )
 
 _VALUES_SHOWN_MAX = 5
+
+# Files of every checkpoint of DeepSpeed, in the folder of its tag.
+_OWN_FILES = "*/*_states.pt"
 
 # The methods as DeepSpeed has them, while `enable` is in force.
 _originals: dict[str, Callable[..., Any]] = {}
@@ -89,21 +93,32 @@ def attach(engine: Any, *, wait: bool = False, **settings: Any) -> None:
         )
     require_supported(engine)
     require_settings(settings)
-    for name, method in _methods(settings, is_waiting=wait).items():
+    for name, method in _methods(settings, None, is_waiting=wait).items():
         setattr(engine, name, MethodType(method, engine))
 
 
-def enable(*, wait: bool = False, **settings: Any) -> None:
+def enable(url: str | None = None, *, wait: bool = False, **settings: Any) -> None:
     """Do as `attach` for every engine of this process, also those that Transformers, Accelerate or Lightning make.
+
+    With `url`, folders go to object storage as well, each to a run of its own: `save_checkpoint("out/actor", tag)`
+    saves to the run `<url>/actor`, and `load_checkpoint("out/actor")` loads from there. A local folder of this path is
+    made with a note alone. A folder that DeepSpeed itself has saved is loaded as before. An engine that is not
+    supported is refused when it is made. All folders stay local once a Trainer saves to this URL.
 
     Once more, with other settings, replaces them. `disable` undoes this.
 
     Args:
+        url: URL below which folders are saved; None leaves folders local.
         wait: See `attach`.
         settings: See `attach`.
     """
     require_settings(settings)
-    for name, method in _methods(settings, is_waiting=wait).items():
+    disable()
+    folders = RemoteFolders(url) if url is not None else None
+    methods = _methods(settings, folders, is_waiting=wait)
+    if folders is not None:
+        methods["__init__"] = _refuse_at_start(folders)
+    for name, method in methods.items():
         _originals.setdefault(name, getattr(DeepSpeedEngine, name))
         setattr(DeepSpeedEngine, name, method)
 
@@ -118,7 +133,9 @@ def disable() -> None:
 # ---- the methods of the engine
 
 
-def _methods(settings: Mapping[str, Any], *, is_waiting: bool) -> dict[str, Callable[..., Any]]:
+def _methods(
+    settings: Mapping[str, Any], folders: RemoteFolders | None, *, is_waiting: bool
+) -> dict[str, Callable[..., Any]]:
     """Return the methods that take the places of the engine's."""
 
     @framework_options(exists=_EXISTS)
@@ -130,11 +147,13 @@ def _methods(settings: Mapping[str, Any], *, is_waiting: bool) -> dict[str, Call
         save_latest: bool = True,  # noqa: FBT001, FBT002  # DeepSpeed's signature
         exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002  # DeepSpeed's signature
     ) -> Any:
-        if not _is_url(save_dir):
+        place = _place_of(save_dir, tag, folders, is_saved=True)
+        if place is None:
             return _original(self, "save_checkpoint")(
                 self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
             )
-        manager = manager_of(_text(save_dir), **settings)
+        url, tag = place
+        manager = manager_of(url, **settings)
         step = self.global_steps
         # A save without the frozen parameters does not stand for one with them.
         owners = {"trained" if exclude_frozen_parameters else "engine": self}
@@ -152,6 +171,8 @@ def _methods(settings: Mapping[str, Any], *, is_waiting: bool) -> dict[str, Call
             wait=is_waiting or "begun",
         )
         note_step(manager.url, step, **owners)
+        if folders is not None and not _is_url(save_dir):
+            folders.leave_note(save_dir, writes=self.local_rank <= 0)
         return True
 
     @framework_options(mismatch=_MISMATCH)
@@ -165,18 +186,22 @@ def _methods(settings: Mapping[str, Any], *, is_waiting: bool) -> dict[str, Call
         load_module_only: bool = False,  # noqa: FBT001, FBT002  # DeepSpeed's signature
         custom_load_fn: Any = None,
     ) -> Any:
-        if not _is_url(load_dir):
-            return _original(self, "load_checkpoint")(
-                self,
-                load_dir,
-                tag,
-                load_module_strict,
-                load_optimizer_states,
-                load_lr_scheduler_states,
-                load_module_only,
-                custom_load_fn,
-            )
-        manager = manager_of(_text(load_dir), **settings)
+        load_own = functools.partial(
+            _original(self, "load_checkpoint"),
+            self,
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+        place = _place_of(load_dir, tag, folders, is_saved=False)
+        if place is None:
+            return load_own()
+        url, tag = place
+        manager = manager_of(url, **settings)
         loaded = _load(
             self,
             manager,
@@ -186,9 +211,10 @@ def _methods(settings: Mapping[str, Any], *, is_waiting: bool) -> dict[str, Call
             loads_scheduler=load_lr_scheduler_states and not load_module_only,
             is_module_only=load_module_only,
         )
-        if loaded[0] is None:
+        if loaded[0] is None and _is_url(load_dir):
             _refuse_checkpoint_url(manager.url, settings)
-        return loaded
+        # A folder's run is empty if nothing was committed yet since the training moved to object storage.
+        return loaded if loaded[0] is not None or _is_url(load_dir) else load_own()
 
     def save_16bit_model(self: Any, save_dir: Any, *arguments: Any, **options: Any) -> Any:
         if _is_url(save_dir):
@@ -209,6 +235,28 @@ def _methods(settings: Mapping[str, Any], *, is_waiting: bool) -> dict[str, Call
         functools.update_wrapper(method, original)
         setattr(method, _MARK, True)
     return methods
+
+
+def _place_of(folder: Any, tag: Any, folders: RemoteFolders | None, *, is_saved: bool) -> tuple[str, Any] | None:
+    """Return the URL of the run, and the tag, of a checkpoint; None if it lies in a local folder."""
+    if _is_url(folder):
+        return _text(folder), tag
+    if folders is None or not (folders.is_active if is_saved else folders.stands_for(folder, files=_OWN_FILES)):
+        return None
+    return folders.url_of(folder, is_saved=is_saved), None if tag is None else name_of(str(tag))
+
+
+def _refuse_at_start(folders: RemoteFolders) -> Callable[..., Any]:
+    """Return a constructor that refuses an engine which is not supported, so that the first save does not."""
+    own = DeepSpeedEngine.__init__
+
+    @functools.wraps(own)
+    def construct(self: Any, *arguments: Any, **options: Any) -> None:
+        own(self, *arguments, **options)
+        if folders.is_active:
+            require_supported(self)
+
+    return construct
 
 
 def _original(engine: Any, name: str) -> Callable[..., Any]:

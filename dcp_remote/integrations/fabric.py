@@ -59,7 +59,7 @@ _STEP_KEYS = ("step", "global_step")
 _EXISTS = (
     "With Fabric: fabric.load(<URL of the run>, state) before the first save goes on from the newest checkpoint; "
     "checkpoint_settings={'start_over': True} of the strategy leaves the checkpoints behind. A step is saved again "
-    "only with the same model and optimizer, and its number in the state."
+    "only with the same model and optimizer, and without a step of the optimizer in between."
 )
 _MISMATCH = (
     "With Fabric: strict=False keeps values that the checkpoint lacks, and leaves out weights that the model lacks; "
@@ -71,8 +71,9 @@ class RemoteStrategy:
     """Methods of a strategy that save to and load from runs; they come before those of Lightning's strategy.
 
     The URL of a checkpoint is that of its run, and a name. Its step is `state["step"]` or `state["global_step"]`, else
-    the number at the end of the name, such as `step-100.ckpt`. A second save of the same objects in the same step of
-    the state uploads nothing, and only adds its name; any other second save of a step is refused. A checkpoint is one
+    the number at the end of the name, such as `step-100.ckpt`. A second save of the same objects in the same step, and
+    before the next step of their optimizers, uploads nothing, and only adds its name; any other second save of a step
+    is refused. A checkpoint is one
     commit of models (`model.<fqn>`), optimizers (`optim.…`), schedulers (`scheduler.…`) and all other values of the
     state; data loaders with a state, and `PerRank` values, are those of each rank. Each rank writes and reads its own
     part of the tensors; nothing is gathered, whatever `state_dict_type` or `save_distributed_checkpoint` say for local
@@ -119,8 +120,10 @@ class RemoteStrategy:
             )
         found = split_path(str(path))
         step = _step_of(str(found.checkpoint), state, url=str(path))
-        # The number in a name, as in resnet50.ckpt, is perhaps no step: then the same number again is refused.
-        owners = _owners_of(state) if _counted_step(state) is not None else {}
+        # The number in a name, as in resnet50.ckpt, is perhaps no step: then the same number again is refused, unless
+        # the optimizer has made no step since, as before the last save of a training.
+        is_counted = _counted_step(state) is not None or _of_type(state, Optimizer)
+        owners = _owners_of(state) if is_counted else {}
         manager_of(found.run_url, **self._checkpoint_settings).save(
             step,
             lambda: self._saved_state(state),

@@ -58,6 +58,18 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+
+class _DumpedModel(ModelState):
+    """State of a model as Lightning dumped it; the model tells buffers, which differ between ranks, from parameters."""
+
+    def __init__(self, model: Any, values: dict[str, Any]) -> None:
+        super().__init__(model)
+        self._values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._values
+
+
 # Entries of a checkpoint beside those of `training_state`: what Lightning writes beside the tensors, and the positions
 # of each rank in its data.
 ABOUT_KEY = "lightning"
@@ -242,7 +254,7 @@ class RemoteStrategy:
             self._is_collecting = False
         state = self._tensors(is_training="optimizer_states" in checkpoint)
         if self._engine is None:
-            state["model"] = checkpoint["state_dict"]  # which hooks may have changed
+            state["model"] = _DumpedModel(self._wrapped, checkpoint["state_dict"])  # which hooks may have changed
         rest = {key: value for key, value in checkpoint.items() if key not in {"state_dict", "optimizer_states"}}
         positions = rest.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop(_LOADER_STATES, None)
         rest["has_optimizers"] = "optimizer_states" in checkpoint

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from dcp_remote import CheckpointManager, is_remote, open_run
 from dcp_remote.errors import (
@@ -50,6 +51,8 @@ _lock = threading.Lock()
 _opened: dict[str, _Opened] = {}
 # Step that was last saved to, or loaded from, a run; and the objects whose state that is, by URL of the run.
 _last: dict[str, tuple[int, Mapping[str, Any]]] = {}
+# Steps of each optimizer that owns a state, counted since it was first seen here.
+_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def manager_of(run_url: str, **settings: Any) -> CheckpointManager:
@@ -149,18 +152,32 @@ def note_step(run_url: str, step: int, **owners: Any) -> None:
         step: Step of the checkpoint.
         owners: Objects by any name; kept as weak references.
     """
-    _last[run_url.rstrip("/")] = step, {name: weakref.ref(owner) for name, owner in owners.items()}
+    _last[run_url.rstrip("/")] = step, _states_of(owners)
 
 
 def can_repeat(run_url: str, step: int, **owners: Any) -> bool:
     """Return whether a save of these objects may keep a checkpoint that this process has at the step: `exist_ok`.
 
-    False where the checkpoint is perhaps that of other objects, such as a second engine that saves to the same run:
-    with `exist_ok` nothing of them would be saved. Without objects a step is never repeated.
+    False where the checkpoint is perhaps that of other objects, such as a second engine that saves to the same run, or
+    where an optimizer among them has made a step since: with `exist_ok` nothing of them would be saved. Without objects
+    a step is never repeated.
     """
-    last_step, last_owners = _last.get(run_url.rstrip("/"), (-1, {}))
-    own = {name: weakref.ref(owner) for name, owner in owners.items()}
-    return step > last_step or (step == last_step and bool(own) and own == last_owners)
+    last_step, last_states = _last.get(run_url.rstrip("/"), (-1, {}))
+    states = _states_of(owners)
+    return step > last_step or (step == last_step and bool(states) and states == last_states)
+
+
+def _states_of(owners: Mapping[str, Any]) -> dict[str, tuple[weakref.ref[Any], int]]:
+    """Return each object, and the steps that it has made; 0 unless it is an optimizer."""
+    for owner in owners.values():
+        if isinstance(owner, Optimizer) and owner not in _steps:
+            _steps[owner] = 0
+            owner.register_step_post_hook(_count_step)
+    return {name: (weakref.ref(owner), _steps.get(owner, 0)) for name, owner in owners.items()}
+
+
+def _count_step(optimizer: Optimizer, *_: object) -> None:
+    _steps[optimizer] += 1
 
 
 def restore_own(manager: CheckpointManager, values: dict[str, Any], checkpoint: str | int | None) -> None:
@@ -192,10 +209,10 @@ def split_path(url: str) -> CheckpointPath:
     """Split the URL of a checkpoint to save, `<run>/<name>`; no request.
 
     Raises:
-        InvalidArgumentError: The URL has no run before the name, or is no URL of object storage.
+        InvalidArgumentError: The URL has no run before the name, or is no URL.
     """
     run_url, _, name = url.rstrip("/").rpartition("/")
-    if not is_remote(url) or not run_url or run_url.endswith((":", ":/")):
+    if not (is_remote(url) or url.startswith("file:")) or not run_url or run_url.endswith((":", ":/")):
         raise InvalidArgumentError("This is not the URL of a checkpoint in a run: write s3://bucket/run/name.", url=url)
     return CheckpointPath(run_url, name)
 

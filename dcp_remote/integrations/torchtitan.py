@@ -188,9 +188,9 @@ class _Position:
         ranks = getattr(self._loader, "dp_world_size", getattr(self._loader, "_dp_world_size", saved))
         if saved != ranks:
             logger.warning(
-                "the checkpoint was saved by %s data parallel ranks, and there are %s now: the data begins anew",
-                saved,
-                ranks,
+                "the checkpoint was saved by another number of data parallel ranks (%s, and %s now): the data begins "
+                "anew",
+                *(saved, ranks),
             )
             return
         if getattr(self._loader, "_rank_id", None) not in {None, *state}:

@@ -47,6 +47,9 @@ FOLDER_PREFIX = "dcp_remote-trainer-"
 _SAVING_SETTINGS = frozenset({"retention", "resumed_from", "start_over", "save_policy", "notice_seconds"})
 
 
+# Texts that stand for a truth value: `--resume_from_checkpoint` of Transformers' programs is a text.
+_WORDS = {"true": True, "false": False}
+
 _EXISTS = (
     "With Trainer: train(resume_from_checkpoint=True) goes on from the newest checkpoint; start_over=True of remote(), "
     "once, leaves the checkpoints behind."
@@ -245,6 +248,7 @@ class RemoteRun:
                 not one of a trainer.
             CheckpointNotFoundError: The checkpoint that was asked for does not exist.
         """
+        resume_from = _WORDS.get(str(resume_from).lower(), resume_from)
         self._saved_step, self.best_url, self._read_from = None, None, None
         self.random = HeldRandomStates()
         is_local = not self._is_own_url(resume_from) and _is_local(resume_from)

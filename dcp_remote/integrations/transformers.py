@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback
 from dcp_remote import CheckpointManager, ModelState, is_remote
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_only
+from dcp_remote.integrations.folders import leave_to_trainer
 from dcp_remote.integrations.runs import find_checkpoint, require_settings, wait_for_saves
 from dcp_remote.integrations.trainer_retention import with_retention
 from dcp_remote.integrations.trainer_run import FOLDER_PREFIX, RemoteRun
@@ -53,10 +54,10 @@ def remote(
     tokenizer, training arguments as JSON). Its step is `global_step`, its name `checkpoint-<step>`. Tensors are written
     and read by each rank by itself, whatever the trainer is wrapped in, and are never gathered.
 
-    `train(resume_from_checkpoint=…)` takes True (the newest checkpoint of the run; from the beginning, with a warning,
-    if there is none), the URL of a run, the URL or name of a checkpoint, or a local folder, which is `Trainer`'s own
-    affair. Without it, and without `start_over=True`, a run that has checkpoints is refused. `train` returns when the
-    last checkpoint is committed.
+    `train(resume_from_checkpoint=…)` takes True or "True", as a command line gives it (the newest checkpoint of the
+    run; from the beginning, with a warning, if there is none), the URL of a run, the URL or name of a checkpoint, or a
+    local folder, which is `Trainer`'s own affair. Without it, and without `start_over=True`, a run that has checkpoints
+    is refused. `train` returns when the last checkpoint is committed.
 
     `args.save_total_limit` is the retention: the newest checkpoint and that of the best model always stay.
     `args.load_best_model_at_end` reads the best model from the run. With `notice_seconds`, SIGTERM makes all ranks save
@@ -85,6 +86,7 @@ def remote(
         return trainer
     _require_supported(subject)
     require_settings(settings)
+    leave_to_trainer(url)
     subject._remote = RemoteRun(
         url.rstrip("/"),
         with_retention(subject.args.save_total_limit, settings),

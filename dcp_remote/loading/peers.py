@@ -49,9 +49,6 @@ logger = logging.getLogger(__name__)
 # byte five times as often. A stopped rank costs each of the others this time once.
 PATIENCE_SECONDS = 10.0
 
-# Time for which another host must have sent a unit before its rate counts.
-_RATE_SECONDS = 0.1
-
 # Hosts that did not prove useful after which no other host is tried, unless one did: a firewall, or a slow network,
 # lies in between.
 _USELESS_MAX = 3
@@ -517,15 +514,10 @@ class PeerClient:
             return None
         if self._is_on_this_host(rank):
             return receive(connection, into, lambda _, idle: self._check(idle))
-        begin_seconds = time.monotonic()
-        with self._rates.receiving() as transfer:
-
-            def is_slow(received: int, idle_seconds: float) -> bool:
-                self._check(idle_seconds)
-                seconds = time.monotonic() - begin_seconds
-                return seconds >= _RATE_SECONDS and self._rates.prefers_store(transfer, received, seconds)
-
-            return receive(connection, into, is_slow)
+        with self._rates.receiving() as comes_sooner:
+            received = receive(connection, into, lambda received, idle: self._check(idle) or comes_sooner(received))
+            comes_sooner(received)
+        return received
 
     def _check(self, idle_seconds: float) -> bool:
         """Return False while it is worth waiting for a rank; else raise TimeoutError."""

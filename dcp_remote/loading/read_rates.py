@@ -1,71 +1,87 @@
-"""Rates of the ways by which bytes reach this rank: measured in a load, and compared unit by unit. No I/O."""
+"""Rates of the two ways by which bytes reach this rank in a load: from the store, and from other hosts. No I/O."""
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-# Advantage that the store must have before a unit is taken from a rank that is sending it: a request costs money, and
-# rates that are about equal change places all the time.
-_SOONER_FACTOR = 0.75
+# Part of the store's rate below which other hosts count as slower: a request costs money, and rates that are about
+# equal change places all the time.
+_SLOWER_FACTOR = 0.75
 
-# Time after which the rest of one unit is read from a store whose rate is unknown, because this rank owns no unit.
+# Time after which a rate begins to count, and after which it counts in full, in seconds: what has arrived is looked at
+# every tenth of a second, and a new connection is slow at first.
+_RATE_BEGINS_SECONDS, _RATE_COUNTS_SECONDS = 0.1, 0.5
+
+# Time in which the rate of other hosts is measured, in seconds.
+_WINDOW_SECONDS = 1.0
+
+# Time after which a unit is left to a store whose rate is unknown, because this rank owns no unit, in seconds.
 _UNKNOWN_SECONDS = 1.0
 
 
-# Time after which those that share a link with a unit that is complete have their part of it.
-_SETTLING_SECONDS = 0.2
-
-
 def comes_sooner_from_store(
-    received_bytes: int, seconds: float, *, store_bytes_per_second: float, requests: int
+    hosts_rate: float, store_rate: float, *, transfers: int, reading: int, measured_seconds: float
 ) -> bool:
-    """Return whether the rest of a unit comes clearly sooner from the store than from other ranks.
+    """Return whether the rest of a unit comes clearly sooner from the store than from another host.
 
-    The store's rate is divided among all that this rank is waiting for: had every unit been moved there, each would
-    get that part. So units are moved until the other ranks send the rest as fast as the store would.
+    Each transfer has its part of the rate of the other hosts. In the store, it would have the same part of the rate as
+    all else that this rank is waiting for would have there. So one unit after another is left to the store, until the
+    others come as soon.
 
     Args:
-        received_bytes: Bytes of all units under way that have arrived of late.
-        seconds: Times in which these bytes arrived, added up over the units, in seconds.
-        store_bytes_per_second: Rate of all requests of this rank to the store, while all ranks read.
-        requests: Number of units and ranges that are on their way to this rank.
+        hosts_rate: Bytes per second from other hosts.
+        store_rate: Bytes per second from the store, while all ranks read from it.
+        transfers: Number of units that other hosts are sending, at least 1.
+        reading: Number of requests to the store.
+        measured_seconds: Time for which `hosts_rate` was measured: the shorter, the greater the advantage must be.
     """
-    return received_bytes * requests < _SOONER_FACTOR * store_bytes_per_second * seconds
+    certainty = (measured_seconds - _RATE_BEGINS_SECONDS) / (_RATE_COUNTS_SECONDS - _RATE_BEGINS_SECONDS)
+    factor = _SLOWER_FACTOR * min(1.0, max(0.0, certainty))
+    return hosts_rate * (transfers + reading) < factor * store_rate * transfers
 
 
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """Unit that another rank is sending.
+class _Meter:
+    """Bytes of one way, and the seconds with something under way; not thread-safe.
 
     Attributes:
-        received_bytes: Bytes that had arrived at the last look.
-        seconds: Time of the last look, in seconds since the first byte.
-        recent_bytes: Bytes that arrived between the last two looks.
-        recent_seconds: Seconds between the last two looks.
-        has_moved: True if the rest of the unit is left to the store.
+        count: Number of requests or units that are under way.
+        received_bytes: Bytes that have arrived.
+        seconds: Time with something under way, up to the last call.
     """
 
-    received_bytes: int = 0
-    seconds: float = 0.0
-    recent_bytes: int = 0
-    recent_seconds: float = 0.0
-    has_moved: bool = False
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._marked_seconds = 0.0
+        self.count = 0
+        self.received_bytes = 0.0
+        self.seconds = 0.0
 
-    def look(self, received_bytes: int, seconds: float) -> None:
-        """Note the bytes that have arrived, and the seconds since the first."""
-        self.recent_bytes, self.recent_seconds = received_bytes - self.received_bytes, seconds - self.seconds
-        self.received_bytes, self.seconds = received_bytes, seconds
+    @property
+    def rate(self) -> float:
+        """Bytes per second."""
+        return self.received_bytes / max(self.seconds, 1e-9)
+
+    def note(self, received_bytes: int, *, begun: int = 0) -> None:
+        """Count bytes, and requests or units that begin; a negative number of them ends."""
+        now_seconds = self._clock()
+        if self.count:
+            self.seconds += now_seconds - self._marked_seconds
+        self._marked_seconds = now_seconds
+        self.count += begun
+        self.received_bytes += received_bytes
+
+    def forget(self) -> None:
+        """Halve bytes and seconds, so that the rate is that of the last seconds."""
+        self.received_bytes, self.seconds = self.received_bytes / 2, self.seconds / 2
 
 
 class ReadRates:
-    """Rate of the store as this rank sees it in one load, and number of transfers that share it. Thread-safe.
+    """Rates of the store and of the other hosts, as this rank sees them in one load. Thread-safe.
 
-    All ranks read from the store at the same time, so that the rate is this rank's share of it.
+    All ranks read from the store at the same time, so that its rate is this rank's share of it.
 
     Args:
         clock: Monotonic clock, in seconds.
@@ -75,76 +91,59 @@ class ReadRates:
         """Begin with no rate."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._reading = 0  # requests to the store
-        self._transfers: set[Transfer] = set()
-        self._completed_seconds = -math.inf  # time at which the last of them arrived that did not move
-        self._read_bytes = 0
-        self._read_seconds = 0.0  # with at least one request under way
-        self._marked_seconds = 0.0
+        self._store = _Meter(clock)
+        self._hosts = _Meter(clock)
 
     @contextmanager
     def reading(self, size_bytes: int) -> Iterator[None]:
         """Measure a request to the store while a block runs; its bytes count if the block raises nothing."""
-        self._count(reading=1)
-        read_bytes = 0
+        received_bytes = 0
+        with self._lock:
+            self._store.note(0, begun=1)
         try:
             yield
-            read_bytes = size_bytes
-        finally:
-            self._count(reading=-1, read_bytes=read_bytes)
-
-    @contextmanager
-    def receiving(self) -> Iterator[Transfer]:
-        """Count a unit that another rank is sending while a block runs."""
-        transfer = Transfer()
-        with self._lock:
-            self._transfers.add(transfer)
-        try:
-            yield transfer
+            received_bytes = size_bytes
         finally:
             with self._lock:
-                self._transfers.remove(transfer)
-                if not transfer.has_moved:
-                    self._completed_seconds = self._clock()
+                self._store.note(received_bytes, begun=-1)
 
-    def prefers_store(self, transfer: Transfer, received_bytes: int, seconds: float) -> bool:
-        """Note what has arrived of a unit, and return whether the rest of it comes sooner from the store.
+    @contextmanager
+    def receiving(self) -> Iterator[Callable[[int], bool]]:
+        """Measure a unit that another host is sending while a block runs.
 
-        All units under way are compared with the store, since they share a link, as unevenly as chance has it; those
-        move that are no faster than the others.
-
-        Args:
-            transfer: Unit, of `receiving`.
-            received_bytes: Bytes of it that have arrived.
-            seconds: Seconds since the first of them; more than at the last call.
+        Yields:
+            Function to be called with the bytes of the unit that have arrived, now and then and at the end. Returns
+            whether the rest of the unit comes sooner from the store.
         """
-        with self._lock:
-            transfer.look(received_bytes, seconds)
-            transfer.has_moved = self._is_slow(transfer)
-            return transfer.has_moved
+        began_seconds = self._clock()
+        counted_bytes = 0
 
-    def _is_slow(self, transfer: Transfer) -> bool:
-        if not self._read_bytes:
-            return not self._reading and transfer.seconds >= _UNKNOWN_SECONDS
-        has_settled = self._clock() - self._completed_seconds >= _SETTLING_SECONDS
-        if not has_settled or not all(one.seconds for one in self._transfers):
-            return False
-        recent_bytes = sum(one.recent_bytes for one in self._transfers)
-        recent_seconds = sum(one.recent_seconds for one in self._transfers)
-        if transfer.recent_bytes * recent_seconds > recent_bytes * transfer.recent_seconds:
-            return False
-        return comes_sooner_from_store(
-            recent_bytes,
-            recent_seconds,
-            store_bytes_per_second=self._read_bytes / max(self._read_seconds, 1e-9),
-            requests=self._reading + len(self._transfers),
+        def comes_sooner(received_bytes: int) -> bool:
+            nonlocal counted_bytes
+            with self._lock:
+                self._hosts.note(received_bytes - counted_bytes)
+                counted_bytes = received_bytes
+                return self._comes_sooner(self._clock() - began_seconds)
+
+        with self._lock:
+            self._hosts.note(0, begun=1)
+        try:
+            yield comes_sooner
+        finally:
+            with self._lock:
+                self._hosts.note(0, begun=-1)
+
+    def _comes_sooner(self, seconds: float) -> bool:
+        """Return whether the rest of a unit comes sooner from the store that another host has sent for some seconds."""
+        if not self._store.received_bytes:
+            return not self._store.count and seconds >= _UNKNOWN_SECONDS
+        is_slow = comes_sooner_from_store(
+            self._hosts.rate,
+            self._store.rate,
+            transfers=self._hosts.count,
+            reading=self._store.count,
+            measured_seconds=self._hosts.seconds,
         )
-
-    def _count(self, *, reading: int, read_bytes: int = 0) -> None:
-        with self._lock:
-            now_seconds = self._clock()
-            if self._reading:
-                self._read_seconds += now_seconds - self._marked_seconds
-            self._marked_seconds = now_seconds
-            self._reading += reading
-            self._read_bytes += read_bytes
+        if self._hosts.seconds > _WINDOW_SECONDS:
+            self._hosts.forget()
+        return is_slow and seconds >= _RATE_BEGINS_SECONDS

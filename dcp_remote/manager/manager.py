@@ -27,11 +27,12 @@ from dcp_remote.coordination.group import RankGroup, default_world_size
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
 from dcp_remote.format.manifest_json import checked_user
 from dcp_remote.loading.peer_sockets import RankSockets, check_rank_sockets
-from dcp_remote.loading.planner import choose_planner
+from dcp_remote.loading.planner import RemoteLoadPlanner, choose_planner
 from dcp_remote.loading.run_handle import Run
 from dcp_remote.loading.selection import Patterns, Rename
 from dcp_remote.manager.background_save import AtExit, BackgroundSave, BackgroundSaves
 from dcp_remote.manager.coordinator import Coordinator
+from dcp_remote.manager.first_save import FirstSave
 from dcp_remote.manager.preemption import Preemption
 from dcp_remote.manager.progress import ProgressSetting, check_progress, start_progress
 from dcp_remote.manager.rank_restore import load_rank
@@ -225,6 +226,7 @@ class CheckpointManager:
         self._background_saves = BackgroundSaves(
             self._store.url, self._preemption, lambda: self._store.requests_under_way > 0
         )
+        self._first_save = FirstSave(self._store.url)
         self._last_load: LoadReport | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -523,7 +525,10 @@ class CheckpointManager:
             raise
         operation.end(self._last_load)
         if self._last_load is None:
+            if isinstance(planner, RemoteLoadPlanner) and not planner.options:
+                self._first_save.note_start(as_state(state))
             return None
+        self._first_save.forget_start()
         if go_on:
             self._last_step = self._last_load.step
             if self._coordinator is not None:
@@ -709,6 +714,7 @@ class CheckpointManager:
             made = made()
         copied = build_saved_state(as_state(made), self._ranks.rank, roles)
         require_distinct(copied)
+        self._first_save.check(as_state(made), copied, is_coordinator=self._ranks.is_coordinator)
         if not stage:
             # In the caller's thread, because streams are per thread: the saving thread would wait for another stream.
             wait_for_devices(tensor.device for tensor in tensors_of(copied))

@@ -3,7 +3,8 @@
     DCP_REMOTE_URL=s3://bucket/run python -m dcp_remote.run llamafactory-cli train x.yaml
 
 Each Python process of the command, also those of torchrun, finds `integrations/startup` on its path, whose
-`sitecustomize` enables the integration of a framework when the program imports the framework. Imports no torch.
+`sitecustomize` enables the integration of a framework when the program imports the framework. What could not be enabled
+is said by the process, and here when the command ends; the exit status is that of the command. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from dcp_remote.errors import DcpRemoteError
-from dcp_remote.storage.url import parse_url
+from dcp_remote.storage import open_store
 
 # Read by `integrations/startup/sitecustomize.py`.
 URL = "DCP_REMOTE_URL"
@@ -56,16 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if resume not in {"auto", "never"}:
         parser.error(f"{RESUME} must be auto or never, not {resume!r}")
     try:
-        parse_url(url)
-        if not isinstance(json.loads(storage_options), dict):
+        settings = json.loads(storage_options)
+        if not isinstance(settings, dict):
             parser.error(f"{STORAGE_OPTIONS} must be a JSON object, as " + '{"endpoint_url": "http://localhost:9000"}')
+        open_store(url, settings)
     except DcpRemoteError as error:
         parser.error(str(error))
     except json.JSONDecodeError as error:
         parser.error(f"{STORAGE_OPTIONS} is no JSON: {error}")
     if not options.command:
         parser.error("there is no command: write it behind the options, as it is started without dcp_remote")
-    with tempfile.TemporaryDirectory(prefix="dcp_remote-run-") as marks:
+    with tempfile.TemporaryDirectory(prefix="dcp_remote-run-", ignore_cleanup_errors=True) as marks:
         environment = {
             **os.environ,
             URL: url,
@@ -75,13 +77,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(_STARTUP), os.environ.get("PYTHONPATH")])),
         }
         status = _run(options.command, environment)
-        if not os.listdir(marks):  # noqa: PTH208  # names are enough
+        _say_what_is_not_saved(Path(marks), url)
+    return status
+
+
+def _say_what_is_not_saved(marks: Path, url: str) -> None:
+    """Print what processes of this host could not enable; or that none has enabled anything."""
+    with suppress(OSError):  # a command that cleans the folder of temporary files
+        failed = sorted(marks.glob("*.failed"))
+        for mark in failed:
+            print(mark.read_text(encoding="utf-8", errors="replace"), file=sys.stderr)
+        if not failed and not any(marks.iterdir()):
             print(
-                "dcp_remote: no process of this command imported Trainer of Transformers, Accelerate or DeepSpeed in a "
-                f"Python that reads PYTHONPATH: nothing was saved to {url}.",
+                "dcp_remote: no process of this command on this host imported Trainer of Transformers, Accelerate or "
+                "DeepSpeed in a Python that reads PYTHONPATH and has DCP_REMOTE_URL in its environment: from here, "
+                f"nothing was saved to {url}.",
                 file=sys.stderr,
             )
-    return status
 
 
 def _make_parser() -> argparse.ArgumentParser:

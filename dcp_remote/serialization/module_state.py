@@ -8,12 +8,14 @@ an optimizer step before the first save, and keep the state of no optimizer that
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import (
@@ -119,7 +121,7 @@ class OptimizerState:
     is. The states that are read into are made by a step with zero gradients and a learning rate of zero, as in torch,
     but without the hooks of the optimizer; options and gradients are put back. If the checkpoint does not fit, these
     states are removed. Plain `dcp.save` and `dcp.load` make this step, too. An optimizer that cannot make such a step,
-    as LBFGS, must have made a step before.
+    as LBFGS, is saved as `PerRank(optimizer)`.
 
     Args:
         model: Model whose parameters the optimizer has; or several by name, which then precedes the parameters' names.
@@ -148,6 +150,11 @@ class OptimizerState:
 
     def __repr__(self) -> str:
         return f"OptimizerState({', '.join(type(optimizer).__name__ for optimizer in self._optimizers)})"
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Optimizers whose states are joined."""
+        return self._optimizers
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shards, which share memory with the optimizer, after a state was made for each parameter.
@@ -390,8 +397,17 @@ class OptimizerState:
         ]
         if not lacking:
             return
+        wanted = set(lacking)
+        # All parameters of a group, since an optimizer may stack their gradients, and keep one state for all of them.
+        stepped = [
+            parameter
+            for group in optimizer.param_groups
+            if not wanted.isdisjoint(group["params"])
+            for parameter in group["params"]
+            if parameter.requires_grad and not optimizer.state.get(parameter)
+        ]
         with _keeping_gradients([optimizer], hides=True), _keeping_options([optimizer]), _without_hooks([optimizer]):
-            for parameter in lacking:
+            for parameter in stepped:
                 parameter.grad = torch.zeros_like(parameter)
             for group in optimizer.param_groups:
                 if "lr" in group:
@@ -403,12 +419,19 @@ class OptimizerState:
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
+                advice = "Make a step before the restore, or save PerRank(optimizer)."
+                if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                    # Each rank may keep a part of its own, under the names and with the shapes of all others.
+                    advice = "Save PerRank(optimizer), which gives each rank its own states."
                 raise InvalidArgumentError(
                     "The state of this optimizer cannot be made before its first step, and there is nothing to load "
-                    "into. Make a step before the restore, or save Opaque(optimizer.state_dict()).",
+                    f"into. {advice}",
                     optimizer=type(optimizer).__name__,
                     cause=error,
                 ) from error
+        for parameter in stepped:
+            if parameter not in wanted:
+                optimizer.state.pop(parameter, None)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return chain.from_iterable(_parameters_of(optimizer) for optimizer in self._optimizers)
@@ -508,6 +531,12 @@ def find_models(
             where=where,
         )
     return chosen
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether a step needs an argument, as that of LBFGS, so that no state can be made before the first one."""
+    parameters = list(inspect.signature(_step_of(optimizer)).parameters.values())[1:]
+    return any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
 
 
 def foreign_parameters_error(

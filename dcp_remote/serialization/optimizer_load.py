@@ -46,6 +46,17 @@ def without_casts(optimizers: Iterable[Optimizer]) -> Iterator[None]:
         yield
 
 
+def load_exactly(optimizer: Optimizer, values: Mapping[str, Any], *, where: str) -> None:
+    """Load what an optimizer's own `state_dict` returned, without casts.
+
+    Raises:
+        StateMismatchError: See `require_loaded`.
+    """
+    with without_casts([optimizer]):
+        optimizer.load_state_dict(dict(values))
+    require_loaded([optimizer], values, optimizer.state_dict(), where=where)
+
+
 def require_loaded(
     optimizers: Iterable[Optimizer], loaded: Mapping[str, Any], found: Mapping[str, Any], *, where: str = ""
 ) -> None:

@@ -43,7 +43,7 @@ from dcp_remote.serialization.opaque import (
     is_reserved,
     is_unread,
 )
-from dcp_remote.serialization.optimizer_load import require_loaded, without_casts
+from dcp_remote.serialization.optimizer_load import load_exactly
 
 T = TypeVar("T")
 _State = TypeVar("_State", bound=Mapping[str, Any])
@@ -252,8 +252,10 @@ def apply_loaded(
         if not isinstance(element, PerRank):
             state[key] = reader.apply(element, loaded[key], (key,))
         elif key in own and not is_unread(own[key]):
-            value = unwrap_marked(own[key][0])
-            if is_stateful(element.value):
+            value: Any = unwrap_marked(own[key][0])
+            if isinstance(element.value, Optimizer):
+                load_exactly(element.value, value, where=key)
+            elif is_stateful(element.value):
                 element.value.load_state_dict(value)
             else:
                 element.value = value
@@ -375,9 +377,7 @@ class _StateReader:
         if isinstance(stateful, OptimizerState):
             stateful.load_saved(loaded)
         elif isinstance(stateful, Optimizer):  # a container that names its parameters itself
-            with without_casts([stateful]):
-                stateful.load_state_dict(loaded)
-            require_loaded([stateful], loaded, stateful.state_dict(), where=_text(path))
+            load_exactly(stateful, loaded, where=_text(path))
         elif stateful is not None:
             if not is_unread(loaded):
                 stateful.load_state_dict(loaded)

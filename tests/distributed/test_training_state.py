@@ -350,7 +350,11 @@ def refuse_partial(url: str) -> list[str]:
     with managing(url) as checkpoints:
         checkpoints.save(1, {"x": {"w": torch.ones(4)}}, wait=True)
         partial = {"x": {"w": DTensor.from_local(torch.ones(4), mesh, [Partial()])}}
-        for call in (lambda: checkpoints.save(2, partial, wait=True), lambda: checkpoints.restore(partial)):
+        calls: list[Callable[[], object]] = [
+            lambda: checkpoints.save(2, partial, wait=True),
+            lambda: checkpoints.restore(partial),
+        ]
+        for call in calls:
             with pytest.raises(DcpRemoteError) as caught:
                 call()
             found.append(str(caught.value))

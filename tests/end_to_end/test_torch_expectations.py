@@ -149,7 +149,7 @@ def test_an_existing_checkpoint_is_told_in_torchs_words(store: RecordingStore, t
     with CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, {"x": 1}, wait=True)
         with pytest.raises(CheckpointExistsError, match=words):
-            manager.save(1, {"x": 1}, wait=True)
+            manager.save(1, {"x": 1}, exist_ok=False, wait=True)
 
 
 # ---- calls

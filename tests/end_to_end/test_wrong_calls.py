@@ -98,7 +98,7 @@ CALLS = [
     WrongCall(
         "A step that was saved already",
         'checkpoints = CheckpointManager("memory://run")\ncheckpoints.restore(state)\n'
-        "checkpoints.save(200, state, wait=True)",
+        "checkpoints.save(200, state, exist_ok=False, wait=True)",
     ),
     WrongCall(
         "A checkpoint that exists", 'dcp.save(state, storage_writer=RemoteWriter("memory://single"), no_dist=True)'

@@ -167,8 +167,14 @@ def test_the_example(run_program: Callable[..., Ranks], bucket_url: str, s3_serv
 
 
 def test_no_url_is_taken_for_a_folder(run_program: Callable[..., Ranks], bucket_url: str, s3_server: S3Server) -> None:
-    """Without `enable` it is refused; a resumed job with `total_limit` saves and deletes as before."""
+    """Without `enable` it is refused; a resumed job with `total_limit` saves and deletes as before; a step twice."""
     (report,) = run_program("accelerate_urls.py", 1, bucket_url).reports
     assert report["refused"] == ["InvalidArgumentError"] * 3
     run = open_run(f"{bucket_url}/checkpoints", storage_options=s3_server.storage_options)
     assert [info.step for info in run.checkpoints()] == [2, 3]
+    twice = open_run(f"{bucket_url}/twice", storage_options=s3_server.storage_options)
+    assert [info.names for info in twice.checkpoints()] == [("step_1", "epoch_0")]
+    assert report["twice"] == "CheckpointExistsError"
+    folders = open_run(f"{bucket_url}/folders", storage_options=s3_server.storage_options)
+    named = {info.step: info.names for info in folders.checkpoints()}
+    assert named == {1: (), 100: ("folder-100",), 101: ("best",), 102: ("step_1",), 103: ("checkpoint_5",)}

@@ -59,6 +59,7 @@ CASES = (
         "saves_in_the_background",
         "frozen_parameters_are_left_out",
         "every_class_is_patched",
+        "folders_go_below_a_url",
         "nothing_is_gathered",
         "others_load_it",
         "incident_4_saved",

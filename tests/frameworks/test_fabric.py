@@ -44,8 +44,11 @@ def train(run_program: Callable[..., Ranks], tmp_path: Path) -> Callable[..., Ra
 def test_a_training_goes_on_as_if_it_had_not_ended(
     train: Callable[..., Ranks], bucket_url: str, s3_server: S3Server, mode: str, world_size: int
 ) -> None:
-    """Losses, model, optimizer and all values are those of a whole training; then one rank more loads them."""
-    url, job = f"{bucket_url}/run", {"mode": mode}
+    """Losses, model, optimizer and all values are those of a whole training; then one rank more loads them.
+
+    The program counts its steps under a name of its own, saves the step that it has loaded, and its last step twice.
+    """
+    url, job = f"{bucket_url}/run", {"mode": mode, "counter": "step_count", "saves_twice": True}
     ranks = train(
         world_size,
         whole=job,
@@ -59,7 +62,8 @@ def test_a_training_goes_on_as_if_it_had_not_ended(
         assert resumed["digests"]["4"] == report["begun"]["digests"]["4"]
         assert resumed["count"] == whole["count"] == 6
     run = open_run(url, storage_options=s3_server.storage_options)
-    assert [info.names for info in run.checkpoints()] == [("step-2.ckpt",), ("step-4.ckpt",), ("step-6.ckpt",)]
+    named = [("step-2.ckpt",), ("step-4.ckpt", "final-4.ckpt"), ("step-6.ckpt", "final-6.ckpt")]
+    assert [info.names for info in run.checkpoints()] == named
     if mode in {"fsdp1", "fsdp2"}:
         more = train(world_size + 1, more={**job, "load": f"{url}/step-4.ckpt", "max_steps": 4})
         for report in more.reports:
@@ -92,6 +96,8 @@ def test_other_objects_do_not_take_a_step_that_was_saved(run_program: Callable[.
     assert report["fabric"] == {
         "other model": refused,
         "same name": refused,
+        "same name, trained": refused,
+        "last save": None,
         "optimizer after weights": refused,
         "second name": None,
         "loss in the name": "InvalidArgumentError",

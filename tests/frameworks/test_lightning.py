@@ -139,3 +139,16 @@ def test_the_example(run_program: Callable[..., Ranks], bucket_url: str, s3_serv
     assert "Restored all states" in second.outputs[0]
     (info,) = open_run(url, storage_options=s3_server.storage_options).checkpoints()
     assert (info.step, "last.ckpt" in info.names) == (80, True)
+
+
+def test_the_command_line_of_lightning(
+    run_program: Callable[..., Ranks], bucket_url: str, s3_server: S3Server, tmp_path: Path
+) -> None:
+    """A configuration of LightningCLI names the strategy and the run; the program imports nothing of this package."""
+    url = f"{bucket_url}/run"
+    (report,) = run_program("lightning_cli.py", 1, url).reports
+    assert report["ended"] == [4, 6]
+    newest = open_run(url, storage_options=s3_server.storage_options).latest()
+    assert newest is not None
+    assert (newest.step, set(newest.names)) == (6, {"epoch=0-step=6.ckpt", "last.ckpt"})
+    assert (tmp_path / "saved.yaml").exists()

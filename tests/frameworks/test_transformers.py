@@ -138,7 +138,8 @@ def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server:
         },
         "fresh": {"url": url, "expects_error": True, "arguments": given},
         "absent": {"url": url, "resume": f"{url}/checkpoint-99", "expects_error": True, "arguments": given},
-        "foreign": {"url": foreign, "resume": True, "expects_error": True, "arguments": given},
+        # A text, as a command line gives it.
+        "foreign": {"url": foreign, "resume": "True", "expects_error": True, "arguments": given},
         "output": {"expects_error": True, "arguments": {**given, "output_dir": f"{url}/output"}},
         "limits": {
             "url": url,

@@ -29,7 +29,8 @@ def scenario(request: pytest.FixtureRequest, tmp_path: Path, _reason: str | None
         yield scenario
         print("\n".join(job.show() for job in rig.jobs))  # noqa: T201  # shown by pytest if the scenario fails
     if scenario.outcome is not None:
-        name = request.node.name.removeprefix("test_").replace("_", " ").replace("[", ": ").replace("]", "")
+        test, _, case = request.node.name.removeprefix("test_").rstrip("]").partition("[")
+        name = f"{test.replace('_', ' ')}: {case.replace('-', ', ')}" if case else test.replace("_", " ")
         request.node.user_properties.append((_ROW, scenario.outcome.row(name)))
 
 

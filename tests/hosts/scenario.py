@@ -27,7 +27,7 @@ SILENCE_BOUND_SECONDS = SILENCE_SECONDS + MARGIN_SECONDS
 # At this rate the part of a rank takes longer than any bound; the fault comes once the part has begun.
 SLOW_MEGABITS = 3.0
 
-_END_SECONDS_MAX = 60.0
+_END_SECONDS_MAX = 120.0
 _SENTENCE = re.compile(r"(?<=\.)\s")
 
 

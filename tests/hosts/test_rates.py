@@ -10,9 +10,14 @@ from tests.hosts.scenario import MANAGER, MARGIN_SECONDS, Outcome, Scenario
 REPLICATED_BYTES = 48 * MiB
 
 
+# Rates in Mbit/s: of a host in the network of training, of a host to the store, and of the store.
+RATES = [(100, 1000, 4000), (10, 1000, 4000), (1000, 100, 4000), (200, 200, 4000), (1000, 1000, 200)]
+
+
 @pytest.mark.parametrize(
     ("train_megabits", "store_megabits", "server_megabits"),
-    [(100, 1000, 4000), (10, 1000, 4000), (1000, 100, 4000), (200, 200, 4000), (1000, 1000, 200)],
+    RATES,
+    ids=[f"{train} between hosts, {store} to the store, {server} of the store" for train, store, server in RATES],
 )
 def test_rates(train_megabits: int, store_megabits: int, server_megabits: int, scenario: Scenario) -> None:
     """Restore what all ranks hold, with and without sockets between ranks: the exchange is never much slower.

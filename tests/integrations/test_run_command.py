@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_remote.run.__main__ import _run
+from dcp_remote.run.__main__ import _STARTUP, _run
 
 URL = "s3://bucket/run"
 NOTHING = f"nothing was saved to {URL}."
@@ -54,8 +55,8 @@ def write(folder: Path, module: str, source: str) -> None:
     ("module", "name", "called"),
     [
         ("transformers.trainer", "transformers", f"('{URL}',) {{'resume': True, 'storage_options': None}}"),
-        ("accelerate", "accelerate", "() {'storage_options': None}"),
-        ("deepspeed", "deepspeed", "() {'storage_options': None}"),
+        ("accelerate", "accelerate", f"('{URL}',) {{'storage_options': None}}"),
+        ("deepspeed", "deepspeed", f"('{URL}',) {{'storage_options': None}}"),
         ("llamafactory.train.tuner", "llamafactory", "() {}"),
     ],
 )
@@ -82,13 +83,95 @@ def test_options_of_the_store_and_of_resuming(tmp_path: Path) -> None:
     assert out.splitlines()[-1] == f"transformers ('{URL}',) {expected}"
 
 
-def test_an_integration_that_fails_ends_the_program(tmp_path: Path) -> None:
-    """A training whose checkpoints would go nowhere does not begin."""
-    write(tmp_path, "transformers.trainer", "")  # has no Trainer
-    _, err = run(
-        sys.executable, "-c", "import transformers.trainer", code=1, path=tmp_path, environment={"DCP_REMOTE_URL": URL}
-    )
-    assert "ImportError" in err
+def test_an_integration_that_fails_is_said_three_times(tmp_path: Path) -> None:
+    """By the process when the framework is imported and when the process ends, and by the launcher."""
+    write(tmp_path, "accelerate", "")  # has no Accelerator
+    program = "import sys, accelerate; print('training', file=sys.stderr, flush=True); raise SystemExit(3)"
+    _, err = run(sys.executable, "-c", program, code=3, path=tmp_path, environment={"DCP_REMOTE_URL": URL})
+    first, training, *later = err.splitlines()
+    assert training == "training"
+    assert later == [first, first]
+    assert f"saves nothing of accelerate to {URL}, since the integration could not be enabled. ImportError: " in first
+
+
+def hook(program: str, path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with the environment of the launcher, without the launcher."""
+    known = {name: value for name, value in os.environ.items() if not name.startswith("DCP_REMOTE_")}
+    known["PYTHONPATH"] = os.pathsep.join(map(str, [_STARTUP, path]))
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=known | environment, capture_output=True, text=True, check=False)
+
+
+def test_a_process_that_outlives_the_launcher(tmp_path: Path) -> None:
+    """The folder of marks is gone, as on another host, too: the integration is enabled."""
+    write(tmp_path, "accelerate", FRAMEWORK.format(name="accelerate"))
+    done = hook("import accelerate", tmp_path, DCP_REMOTE_URL=URL, DCP_REMOTE_MARKS=str(tmp_path / "gone"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["imported", f"accelerate ('{URL}',) {{'storage_options': None}}"]
+
+
+def test_a_process_that_has_pythonpath_alone_says_so(tmp_path: Path) -> None:
+    write(tmp_path, "accelerate", FRAMEWORK.format(name="accelerate"))
+    done = hook("import accelerate", tmp_path)
+    assert (done.returncode, done.stdout) == (0, "imported\n")
+    first, last = done.stderr.splitlines()
+    assert first == last
+    assert "DCP_REMOTE_URL is not set in this process" in first
+    assert hook("import json", tmp_path).stderr == ""
+
+
+def test_a_python_without_dcp_remote(tmp_path: Path) -> None:
+    """As of a tool with an environment of its own, which the command starts."""
+    write(tmp_path, "accelerate", "")
+    program = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]\n"
+    program += "sys.path[:] = [p for p in sys.path if 'site-packages' not in p and p]; import accelerate"
+    done = hook(program, tmp_path, DCP_REMOTE_URL=URL)
+    assert done.returncode == 0
+    assert done.stderr.count("ModuleNotFoundError: No module named 'dcp_remote'") == 2
+
+
+# Finds a framework that is installed editable, as setuptools does; and asks other finders again, as hooks of tools do.
+EDITABLE = """
+    import importlib.util, sys
+    class Editable:
+        def find_spec(name, path=None, target=None):
+            assert name != "accelerate" or sys.meta_path[0].find_spec(name, path) is None
+            return importlib.util.spec_from_file_location(name, {source!r}) if name == "accelerate" else None
+    class Legacy:
+        pass
+    sys.meta_path += [Legacy, Editable]
+"""
+
+
+def test_a_framework_that_is_installed_editable(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    write(tmp_path / "source", "accelerate", FRAMEWORK.format(name="accelerate"))
+    write(tmp_path, "sitecustomize", EDITABLE.format(source=str(tmp_path / "source" / "accelerate.py")))
+    done = hook("import accelerate", tmp_path, DCP_REMOTE_URL=URL)
+    assert done.stdout.splitlines() == ["imported", f"accelerate ('{URL}',) {{'storage_options': None}}"]
+    assert done.stderr == ""
+
+
+def test_the_loader_of_a_framework_is_its_own(tmp_path: Path) -> None:
+    """Copies, pickles and those who ask it for a source find what they would without dcp_remote."""
+    write(tmp_path, "accelerate", FRAMEWORK.format(name="accelerate"))
+    program = """
+        import copy, importlib.machinery, importlib.util, inspect, pickle, accelerate
+        loader = accelerate.__spec__.loader
+        for other in (loader, copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+            assert type(other) is importlib.machinery.SourceFileLoader
+            assert other.get_source("accelerate") == inspect.getsource(accelerate)
+        importlib.reload(accelerate)
+    """
+    done = hook(textwrap.dedent(program), tmp_path, DCP_REMOTE_URL=URL, DCP_REMOTE_MARKS=str(tmp_path))
+    assert done.stderr == ""
+    assert done.stdout.splitlines().count("imported") == 2
+
+
+def test_a_command_that_cleans_the_folder_of_temporary_files(tmp_path: Path) -> None:
+    program = "import os, shutil; shutil.rmtree(os.environ['DCP_REMOTE_MARKS'])"
+    _, err = run(sys.executable, "-c", program, environment={"DCP_REMOTE_URL": URL, "TMPDIR": str(tmp_path)})
+    assert err == ""
 
 
 def test_a_trainer_that_saves_by_other_means_is_refused(tmp_path: Path) -> None:
@@ -110,6 +193,15 @@ def test_a_program_without_a_framework_is_told() -> None:
     assert NOTHING in err
 
 
+def test_another_installation_of_dcp_remote(tmp_path: Path) -> None:
+    """Its `sitecustomize` runs as well, once, whichever comes first."""
+    shutil.copytree(_STARTUP, tmp_path / "other")
+    done = hook("import sys; print(*[type(f).__name__ for f in sys.meta_path[:3]])", tmp_path / "other")
+    assert done.stderr == ""
+    assert done.stdout.split()[:2] == ["_Finder", "_Finder"]
+    assert done.stdout.split()[2] != "_Finder"
+
+
 def test_a_sitecustomize_of_the_environment_runs(tmp_path: Path) -> None:
     write(tmp_path, "sitecustomize", "print('site')")
     out, _ = run(sys.executable, "-c", "import dcp_remote", path=tmp_path, environment={"DCP_REMOTE_URL": URL})
@@ -126,6 +218,7 @@ def test_a_sitecustomize_of_the_environment_runs(tmp_path: Path) -> None:
         (["true"], {"DCP_REMOTE_URL": "bucket/run"}, "must be a URL, such as s3://bucket/run"),
         (["true"], {"DCP_REMOTE_URL": URL, "DCP_REMOTE_STORAGE_OPTIONS": "{endpoint"}, "is no JSON"),
         (["true"], {"DCP_REMOTE_URL": URL, "DCP_REMOTE_STORAGE_OPTIONS": "[]"}, "must be a JSON object"),
+        (["true"], {"DCP_REMOTE_URL": URL, "DCP_REMOTE_STORAGE_OPTIONS": '{"endpont_url": 1}'}, "is 'endpoint_url'"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], environment: dict[str, str], said: str) -> None:

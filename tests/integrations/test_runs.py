@@ -116,6 +116,11 @@ def test_a_step_is_repeated_for_the_same_objects_alone() -> None:
     assert not can_repeat(RUN, 4, engine=first)
     note_step(RUN, 6)
     assert not can_repeat(RUN, 6)
+    optimizer = torch.optim.SGD(first.parameters())
+    note_step(RUN, 7, engine=first, optimizer=optimizer)
+    assert can_repeat(RUN, 7, engine=first, optimizer=optimizer)
+    optimizer.step()
+    assert not can_repeat(RUN, 7, engine=first, optimizer=optimizer)
     close_managers()
     assert can_repeat(RUN, 5, engine=second)
 

@@ -56,9 +56,8 @@ def client_of(
 
 def measured(bytes_per_second: float) -> ReadRates:
     """Return rates of a load that has read from its store for a second."""
-    rates = ReadRates(iter([0.0, 1.0, *[1.0] * 1000]).__next__)
-    with rates.reading(int(bytes_per_second)):
-        pass
+    rates = ReadRates()
+    rates._store.received_bytes, rates._store.seconds = bytes_per_second, 1.0
     return rates
 
 
@@ -76,11 +75,13 @@ def server_that_sends(data: bytes, host: str = HERE) -> Iterator[Address]:
     with socket.create_server((host, 0)) as listening:
         thread = threading.Thread(target=serve)
         thread.start()
-        yield Address(host, listening.getsockname()[1], b"", bytes(16))
-        listening.shutdown(socket.SHUT_RDWR)
-        thread.join()
-        for connection in connections:
-            connection.close()
+        try:
+            yield Address(host, listening.getsockname()[1], b"", bytes(16))
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for connection in connections:
+                connection.close()
 
 
 def data_of(number: int, length: int = 3 * MiB + 5) -> memoryview:

@@ -20,7 +20,7 @@ class _Coming:
 
     def __init__(self, weight: float, block: AbstractContextManager[Any], size: float = 0.0) -> None:
         self.weight, self.size, self.block = weight, size, ExitStack()
-        self.transfer = self.block.enter_context(block)
+        self.comes_sooner = self.block.enter_context(block)
 
 
 def play(weights: list[float], peers: float, store: float) -> tuple[float, int]:
@@ -47,15 +47,17 @@ def play(weights: list[float], peers: float, store: float) -> tuple[float, int]:
             weight = sum(unit.weight for unit in coming)
             for unit in coming:
                 unit.size += rate * TICK_SECONDS * unit.weight / weight
-        for unit in [unit for unit in (*sent, *left) if unit.size >= 1.0]:
-            (sent if unit in sent else left).remove(unit)
+        for unit in [unit for unit in left if unit.size >= 1.0]:
+            left.remove(unit)
             unit.block.close()
         for unit in list(sent):
-            if rates.prefers_store(unit.transfer, int(unit.size * UNIT), clock.now - begin):
-                sent.remove(unit)
-                unit.block.close()
+            is_moved = unit.comes_sooner(int(min(1.0, unit.size) * UNIT)) and unit.size < 1.0
+            if is_moved:
                 left.append(_Coming(1.0, rates.reading(0), unit.size))
                 moved += 1
+            if is_moved or unit.size >= 1.0:
+                sent.remove(unit)
+                unit.block.close()
     return clock.now - begin, moved
 
 
@@ -71,18 +73,25 @@ def test_no_way_is_much_faster(weights: list[float], peers: float, store: float)
         assert moved == 0
 
 
-@given(st.integers(0, 100), st.floats(0.1, 100.0), RATES, st.integers(1, 32), st.floats(1.0, 10.0))
+@given(RATES, RATES, st.tuples(st.integers(1, 16), st.integers(0, 16)), st.floats(0.0, 2.0), st.floats(1.0, 9.0))
 def test_more_never_speaks_for_the_store(
-    received: int, seconds: float, store: float, requests: int, factor: float
+    hosts: float, store: float, counts: tuple[int, int], seconds: float, factor: float
 ) -> None:
-    """A unit that stays where it is would stay with a slower store, and with more transfers that share the store."""
-    if not comes_sooner_from_store(received, seconds, store_bytes_per_second=store, requests=requests):
-        assert not comes_sooner_from_store(received, seconds, store_bytes_per_second=store / factor, requests=requests)
-        assert not comes_sooner_from_store(received, seconds, store_bytes_per_second=store, requests=requests + 1)
+    """A unit that stays would stay with faster hosts, a slower store, more requests to it, or less certainty."""
+
+    def comes_sooner(hosts: float, store: float, reading: int, seconds: float) -> bool:
+        return comes_sooner_from_store(hosts, store, transfers=transfers, reading=reading, measured_seconds=seconds)
+
+    transfers, reading = counts
+    if not comes_sooner(hosts, store, reading, seconds):
+        assert not comes_sooner(hosts * factor, store, reading, seconds)
+        assert not comes_sooner(hosts, store / factor, reading, seconds)
+        assert not comes_sooner(hosts, store, reading + 1, seconds)
+        assert not comes_sooner(hosts, store, reading, seconds / factor)
 
 
 def test_the_rate_of_the_store() -> None:
-    """Two requests overlap, one fails, and there is a pause: 300 bytes in three seconds, shared by four transfers."""
+    """Two requests overlap, one fails, and there is a pause: 300 bytes in three seconds."""
     clock = SleepClock()
     rates = ReadRates(clock)
     with rates.reading(100):
@@ -93,18 +102,23 @@ def test_the_rate_of_the_store() -> None:
     with suppress(OSError), rates.reading(10**9):
         clock.sleep(1.0)
         raise OSError
-    assert (rates._read_bytes, rates._read_seconds) == (300, 3.0)
+    assert (rates._store.received_bytes, rates._store.seconds) == (300, 3.0)
+    # Two units and two requests: in the store, the units would have half of 100 bytes a second.
     with rates.receiving() as unit, rates.receiving() as other, rates.reading(1), rates.reading(1):
-        assert not rates.prefers_store(unit, 19, 1.0)
-        assert rates.prefers_store(other, 18, 1.0)
-        assert not rates.prefers_store(unit, 19 + 50, 2.0)
+        clock.sleep(1.0)
+        assert unit(37)
+        assert not other(1)
+        assert not unit(37 + 1)
 
 
 def test_a_store_whose_rate_is_unknown_is_asked_once() -> None:
-    """A rank that owns nothing moves a unit after a second, and no other while that one is under way."""
-    rates = ReadRates(SleepClock())
+    """A rank that owns nothing leaves a unit to the store after a second, and no other while that one is under way."""
+    clock = SleepClock()
+    rates = ReadRates(clock)
     with rates.receiving() as unit:
-        assert not rates.prefers_store(unit, 1, 0.9)
-        assert rates.prefers_store(unit, 1, 1.0)
+        clock.sleep(0.9)
+        assert not unit(1)
+        clock.sleep(0.1)
+        assert unit(1)
         with rates.reading(5):
-            assert not rates.prefers_store(unit, 1, 1.1)
+            assert not unit(1)

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import Optimizer
 
-from dcp_remote import CheckpointManager, OptimizerState, RemoteReader, RemoteWriter, training_state
+from dcp_remote import CheckpointManager, OptimizerState, PerRank, RemoteReader, RemoteWriter, training_state
 from dcp_remote.errors import StateMismatchError
 from tests.support.states import equal
 
@@ -90,6 +90,14 @@ def test_dcp_load_keeps_them_too(tmp_path: Path) -> None:
     dcp.save({"optim": OptimizerState(model, optimizer)}, storage_writer=RemoteWriter(tmp_path))
     other, resumed, _ = made(seed=2)
     dcp.load({"optim": OptimizerState(other, resumed)}, storage_reader=RemoteReader(tmp_path))
+    assert equal(resumed.state_dict(), optimizer.state_dict())
+
+
+def test_an_optimizer_of_one_rank_keeps_them_too(tmp_path: Path) -> None:
+    (_, optimizer, _), (_, resumed, _) = made(seed=1, steps=3), made(seed=2)
+    with CheckpointManager(tmp_path, progress=False) as checkpoints:
+        checkpoints.save(1, {"optim": PerRank(optimizer)}, wait=True)
+        assert checkpoints.restore({"optim": PerRank(resumed)}) == 1
     assert equal(resumed.state_dict(), optimizer.state_dict())
 
 

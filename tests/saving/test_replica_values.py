@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -26,6 +27,7 @@ from dcp_remote.saving.dcp_metadata import to_kind
 from dcp_remote.saving.device_copy import host_views
 from dcp_remote.saving.plan_table import BUFFER, REPLICA, PlanTable, arrange, pack_names
 from dcp_remote.saving.rank_differences import find_unequal, group_by_digest
+from dcp_remote.serialization.state_dict import TensorRoles, build_saved_state
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.testing import RecordingStore
 from tests.support.rank_threads import managers_of, rank_threads
@@ -226,6 +228,25 @@ def test_buffers_of_the_lowest_rank_are_saved_and_said_once(
     assert level == logging.INFO
     assert all(name in text for name in ("3 buffers", "model.norm.running_mean", "model.seen"))
     assert "norm.weight" not in text
+
+
+def test_what_a_module_and_an_optimizer_tell_of_their_tensors() -> None:
+    """Names are those of the checkpoint, also below a wrapper; all names of a tied parameter are known."""
+    model = Normed(0)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    model.tied = model.norm
+    optimizer = torch.optim.Adam(model.parameters())
+    (model.scale * model.norm.weight.sum()).backward()
+    optimizer.step()
+    for wrapped in (model, checkpoint_wrapper(model)):
+        roles = TensorRoles()
+        build_saved_state({"nested": {"model": wrapped}, "optim": optimizer}, 0, roles)
+        trained = {f"nested.model.{name}" for name in ("scale", "norm.weight", "norm.bias", "tied.weight", "tied.bias")}
+        assert {name for name in roles.trained if name.startswith("nested")} == trained
+        assert {"optim.state.scale.step", "optim.state.norm.weight.exp_avg"} <= roles.trained
+        assert "nested.model.seen" in roles.buffers
+        assert roles.is_buffer("nested.model.tied.running_var")
+        assert not roles.is_buffer("nested.model.norm.weight")
 
 
 def test_objects_and_numbers_of_the_lowest_rank_are_saved_in_each_job(

@@ -1,17 +1,22 @@
 """Started by Python itself in each process of `python -m dcp_remote.run`: enables integrations when they are needed.
 
 Waits until the program imports a framework, and enables the framework's integration then. Other processes import
-nothing of dcp_remote. A `sitecustomize` of the environment runs as well.
+nothing of dcp_remote. An integration that cannot be enabled is reported when the framework is imported and when the
+process ends; the program goes on without it. A `sitecustomize` of the environment runs as well.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.util
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from contextlib import suppress
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -22,20 +27,20 @@ _FOLDER = str(Path(__file__).parent)
 def _enable_transformers() -> None:
     from dcp_remote.integrations import transformers
 
-    resumes = os.environ["DCP_REMOTE_RESUME"] != "never"
-    transformers.enable(os.environ["DCP_REMOTE_URL"], resume=resumes, storage_options=_storage_options())
+    resumes = os.environ.get("DCP_REMOTE_RESUME") != "never"
+    transformers.enable(_url(), resume=resumes, storage_options=_storage_options())
 
 
 def _enable_accelerate() -> None:
     from dcp_remote.integrations import accelerate
 
-    accelerate.enable(storage_options=_storage_options())
+    accelerate.enable(_url(), storage_options=_storage_options())
 
 
 def _enable_deepspeed() -> None:
     from dcp_remote.integrations import deepspeed
 
-    deepspeed.enable(storage_options=_storage_options())
+    deepspeed.enable(_url(), storage_options=_storage_options())
 
 
 def _enable_llamafactory() -> None:
@@ -56,42 +61,94 @@ _ENABLE: dict[str, Callable[[], None]] = {
     "accelerate": _enable_accelerate,
     "deepspeed": _enable_deepspeed,
     "llamafactory.train.tuner": _enable_llamafactory,
-    "llamafactory.v1.core.utils.checkpoint": _refuse_llamafactory_v1,
 }
-
-
-class _EnablingLoader(Loader):
-    """Loader that enables an integration when a module was imported.
-
-    Args:
-        loader: Loader of the module.
-        enable: Enables the integration.
-    """
-
-    def __init__(self, loader: Loader, enable: Callable[[], None]) -> None:
-        self._loader, self._enable = loader, enable
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._enable()
-        Path(os.environ["DCP_REMOTE_MARKS"], f"{os.getpid()}-{module.__name__}").touch()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._loader, name)  # what inspect and pkgutil ask of a loader
+# Modules that save by means which no integration reaches: their import ends the program, before the training.
+_REFUSE: dict[str, Callable[[], None]] = {"llamafactory.v1.core.utils.checkpoint": _refuse_llamafactory_v1}
 
 
 class _Finder(MetaPathFinder):
-    """Finder of the modules in `_ENABLE`."""
+    """Finder of the modules in `_ENABLE` and `_REFUSE`, by the finders that stand behind it in `sys.meta_path`."""
+
+    def __init__(self) -> None:
+        # Finders of other packages may ask for the same module by `importlib.util.find_spec`, which comes here again.
+        self._calls: set[tuple[int, str]] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        enable = _ENABLE.get(name)
-        spec = PathFinder.find_spec(name, path, target) if enable is not None else None
-        if enable is not None and spec is not None and spec.loader is not None:
-            spec.loader = _EnablingLoader(spec.loader, enable)
+        call = threading.get_ident(), name
+        if (name not in _ENABLE and name not in _REFUSE) or call in self._calls:
+            return None
+        self._calls.add(call)
+        try:
+            spec = self._find_behind(name, path, target)
+        finally:
+            self._calls.discard(call)
+        if spec is not None and spec.loader is not None:
+            # Set on the loader itself, which stays what inspect, pkgutil and copies take it for.
+            try:
+                own = spec.loader.exec_module
+                spec.loader.exec_module = functools.partial(_execute, own)  # type: ignore[method-assign]
+            except AttributeError as error:
+                _report(name, error)
         return spec
+
+    def _find_behind(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        finders = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
+        specs = (finder.find_spec(name, path, target) for finder in finders if hasattr(finder, "find_spec"))
+        return next((spec for spec in specs if spec is not None), None)
+
+
+def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Execute a module by its loader, then enable the integration of its framework."""
+    execute(module)
+    name = module.__name__
+    if name in _REFUSE and _is_set():
+        _REFUSE[name]()
+    if name not in _ENABLE:
+        return
+    try:
+        if not _is_set():
+            raise LookupError("DCP_REMOTE_URL is not set in this process: pass DCP_REMOTE_* on with PYTHONPATH.")
+        _ENABLE[name]()
+    except Exception as error:  # noqa: BLE001  # the program works without the integration
+        _report(name, error)
+    else:
+        _leave_mark(f"{os.getpid()}-{name}", "")
+
+
+def _report(name: str, error: Exception) -> None:
+    """Say that the integration of a framework is not enabled: now, at the end of the process, and to the launcher."""
+    url = os.environ.get("DCP_REMOTE_URL", "the run")
+    cause = " ".join(f"{type(error).__name__}: {error}".split())
+    text = (
+        f"dcp_remote: process {os.getpid()} saves nothing of {name.partition('.')[0]} to {url}, since the integration "
+        f"could not be enabled. {cause}"
+    )
+    _say(text)
+    atexit.register(_say, text)
+    _leave_mark(f"{os.getpid()}-{name}.failed", text)
+
+
+def _say(text: str) -> None:
+    if sys.stderr is not None:  # as in a process without a console
+        with suppress(OSError, ValueError):  # closed
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+
+
+def _leave_mark(name: str, text: str) -> None:
+    """Leave a file for the launcher; its folder is gone when the launcher has ended, and absent on another host."""
+    folder = os.environ.get("DCP_REMOTE_MARKS")
+    if folder:
+        with suppress(OSError):
+            Path(folder, name).write_text(text, encoding="utf-8")
+
+
+def _is_set() -> bool:
+    return bool(os.environ.get("DCP_REMOTE_URL"))
+
+
+def _url() -> str:
+    return os.environ["DCP_REMOTE_URL"]
 
 
 def _storage_options() -> dict[str, object] | None:
@@ -101,12 +158,12 @@ def _storage_options() -> dict[str, object] | None:
 
 def _run_next_sitecustomize() -> None:
     """Run the `sitecustomize` that this one hides."""
-    path = [folder for folder in sys.path if folder != _FOLDER]
+    # Those behind this folder alone: before it lies that of another installation of dcp_remote, which came here.
+    path = sys.path[sys.path.index(_FOLDER) + 1 :] if _FOLDER in sys.path else []
     spec = PathFinder.find_spec("sitecustomize", path)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-if "DCP_REMOTE_URL" in os.environ and "DCP_REMOTE_MARKS" in os.environ:
-    sys.meta_path.insert(0, _Finder())
+sys.meta_path.insert(0, _Finder())
 _run_next_sitecustomize()

@@ -1,25 +1,89 @@
-"""Give URLs to an Accelerator before and after `enable`; save by automatic names, resume, save again."""
+"""Give URLs to an Accelerator before and after `enable`; save by automatic names, resume, save again; save folders.
+
+Folders are those of a program that cannot be changed, with `enable(url)`.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from torch import nn
 
-from dcp_remote.errors import DcpRemoteError
-from dcp_remote.integrations.accelerate import enable
+from dcp_remote.errors import CheckpointNotFoundError, DcpRemoteError, InvalidArgumentError
+from dcp_remote.integrations.accelerate import disable, enable
+from dcp_remote.integrations.folders import leave_to_trainer
 from dcp_remote.integrations.runs import close_managers
 from tests.support.rank_programs import leave_process_group, report
 
 
-def make_accelerator(url: str) -> Accelerator:
+def make_accelerator(url: str, total_limit: int | None = 2) -> Accelerator:
     """Return an accelerator with one model, that names its checkpoints."""
-    project = ProjectConfiguration(project_dir=url, automatic_checkpoint_naming=True, total_limit=2)
+    project = ProjectConfiguration(project_dir=url, automatic_checkpoint_naming=True, total_limit=total_limit)
     accelerator = Accelerator(cpu=True, project_config=project)
     accelerator.prepare(nn.Linear(2, 2))
     return accelerator
+
+
+def save_twice(url: str) -> str | None:
+    """Save one step under two names, load it and save it again; report the error of a save after training went on."""
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    _, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    accelerator.save_state(f"{url}/step_1")
+    accelerator.save_state(f"{url}/epoch_0", step=1)
+    accelerator.load_state(url)
+    accelerator.save_state(f"{url}/step_1")
+    optimizer.step()
+    try:
+        accelerator.save_state(f"{url}/step_1")
+    except DcpRemoteError as error:
+        return type(error).__name__
+    return None
+
+
+def use_folders(url: str) -> None:
+    """Save to folders and load them, with `enable(url)`: below the URL, but for those of Accelerate itself."""
+
+    def expect(function: Callable[..., Any], *arguments: Any, error: type[Exception] = InvalidArgumentError) -> str:
+        with pytest.raises(error) as raised:
+            function(*arguments)
+        return str(raised.value)
+
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    accelerator.prepare(model)
+    disable()
+    accelerator.save_state("own/step_1")
+    enable(url)
+    for step, folder in enumerate(("out/step_1", "out/100", "out/best", "out/step_1/")):
+        model.weight.data.fill_(step)
+        accelerator.save_state(folder, safe_serialization=False)
+    accelerator.load_state("out/best", map_location="cpu")
+    assert model.weight.data.unique().tolist() == [2.0]
+    accelerator.load_state("out/100")
+    assert model.weight.data.unique().tolist() == [1.0]
+    accelerator.load_state("own/step_1")
+    assert 1.0 not in model.weight.data
+    assert "Rename one of the two" in expect(accelerator.save_state, "other/best")
+    assert "out/best" in expect(accelerator.load_state, "other/best")
+    assert "folder-100, best" in expect(accelerator.load_state, "out/absent", error=CheckpointNotFoundError)
+    assert "Remove the hooks" in expect(accelerator.register_save_state_pre_hook, print)
+    found = make_accelerator("project", total_limit=None)  # makes the folders of what the run has
+    assert (Path("project") / "checkpoints" / "best" / "dcp_remote.txt").is_file()
+    found.load_state()
+    found.save_state()
+    assert list(Path("project").rglob("*.safetensors")) == []
+    close_managers()
+    leave_to_trainer(url)
+    accelerator.save_state("export")
+    assert Path("export/model.safetensors").is_file()
+    disable()
 
 
 def main() -> None:
@@ -41,8 +105,10 @@ def main() -> None:
     resumed = make_accelerator(url)
     resumed.load_state()
     resumed.save_state()
+    twice = save_twice(f"{url}/twice")
     close_managers()
-    report(refused=refused)
+    use_folders(f"{url}/folders")
+    report(refused=refused, twice=twice)
     leave_process_group()
 
 

@@ -34,6 +34,7 @@ CASES = {
         deepspeed_loads.linear_layers_of_stage_3,
         deepspeed_saves.saves_in_the_background,
         deepspeed_saves.every_class_is_patched,
+        deepspeed_saves.folders_go_below_a_url,
         deepspeed_saves.nothing_is_gathered,
         deepspeed_saves.memory_stays_within_the_budget,
         deepspeed_saves.a_rank_that_raises,

@@ -15,6 +15,7 @@ from torch import nn
 from dcp_remote import open_run
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.deepspeed import attach, disable, enable
+from dcp_remote.integrations.folders import leave_to_trainer
 from dcp_remote.integrations.runs import manager_of
 from deepspeed_checks import raised
 from deepspeed_engines import KINDS, digests, full_state, make_engine, train
@@ -67,6 +68,38 @@ def every_class_is_patched(url: str) -> None:
     assert (folder / "latest").read_text() == "y"
     disable()
     assert DeepSpeedEngine.save_checkpoint is original
+
+
+def folders_go_below_a_url(url: str) -> None:
+    """By `enable(url)`, each to a run of its own, under any tag; what DeepSpeed has saved itself is still loaded."""
+    engine = make_engine(**KINDS["2"])
+    train(engine, 1)
+    moved = Path("moved").absolute()
+    engine.save_checkpoint(str(moved))
+    own = digests(full_state(engine))
+    enable(url, progress=False)
+    train(engine, 1)
+    assert engine.load_checkpoint("out/actor") == (None, None)
+    for tag in (7, "last", None):  # a number that is not the step, and a word that means the newest checkpoint
+        engine.save_checkpoint("out/actor", tag=tag)
+    engine.save_checkpoint("out/critic", client_state={"epoch": 3})
+    expected = digests(full_state(engine))
+    assert {path.name for path in Path("out").rglob("*") if path.is_file()} == {"dcp_remote.txt"}
+    assert raised(engine.save_checkpoint, "other/actor").startswith(InvalidArgumentError.__name__)
+    assert engine.load_checkpoint(str(moved))[0] == str(moved / "global_step1" / "mp_rank_00_model_states.pt")
+    assert digests(full_state(engine)) == own
+    for folder, tag in (("out/actor", 7), ("out/actor", "last"), ("out/actor", None), ("out/critic", None)):
+        train(engine, 1)
+        loaded, client_state = engine.load_checkpoint(folder, tag=tag)
+        assert loaded is not None
+        assert digests(full_state(engine)) == expected, folder
+    assert client_state == {"epoch": 3}
+    (info,) = open_run(f"{url}/actor").checkpoints()
+    assert set(info.names) == {"folder-7", "folder-last", "global_step2"}
+    leave_to_trainer(url)  # whose exports are folders
+    engine.save_checkpoint("export")
+    assert list(Path("export").glob("*/*optim_states.pt"))
+    disable()
 
 
 def nothing_is_gathered(url: str) -> None:

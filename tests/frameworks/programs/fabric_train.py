@@ -68,7 +68,7 @@ def shard(module: nn.Module, mesh: Any) -> nn.Module:
 def run(options: dict[str, Any]) -> dict[str, Any]:
     """Train once; return what the test compares."""
     os.environ.update(ENVIRONMENT)
-    mode, url = options["mode"], options.get("url")
+    mode, url, counter = options["mode"], options.get("url"), options.get("counter", "step")
     is_stock = options.get("stock") or (url is None and "load" not in options)
     strategy = make_strategy(
         mode, None if is_stock else dict(options.get("settings") or {}), is_fabric=True, parallelize_fn=shard
@@ -84,28 +84,32 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     else:
         model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.1))
     loader, counts = Loader(), Counts()
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0, "counts": counts, "loader": loader}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, counter: 0, "counts": counts, "loader": loader}
     state["random"] = PerRank(RandomStates())
     losses, digests, error = [], {}, None
     try:
         if options.get("load"):
             rest = fabric.load(options["load"], state, strict=not options.get("loose"))
-            digests[str(state["step"])] = digests_of(strategy, model._forward_module, [optimizer.optimizer])
+            digests[str(state[counter])] = digests_of(strategy, model._forward_module, [optimizer.optimizer])
             assert not rest or options.get("loose"), rest
-        while state["step"] < options.get("max_steps", 6):
+        if url is not None and options.get("saves_twice") and state[counter]:  # as nanoGPT's loop
+            fabric.save(f"{url}/step-{state[counter]}.ckpt", state)
+        while state[counter] < options.get("max_steps", 6):
             loss = model(next(iter(loader))).square().mean() + torch.rand(()) * 0
             fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
             counts.count += 1
-            state["step"] += 1
-            if url is not None and state["step"] % 2 == 0:
+            state[counter] += 1
+            if url is not None and state[counter] % 2 == 0:
                 if options.get("only_rank_0") and RANK:
                     time.sleep(options.get("away_seconds", 0))
                     continue
-                fabric.save(f"{url}/step-{state['step']}.ckpt", state)
-        digests[str(state["step"])] = digests_of(strategy, model._forward_module, [optimizer.optimizer])
+                fabric.save(f"{url}/step-{state[counter]}.ckpt", state)
+        digests[str(state[counter])] = digests_of(strategy, model._forward_module, [optimizer.optimizer])
+        if url is not None and options.get("saves_twice"):  # as litgpt, when training has ended
+            fabric.save(f"{url}/final-{state[counter]}.ckpt", state)
     except (DcpRemoteError, RuntimeError) as caught:
         if not options.get("expects_error"):
             raise

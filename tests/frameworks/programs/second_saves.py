@@ -64,9 +64,11 @@ def save_by_fabric(url: str) -> dict[str, Any]:
     own = layer(3.0)
     trained, optimizer = fabric.setup(own, torch.optim.AdamW(own.parameters()))
 
-    def save_twice(name: str, states: list[dict[str, Any]]) -> str | None:
+    def save_twice(name: str, states: list[dict[str, Any]], then: Callable[[], object] = int) -> str | None:
         def save() -> None:
             for number, state in enumerate(states):
+                if number:
+                    then()
                 fabric.save(f"{url}/{name}/{f'save{number}-' if 'step' in state else name}", state)
 
         return error_of(save)
@@ -74,6 +76,10 @@ def save_by_fabric(url: str) -> dict[str, Any]:
     return {
         "other model": save_twice("models", [{"model": first, "step": 1}, {"model": second, "step": 1}]),
         "same name": save_twice("resnet50", [{"model": first}, {"model": first}]),
+        "same name, trained": save_twice(
+            "unet64", [{"model": trained, "optimizer": optimizer}] * 2, then=optimizer.step
+        ),
+        "last save": save_twice("step30", [{"model": trained, "optimizer": optimizer}] * 2),
         "optimizer after weights": save_twice(
             "parts", [{"model": trained, "step": 1}, {"model": trained, "optimizer": optimizer, "step": 1}]
         ),
