@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -678,6 +679,8 @@ class StuckStore(WrappedStore):
         self._released.set()
         for thread in frozenset(threading.enumerate()) - self._others - {threading.current_thread()}:
             if thread.name.startswith("dcp_remote-"):
+                while not thread.is_alive() and thread.ident is None:
+                    time.sleep(0.001)  # listed already, but about to start: it cannot be joined yet
                 thread.join(PATIENCE_SECONDS)
 
     def _wait(self) -> None:
