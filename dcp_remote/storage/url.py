@@ -46,7 +46,7 @@ _URL_IN_PATH = re.compile(r"(?!\./[^/]+:).*?/(?P<url>(?P<scheme>[A-Za-z][A-Za-z0
 _WEB = ("http", "https")
 
 # `user:password@s3://bucket`, which would otherwise become a local path.
-_USER_BEFORE_URL = re.compile(r"[^/]*@(?P<url>[A-Za-z][A-Za-z0-9+.-]*://.*)", re.DOTALL)
+_USER_BEFORE_URL = re.compile(r".*@(?P<url>[A-Za-z][A-Za-z0-9+.-]*://.*)", re.DOTALL)
 
 # `simplecache::s3://bucket/prefix`: a chain of fsspec, which would otherwise become a local path.
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::(?=.*://)", re.DOTALL)

@@ -84,7 +84,7 @@ def lives(no_heartbeat_is_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def test_a_rank_joins_the_coordinator_that_lives(lives: list[Heartbeat]) -> None:
-    """Whether the coordinator is late or early; what a dead one has left is not joined, however long it is seen."""
+    """Join a coordinator that is late or early, and never the name that a dead one has left."""
     store = dist.HashStore()
     early, first = Process(store, 1), Process(store, 0)
     assert [early.find() for _ in range(3)] == [None] * 3
@@ -114,7 +114,7 @@ def test_a_coordinator_that_was_replaced_is_not_joined(lives: list[Heartbeat]) -
 
 
 def test_a_group_that_was_made_again_shows_no_life(lives: list[Heartbeat], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one that was only destroyed a late rank still finds the name, since its last save may be under way."""
+    """Destroy a group: a late rank still finds its name, since its last save may be under way."""
     store = dist.HashStore()
     old = Process(store, 0)
     name = old.find()
@@ -127,7 +127,7 @@ def test_a_group_that_was_made_again_shows_no_life(lives: list[Heartbeat], monke
 
 
 def test_numbers_begin_with_the_incarnation(lives: list[Heartbeat]) -> None:
-    """Whatever was counted before, by whom, and how it ended."""
+    """Begin with any counts of earlier processes, however these ended."""
     store = dist.HashStore()
     ranks = [Process(store, 0), Process(store, 1)]
     assert [ranks[0].number(is_confirmed=False) for _ in range(3)] == [1, 2, 3]

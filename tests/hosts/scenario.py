@@ -1,4 +1,4 @@
-"""What every scenario checks: how each rank ended, and that a new job goes on with the newest checkpoint."""
+"""Checks of every scenario: how each rank ended, and that a new job goes on with the newest checkpoint."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dcp_remote.integrations.folders import NOTE, RemoteFolders, leave_to_traine
 
 
 def test_a_folder_has_the_url_of_its_name() -> None:
-    """Of each path; digits alone and the words for the newest checkpoint are no names of checkpoints."""
+    """Take the last part of a path; digits alone and words for the newest checkpoint get a prefix."""
     folders = RemoteFolders("s3://bucket/run/")
     for folder in ("out/step_1", "out/step_1/", Path("out/step_1"), f"{Path.cwd()}/out/step_1"):
         assert folders.url_of(folder, is_saved=True) == "s3://bucket/run/step_1"
@@ -26,7 +26,7 @@ def test_a_folder_has_the_url_of_its_name() -> None:
 
 
 def test_steps_ascend() -> None:
-    """Whatever the names are; a load of an older one goes back."""
+    """Save folders of any names: steps ascend, and a load of an older one goes back."""
     folders = RemoteFolders("s3://bucket/run")
     steps = []
     for name in ("best", "step_2", "epoch_0", "step_3", "best", "step_10", "step_10", f"run-{10**20}"):
@@ -54,7 +54,7 @@ def test_what_a_folder_stands_for(tmp_path: Path) -> None:
 
 
 def test_a_new_host_gets_the_folders_of_a_run(tmp_path: Path) -> None:
-    """Of names that are names of folders: others would lead out of the program's folder."""
+    """Make folders only for names without separators: others would lead out of the program's folder."""
     url = (tmp_path / "run").as_uri()
     folders = RemoteFolders(url)
     folders.find(tmp_path / "out", writes=True)

@@ -261,7 +261,7 @@ def test_a_refused_connection_is_not_remembered() -> None:
 
 
 def test_a_host_is_useful_that_gives_more_than_it_leaves() -> None:
-    """Of three hosts one is useful: a fourth is tried."""
+    """Reach one of three hosts: a fourth is tried."""
     hosts = OtherHosts(SleepClock())
     for host, cause in (("a", ""), ("b", "timed out"), ("c", None)):
         hosts.note(host, cause)

@@ -101,6 +101,7 @@ def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("s3://bucket/x#1", "no query and no fragment"),
         ("s3://bucket:9000/x", "No user, password, account or port"),
         ("hunter2@s3://bucket/x", "or the environment. url='s3://bucket/x'"),
+        ("me:hunt/er2@s3://bucket/x", "or the environment. url='s3://bucket/x'"),
         ("me:hunter2@s3a://bucket/x", "or the environment. url='s3a://bucket/x'"),
         ("file://host/x", "names no host: write file:///absolute/path"),
         ("file://localhost/x", "names no host"),
