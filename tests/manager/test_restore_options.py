@@ -29,7 +29,7 @@ from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
-from tests.support.rank_threads import managers_of, rank_threads
+from tests.support.rank_threads import managers_of, plain, rank_threads
 from tests.support.states import equal
 
 State = dict[str, Any]
@@ -644,8 +644,8 @@ def test_ranks_agree(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> 
         del blank[1]["stage1"], blank[1]["own"]
         errors = [e.error for e in them.run(lambda ranks: managers[ranks.rank].restore(blank[ranks.rank]))]
         assert {type(error) for error in errors} == {StateMismatchError}
-        # A rank that is late hears of the error from rank 0, which its details then name.
-        assert len({str(error).removesuffix(" rank=0") for error in errors}) == 1
+        # A rank that is late hears of the error from rank 0, whose process its details then name.
+        assert len({plain(error).removesuffix(" rank=0") for error in errors}) == 1
         assert "unexpected, not in the state: stage1.w; per_rank.*.own" in str(errors[0])
         assert "another shape: stage2.w (saved: (3,), state: (4,))" in str(errors[0])
         assert "ranks='1, 2'" in str(errors[0])
