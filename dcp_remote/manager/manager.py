@@ -352,13 +352,13 @@ class CheckpointManager:
         noted = checked_user(user or {})
         if wait not in [False, True, "begun"]:
             raise InvalidArgumentError('wait must be False, True or "begun".', wait=wait)
-        if not wait and step <= self._last_step:
-            wait = "begun"
         operation = self._telemetry.save(self._store, step=step, rank=self._ranks.rank)
         background_save: BackgroundSave | None = None
         try:
             with operation.phase("waiting"):
                 self.wait()
+            if not wait and step <= self._last_step:
+                wait = "begun"
             waiting_seconds = time.monotonic() - called_seconds
             seconds = min(self._timeout_seconds - waiting_seconds, self._preemption.working_seconds())
             collective = self._prepare(f"the save of step {step}", seconds=seconds)
@@ -386,9 +386,10 @@ class CheckpointManager:
             self._background_saves.start(background_save, task)
             if wait == "begun":
                 self._background_saves.wait_until_begun()
+                if self._background_saves.step is None:  # it has ended already
+                    self._last_step = step
             elif wait:
                 self.wait()
-            self._last_step = step
             if self._schedule is not None:
                 self._schedule.note_saved(step)
         except BaseException as error:
@@ -654,12 +655,15 @@ class CheckpointManager:
         """
         step = self._background_saves.step
         try:
-            return self._background_saves.wait()
+            report = self._background_saves.wait()
         except BaseException:
             # After Ctrl-C the save is still under way, and its step counts as saved.
             if self._schedule is not None and self._background_saves.step is None:
                 self._schedule.forget_saved(step)
             raise
+        if step is not None:
+            self._last_step = step
+        return report
 
     def close(self) -> None:
         """Wait for the save under way, finish deleting old checkpoints, and release threads and memory.

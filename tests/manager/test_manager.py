@@ -59,6 +59,7 @@ from dcp_remote.storage.wrapper import Request, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
 from tests.support.rank_threads import wait_until
 from tests.support.simulated_ranks import load_as_ranks, save_as_ranks
+from tests.support.threads import HookedStore
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -837,6 +838,28 @@ def test_an_error_in_the_background_is_raised_by_the_next_call() -> None:
         assert failed.value.details["rank"] == 0
         assert checkpoints.wait() is None
     assert dcp_remote.latest(inner) is None
+
+
+def test_a_step_whose_save_failed_counts_as_new() -> None:
+    """Its next save goes on in the background: the call returns before the run has taken the step."""
+    gate, keys = threading.Event(), list[str]()
+
+    def before(key: str) -> None:
+        keys.append(key)
+        if len(keys) == 1:
+            raise PermissionDeniedError("no")
+        assert gate.wait(30), "the call waited for the store"
+
+    with CheckpointManager(HookedStore(MemoryStore(), before)) as checkpoints:
+        checkpoints.save(1, state_of(1))
+        with pytest.raises(DcpRemoteError, match="no"):
+            checkpoints.wait()
+        checkpoints.save(1, state_of(1))
+        assert checkpoints.last_save is None
+        gate.set()
+        report = checkpoints.wait()
+    assert report is not None
+    assert report.step == 1
 
 
 def test_an_object_that_needs_code() -> None:
