@@ -41,7 +41,7 @@ _PROGRAM = """
     ended = Path(path, "ended")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     checkpoints = CheckpointManager(Late(LocalStore(path)), timeout_seconds=60)
-    checkpoints.save(1, {"model": torch.full((3,), 1.0 + rank), "mine": {str(rank): torch.zeros(3)}})
+    checkpoints.save(1, {"model": torch.ones(3), "mine": {str(rank): torch.zeros(3)}})
     if rank == 1:
         checkpoints.close()
     print("training is done")

@@ -802,7 +802,7 @@ def cleaned_up(
 PLANTED: dict[str, tuple[object, str, object, str, Way]] = {
     "an answer is not settled by reading": (job, "swap", not_settled, "later save", "response lost"),
     "no answer is a good answer": (job, "swap", taken_for_granted, "later save", "request lost"),
-    "no fence": (job, "take_fence", raise_revision, "later save", "request lost"),
+    "no fence": (job, "take_fence", lambda catalog, _holder: raise_revision(catalog), "later save", "request lost"),
     "reuse of a checkpoint that was thinned": (
         job,
         "add_entry",

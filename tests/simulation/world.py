@@ -623,6 +623,7 @@ def simulated(world: World) -> Iterator[pytest.MonkeyPatch]:
             patch.setattr(module, "Workers", _Pool)
         patch.setattr(live_shards, "Workers", _Pool)
         patch.setattr(job, "datetime", _Datetime)
+        patch.setattr(job, "_describe_process", lambda: "")  # it differs between processes
         # Methods of `Run`, which take no clock.
         for call in (Maintenance.__init__, catalog_store.swap):
             patch.setitem(call.__kwdefaults__, "sleep", _sleep)  # type: ignore[arg-type]  # both have keyword defaults
