@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.heartbeat import Heartbeat, LivenessMonitor, heartbeat_interval_seconds, one_line
 from dcp_remote.coordination.incarnation import incarnation_of
-from dcp_remote.coordination.key_value import Client, address_of
+from dcp_remote.coordination.key_value import Client, StoreAddress, address_of
 from dcp_remote.coordination.member import GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys
 from dcp_remote.coordination.use_counter import UseCounter
@@ -33,14 +33,13 @@ class RankGroup:
         store: Store of the group, below a prefix that nothing else uses. Or the counter that opens the store for the
             first operation. None for a single rank.
         beat_seconds: Seconds between two heartbeats; by default what suits the number of ranks.
-        store_host: Host of a store that a counter will open, if the host is known.
+        store_address: Address of a store that a counter will open, if the address is known.
         clock: Monotonic clock, in seconds; for tests.
 
     Attributes:
         rank: Rank of this process, within the group.
         world_size: Ranks of the group.
         is_coordinator: True on rank 0.
-        store_host: Host of the store, which all ranks can reach; None if it is not known.
     """
 
     def __init__(
@@ -50,14 +49,14 @@ class RankGroup:
         store: dist.Store | UseCounter | None,
         *,
         beat_seconds: float | None = None,
-        store_host: str | None = None,
+        store_address: StoreAddress | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the heartbeat if there is a store already."""
         self.rank = rank
         self.world_size = world_size
         self.is_coordinator = rank == 0
-        self.store_host = store_host if isinstance(store, UseCounter) else _host_of(store)
+        self._store_address = store_address if isinstance(store, UseCounter) else address_of(store)
         self._member = GroupMember(rank, world_size)
         self._clock = clock
         self._number = 0
@@ -103,7 +102,12 @@ class RankGroup:
         store = _get_default_store()
         own_store = dist.PrefixStore(f"dcp_remote/{group.group_name}", store)
         uses = UseCounter(incarnation_of(group, rank), own_store, name, rank, world_size)
-        return cls(rank, world_size, uses, beat_seconds=beat_seconds, store_host=_host_of(store))
+        return cls(rank, world_size, uses, beat_seconds=beat_seconds, store_address=address_of(store))
+
+    @property
+    def store_host(self) -> str | None:
+        """Host of the store, which all ranks can reach; None if the host is not known."""
+        return self._store_address.host if self._store_address is not None else None
 
     @property
     def beat_seconds(self) -> float:
@@ -256,6 +260,7 @@ class RankGroup:
             store,
             self.rank,
             beat_seconds=self._beat_seconds,
+            address=self._store_address,
             while_waiting=self._check_arrival,
             farewell=self._may_stop,
             look=self._look,
@@ -349,8 +354,3 @@ class RankGroup:
 def default_world_size() -> int:
     """Return the world size of the default process group; 1 where torch.distributed is not initialized."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _host_of(store: dist.Store | None) -> str | None:
-    address = address_of(store)
-    return address.host if address is not None else None

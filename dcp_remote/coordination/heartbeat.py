@@ -195,6 +195,7 @@ class Heartbeat:
             where it may block, again and again.
         rank: Rank whose heartbeat this is.
         beat_seconds: Seconds between two heartbeats.
+        address: Address of the store, if it is known before the store is open.
         while_waiting: Called repeatedly in the helper thread as long as there is no store.
         farewell: Called repeatedly at `close`, until it returns True, for four seconds at most.
         look: Called twice a second in the thread, also while the store does not answer; must not block or raise.
@@ -211,6 +212,7 @@ class Heartbeat:
         rank: int,
         *,
         beat_seconds: float = HEARTBEAT_SECONDS,
+        address: StoreAddress | None = None,
         while_waiting: Callable[[], None] = lambda: None,
         farewell: Callable[[Client], bool] = lambda _client: True,
         look: Callable[[], None] = lambda: None,
@@ -222,6 +224,7 @@ class Heartbeat:
         self._is_store_open = threading.Event()
         self._rank = rank
         self._beat_seconds = beat_seconds
+        self._address = address
         self._while_waiting = while_waiting
         self._farewell = farewell
         self._look_around = look
@@ -292,8 +295,8 @@ class Heartbeat:
 
     @property
     def address(self) -> StoreAddress | None:
-        """Address of the store; None if the store has none, or is not open yet."""
-        return address_of(self._store)
+        """Address of the store; None if the store has none, or is neither open yet nor known."""
+        return self._address if self._store is None else address_of(self._store)
 
     @property
     def last_activity(self) -> str:

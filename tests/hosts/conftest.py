@@ -35,13 +35,10 @@ def scenario(request: pytest.FixtureRequest, tmp_path: Path, _reason: str | None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = terminalreporter.getreports("passed")
-    rows = [
-        value
-        for report in reports
-        for name, value in report.user_properties
-        if name == _ROW and report.when == "teardown"
-    ]
+    passed = {report.nodeid for report in terminalreporter.getreports("passed")}
+    # Of the teardown, whose reports count as neither passed nor failed.
+    reports = [report for report in terminalreporter.getreports("") if report.nodeid in passed]
+    rows = [value for report in reports for name, value in report.user_properties if name == _ROW]
     if rows:
         terminalreporter.section("several hosts")
         terminalreporter.write_line("\n".join([*_HEADER, *sorted(rows)]))

@@ -107,13 +107,13 @@ class _State:
         self._first, self._last = min(rows, rank * share), min(rows, (rank + 1) * share)
         self._part = torch.zeros((self._last - self._first, _WIDTH), dtype=torch.int32)
         self._whole = torch.zeros(task.replicated_bytes // 4, dtype=torch.int32)
-        self._own = torch.zeros(4, dtype=torch.int32)
+        self._own = PerRank(torch.zeros(4, dtype=torch.int32))
         mesh, shape = init_device_mesh("cpu", (world_size,)), torch.Size((rows, _WIDTH))
         sharded = DTensor.from_local(self._part, mesh, [Shard(0)], run_check=False, shape=shape, stride=(_WIDTH, 1))
         self.state: dict[str, Any] = {
             "sharded": sharded,
             "replicated": self._whole,
-            "own": PerRank(self._own),
+            "own": self._own,
             "world size": world_size,
         }
 
@@ -128,7 +128,7 @@ class _State:
         return [name for name, tensor in self._tensors().items() if not torch.equal(tensor, self._values(name, step))]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {"sharded": self._part, "replicated": self._whole, "own": self._own}
+        return {"sharded": self._part, "replicated": self._whole, "own": self._own.value}
 
     def _values(self, name: str, step: int) -> torch.Tensor:
         if name == "own":

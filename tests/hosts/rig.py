@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
-from dcp_remote.common.units import MiB
+from dcp_remote.common.units import KiB, MiB
 from tests.hosts.host import Host, HostProcess, shell
 from tests.hosts.rank import Event, Task
 
@@ -160,6 +160,7 @@ class Job:
         """Return all events and the end of each log."""
         lines = [
             f"{one.seconds:.2f} {one.host} rank {one.rank} of {one.world_size} {one.operation}: {one.kind} {one.text}"
+            + (f"; {one.differing} differ" if one.differing else "")
             for one in self.events()
         ]
         logs = {host: self.log(host) for host in self.processes}
@@ -248,7 +249,7 @@ class Rig:
             manager: Arguments of the `CheckpointManager`.
             environment: Environment variables of torchrun and its ranks.
         """
-        job = self._job("job", operations, manager, MiB, MiB)
+        job = self._job("job", operations, manager, KiB, KiB)
         for host in hosts or self.names:
             self.join_torchrun(job, host, nodes=nodes, restarts=restarts, environment=environment)
         return job
@@ -258,7 +259,7 @@ class Rig:
     ) -> None:
         """Start torchrun on one more host of a job; arguments as of `start_torchrun`."""
         # Of the dead host's keep-alive, the last call for more hosts, and the look for new ones; by default a minute.
-        times = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=10"
+        times = "keep_alive_interval=2,keep_alive_max_attempt=5,last_call_timeout=10"
         arguments = ["--nnodes", nodes, "--max-restarts", str(restarts), "--monitor-interval", "0.5"]
         arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"h0:{self._port}", "--rdzv-id", "job"]
         arguments += ["--rdzv-conf", times, "--local-addr", host, "--module", "tests.hosts.rank", str(job.file)]

@@ -73,7 +73,7 @@ def test_cut_in_one_direction(direction: Direction, scenario: Scenario) -> None:
 def test_store_out_of_reach(operation: str, scenario: Scenario) -> None:
     """Cut one host off from the store for good: every rank raises by the deadline, with the cause of that host."""
     rig, timeout_seconds = scenario.rig, 12.0
-    job = scenario.start([operation], manager={"timeout_seconds": timeout_seconds})
+    job = scenario.start([operation], manager={"timeout_seconds": timeout_seconds}, megabits=MEGABITS)
     rig.await_transfer("h1", "store", DIRECTIONS[operation])
     rig.cut("h1", networks=["store"])
     errors = scenario.await_errors(job, operation, rig.names, within=timeout_seconds + MARGIN_SECONDS)
@@ -86,7 +86,7 @@ def test_store_out_of_reach(operation: str, scenario: Scenario) -> None:
 def test_job_goes_on_after_a_cut(operation: str, scenario: Scenario) -> None:
     """Cut a host off for longer than the silence, and heal: the operation fails, and the next ones succeed."""
     rig = scenario.rig
-    job = scenario.start([f"try {operation}", "pause b", "save 3", "restore again"])
+    job = scenario.start([f"try {operation}", "pause b", "save 3", "restore newest"])
     rig.await_transfer("h1", "store", DIRECTIONS[operation])
     rig.cut("h1")
     scenario.await_failure(job, operation, rig.names)
@@ -94,7 +94,7 @@ def test_job_goes_on_after_a_cut(operation: str, scenario: Scenario) -> None:
     rig.limit("store", 1000)
     job.let_pass("b")
     scenario.await_success(job, "save 3")
-    scenario.await_success(job, "restore again")
+    scenario.await_success(job, "restore newest")
     scenario.await_end(job)
 
 
@@ -209,12 +209,14 @@ def test_host_that_is_late_for_a_save(scenario: Scenario) -> None:
     """Let a host come to a save much later than the others: they name it and its host, and it raises at once."""
     rig = scenario.rig
     job = rig.start(
-        ["restore first", "save 1", "late h2 8", "try save 2", "save 3"], manager=MANAGER | {"arrival_seconds": 3.0}
+        ["restore first", "save 1", "late h2 8", "try save 2", "pause b", "save 3"],
+        manager=MANAGER | {"arrival_seconds": 3.0},
     )
     job.await_begin("save 2", 2)
     rig.fault_seconds = time.time()
     errors = scenario.await_failure(job, "save 2", rig.names)
     assert all("h2" in errors[host].text for host in ("h0", "h1"))
     outcome = scenario.outcome
+    job.let_pass("b")
     scenario.await_success(job, "save 3")
     scenario.outcome = outcome
