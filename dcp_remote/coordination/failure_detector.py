@@ -183,7 +183,10 @@ class FailureDetector:
             else:
                 self._elsewhere.pop(rank, None)
         if never:
-            message = f"{outcome.name_ranks(never)} did something else instead of {outcome.what}, which was given up."
+            message = (
+                f"{outcome.name_ranks(never)} did something else instead of {outcome.what}, which was given up. Every "
+                f"rank must make the same calls: where values decide, decide on one rank and broadcast its decision."
+            )
             outcome.end(outcome.failed(message, **outcome.rank_details(never)), any_operation=True, keys=keys)
 
     def _end_as_late(self, client: Client) -> None:

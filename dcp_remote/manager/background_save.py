@@ -80,6 +80,7 @@ class BackgroundSave:
         self.begun, self._settled, self._ended = OneTimeEvent(), OneTimeEvent(), OneTimeEvent()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
+        self._is_awaited = False
 
     def start(self, task: Task) -> None:
         """Begin the save in a thread. If this method raises, call `abandon`.
@@ -144,6 +145,7 @@ class BackgroundSave:
 
     def _wait_for(self, event: OneTimeEvent, left_seconds: Callable[[], float]) -> None:
         last_seconds: float | None = None
+        self._is_awaited = True
         while not event.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
             self._collective.check_time_and_store()
             cancelled = self._collective.cancelled
@@ -154,6 +156,7 @@ class BackgroundSave:
                 last_seconds = now + min(_UNWIND_SECONDS, _UNWIND_SHARE * left_seconds())
             if now > last_seconds:
                 self._give_up(cancelled)
+        self._is_awaited = False
 
     def _settle(self) -> None:
         self._settled.set()
@@ -228,6 +231,10 @@ class BackgroundSave:
         try:
             self._report = self._saved()
         except BaseException as error:  # noqa: BLE001  # raised by `result`
+            # An interval may be hours long, and the error is raised only at its end.
+            if self._error is None and self._coordinator is not None and not self._is_awaited:
+                text = "%s has failed; the next save, wait or close raises this error: %s"
+                logger.error(text, self.what, error)  # noqa: TRY400  # its traceback comes when it is raised
             self._error = self._error or error
             operation.fail(error)
         else:

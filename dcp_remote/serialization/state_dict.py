@@ -98,8 +98,9 @@ class PerRank(Generic[T]):
         state = {"model": …, "optim": …, "random": PerRank(RandomStates()), "loader": PerRank(loader)}
 
     Each rank saves its own value, and `restore` gives that value back to the same rank: through `state_dict` and
-    `load_state_dict` if the value is a `Stateful`, otherwise by replacing `value`. As every object, it is stored in a
-    form that needs no code to load.
+    `load_state_dict` if the value is a `Stateful`, otherwise by replacing `value`, in which tensors of the same shape
+    and dtype, also in dicts and lists, stay the same objects and are filled. As every object, it is stored in a form
+    that needs no code to load.
 
     Attributes:
         value: Value of this rank.
@@ -258,7 +259,25 @@ def apply_loaded(
             elif is_stateful(element.value):
                 element.value.load_state_dict(value)
             else:
-                element.value = value
+                element.value = _fill(element.value, value)
+
+
+def _fill(held: object, loaded: Any) -> Any:
+    """Return a loaded value, in which tensors of the held one take the place of equally formed loaded ones."""
+    if isinstance(held, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        is_plain = {type(held), type(loaded)} <= {torch.Tensor, nn.Parameter}
+        is_plain = is_plain and held.layout == torch.strided and not held.is_meta
+        is_alike = (held.shape, held.dtype) == (loaded.shape, loaded.dtype)
+        # What torch refuses to write to: elements of an expanded tensor, and tensors of `torch.inference_mode`.
+        if is_plain and is_alike and 0 not in held.stride() and not held.is_inference():
+            with torch.no_grad():
+                held.copy_(loaded)
+            return held
+    elif isinstance(held, dict) and isinstance(loaded, dict):
+        loaded.update({key: _fill(held[key], loaded[key]) for key in loaded.keys() & held.keys()})
+    elif isinstance(held, list) and isinstance(loaded, list):
+        loaded[: len(held)] = map(_fill, held, loaded)
+    return loaded
 
 
 def is_stateful(value: object) -> bool:

@@ -253,6 +253,35 @@ def test_a_whole_training_in_one_commit() -> None:
     assert all(torch.equal(one, other) for one, other in zip([step() for _ in range(3)], expected, strict=True))
 
 
+def test_tensors_in_values_of_one_rank_are_filled() -> None:
+    """A program goes on with the tensors that it has put into a `PerRank`, as with those of the state."""
+    own, other = torch.tensor([1.0, 2.0]), torch.nn.Parameter(torch.ones(2))
+    expanded, grown = torch.ones(1).expand(3), torch.zeros(1)
+    store = MemoryStore()
+
+    def state() -> dict[str, PerRank[Any]]:
+        return {"own": PerRank(own), "more": PerRank({"p": [other, 5], "e": expanded, "g": grown})}
+
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state(), wait=True)
+    expected = {"own": own.clone(), "other": other.detach().clone()}
+    own.zero_()
+    other.data.zero_()
+    grown = torch.zeros(2)
+    restored = state()
+    with CheckpointManager(store) as checkpoints:
+        assert checkpoints.restore(restored) == 1
+    assert restored["own"].value is own
+    assert torch.equal(own, expected["own"])
+    assert restored["more"].value["p"][0] is other
+    assert torch.equal(other, expected["other"])
+    assert other.requires_grad
+    assert restored["more"].value["p"][1] == 5
+    # No place for the values: replaced.
+    assert torch.equal(restored["more"].value["e"], torch.ones(3))
+    assert restored["more"].value["g"].shape == (1,)
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
@@ -838,6 +867,29 @@ def test_an_error_in_the_background_is_raised_by_the_next_call() -> None:
         assert failed.value.details["rank"] == 0
         assert checkpoints.wait() is None
     assert dcp_remote.latest(inner) is None
+
+
+def test_a_failure_in_the_background_is_logged_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The next call, which raises it, may come hours later. A call that waits raises the error; nothing is logged."""
+    broken = matching(
+        lambda _verb, key, _number: key.startswith("shards/"),
+        "request",
+        persistent=True,
+        error=lambda: PermissionDeniedError("no"),
+    )
+    checkpoints = CheckpointManager(FaultyStore(MemoryStore(), [broken]))
+
+    def errors() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+
+    with pytest.raises(SaveFailedError):
+        checkpoints.save(1, state_of(1), wait=True)
+    assert errors() == []
+    checkpoints.save(1, state_of(1))
+    wait_until(errors)
+    assert ["the save of step 1 has failed" in text for text in errors()] == [True]
+    with pytest.raises(SaveFailedError):
+        checkpoints.close()
 
 
 def test_a_step_whose_save_failed_counts_as_new() -> None:
