@@ -18,8 +18,8 @@ from dcp_remote.serialization.module_state import (
     names_parameters_itself,
     needs_closure,
 )
-from dcp_remote.serialization.opaque import Opaque
-from dcp_remote.serialization.state_dict import PerRank, is_stateful
+from dcp_remote.serialization.opaque import Opaque, is_stateful
+from dcp_remote.serialization.state_dict import PerRank
 
 logger = logging.getLogger(__name__)
 

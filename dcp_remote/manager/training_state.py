@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.manager.random_states import RandomStates
 from dcp_remote.serialization.module_state import ModelState, OptimizerState, find_models, names_parameters_itself
-from dcp_remote.serialization.state_dict import PER_RANK_KEY, PerRank, is_stateful
+from dcp_remote.serialization.opaque import is_stateful
+from dcp_remote.serialization.state_dict import PER_RANK_KEY, PerRank
 
 _Value = TypeVar("_Value")
 OneOrNamed: TypeAlias = _Value | Mapping[str, _Value]

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -41,6 +40,7 @@ from dcp_remote.serialization.opaque import (
     imitation_error,
     is_imitation,
     is_reserved,
+    is_stateful,
     is_unread,
 )
 from dcp_remote.serialization.optimizer_load import load_exactly
@@ -261,11 +261,6 @@ def apply_loaded(
                 element.value = value
 
 
-def is_stateful(value: object) -> bool:
-    """Return whether a value is a `Stateful`: an object, and no class, with `state_dict` and `load_state_dict`."""
-    return isinstance(value, Stateful) and not isinstance(value, type)
-
-
 def _require_state(state: object) -> None:
     if not isinstance(state, Mapping):
         raise InvalidArgumentError(
@@ -349,8 +344,6 @@ class _StateReader:
         if isinstance(value, PerRank):
             if len(path) > 1:
                 raise InvalidArgumentError("A PerRank must be at the top level of the state.", where=_text(path))
-            if isinstance(value.value, Opaque):
-                return self._values_of(value.value, path)
             if is_stateful(value.value):
                 return self._without_imitations(value.value.state_dict(), path)
             if any(is_reserved(inner) for _, _, inner in iterate_tuples([value.value])):
@@ -437,10 +430,6 @@ class _StateReader:
 
     def _values_of(self, stateful: Any, path: _Path) -> Any:
         if self._saved is None:
-            if isinstance(stateful, Opaque) and is_reserved(stateful.value):
-                self.reserved.append(_text(path))
-            if isinstance(stateful, (Opaque, Files)):
-                return stateful.state_dict()
             is_optimizer = isinstance(stateful, OptimizerState)
             values = stateful.saved_values() if is_optimizer else stateful.state_dict()
             if self._roles is not None and is_optimizer:
