@@ -182,7 +182,7 @@ class _Findings:
         if unexpected:
             count = _count(unexpected, is_bounded=False)
             lines.append(f"{count} unexpected, not in the state: {self._listed_unexpected(unexpected)}")
-            lines += self._place_hints(empty_places, is_nothing_loaded)
+            lines += self._place_hints(empty_places, is_nothing_loaded=is_nothing_loaded)
         for kind in ("shape", "dtype", "kind"):
             found = [misfit for misfit in self._misfits if misfit.kind == kind]
             if found:
@@ -205,7 +205,7 @@ class _Findings:
             hints.append(f"{keys} another name in the checkpoint: pass rename={{{', '.join(single)}}}.")
         return hints
 
-    def _place_hints(self, empty_places: Collection[str], is_nothing_loaded: bool) -> Iterator[str]:
+    def _place_hints(self, empty_places: Collection[str], *, is_nothing_loaded: bool) -> Iterator[str]:
         """Yield texts on empty dicts, and on single values, of the state below which the checkpoint has values."""
         grown = []
         for place in (*empty_places, *self._missing):

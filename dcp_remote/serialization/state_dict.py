@@ -374,7 +374,7 @@ class _StateReader:
         elif stateful is not None:
             if not is_unread(loaded):
                 stateful.load_state_dict(loaded)
-        elif not _holds_stateful(value):
+        elif not holds_stateful(value):
             return loaded
         elif isinstance(value, dict) and isinstance(loaded, Mapping):
             for key in value:
@@ -517,14 +517,14 @@ def _unread(value: object) -> tuple[str, str | None]:
     return UNREAD_FILES if isinstance(value, Files) else UNREAD
 
 
-def _holds_stateful(value: Any) -> bool:
+def holds_stateful(value: Any) -> bool:
     """Return whether a dict or list holds a `Stateful` at any depth, and so was copied by `_StateReader.read`."""
     if type(value) in _LEAVES or isinstance(value, torch.Tensor):
         return False
     if type(value) not in _CONTAINERS and is_stateful(value):
         return True
     if isinstance(value, dict | list):
-        return any(map(_holds_stateful, value.values() if isinstance(value, dict) else value))
+        return any(map(holds_stateful, value.values() if isinstance(value, dict) else value))
     return False
 
 

@@ -282,7 +282,7 @@ def test_a_state_without_values(store: RecordingStore, state: State, expected: l
 
 @pytest.mark.parametrize("key", ["scores", "history", "average"])
 def test_values_that_a_new_job_lacks_at_first(store: RecordingStore, key: str) -> None:
-    """Follow the error on a dict, a list and an object that have grown: restore the rest, read them, save them whole."""
+    """Follow the error on a dict, a list and an object that have grown: restore the rest, read and save them whole."""
     grown: State = {
         "scores": {"best": 0.5, 1: "one"},
         "history": [{"loss": 1.0}, {"loss": 0.5}],

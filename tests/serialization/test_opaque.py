@@ -132,7 +132,7 @@ def test_a_value_is_given_back_whole(value: Any) -> None:
 
 
 def test_an_object_whose_state_grows() -> None:
-    """Save `Stateful`s with values that new ones lack: `load_state_dict` gets the whole state, and `load` returns it."""
+    """Save `Stateful`s with values that new ones lack: `load_state_dict` gets all of them, and `load` returns them."""
     store, grown = MemoryStore(), {"shadow": {"w": torch.ones(3)}, "history": [{"loss": 0.5}, {1: 2}]}
 
     def state(*values: Any) -> dict[str, Any]:
@@ -144,7 +144,12 @@ def test_an_object_whose_state_grows() -> None:
         new, other = state(), state("text", "text")
         checkpoints.restore(new)
         checkpoints.restore(other)
-    for found in (new["top"][0].value.state, new["own"].value.value.state, other["top"][0].value, load(store)["top"][0]):
+    for found in (
+        new["top"][0].value.state,
+        new["own"].value.value.state,
+        other["top"][0].value,
+        load(store)["top"][0],
+    ):
         assert equal(found, grown)
     assert refused_values({"model": Opaque(nn.Linear(1, 1))})[0].path == "model"
 
