@@ -10,6 +10,7 @@ another program, which reads the run while the training saves into it and delete
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import socket
 import sys
@@ -25,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dcp_remote import Best, CheckpointManager, Retention, SavePolicy, open_run, training_state
+from dcp_remote import Best, CheckpointManager, Opaque, PerRank, Retention, SavePolicy, open_run, training_state
 from dcp_remote.errors import StateMismatchError
 
 BATCH, WIDTH = 12, 64
@@ -55,6 +56,26 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x.square().mean(1, keepdim=True)
 
 
+class Average:
+    """Moving average of the loss: an object whose state is empty before the first step."""
+
+    def __init__(self) -> None:
+        """Begin without a value."""
+        self.values: dict[str, float] = {}
+
+    def update(self, loss: float) -> None:
+        """Take the loss of a step."""
+        self.values["loss"] = 0.9 * self.values.get("loss", loss) + 0.1 * loss
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what is saved."""
+        return self.values
+
+    def load_state_dict(self, values: dict[str, float]) -> None:
+        """Take what was saved."""
+        self.values = dict(values)
+
+
 @dataclass(frozen=True)
 class Chapter:
     """Job of one chapter.
@@ -80,7 +101,9 @@ def train(rank: int, url: str, chapter: Chapter) -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-    state = training_state(model=model, optimizer=optimizer, scheduler=scheduler)
+    average = Average()
+    extra = {"best": math.inf, "history": Opaque({}), "average": Opaque(average), "seen": PerRank(0)}
+    state = training_state(model=model, optimizer=optimizer, scheduler=scheduler, extra=extra)
     with CheckpointManager(
         url, save_policy=SavePolicy(every_steps=5), retention=Retention(keep_last=2, keep_best=Best("loss"))
     ) as checkpoints:
@@ -90,8 +113,10 @@ def train(rank: int, url: str, chapter: Chapter) -> None:
             if rank == 0:
                 print(f"    refused: {error}", flush=True)
             return
+        best, history, seen = state["best"], state["history"].value, state["seen"].value
         if rank == 0:
-            print(f"    {world_size} ranks begin at step {step}", flush=True)
+            values = f"best {best:.3f} of {list(history)}, average {average.values}, {seen} samples seen"
+            print(f"    {world_size} ranks begin at step {step}; {values}", flush=True)
         while step < chapter.until and not checkpoints.should_stop:
             x, y = (part.chunk(world_size)[rank] for part in batch_of(step))
             loss = nn.functional.mse_loss(model(x), y)
@@ -100,8 +125,13 @@ def train(rank: int, url: str, chapter: Chapter) -> None:
             optimizer.zero_grad()
             scheduler.step()
             step += 1
+            dist.all_reduce(loss.detach())  # so that all ranks have the same
+            average.update(loss.item() / world_size)
+            best, seen = min(best, loss.item() / world_size), seen + len(x)
             if checkpoints.should_save(step):
-                checkpoints.save(step, state, metrics={"loss": loss.item()})
+                history[step] = best
+                state |= {"best": best, "history": Opaque(history), "seen": PerRank(seen)}
+                checkpoints.save(step, state, metrics=average.values)
     if rank == 0:
         steps = [info.step for info in open_run(url).checkpoints()]
         print(f"    stopped at step {step}; checkpoints: {steps}", flush=True)

@@ -114,8 +114,19 @@ def test_first_hour(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     told = [line.strip() for line in ended.stdout.splitlines()]
-    begun = [line for line in told if " begin at step " in line]
-    assert begun == ["2 ranks begin at step 0", "3 ranks begin at step 10", "2 ranks begin at step 20"]
+    begun = [line.split("; ") for line in told if " begin at step " in line]
+    assert [line[0] for line in begun] == [
+        "2 ranks begin at step 0",
+        "3 ranks begin at step 10",
+        "2 ranks begin at step 20",
+    ]
+    values = [re.sub(r"\d+\.\d+", "*", line[1]) for line in begun]
+    assert values == [
+        "best inf of [], average {}, 0 samples seen",
+        "best * of [5, 10], average {'loss': *}, 60 samples seen",
+        "best * of [5, 10, 15, 20], average {'loss': *}, 100 samples seen",
+    ]
+    assert "different values" not in ended.stderr
     assert "1 value missing in the checkpoint: model.adapter.weight" in told
     evaluated = [int(line.split()[1].rstrip(":")) for line in told if line.startswith("step ")]
     assert evaluated, told

@@ -182,7 +182,7 @@ class _Findings:
         if unexpected:
             count = _count(unexpected, is_bounded=False)
             lines.append(f"{count} unexpected, not in the state: {self._listed_unexpected(unexpected)}")
-            lines += self._empty_place_hints(empty_places)
+            lines += self._place_hints(empty_places, is_nothing_loaded=is_nothing_loaded)
         for kind in ("shape", "dtype", "kind"):
             found = [misfit for misfit in self._misfits if misfit.kind == kind]
             if found:
@@ -205,20 +205,32 @@ class _Findings:
             hints.append(f"{keys} another name in the checkpoint: pass rename={{{', '.join(single)}}}.")
         return hints
 
-    def _empty_place_hints(self, empty_places: Collection[str]) -> Iterator[str]:
-        for place in empty_places:
+    def _place_hints(self, empty_places: Collection[str], *, is_nothing_loaded: bool) -> Iterator[str]:
+        """Yield texts on empty dicts, and on single values, of the state below which the checkpoint has values."""
+        grown = []
+        for place in (*empty_places, *self._missing):
             below = [name for name in self._unexpected if name.startswith(f"{place}.")]
             if not below:
                 continue
+            kind = "empty" if place in empty_places else "one value"
             count = _count(below, is_bounded=False)
-            text = f"{_shown(place)} is empty in the state, and the checkpoint has {count} below it."
+            shown = _shown(place)
+            text = f"{shown} is {kind} in the state, and the checkpoint has {count} below it."
             parts = (place.rpartition(".")[2], *(name[len(place) + 1 :].partition(".")[0] for name in below))
             if not {"state", "param_groups"}.isdisjoint(parts):
                 text += (
                     " An optimizer has no state before its first step: put the optimizer itself into the state, or use "
                     "torch's get_optimizer_state_dict."
                 )
+            else:
+                grown.append((shown, f'"{shown}.*"' if place in empty_places else f'["{shown}", "{shown}.*"]'))
             yield text
+        if grown and not is_nothing_loaded:
+            place, pattern = grown[0]
+            yield (
+                f'exclude={pattern} restores the rest, and dcp_remote.load(…, keys="{place}.*") returns these values. '
+                "A dict, list or object that grows is given back whole if Opaque(...) is around it when it is saved."
+            )
 
     def _listed_missing(self, names: Sequence[str], *, is_near: bool = False) -> str:
         # A value whose name has changed is among those that no state has.

@@ -18,8 +18,8 @@ from dcp_remote.serialization.module_state import (
     names_parameters_itself,
     needs_closure,
 )
-from dcp_remote.serialization.opaque import Opaque
-from dcp_remote.serialization.state_dict import PerRank, is_stateful
+from dcp_remote.serialization.opaque import Opaque, is_stateful
+from dcp_remote.serialization.state_dict import PerRank, holds_stateful
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +33,9 @@ class FirstSave:
     """Check of a job that began without a checkpoint: its first save against its state at the start.
 
     A program that asks a run for its newest checkpoint shows by its state what it will restore into when it starts
-    again. Only what is certain is reported: objects whose `state_dict` has other names, shapes or dtypes after training
-    than before, and optimizers that can make no states to load into. Nothing is run for it but `state_dict`,
-    and no message is sent.
+    again. Only what is certain is reported: dicts, lists, tensors and objects (by their `state_dict`) that have other
+    names, shapes or dtypes after training than before, and optimizers that can make no states to load into. Nothing is
+    run for it but `state_dict`, and no message is sent.
 
     Args:
         url: URL of the run, for the log.
@@ -69,8 +69,9 @@ class FirstSave:
             found = _difference(at_start[path], _outline(_value_at(saved, path))) if path in at_start else ""
             if found:
                 logger.warning(
-                    "%s: a new job of this program could not restore %s (%s), which %s. Put PerRank(...) around the "
-                    "object, which is then stored whole, or give it a method make_template(names).",
+                    "%s: a new job of this program could not restore %s (%s), which %s. Put Opaque(...) around the "
+                    "value, which is then stored whole (one for all ranks; PerRank(...): one of each), or give the "
+                    "object a method make_template(names).",
                     *(self._url, ".".join(path), type(value).__qualname__, found),
                 )
         for optimizer in _iterate_optimizers(state):
@@ -83,17 +84,15 @@ class FirstSave:
 
 
 def _iterate_objects(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the objects that a restore asks for their `state_dict` to load into, with their paths."""
-    if isinstance(value, dict | list):
+    """Yield the values that a restore compares with the saved ones, with their paths; models and optimizers aside."""
+    if isinstance(value, dict | list) and (not path or holds_stateful(value)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         # Sorted as for a save, since `state_dict` may be a collective operation.
         for key, inner in sorted(items, key=lambda item: str(item[0])):
             yield from _iterate_objects(inner, (*path, str(key)))
-    elif isinstance(
-        value, torch.Tensor | nn.Module | ModelState | OptimizerState | Optimizer | PerRank | Opaque | Files
-    ):
+    elif isinstance(value, nn.Module | ModelState | OptimizerState | Optimizer | PerRank | Opaque | Files):
         return
-    elif is_stateful(value) and not callable(getattr(value, "make_template", None)):
+    elif not callable(getattr(value, "make_template", None)):
         yield path, value
 
 
@@ -109,9 +108,9 @@ def _iterate_optimizers(value: Any) -> Iterator[Optimizer]:
             yield from _iterate_optimizers(inner)
 
 
-def _try_outline(stateful: Any) -> _Outline | Exception:
+def _try_outline(value: Any) -> _Outline | Exception:
     try:
-        return _outline(stateful.state_dict())
+        return _outline(value.state_dict() if is_stateful(value) else value)
     except Exception as error:  # noqa: BLE001  # reported by the first save: a restore would raise it, too
         return error
 
@@ -119,7 +118,8 @@ def _try_outline(stateful: Any) -> _Outline | Exception:
 def _outline(values: Any) -> _Outline:
     flat: Mapping[str, Any] = flatten_state_dict(values if isinstance(values, dict) else {"": values})[0]
     return {
-        name: (value.size(), value.dtype) if isinstance(value, torch.Tensor) else None for name, value in flat.items()
+        name.lstrip("."): (value.size(), value.dtype) if isinstance(value, torch.Tensor) else None
+        for name, value in flat.items()
     }
 
 

@@ -9,9 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.manager.random_states import RandomStates
+from dcp_remote.manager.random_states import RandomSource, RandomStates
 from dcp_remote.serialization.module_state import ModelState, OptimizerState, find_models, names_parameters_itself
-from dcp_remote.serialization.state_dict import PER_RANK_KEY, PerRank, is_stateful
+from dcp_remote.serialization.opaque import is_stateful
+from dcp_remote.serialization.state_dict import PER_RANK_KEY, PerRank
 
 _Value = TypeVar("_Value")
 OneOrNamed: TypeAlias = _Value | Mapping[str, _Value]
@@ -54,12 +55,12 @@ def training_state(
             by name: `ema.…`. A dict of tensors goes into `extra`.
         random_states: True for the random states of each rank under `random`; `RandomStates(name=generator)` for those
             of generators of your own as well.
-        extra: Further entries, as they are: tensors, objects, `Stateful`s, `PerRank` values. A restore replaces those
-            that are no `Stateful`s in the returned dict.
+        extra: Further entries, as they are: tensors, objects, `Stateful`s, `PerRank` and `Opaque` values. A restore
+            replaces those that are no `Stateful`s in the returned dict: read them there.
 
     Raises:
-        InvalidArgumentError: An argument is of the wrong type, an optimizer has parameters of no model, or a key of
-            `extra` is taken.
+        InvalidArgumentError: An argument is of the wrong type, an optimizer has parameters of no model, a key of
+            `extra` is taken, or a value of `extra` is a generator of random numbers.
     """
     state: dict[str, Any] = {}
     models = _named(model)
@@ -85,6 +86,17 @@ def training_state(
     taken = [key for key in extra or {} if key in state or key == PER_RANK_KEY]
     if taken:
         raise InvalidArgumentError("Keys of extra are taken. Choose others.", keys=", ".join(taken))
+    generators = [
+        key
+        for key, value in (extra or {}).items()
+        if isinstance(value.value if isinstance(value, PerRank) else value, RandomSource)
+    ]
+    if generators:
+        raise InvalidArgumentError(
+            "A restore would put new generators into the state, and leave those that training draws from as they are. "
+            "Pass them as random_states=RandomStates(name=generator) in place of extra.",
+            keys=", ".join(generators),
+        )
     return state | dict(extra or {})
 
 

@@ -36,8 +36,8 @@ _PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
 _REFUSALS_NAMED_MAX = 5
 
 _NEEDS_PICKLE = (
-    "An object cannot be stored without pickle, which runs code when it is loaded. Store its fields "
-    "(dcp_remote.as_plain), or pass allow_pickle=True where it is saved and where it is loaded."
+    "An object cannot be stored without pickle, which runs code when it is loaded. Put Opaque(as_plain(value)), which "
+    "stores its fields, or what it is made of in its place; or pass allow_pickle=True where it is saved and loaded."
 )
 
 

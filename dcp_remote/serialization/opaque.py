@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, Generic, TypeVar
 
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
 from dcp_remote.errors import InvalidArgumentError
 
 _NAMED_MAX = 5
@@ -39,10 +43,11 @@ class Opaque(Generic[T]):
     is no tensor, the value of one rank is stored for all.
 
     Args:
-        value: Value of the types that `refused_values` does not name.
+        value: Value of the types that `refused_values` does not name; or a `Stateful`, of which the `state_dict()` is
+            stored, and given to `load_state_dict` by a restore, whatever the object returned before.
 
     Attributes:
-        value: Value; replaced by a restore. `dcp_remote.load` returns the value itself.
+        value: Value; replaced by a restore, unless it is a `Stateful`. `dcp_remote.load` returns what was stored.
     """
 
     def __init__(self, value: T) -> None:
@@ -52,14 +57,29 @@ class Opaque(Generic[T]):
     def __repr__(self) -> str:
         return f"Opaque({self.value!r})"
 
-    def state_dict(self) -> tuple[str, T]:
+    def state_dict(self) -> tuple[str, Any]:
         """Return the entry: torch takes this object for a `Stateful`."""
-        return OPAQUE_MARK, self.value
+        value: Any = self.value
+        return OPAQUE_MARK, value.state_dict() if _is_asked(value) else value
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Replace the value by that of an entry, or by a value that a reader has unwrapped."""
-        mark, value = mark_of(state_dict)
-        self.value = value if mark == OPAQUE_MARK else state_dict
+        mark, loaded = mark_of(state_dict)
+        value: Any = self.value
+        if _is_asked(value):
+            value.load_state_dict(loaded if mark == OPAQUE_MARK else state_dict)
+        else:
+            self.value = loaded if mark == OPAQUE_MARK else state_dict
+
+
+def _is_asked(value: object) -> bool:
+    # Modules and optimizers belong into the state themselves: their tensors are large, and may be sharded.
+    return is_stateful(value) and not isinstance(value, nn.Module | Optimizer)
+
+
+def is_stateful(value: object) -> bool:
+    """Return whether a value is a `Stateful`: an object, and no class, with `state_dict` and `load_state_dict`."""
+    return isinstance(value, Stateful) and not isinstance(value, type)
 
 
 def mark_of(value: object) -> tuple[str | None, Any]:

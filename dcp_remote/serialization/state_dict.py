@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -41,6 +40,7 @@ from dcp_remote.serialization.opaque import (
     imitation_error,
     is_imitation,
     is_reserved,
+    is_stateful,
     is_unread,
 )
 from dcp_remote.serialization.optimizer_load import load_exactly
@@ -280,11 +280,6 @@ def _fill(held: object, loaded: Any) -> Any:
     return loaded
 
 
-def is_stateful(value: object) -> bool:
-    """Return whether a value is a `Stateful`: an object, and no class, with `state_dict` and `load_state_dict`."""
-    return isinstance(value, Stateful) and not isinstance(value, type)
-
-
 def _require_state(state: object) -> None:
     if not isinstance(state, Mapping):
         raise InvalidArgumentError(
@@ -368,8 +363,6 @@ class _StateReader:
         if isinstance(value, PerRank):
             if len(path) > 1:
                 raise InvalidArgumentError("A PerRank must be at the top level of the state.", where=_text(path))
-            if isinstance(value.value, Opaque):
-                return self._values_of(value.value, path)
             if is_stateful(value.value):
                 return self._without_imitations(value.value.state_dict(), path)
             if any(is_reserved(inner) for _, _, inner in iterate_tuples([value.value])):
@@ -400,7 +393,7 @@ class _StateReader:
         elif stateful is not None:
             if not is_unread(loaded):
                 stateful.load_state_dict(loaded)
-        elif not _holds_stateful(value):
+        elif not holds_stateful(value):
             return loaded
         elif isinstance(value, dict) and isinstance(loaded, Mapping):
             for key in value:
@@ -456,10 +449,6 @@ class _StateReader:
 
     def _values_of(self, stateful: Any, path: _Path) -> Any:
         if self._saved is None:
-            if isinstance(stateful, Opaque) and is_reserved(stateful.value):
-                self.reserved.append(_text(path))
-            if isinstance(stateful, (Opaque, Files)):
-                return stateful.state_dict()
             is_optimizer = isinstance(stateful, OptimizerState)
             values = stateful.saved_values() if is_optimizer else stateful.state_dict()
             if self._roles is not None and is_optimizer:
@@ -547,14 +536,14 @@ def _unread(value: object) -> tuple[str, str | None]:
     return UNREAD_FILES if isinstance(value, Files) else UNREAD
 
 
-def _holds_stateful(value: Any) -> bool:
+def holds_stateful(value: Any) -> bool:
     """Return whether a dict or list holds a `Stateful` at any depth, and so was copied by `_StateReader.read`."""
     if type(value) in _LEAVES or isinstance(value, torch.Tensor):
         return False
     if type(value) not in _CONTAINERS and is_stateful(value):
         return True
     if isinstance(value, dict | list):
-        return any(map(_holds_stateful, value.values() if isinstance(value, dict) else value))
+        return any(map(holds_stateful, value.values() if isinstance(value, dict) else value))
     return False
 
 

@@ -75,6 +75,8 @@ The checkpoint does not fit the state; nothing was loaded.
 2 values missing in the checkpoint: model.head (near: model.lm_head); epoch
 2 values unexpected, not in the state: model.lm_head; optim.lm_head.m
 optim.lm_head is empty in the state, and the checkpoint has 1 value below it.
+exclude="optim.lm_head.*" restores the rest, and dcp_remote.load(…, keys="optim.lm_head.*") returns these values. \
+A dict, list or object that grows is given back whole if Opaque(...) is around it when it is saved.
 1 value of another shape: model.embed (saved: (4, 3), state: (5, 3))
 1 value of another dtype: model.norm (saved: float32, state: float64)
 1 value of another kind: optim.lr (saved: an object, state: a tensor)

@@ -64,6 +64,35 @@ def test_an_object_that_grows_in_the_training(tmp_path: Path, caplog: pytest.Log
     assert not warnings_of(caplog)
 
 
+def test_plain_values_that_grow_in_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Warn of a dict, a list of dicts and a tensor; not of lists of numbers, scalars and `Opaque` values."""
+
+    def made() -> dict[str, Any]:
+        state = {"w": torch.ones(2), "scores": {}, "history": [], "losses": torch.zeros(0), "deep": {"m": Metric()}}
+        return {**state, "best": None, "plain": [], "config": {"lr": 1.0}, "whole": Opaque({})}
+
+    state = made()
+    with CheckpointManager(tmp_path, progress=False) as checkpoints:
+        assert checkpoints.restore(state) is None
+        state["scores"]["best"] = 1
+        state["history"].append({"loss": 0.5})
+        state |= {"losses": torch.ones(3), "best": 0.5, "plain": [1, 2], "whole": Opaque({"a": 1})}
+        checkpoints.save(1, state, wait=True)
+        found = warnings_of(caplog)
+        assert [text.partition("restore ")[2].split()[0] for text in found] == ["history", "losses", "scores"]
+        assert "lacks before the training: 0.loss" in found[0]
+        assert all("Opaque(...)" in text for text in found)
+        with pytest.raises(StateMismatchError, match="1 value missing in the checkpoint: history"):
+            checkpoints.restore(made())
+        wanted = made() | {key: Opaque(None) for key in ("scores", "history", "losses")}
+        state |= {key: Opaque(state[key]) for key in ("scores", "history", "losses")}
+        checkpoints.save(2, state, wait=True)
+        assert checkpoints.restore(wanted) == 2
+    assert equal(
+        [wanted[key].value for key in ("scores", "history", "losses")], [{"best": 1}, [{"loss": 0.5}], torch.ones(3)]
+    )
+
+
 SCHEDULERS = {
     "constant": lr_scheduler.ConstantLR,
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 5),

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import datetime as dt
+import json
 import logging
+import re
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -276,6 +278,34 @@ def test_a_state_without_values(store: RecordingStore, state: State, expected: l
         restore(store, state)
     assert all(text in caught.value.what for text in expected)
     assert ("optimizer has no state" in caught.value.what) == ("optim" in state)
+
+
+@pytest.mark.parametrize("key", ["scores", "history", "average"])
+def test_values_that_a_new_job_lacks_at_first(store: RecordingStore, key: str) -> None:
+    """Follow the error on a dict, a list and an object that have grown: restore the rest, read and save them whole."""
+    grown: State = {
+        "scores": {"best": 0.5, 1: "one"},
+        "history": [{"loss": 1.0}, {"loss": 0.5}],
+        "average": Counting(shadow={"w": torch.ones(2)}),
+    }
+    new: State = {"scores": {}, "history": [], "average": Counting(shadow={})}
+    save(store, {"w": torch.ones(2), key: grown[key]})
+    with pytest.raises(StateMismatchError) as caught:
+        restore(store, {"w": torch.zeros(2), key: new[key]})
+    (line,) = (line for line in caught.value.what.splitlines() if line.startswith("exclude="))
+    options = re.match(r"exclude=(.*) restores .*keys=(\".*?\")", line)
+    assert options is not None
+    state = {"w": torch.zeros(2), key: new[key]}
+    restore(store, state, exclude=json.loads(options[1]))
+    assert equal(state["w"], torch.ones(2))
+    saved = load(store, keys=json.loads(options[2]))[key]
+    assert equal(saved, {"scores": {"best": 0.5, "1": "one"}, "average": grown["average"].state}.get(key, grown[key]))
+    whole = RecordingStore(MemoryStore())
+    save(whole, {"w": torch.ones(2), key: Opaque(grown[key])})
+    state[key] = Opaque(new[key])
+    restore(whole, state)
+    value, expected = (getattr(one, "state", one) for one in (state[key].value, grown[key]))
+    assert equal(value, expected)
 
 
 def test_the_model_alone(store: RecordingStore) -> None:

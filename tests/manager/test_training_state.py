@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -692,6 +693,7 @@ def test_a_module_on_the_meta_device() -> None:
         ({"extra": {"random": 1}}, "taken.*random"),
         ({"extra": [1]}, "extra must be a dict"),
         ({"extra": {"per_rank": 1}}, "taken.*per_rank"),
+        ({"extra": {"a": torch.Generator(), "b": PerRank(random.Random(0)), "c": 1}}, "RandomStates.*keys='a, b'"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], what: str) -> None:

@@ -131,6 +131,29 @@ def test_a_value_is_given_back_whole(value: Any) -> None:
         assert type(restored) is type(value)
 
 
+def test_an_object_whose_state_grows() -> None:
+    """Save `Stateful`s with values that new ones lack: `load_state_dict` gets all of them, and `load` returns them."""
+    store, grown = MemoryStore(), {"shadow": {"w": torch.ones(3)}, "history": [{"loss": 0.5}, {1: 2}]}
+
+    def state(*values: Any) -> dict[str, Any]:
+        first, second = values or (Holding({"shadow": {}, "history": []}), Holding({}))
+        return {"top": [Opaque(first)], "own": PerRank(Opaque(second)), "w": torch.ones(1)}
+
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state(Holding(grown), Holding(grown)), wait=True)
+        new, other = state(), state("text", "text")
+        checkpoints.restore(new)
+        checkpoints.restore(other)
+    for found in (
+        new["top"][0].value.state,
+        new["own"].value.value.state,
+        other["top"][0].value,
+        load(store)["top"][0],
+    ):
+        assert equal(found, grown)
+    assert refused_values({"model": Opaque(nn.Linear(1, 1))})[0].path == "model"
+
+
 def test_by_torchs_own_functions(tmp_path: Path) -> None:
     """Save and load at the top level of a state for plain `dcp.save`."""
     url = tmp_path.as_uri()
