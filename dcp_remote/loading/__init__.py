@@ -3,7 +3,7 @@
 - load: `dcp_remote.load`, without a template; run_handle: `dcp_remote.open_run`, the run as one process sees it.
 - engine: fetches by downloads what read_plan asks for, verifies it, and hands it to targets.
 - read_items: makes targets of the items of torch's load plan.
-- shared_read_plan, peer_exchange, peers, peer_sockets: ranks of a group read once what several of them want.
+- shared_read_plan, peers, peer_sockets, read_rates: ranks of a group read once what several of them want.
 - planner, selection, state_check: which entries are loaded, under which names, and one error for all that does not fit.
 - overlapping_templates, chunk_list, dcp_metadata: what torch's planner and readers need.
 """
@@ -17,7 +17,6 @@ __all__ = [
     "engine",
     "load",
     "overlapping_templates",
-    "peer_exchange",
     "peer_sockets",
     "peers",
     "planner",

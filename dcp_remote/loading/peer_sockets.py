@@ -1,32 +1,24 @@
-"""Sockets between the ranks of a group: opened, configured, and read from with a limit to each wait."""
+"""Sockets between the ranks of a group: which are allowed, and how they are opened, with a limit to each wait."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
-import math
 import os
-import resource
 import socket
 import struct
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import InvalidArgumentError
 
 # Time-out of a connection attempt: ranks of a group reach each other in milliseconds, after a lost packet in a second,
 # or not at all.
-CONNECT_SECONDS = 1.5
-
-# Interval at which a receiver checks whether to go on waiting.
-CHECK_SECONDS = 0.1
+_CONNECT_SECONDS = 1.5
 
 # Connections that wait to be accepted: sixteen from each of 64 ranks.
-BACKLOG = 1024
+_BACKLOG = 1024
 
 # Kernel buffer of a Unix socket: at its default of 200 KiB, two processes wake each other twenty times as often.
 _BUFFER_BYTES = 4 * MiB
@@ -39,6 +31,12 @@ _IFREQ = struct.Struct("16s24s")
 _IFREQ_ADDRESS = slice(20, 24)
 
 _PORT_MAX = 65535
+
+# Beginnings of the addresses and names by which only the host itself is reached.
+_LOOPBACK = ("127.", "::1", "localhost")
+
+# Addresses of no machine whose route is the default route, one per address family (RFC 5737, RFC 3849).
+_FAR_AWAY = ("192.0.2.1", "2001:db8::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +62,10 @@ class RankSockets:
         Raises:
             InvalidArgumentError: This host has no such interface, or the ports are no range.
         """
-        if self.ports is not None:
-            try:
-                first, last = self.ports
-                is_range = type(first) is int and type(last) is int and 0 < first <= last <= _PORT_MAX
-            except (TypeError, ValueError):
-                is_range = False
-            if not is_range:
+        match self.ports:
+            case None | (int(), int()) if self.ports is None or 0 < self.ports[0] <= self.ports[1] <= _PORT_MAX:
+                pass
+            case _:
                 raise InvalidArgumentError(
                     "ports must be the first and the last port of a range, such as (29600, 29700).", ports=self.ports
                 )
@@ -114,6 +109,30 @@ def check_rank_sockets(given: object) -> RankSockets | None:
     return RankSockets() if given else None
 
 
+def host_towards(host: str | None) -> str:
+    """Return the address of this host on the route to another, by which it can be reached from there; sends nothing.
+
+    A host that resolves its own name may get a loopback address (Debian maps it to 127.0.1.1 in /etc/hosts), which no
+    other host reaches. The result is the address on the default route then.
+
+    Args:
+        host: Host at which all ranks meet. None, or a name that cannot be resolved, gives the loopback interface.
+    """
+    own = _address_towards(host) if host else None
+    if host and own and own.startswith(_LOOPBACK) and not host.startswith(_LOOPBACK):
+        own = next(filter(None, map(_address_towards, _FAR_AWAY)), own)
+    return own or "127.0.0.1"
+
+
+def _address_towards(host: str) -> str | None:
+    with contextlib.suppress(OSError):
+        for family, kind, *_, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe:
+                probe.connect(place)
+                return str(probe.getsockname()[0])
+    return None
+
+
 def listen_on_tcp(host: str, ports: tuple[int, int] | None) -> socket.socket:
     """Open a listening TCP socket, at any free port or at a free one of a range.
 
@@ -126,102 +145,67 @@ def listen_on_tcp(host: str, ports: tuple[int, int] | None) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if ports is None:
-        return socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
     first, last = ports
     count = last - first + 1
     for number in range(count):
         # Each rank of a host begins elsewhere, so that few ports are tried twice.
         port = first + (os.getpid() + number) % count
         try:
-            return socket.create_server((host, port), family=family, backlog=BACKLOG)
+            return socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
     raise OSError(errno.EADDRINUSE, f"all ports from {first} to {last} are in use (rank_sockets)")
 
 
-def count_free_descriptors() -> float:
-    """Return the number of files that this process may still open; infinite where the system does not tell."""
-    try:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return math.inf if limit == resource.RLIM_INFINITY else limit - sum(1 for _ in Path("/proc/self/fd").iterdir())
-    except OSError:
-        return math.inf
-
-
 def listen_on_unix_socket() -> socket.socket | None:
-    """Open a listening Unix socket in Linux's abstract namespace, without a file; None on other systems.
+    """Open a listening Unix socket without a file, in Linux's abstract namespace; None on other systems.
 
     Between ranks of a host it costs half of what TCP does.
     """
-    if sys.platform != "linux":
-        return None
     listening = socket.socket(socket.AF_UNIX)
     try:
         listening.bind(b"\0dcp_remote/" + os.urandom(_NAME_BYTES).hex().encode())
-        listening.listen(BACKLOG)
+        listening.listen(_BACKLOG)
     except OSError:
         listening.close()
         return None
     return listening
 
 
-def connect_to_unix_socket(name: bytes) -> socket.socket | None:
-    """Connect to a Unix socket; None if this fails, as for a socket of another host or container."""
+def connect(host: str, port: int, name: bytes) -> socket.socket:
+    """Connect to the Unix socket of a name, or to a TCP port if the name is empty.
+
+    Raises:
+        TimeoutError: The host does not answer.
+        OSError: The host refuses the connection, or is not known.
+    """
+    if not name:
+        return socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.settimeout(CONNECT_SECONDS)
+        connection.settimeout(_CONNECT_SECONDS)
         connection.connect(name)
     except OSError:
         connection.close()
-        return None
+        raise
     return connection
 
 
-def configure_socket(connection: socket.socket, *, check_seconds: float, send_timeout_seconds: float) -> None:
+def configure_socket(connection: socket.socket, *, receive_seconds: float, send_seconds: float) -> None:
     """Set time-outs in the kernel, which spares a poll before each of many small reads.
 
     Args:
         connection: New connection.
-        check_seconds: Interval at which `receive` checks whether to go on, in seconds.
-        send_timeout_seconds: Time after which a send fails if nothing is received, in seconds.
+        receive_seconds: Time after which a receiving call returns what has arrived, or raises BlockingIOError.
+        send_seconds: Time after which a sending call fails if the other side receives nothing.
     """
     connection.settimeout(None)
     if connection.family == socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     else:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(check_seconds))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_timeout_seconds))
-
-
-def _timeval(seconds: float) -> bytes:
-    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-
-
-def receive(connection: socket.socket, into: memoryview, should_stop: Callable[[int, float], bool]) -> int:
-    """Fill a buffer from a socket; return the number of bytes received, which is smaller if `should_stop` said so.
-
-    Args:
-        connection: Configured connection.
-        into: Buffer to fill.
-        should_stop: Called with the number of bytes received and the seconds since the last of them, at each interval
-            of the connection; what it raises is raised.
-
-    Raises:
-        EOFError: The other side has closed the connection.
-        OSError: The connection broke.
-    """
-    received, heard_seconds = 0, time.monotonic()
-    while received < len(into):
-        try:
-            count = connection.recv_into(into[received:], 0, socket.MSG_WAITALL)
-        except BlockingIOError:
-            count = 0
-        else:
-            if not count:
-                raise EOFError("The other rank has closed the connection.")
-            received, heard_seconds = received + count, time.monotonic()
-        if received < len(into) and should_stop(received, time.monotonic() - heard_seconds):
-            break
-    return received
+    for option, seconds in ((socket.SO_RCVTIMEO, receive_seconds), (socket.SO_SNDTIMEO, send_seconds)):
+        timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, option, timeval)

@@ -1,47 +1,58 @@
-"""Transfer of units between ranks during one load: a rank that has read a unit serves it to the ranks that want it.
+"""Exchange of units between ranks during one load: a range that several ranks want is read from the store by one.
 
-Over plain sockets, not a process group of torch's: each wait here has a limit, which a gloo operation cannot have; a
-transfer that fails affects no other; and only ranks that share units are connected. A client knows the server's address
-and secret from the key-value store of the group. The bytes are not encrypted, like those that gloo sends.
+A rank that has read a unit serves it to the ranks that want it, over plain sockets, not a process group of torch's:
+each wait here has a limit, which a gloo operation cannot have; a transfer that fails affects no other; and only ranks
+that share units are connected. A client knows the server's address and secret from the key-value store of the group.
+The bytes are not encrypted, like those that gloo sends. There is one connection for each unit:
 
     request: the server's secret (16 bytes), the number of the unit (8 bytes, little-endian)
-    answer: any number of bytes 2, while the server has not read the unit; then 1, and the unit follows; or 0, and the
-        client reads the unit from the store
+    answer: any number of bytes 2, while the server has not read the unit; then 1, and the unit follows
 
-Correctness does not depend on an answer: a client that gets none, or only a part of the unit in the time in which the
-store would have sent the rest, reads from the store.
+Correctness does not depend on an answer: where the server closes the connection, is silent, or sends more slowly than
+the store would, the client reads from the store what is missing. So no load fails or hangs that would not without the
+exchange. The receiver verifies the bytes as it verifies those of the store; bytes that do not match their digest are
+read from the store.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hmac
-import ipaddress
 import logging
+import math
 import os
-import selectors
+import resource
 import socket
 import struct
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Self, cast
 
-from dcp_remote.loading.peer_sockets import (
-    CHECK_SECONDS,
-    CONNECT_SECONDS,
-    configure_socket,
-    connect_to_unix_socket,
-    count_free_descriptors,
-    listen_on_tcp,
-    listen_on_unix_socket,
-    receive,
-)
+import numpy as np
+
+from dcp_remote.common.threads import WAKE_SECONDS, Workers
+from dcp_remote.format.manifest import Manifest
+from dcp_remote.loading.peer_sockets import configure_socket, connect, listen_on_tcp, listen_on_unix_socket
+from dcp_remote.loading.read_plan import ReadPlan, Wanted
 from dcp_remote.loading.read_rates import ReadRates
+from dcp_remote.loading.shared_read_plan import (
+    decode_wanted,
+    encode_wanted,
+    grouping_key,
+    plan_shared,
+    shared_units,
+    split_into_cohorts,
+)
+from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.request_context import may_write
+from dcp_remote.storage.rereads import is_reread
+from dcp_remote.storage.wrapper import WrappedStore
 
 logger = logging.getLogger(__name__)
 
@@ -49,29 +60,31 @@ logger = logging.getLogger(__name__)
 # byte five times as often. A stopped rank costs each of the others this time once.
 PATIENCE_SECONDS = 10.0
 
-# Hosts that did not prove useful after which no other host is tried, unless one did: a firewall, or a slow network,
-# lies in between.
-_USELESS_MAX = 3
+# Interval at which a client checks whether to go on waiting.
+_CHECK_SECONDS = 0.1
 
-# Time for which a host that did not prove useful is left alone.
-_AVOIDED_SECONDS = 600.0
+# Part of the asked bytes that other hosts must send to be of use; at equal rates it is about half.
+_USEFUL_PART = 0.25
 
-# Addresses of no machine whose route is the default route, one per address family (RFC 5737, RFC 3849).
-_FAR_AWAY = ("192.0.2.1", "2001:db8::1")
+# Time for which other hosts that were of no use are left alone.
+_LEFT_ALONE_SECONDS = 600.0
 
 # Connections that a server has at a time; a client that is turned away reads from the store.
 _CONNECTIONS_MAX = 128
 
-# File descriptors that a load needs at most: these connections, one or two idle ones to each of 63 others, and those of
-# the store.
-_DESCRIPTORS_MIN = 2 * _CONNECTIONS_MAX + 64
+# File descriptors that a load needs at most: these connections, those to other ranks, and those of the store.
+_DESCRIPTORS_MIN = _CONNECTIONS_MAX + 64
 
-# Idle connections to one rank that are kept for the next unit.
-_IDLE_MAX = 2
+# The budget divided by this is for copies that others have not received yet; the rest is for ranges in flight.
+_KEPT_SHARE = 2
+
+# The budget divided by this is one window. Where all ranks are about as fast, a rank is at most three windows ahead of
+# what others have received.
+_WINDOW_SHARE = 8
 
 _SECRET_BYTES = 16
 _REQUEST = struct.Struct(f"<{_SECRET_BYTES}sq")
-_ACCEPTED, _DECLINED, _WAITING = b"\1", b"\0", b"\2"
+_ACCEPTED, _WAITING = b"\1", b"\2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,74 +92,25 @@ class Address:
     """Address at which a rank serves what it has read.
 
     Attributes:
+        rank: Number of the rank.
         host: IP address of the rank's host.
         port: TCP port; 0 if only ranks of the same host are served.
         name: Name of a Unix socket, for ranks of the same host; empty if there is none.
         secret: Secret that each request must contain.
     """
 
+    rank: int
     host: str
     port: int
     name: bytes
     secret: bytes
 
 
-def host_towards(host: str | None) -> str:
-    """Return the address of this host on the route to another, by which it can be reached from there; sends nothing.
-
-    A host that resolves its own name may get a loopback address (Debian maps it to 127.0.1.1 in /etc/hosts), which no
-    other host reaches. The result is the address on the default route then.
-
-    Args:
-        host: Host at which all ranks meet. None, or a name that cannot be resolved, gives the loopback interface.
-    """
-    own = _address_towards(host) if host else None
-    if own is not None and host is not None and _is_loopback(own) and not _means_loopback(host):
-        own = next(filter(None, map(_address_towards, _FAR_AWAY)), own)
-    return own or "127.0.0.1"
-
-
-def _address_towards(host: str) -> str | None:
-    with contextlib.suppress(OSError):
-        for family, kind, *_, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind) as probe:
-                probe.connect(place)
-                return str(probe.getsockname()[0])
-    return None
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
-def _means_loopback(host: str) -> bool:
-    try:
-        return _is_loopback(host)
-    except ValueError:
-        return host == "localhost"
-
-
-@dataclass(slots=True)
-class _Offer:
-    """Unit that is ready to be served.
-
-    Attributes:
-        data: Bytes of the unit; None if requests for it are declined.
-        receivers: Number of ranks that have not received the unit yet.
-        kept_bytes: Size of the copy in bytes; 0 if `data` is no copy.
-    """
-
-    data: memoryview | None
-    receivers: int = 0
-    kept_bytes: int = 0
-
-
 class PeerServer:
     """Serves units to other ranks as soon as they are offered; one thread per connection, and one that accepts.
 
-    Use as a context manager, at whose end all threads have ended. A unit is dropped when all receivers have it.
-
     Args:
+        rank: Number of this rank.
         host: Address of this host to listen at.
         kept_bytes_max: Limit of the copies of units that do not stay in place, in bytes.
         ports: First and last TCP port to listen at; None for any free port.
@@ -162,6 +126,7 @@ class PeerServer:
 
     def __init__(
         self,
+        rank: int,
         host: str,
         *,
         kept_bytes_max: int,
@@ -169,18 +134,18 @@ class PeerServer:
         serves_other_hosts: bool = True,
     ) -> None:
         """Start to listen, and start the accepting thread."""
-        if count_free_descriptors() < _DESCRIPTORS_MIN:
+        if sum(1 for _ in Path("/dev/fd").iterdir()) + _DESCRIPTORS_MIN > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
             raise OSError(errno.EMFILE, "too few files may be opened (ulimit -n) for connections to other ranks")
         self._kept_bytes_max = kept_bytes_max
         self._kept_bytes = 0
         self._changed = threading.Condition()
-        self._offers: dict[int, _Offer] = {}
-        self._is_complete = False
-        self._closed = threading.Event()
+        # By number of the unit: its bytes, None where it is declined; and for a copy the ranks that have not got it.
+        self._offers: dict[int, memoryview | None] = {}
+        self._receivers: dict[int, int] = {}
+        self._is_complete = self._is_closed = False
         self._connections: set[socket.socket] = set()
-        self._threads: list[threading.Thread] = []
-        self._accepting = threading.Thread(target=self._accept, name="dcp_remote-peer-accept", daemon=True)
-        with contextlib.ExitStack() as opened:  # closed again if the next socket or the thread fails
+        self._workers = Workers(_CONNECTIONS_MAX + 1, "dcp_remote-peer")
+        with ExitStack() as opened:  # closed again if the next socket or the thread fails
             unix = listen_on_unix_socket()
             self._listening = [] if unix is None else [opened.enter_context(unix)]
             port = 0
@@ -192,40 +157,27 @@ class PeerServer:
                     if unix is None:
                         raise
                     logger.warning(
-                        "This rank serves only ranks of its own host: it cannot listen at a TCP port. Give it a free "
-                        "one: rank_sockets=RankSockets(ports=…). host=%s cause=%s",
+                        "This rank cannot listen at a TCP port, so that ranks send what they have read only to ranks "
+                        "of their own host. Give it a free port: rank_sockets=RankSockets(ports=…). host=%s cause=%s",
                         host,
                         error,
                     )
             name = bytes(unix.getsockname()) if unix is not None else b""
-            self.address = Address(host, port, name, os.urandom(_SECRET_BYTES))
-            self._woken, self._wake = map(opened.enter_context, socket.socketpair())
-            self._accepting.start()
-            self._sockets = opened.pop_all()
-
-    def __enter__(self) -> Self:
-        """Return the server."""
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        """Close the server."""
-        self.close()
+            self.address = Address(rank, host, port, name, os.urandom(_SECRET_BYTES))
+            self._workers.submit(self._accept)
+            opened.pop_all()  # the accepting thread closes them
 
     def close(self) -> None:
         """Close all connections, which tells the clients that wait, and wait for all threads to end."""
         with self._changed:
-            self._closed.set()
-            self._offers.clear()
+            self._is_closed = True
             self._changed.notify_all()
-            connections = list(self._connections)
-        self._wake.send(b"x")
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        self._accepting.join()
-        for thread in self._threads:  # complete, since the accepting thread has ended
-            thread.join()
-        self._sockets.close()
+            for connection in (*self._listening, *self._connections):
+                with suppress(OSError):  # the other side has closed it
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._workers.shutdown(wait=True)
+        for connection in self._connections:  # those that no thread has begun to serve
+            connection.close()
 
     def offer(self, number: int, data: memoryview, *, receivers: int, stays: bool) -> None:
         """Offer a unit to the clients.
@@ -234,15 +186,17 @@ class PeerServer:
             number: Number of the unit.
             data: Bytes of the unit.
             receivers: Number of ranks that want the unit.
-            stays: True if `data` is valid until this server is closed. Otherwise a copy is kept; if there is no room
-                for a copy, requests for the unit are declined.
+            stays: True if `data` is valid until this server is closed. Otherwise a copy is kept until all receivers
+                have it; if there is no room for a copy, requests for the unit are declined.
         """
         with self._changed:
-            has_room = stays or self._kept_bytes + len(data) <= self._kept_bytes_max
-            if not stays and has_room:
-                data = memoryview(bytes(data))
+            if stays:
+                self._offers[number] = data
+            elif self._kept_bytes + len(data) <= self._kept_bytes_max:
                 self._kept_bytes += len(data)
-            self._offers[number] = _Offer(data, receivers, 0 if stays else len(data)) if has_room else _Offer(None)
+                self._offers[number], self._receivers[number] = memoryview(bytes(data)), receivers
+            else:
+                self._offers[number] = None
             self._changed.notify_all()
 
     def complete(self) -> None:
@@ -253,291 +207,376 @@ class PeerServer:
 
     def _accept(self) -> None:
         try:
-            self._accept_all()
-        except OSError as error:  # such as too many open files
+            while not self._is_closed:
+                for listening in wait(self._listening, WAKE_SECONDS):
+                    self._accept_one(cast("socket.socket", listening))
+        except (OSError, RuntimeError) as error:  # such as too many open files, or threads
             logger.debug("no more connections of other ranks are accepted: %s", error)
         finally:
             # Clients that wait to be accepted learn it at once, and read from the store.
             for listening in self._listening:
                 listening.close()
 
-    def _accept_all(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for source in (*self._listening, self._woken):
-                source.settimeout(0)
-                selector.register(source, selectors.EVENT_READ)
-            while not self._closed.is_set():
-                for key, _ in selector.select():
-                    if key.fileobj is not self._woken:
-                        self._accept_one(cast("socket.socket", key.fileobj))
-
     def _accept_one(self, listening: socket.socket) -> None:
-        try:
-            connection, _ = listening.accept()
-        except (BlockingIOError, ConnectionError):
-            return  # the client has closed it again
-        if len(self._connections) >= _CONNECTIONS_MAX:
-            connection.close()
-            return
+        connection, _ = listening.accept()
         with self._changed:
-            thread = threading.Thread(target=self._serve, args=(connection,), name="dcp_remote-peer-serve", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # too many threads, or the interpreter is about to exit
-                logger.debug("a connection of another rank was closed again: %s", error)
+            if self._is_closed or len(self._connections) >= _CONNECTIONS_MAX:
                 connection.close()
                 return
             self._connections.add(connection)
-            self._threads.append(thread)
+        self._workers.submit(partial(self._serve, connection))
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            configure_socket(connection, check_seconds=1.0, send_timeout_seconds=PATIENCE_SECONDS)
-            request = memoryview(bytearray(_REQUEST.size))
-            while receive(connection, request, lambda *_: self._closed.is_set()) == len(request):
+            configure_socket(connection, receive_seconds=PATIENCE_SECONDS, send_seconds=PATIENCE_SECONDS)
+            request = connection.recv(_REQUEST.size, socket.MSG_WAITALL)
+            if len(request) == _REQUEST.size:
                 secret, number = _REQUEST.unpack(request)
-                if not hmac.compare_digest(secret, self.address.secret):
-                    return
-                offer = self._wait_for(number, connection)
-                if offer is None or offer.data is None:
-                    connection.sendall(_DECLINED)
-                    continue
-                try:
-                    connection.sendall(_ACCEPTED)
-                    connection.sendall(offer.data)
-                finally:  # a client that breaks off reads the rest from the store
-                    self._count_sent(number, offer)
-        except (OSError, EOFError) as error:
+                if hmac.compare_digest(secret, self.address.secret):
+                    self._answer(connection, number)
+        except OSError as error:
             logger.debug("a connection of another rank ended: %s", error)
         finally:
             with self._changed:
                 self._connections.discard(connection)
             connection.close()
 
-    def _wait_for(self, number: int, connection: socket.socket) -> _Offer | None:
-        """Wait until a unit is offered, and meanwhile tell the client that this rank is still reading."""
+    def _answer(self, connection: socket.socket, number: int) -> None:
+        """Wait until a unit is offered, and meanwhile tell the client that this rank is still reading; then send it."""
 
         def is_decided() -> bool:
-            return self._closed.is_set() or self._is_complete or number in self._offers
+            return self._is_closed or self._is_complete or number in self._offers
 
         while True:
             with self._changed:
                 if self._changed.wait_for(is_decided, PATIENCE_SECONDS / 5):
-                    return self._offers.get(number)
+                    data = self._offers.get(number)
+                    break
             connection.sendall(_WAITING)
+        if data is None:
+            return
+        try:
+            connection.sendall(_ACCEPTED)
+            connection.sendall(data)
+        finally:  # a client that breaks off reads the rest from the store
+            self._count_sent(number, len(data))
 
-    def _count_sent(self, number: int, offer: _Offer) -> None:
-        """Count one receiver less, and drop the unit after the last."""
+    def _count_sent(self, number: int, size_bytes: int) -> None:
+        """Count one receiver of a copy less, and drop the copy after the last."""
         with self._changed:
-            offer.receivers -= 1
-            if offer.receivers <= 0 and number in self._offers:
-                self._kept_bytes -= offer.kept_bytes
-                self._offers[number] = _Offer(None)
+            if number in self._receivers:
+                self._receivers[number] -= 1
+                if not self._receivers[number]:
+                    del self._receivers[number]
+                    self._offers[number] = None
+                    self._kept_bytes -= size_bytes
 
 
 class OtherHosts:
-    """Other hosts as the loads of this process found them. Thread-safe.
-
-    A host is avoided for ten minutes if a load did not reach it, or left more of its units to the store than it took.
+    """Whether the other hosts are of use to this process: left alone for ten minutes where they were not. Thread-safe.
 
     Args:
         clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with no host."""
+        """Begin with hosts that are of use."""
         self._clock = clock
-        self._lock = threading.Lock()
-        # By host: the time of the finding, and the cause to avoid the host: None if it is useful, "" if it is slow.
-        self._found: dict[str, tuple[float, str | None]] = {}
+        self._alone_until_seconds = -math.inf
 
-    def note(self, host: str, cause: str | None) -> None:
-        """Note whether a host is useful.
+    def note(self, *, are_useful: bool) -> None:
+        """Note whether other hosts send enough of what a load asks them for."""
+        self._alone_until_seconds = -math.inf if are_useful else self._clock() + _LEFT_ALONE_SECONDS
 
-        Args:
-            host: Address of the host.
-            cause: None if it is useful; "" if it sends more slowly than the store; otherwise why it was not reached.
-        """
-        with self._lock:
-            self._found[host] = self._clock(), cause
-
-    def find_cause(self, host: str) -> str | None:
-        """Return the cause to avoid a host, as for `note`; None if there is none."""
-        with self._lock:
-            causes = self._causes()
-            if host not in causes and len(causes) >= _USELESS_MAX and self._are_useless(causes):
-                return next(reversed(causes.values()))
-            return causes.get(host)
-
-    def are_slow(self) -> bool:
-        """Return whether all hosts that are known send more slowly than the store; False if none is known."""
-        with self._lock:
-            causes = self._causes()
-            return "" in causes.values() and self._are_useless(causes)
-
-    def _causes(self) -> dict[str, str | None]:
-        since_seconds = self._clock() - _AVOIDED_SECONDS
-        return {host: cause for host, (seconds, cause) in self._found.items() if seconds > since_seconds}
-
-    @staticmethod
-    def _are_useless(causes: Mapping[str, str | None]) -> bool:
-        return None not in causes.values()
+    def are_useful(self) -> bool:
+        """Return whether to ask other hosts."""
+        return self._clock() >= self._alone_until_seconds
 
 
-class PeerClient:
-    """Fetches units from other ranks; from any thread, with a connection per thread and request.
+_OTHER_HOSTS = OtherHosts()
 
-    A rank that refuses, or is silent for `PATIENCE_SECONDS`, is not asked again; nor is a host that is not reached, or
-    sends more slowly than the store.
+
+class PeerStore(WrappedStore):
+    """Store that requests units that other ranks own from these first, and measures how fast both ways are.
+
+    A rank that is not reached, or is silent for `PATIENCE_SECONDS`, is not asked again; nor are other hosts once they
+    have left most of what they were asked for to the store.
 
     Args:
-        addresses: Addresses of the servers, by number of the rank.
+        store: Store that holds the shards.
+        units: Units by key and first byte, each with its number and the address of its owner.
         host: Address of this host, by which ranks of the same host are recognized.
         is_over: Function that tells whether the load was cancelled; called ten times a second while a thread waits.
-        rates: Rate of the store in this load.
         hosts: Other hosts as earlier loads found them; told what this load finds.
 
     Attributes:
-        unreached: Cause by number of the rank: ranks that were not reached, broke off or fell silent, and those of
-            hosts that an earlier load did not reach.
+        received_bytes: Bytes received from other ranks, by number of the unit.
+        unreached: Cause by address: ranks that were not reached, or fell silent.
     """
 
     def __init__(
         self,
-        addresses: Mapping[int, Address],
-        host: str,
+        store: ObjectStore,
+        units: Mapping[tuple[str, int], tuple[int, Address]],
         *,
+        host: str,
         is_over: Callable[[], bool],
-        rates: ReadRates,
         hosts: OtherHosts,
     ) -> None:
-        """Store the addresses; no connection is made."""
-        self._addresses = addresses
+        """Store the settings; no connection is made."""
+        super().__init__(store)
+        self._units = units
         self._host = host
         self._is_over = is_over
-        self._rates = rates
         self._hosts = hosts
+        self._rates = ReadRates()
         self._lock = threading.Lock()
-        self._idle: dict[int, list[socket.socket]] = {}
-        self._failed: set[int] = set()
-        self._received_bytes = 0
-        # By host: bytes received, less those of the same units that were left to the store.
-        self._balance: Counter[str] = Counter()
-        self.unreached: dict[int, str] = {}
-        for rank, address in addresses.items():
-            if address.host != host and (cause := hosts.find_cause(address.host)):
-                self.unreached[rank] = cause
+        self._balance_bytes = 0.0  # received from other hosts, less the part of the asked bytes that makes them useful
+        self.received_bytes: dict[int, int] = {}
+        self.unreached: dict[Address, str] = {}
 
-    def __enter__(self) -> Self:
-        """Return the client."""
-        return self
+    def get_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """Read a unit from its owner, and from the store what the owner does not send; other ranges from the store."""
+        # On a reread the bytes of the other rank did not match their digest.
+        unit = None if is_reread() else self._units.get((self._prefix + key, start))
+        if unit is not None:
+            number, address = unit
+            count = self.received_bytes[number] = self._fetch(address, number, buffer)
+            start, buffer = start + count, buffer[count:]
+        if buffer:
+            with self._rates.reading(len(buffer)):
+                super().get_into(key, start, buffer)
 
-    def __exit__(self, *_error: object) -> None:
-        """Close the client."""
-        self.close()
-
-    @property
-    def received_bytes(self) -> int:
-        """Number of bytes received from other ranks."""
-        return self._received_bytes
-
-    def close(self) -> None:
-        """Close all connections; no thread may be in `fetch` any more."""
-        with self._lock:
-            idle, self._idle = self._idle, {}
-        for connections in idle.values():
-            for connection in connections:
-                connection.close()
-
-    def fetch(self, rank: int, number: int, into: memoryview) -> int:
-        """Fetch a unit from another rank; waits until that rank has read it.
-
-        Returns:
-            Number of bytes received, from the first on; the others must be read from the store.
-        """
-        with self._lock:
-            if rank in self._failed or self._is_avoided(rank):
-                return 0
-            idle = self._idle.get(rank, [])
-            connection = idle.pop() if idle else None
-        is_connected = connection is not None
-        try:
-            if connection is None:
-                connection = self._connect(rank)
-                is_connected = True
-            received = self._request(connection, rank, number, into)
-        except (OSError, EOFError) as error:
-            if connection is not None:
-                connection.close()
-            self._mark_failed(rank, error, is_blocked=not is_connected and not isinstance(error, ConnectionError))
+    def _fetch(self, address: Address, number: int, into: memoryview) -> int:
+        """Fetch a unit from another rank, when that rank has read it; return the number of bytes received."""
+        is_far = address.host != self._host
+        if address in self.unreached or (is_far and not self._hosts.are_useful()):
             return 0
-        with self._lock:
-            idle = self._idle.setdefault(rank, [])
-            is_kept = len(idle) < _IDLE_MAX and (received is None or received == len(into))
-            if is_kept:
-                idle.append(connection)
-            if received is not None:
-                self._received_bytes += received
-                if not self._is_on_this_host(rank):
-                    host = self._addresses[rank].host
-                    self._balance[host] += 2 * received - len(into)
-                    self._hosts.note(host, None if self._balance[host] >= 0 else "")
-        if not is_kept:
-            connection.close()
-        return received or 0
-
-    def _is_on_this_host(self, rank: int) -> bool:
-        return self._addresses[rank].host == self._host
-
-    def _is_avoided(self, rank: int) -> bool:
-        return not self._is_on_this_host(rank) and self._hosts.find_cause(self._addresses[rank].host) is not None
-
-    def _connect(self, rank: int) -> socket.socket:
-        address = self._addresses[rank]
-        connection = connect_to_unix_socket(address.name) if address.name and self._is_on_this_host(rank) else None
-        if connection is None:
-            if not address.port:
-                raise ConnectionRefusedError(errno.ECONNREFUSED, "the rank serves only ranks of its own host")
-            connection = socket.create_connection((address.host, address.port), timeout=CONNECT_SECONDS)
-        configure_socket(connection, check_seconds=CHECK_SECONDS, send_timeout_seconds=PATIENCE_SECONDS)
-        return connection
-
-    def _request(self, connection: socket.socket, rank: int, number: int, into: memoryview) -> int | None:
-        """Return the number of bytes received; None if the rank declines."""
-        connection.sendall(_REQUEST.pack(self._addresses[rank].secret, number))
-        answer = memoryview(bytearray(_WAITING))
-        while bytes(answer) == _WAITING:
-            # The host may have proved slow meanwhile, in another thread.
-            if receive(connection, answer, lambda _, idle: self._check(idle) or self._is_avoided(rank)) == 0:
+        received = 0
+        try:
+            with connect(address.host, address.port, b"" if is_far else address.name) as connection:
+                configure_socket(connection, receive_seconds=_CHECK_SECONDS, send_seconds=PATIENCE_SECONDS)
+                connection.sendall(_REQUEST.pack(address.secret, number))
+                if not self._is_accepted(connection, is_far=is_far):
+                    return 0
+                # A rank of the same host sends as fast as memory is copied.
+                with self._rates.receiving() if is_far else nullcontext(lambda _: False) as comes_sooner:
+                    received = self._receive(connection, into, comes_sooner)
+                    comes_sooner(received)
+        except OSError as error:
+            if self._is_abandoned():
                 return 0
-        if bytes(answer) != _ACCEPTED:
-            return None
-        if self._is_on_this_host(rank):
-            return receive(connection, into, lambda _, idle: self._check(idle))
-        with self._rates.receiving() as comes_sooner:
-            received = receive(connection, into, lambda received, idle: self._check(idle) or comes_sooner(received))
-            comes_sooner(received)
+            self.unreached[address] = str(error) or type(error).__name__
+            logger.debug("A rank does not send what it has read. address=%s cause=%s", address, error)
+            if isinstance(error, ConnectionError):  # the rank has gone; others of its host have not
+                return 0
+        if is_far:
+            with self._lock:
+                self._balance_bytes += received - _USEFUL_PART * len(into)
+                self._hosts.note(are_useful=self._balance_bytes >= 0)
         return received
 
-    def _check(self, idle_seconds: float) -> bool:
-        """Return False while it is worth waiting for a rank; else raise TimeoutError."""
-        if self._is_abandoned():
-            raise TimeoutError("The load is over.")
-        if idle_seconds >= PATIENCE_SECONDS:
-            raise TimeoutError(f"The other rank has sent nothing for {idle_seconds:.0f} s.")
-        return False
+    def _is_accepted(self, connection: socket.socket, *, is_far: bool) -> bool:
+        """Wait until the server has read the unit; return False if it does not send it."""
+        answer = memoryview(bytearray(_WAITING))
+        while bytes(answer) == _WAITING:
+            # Other hosts may prove slow meanwhile, in another thread.
+            if not self._receive(connection, answer, lambda _: is_far and not self._hosts.are_useful()):
+                return False
+        return bytes(answer) == _ACCEPTED
+
+    def _receive(self, connection: socket.socket, into: memoryview, should_stop: Callable[[int], bool]) -> int:
+        """Fill a buffer; return the number of bytes received, which is smaller if the server closes the connection.
+
+        Args:
+            connection: Configured connection.
+            into: Buffer to fill.
+            should_stop: Function that tells whether to leave the rest, called with the number of bytes received.
+
+        Raises:
+            TimeoutError: The load is over, or the server has sent nothing for `PATIENCE_SECONDS`.
+            OSError: The connection broke.
+        """
+        received, heard_seconds = 0, time.monotonic()
+        while received < len(into):
+            try:
+                count = connection.recv_into(into[received:], 0, socket.MSG_WAITALL)
+                if not count:
+                    break
+                received, heard_seconds = received + count, time.monotonic()
+            except BlockingIOError:
+                idle_seconds = time.monotonic() - heard_seconds
+                if idle_seconds >= PATIENCE_SECONDS:
+                    raise TimeoutError(f"The other rank has sent nothing for {idle_seconds:.0f} s.") from None
+            if self._is_abandoned():
+                raise TimeoutError("The load is over.")
+            if received < len(into) and should_stop(received):
+                break
+        return received
 
     def _is_abandoned(self) -> bool:
         """Return whether the load was cancelled, or the caller has taken its buffer back."""
         return self._is_over() or not may_write()
 
-    def _mark_failed(self, rank: int, error: Exception, *, is_blocked: bool) -> None:
-        address = self._addresses[rank]
-        with self._lock:
-            self._failed.add(rank)
-            if self._is_abandoned():
-                return
-            self.unreached.setdefault(rank, str(error))
-            if is_blocked and address.host != self._host:
-                self._hosts.note(address.host, str(error) or type(error).__name__)
-        logger.debug("A rank does not send what it has read. address=%s:%d cause=%s", address.host, address.port, error)
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """Message of a rank to the others before a load.
+
+    Attributes:
+        address: Address at which the rank serves what it has read; None if it takes no part.
+        wanted: Blocks that the rank wants, as `encode_wanted` returns them.
+    """
+
+    address: Address | None
+    wanted: bytes
+
+
+def cohorts_of(announcements: Sequence[Announcement]) -> tuple[list[dict[int, Announcement]], list[int]]:
+    """Return the cohorts, and for each rank the number of its cohort; called on the coordinator. Pure.
+
+    A cohort is the ranks that read together, ascending, each with its announcement. Equal `wanted` become one object,
+    which pickle writes once.
+    """
+    interned = {announcement.wanted: announcement.wanted for announcement in announcements}
+    keys = {wanted: grouping_key(decode_wanted(wanted)) for wanted in interned}
+    split = split_into_cohorts([keys[announcement.wanted] for announcement in announcements])
+    cohorts = [
+        {rank: Announcement(announcements[rank].address, interned[announcements[rank].wanted]) for rank in ranks}
+        for ranks in split
+    ]
+    numbers = {rank: number for number, ranks in enumerate(split) for rank in ranks}
+    return cohorts, [numbers[rank] for rank in range(len(announcements))]
+
+
+class PeerExchange:
+    """This rank's part in an exchange, used as a context manager; leave it when all ranks have what they want.
+
+    First `listen`, then `begin` with the cohort of this rank, which returns the store and the plan to read with.
+
+    Args:
+        rank: Number of this rank.
+        host: Address of this host that the other ranks can reach.
+        gives: True if what this rank has read stays unchanged until the end; if not, the rank takes no part: it opens
+            no socket and reads everything from the store.
+        ports: First and last TCP port to listen at; None for any free port.
+        memory_budget_bytes: Limit of the memory of ranges in flight and of copies kept for others, in bytes.
+        is_over: Function that tells whether the load was cancelled.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        *,
+        gives: bool,
+        memory_budget_bytes: int,
+        is_over: Callable[[], bool],
+        ports: tuple[int, int] | None = None,
+    ) -> None:
+        """Store the settings; nothing is opened before `listen`."""
+        self._rank = rank
+        self._host = host
+        self._gives = gives
+        self._ports = ports
+        self._budget_bytes = memory_budget_bytes
+        self._is_over = is_over
+        self._server: PeerServer | None = None
+        self._store: PeerStore | None = None
+        self._owned: dict[tuple[str, int], tuple[int, int]] = {}  # number and receivers, by key and first byte
+        self._awaited_bytes = 0
+
+    def __enter__(self) -> Self:
+        """Return the exchange."""
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Close all connections and end all threads; the other ranks read from the store what they still want."""
+        if self._server is not None:
+            self._server.close()
+
+    @property
+    def received_bytes(self) -> int:
+        """Number of bytes received from other ranks."""
+        return sum(self._store.received_bytes.values()) if self._store is not None else 0
+
+    @property
+    def fallback_bytes(self) -> int:
+        """Number of bytes that another rank was to send, and that this rank read from the store; once all is read."""
+        return self._awaited_bytes - self.received_bytes
+
+    @property
+    def unreached(self) -> list[tuple[Address, str]]:
+        """Ranks from which this rank got nothing, or nothing more, each with the cause."""
+        return list(self._store.unreached.items()) if self._store is not None else []
+
+    @property
+    def budget_bytes(self) -> int:
+        """Limit of the memory of ranges in flight, in bytes."""
+        return self._budget_bytes - self._budget_bytes // _KEPT_SHARE if self._owned else self._budget_bytes
+
+    def listen(self, manifest: Manifest, wanted: Wanted) -> Announcement:
+        """Start to listen, and return the announcement for the other ranks."""
+        try:
+            if self._gives:
+                self._server = PeerServer(
+                    self._rank,
+                    self._host,
+                    kept_bytes_max=self._budget_bytes // _KEPT_SHARE,
+                    ports=self._ports,
+                    serves_other_hosts=_OTHER_HOSTS.are_useful(),
+                )
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+            logger.warning(
+                "This rank cannot serve other ranks, and reads everything from the store. host=%s cause=%s",
+                self._host,
+                error,
+            )
+        address = self._server.address if self._server is not None else None
+        return Announcement(address, encode_wanted(manifest, wanted))
+
+    def begin(
+        self, store: ObjectStore, manifest: Manifest, wanted: Wanted, cohort: Mapping[int, Announcement]
+    ) -> tuple[ObjectStore, ReadPlan]:
+        """Plan the shared read, and return the store and the plan to read with; connects when a unit is requested.
+
+        Args:
+            store: Store that holds the shards.
+            manifest: Manifest of the checkpoint.
+            wanted: Blocks that this rank wants, as passed to `listen`.
+            cohort: Cohort of this rank.
+        """
+        # A rank that takes no part shares nothing, as if it wanted nothing.
+        addresses = [announcement.address for announcement in cohort.values()]
+        wants = [
+            decode_wanted(announcement.wanted) if announcement.address else np.zeros((0, 2), dtype=np.int64)
+            for announcement in cohort.values()
+        ]
+        # Where a rank serves only its own host, all do, so that each unit can be had from its owner.
+        is_connected = all(address is None or address.port for address in addresses)
+        groups = ["" if is_connected or address is None else address.host for address in addresses]
+        member = list(cohort).index(self._rank)
+        units = shared_units(manifest, wants, groups)
+        awaited: dict[tuple[str, int], tuple[int, Address]] = {}
+        for number, unit in enumerate(units):
+            place = manifest.shards.keys[unit.range.shard], unit.range.start
+            owner = addresses[unit.owner]
+            if unit.owner == member:
+                self._owned[place] = number, len(unit.members) - 1
+            elif member in unit.members and owner is not None:
+                awaited[place] = number, owner
+                self._awaited_bytes += unit.range.length
+        self._store = PeerStore(store, awaited, host=self._host, is_over=self._is_over, hosts=_OTHER_HOSTS)
+        window_bytes = max(1, self._budget_bytes // _WINDOW_SHARE)
+        return self._store, plan_shared(manifest, wanted, units, member=member, window_bytes=window_bytes)
+
+    def complete(self) -> None:
+        """Tell the other ranks that this rank has read all that it owns."""
+        if self._server is not None:
+            self._server.complete()
+
+    def arrived(self, key: str, start: int, data: memoryview, stays: bool) -> None:  # noqa: FBT001  # `engine.Arrived`
+        """Offer a range to the other ranks if this rank owns it; the callback of `read_targets`."""
+        if self._server is not None and (key, start) in self._owned:
+            number, receivers = self._owned[key, start]
+            self._server.offer(number, data, receivers=receivers, stays=stays)

@@ -11,36 +11,12 @@ from contextlib import contextmanager
 # equal change places all the time.
 _SLOWER_FACTOR = 0.75
 
-# Time after which a rate begins to count, and after which it counts in full, in seconds: what has arrived is looked at
-# every tenth of a second, and a new connection is slow at first.
-_RATE_BEGINS_SECONDS, _RATE_COUNTS_SECONDS = 0.1, 0.5
+# Time after which the rate of other hosts counts, in seconds: a new connection is slow at first.
+_CERTAIN_SECONDS = 0.3
 
-# Time in which the rate of other hosts is measured, in seconds.
+# Time in which the rate of other hosts is measured, in seconds. After this time, a unit is left to a store whose rate
+# is unknown, because this rank owns no unit.
 _WINDOW_SECONDS = 1.0
-
-# Time after which a unit is left to a store whose rate is unknown, because this rank owns no unit, in seconds.
-_UNKNOWN_SECONDS = 1.0
-
-
-def comes_sooner_from_store(
-    hosts_rate: float, store_rate: float, *, transfers: int, reading: int, measured_seconds: float
-) -> bool:
-    """Return whether the rest of a unit comes clearly sooner from the store than from another host.
-
-    Each transfer has its part of the rate of the other hosts. In the store, it would have the same part of the rate as
-    all else that this rank is waiting for would have there. So one unit after another is left to the store, until the
-    others come as soon.
-
-    Args:
-        hosts_rate: Bytes per second from other hosts.
-        store_rate: Bytes per second from the store, while all ranks read from it.
-        transfers: Number of units that other hosts are sending, at least 1.
-        reading: Number of requests to the store.
-        measured_seconds: Time for which `hosts_rate` was measured: the shorter, the greater the advantage must be.
-    """
-    certainty = (measured_seconds - _RATE_BEGINS_SECONDS) / (_RATE_COUNTS_SECONDS - _RATE_BEGINS_SECONDS)
-    factor = _SLOWER_FACTOR * min(1.0, max(0.0, certainty))
-    return hosts_rate * (transfers + reading) < factor * store_rate * transfers
 
 
 class _Meter:
@@ -52,30 +28,19 @@ class _Meter:
         seconds: Time with something under way, up to the last call.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._marked_seconds = 0.0
+    def __init__(self) -> None:
         self.count = 0
         self.received_bytes = 0.0
         self.seconds = 0.0
+        self._marked_seconds = 0.0
 
-    @property
-    def rate(self) -> float:
-        """Bytes per second."""
-        return self.received_bytes / max(self.seconds, 1e-9)
-
-    def note(self, received_bytes: int, *, begun: int = 0) -> None:
+    def note(self, now_seconds: float, received_bytes: int, *, begun: int = 0) -> None:
         """Count bytes, and requests or units that begin; a negative number of them ends."""
-        now_seconds = self._clock()
         if self.count:
             self.seconds += now_seconds - self._marked_seconds
         self._marked_seconds = now_seconds
         self.count += begun
         self.received_bytes += received_bytes
-
-    def forget(self) -> None:
-        """Halve bytes and seconds, so that the rate is that of the last seconds."""
-        self.received_bytes, self.seconds = self.received_bytes / 2, self.seconds / 2
 
 
 class ReadRates:
@@ -91,21 +56,19 @@ class ReadRates:
         """Begin with no rate."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._store = _Meter(clock)
-        self._hosts = _Meter(clock)
+        self._store = _Meter()
+        self._hosts = _Meter()
 
     @contextmanager
     def reading(self, size_bytes: int) -> Iterator[None]:
         """Measure a request to the store while a block runs; its bytes count if the block raises nothing."""
         received_bytes = 0
-        with self._lock:
-            self._store.note(0, begun=1)
+        self._note(self._store, 0, begun=1)
         try:
             yield
             received_bytes = size_bytes
         finally:
-            with self._lock:
-                self._store.note(received_bytes, begun=-1)
+            self._note(self._store, received_bytes, begun=-1)
 
     @contextmanager
     def receiving(self) -> Iterator[Callable[[int], bool]]:
@@ -113,37 +76,42 @@ class ReadRates:
 
         Yields:
             Function to be called with the bytes of the unit that have arrived, now and then and at the end. Returns
-            whether the rest of the unit comes sooner from the store.
+            whether the rest of the unit comes clearly sooner from the store.
         """
-        began_seconds = self._clock()
         counted_bytes = 0
 
         def comes_sooner(received_bytes: int) -> bool:
             nonlocal counted_bytes
-            with self._lock:
-                self._hosts.note(received_bytes - counted_bytes)
-                counted_bytes = received_bytes
-                return self._comes_sooner(self._clock() - began_seconds)
+            self._note(self._hosts, received_bytes - counted_bytes)
+            counted_bytes = received_bytes
+            return self._comes_sooner()
 
-        with self._lock:
-            self._hosts.note(0, begun=1)
+        self._note(self._hosts, 0, begun=1)
         try:
             yield comes_sooner
         finally:
-            with self._lock:
-                self._hosts.note(0, begun=-1)
+            self._note(self._hosts, 0, begun=-1)
 
-    def _comes_sooner(self, seconds: float) -> bool:
-        """Return whether the rest of a unit comes sooner from the store that another host has sent for some seconds."""
-        if not self._store.received_bytes:
-            return not self._store.count and seconds >= _UNKNOWN_SECONDS
-        is_slow = comes_sooner_from_store(
-            self._hosts.rate,
-            self._store.rate,
-            transfers=self._hosts.count,
-            reading=self._store.count,
-            measured_seconds=self._hosts.seconds,
-        )
-        if self._hosts.seconds > _WINDOW_SECONDS:
-            self._hosts.forget()
-        return is_slow and seconds >= _RATE_BEGINS_SECONDS
+    def _note(self, way: _Meter, received_bytes: int, *, begun: int = 0) -> None:
+        with self._lock:
+            way.note(self._clock(), received_bytes, begun=begun)
+
+    def _comes_sooner(self) -> bool:
+        """Return whether the rest of a unit that another host is sending comes sooner from the store.
+
+        Each transfer has its part of the rate of the other hosts. In the store, it would have the same part of the rate
+        as all else that this rank is waiting for would have there. So one unit after another is left to the store,
+        until the others come as soon.
+        """
+        with self._lock:
+            store, hosts = self._store, self._hosts
+            if hosts.seconds < _CERTAIN_SECONDS:
+                return False
+            is_window_full = hosts.seconds > _WINDOW_SECONDS
+            if not store.received_bytes:
+                return not store.count and is_window_full
+            hosts_rate = hosts.received_bytes / hosts.seconds
+            store_rate = store.received_bytes / max(store.seconds, 1e-9)
+            if is_window_full:  # the older half counts half, so that the rate is that of the last seconds
+                hosts.received_bytes, hosts.seconds = hosts.received_bytes / 2, hosts.seconds / 2
+            return hosts_rate * (hosts.count + store.count) < _SLOWER_FACTOR * store_rate * hosts.count

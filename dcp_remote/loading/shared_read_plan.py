@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_remote.common.arrays import I64, concat_ranges, group_offsets
-from dcp_remote.common.digests import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, BLOCKS_PER_PIECE
+from dcp_remote.common.digests import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, BLOCKS_PER_PIECE, block_count
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.format.shard import SEPARATE_BYTES_MIN
 from dcp_remote.loading.read_plan import (
@@ -52,19 +52,6 @@ class Unit:
     range: RangePlan
     members: tuple[int, ...]
     owner: int
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Place of a rank among the hosts.
-
-    Attributes:
-        host: Address of the host.
-        serves_all: True if ranks of other hosts can connect to the rank.
-    """
-
-    host: str
-    serves_all: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +154,17 @@ def split_into_cohorts(keys: Sequence[int]) -> list[list[int]]:
     return [sorted(ranks[first:stop]) for first, stop in itertools.pairwise(bounds)]
 
 
-def shared_units(manifest: Manifest, wants: Sequence[I64], places: Sequence[Place]) -> tuple[Unit, ...]:
+def shared_units(manifest: Manifest, wants: Sequence[I64], groups: Sequence[str]) -> tuple[Unit, ...]:
     """Return the ranges that at least two ranks want, each with its owner; the same on all ranks.
 
     Each rank reads a small part of a piece for itself if another rank alone wants a neighboring part: cutting the part
     out would cost that other rank a request. Owners are chosen so that all ranks read about as many bytes from the
-    store, including the bytes that a rank wants alone. A unit of several hosts is owned by a rank that serves all of
-    them; where there is none, each host has a unit of its own.
+    store, including the bytes that a rank wants alone. A range that ranks of several groups want is a unit of each.
 
     Args:
         manifest: Manifest of the checkpoint.
         wants: Runs of each rank, as `decode_wanted` returns them; at most `MEMBERS_MAX` ranks.
-        places: Place of each rank.
+        groups: Group of each rank; ranks of different groups cannot connect to each other.
 
     Returns:
         The units, the largest first.
@@ -195,26 +181,13 @@ def shared_units(manifest: Manifest, wants: Sequence[I64], places: Sequence[Plac
     ranges = _make_ranges(manifest, numbers, parts, np.flatnonzero(is_shared).tolist())
     units: list[Unit] = []
     for request, members in sorted(ranges, key=lambda pair: (-pair[0].length, pair[0].shard, pair[0].start)):
-        for group, owners in _split_by_host(members, places):
-            owner = min(owners, key=loads.__getitem__)
+        for group in sorted({groups[member] for member in members}):
+            sharing = tuple(member for member in members if groups[member] == group)
+            owner = min(sharing, key=loads.__getitem__)
             loads[owner] += request.length
-            if len(group) > 1:
-                units.append(Unit(request, group, owner))
+            if len(sharing) > 1:
+                units.append(Unit(request, sharing, owner))
     return tuple(units)
-
-
-def _split_by_host(
-    members: tuple[int, ...], places: Sequence[Place]
-) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield groups of ranks that can share a range, each with those of its ranks that serve all others."""
-    hosts = {places[member].host for member in members}
-    serving = tuple(member for member in members if places[member].serves_all)
-    if len(hosts) == 1 or serving:
-        yield members, members if len(hosts) == 1 else serving
-        return
-    for host in sorted(hosts):
-        group = tuple(member for member in members if places[member].host == host)
-        yield group, group
 
 
 def plan_shared(
@@ -238,28 +211,22 @@ def plan_shared(
         for segment in unit.range.segments:
             mask = left[segment.piece]
             if mask is wanted.blocks[segment.piece]:
-                mask = left[segment.piece] = _full_mask(manifest, segment.piece) if mask is None else mask.copy()
+                blocks = block_count(int(manifest.pieces.length[segment.piece]))
+                mask = left[segment.piece] = np.ones(blocks, dtype=bool) if mask is None else mask.copy()
             assert mask is not None
             mask[segment.block_first : segment.block_stop] = False
     alone = plan_ranges(manifest, wanted, {piece: mask for piece, mask in left.items() if mask is None or mask.any()})
-    own: dict[int, list[RangePlan]] = {}
-    others: dict[int, list[Unit]] = {}
+    last = max((window for window, _ in mine), default=0)
+    ordered = [((last + 1, 0), request) for request in alone]
     for window, unit in mine:
-        if unit.owner == member:
-            own.setdefault(window, []).append(unit.range)
-        else:
-            others.setdefault(window, []).append(unit)
-    ordered: list[RangePlan] = []
-    last = max([*own, *others], default=0)
-    for window in range(last + 2):
-        ordered += alone if window == last + 1 else own.get(window, [])
-        # Each rank begins with the next owner after itself, so that not all ask the same owner at a time.
-        turns = sorted(others.get(window - 1, []), key=lambda unit: (unit.owner - member) % MEMBERS_MAX)
-        ordered += (unit.range for unit in turns)
+        # What this rank owns, 0, comes first; then the next owner after itself, so that not all ask one at a time.
+        turn = (unit.owner - member) % MEMBERS_MAX
+        ordered.append(((window + (turn > 0), turn), unit.range))
+    ordered.sort(key=lambda pair: pair[0])
     # Tables that others own come last.
     late = {unit.range.shard for _, unit in mine if not unit.range.segments and unit.owner != member}
     tables = sorted(wanted.tables, key=lambda shard: shard in late)
-    return make_plan(wanted, tables, [request for request in ordered if request.segments])
+    return make_plan(wanted, tables, [request for _, request in ordered if request.segments])
 
 
 def _windows(units: Iterable[Unit], window_bytes: int) -> Iterable[tuple[int, Unit]]:
@@ -269,11 +236,6 @@ def _windows(units: Iterable[Unit], window_bytes: int) -> Iterable[tuple[int, Un
         before = owned.get(unit.owner, 0)
         owned[unit.owner] = before + unit.range.length
         yield before // window_bytes, unit
-
-
-def _full_mask(manifest: Manifest, piece: int) -> Mask:
-    length = manifest.pieces.length[piece : piece + 1]
-    return np.ones(int((-(-length // _block_bytes(length)))[0]), dtype=bool)
 
 
 def _find_parts(numbers: _BlockNumbers, wants: Sequence[I64]) -> _Parts:

@@ -27,9 +27,8 @@ from dcp_remote.loading.chunk_list import local_plan
 from dcp_remote.loading.dcp_metadata import SourceMeta, to_dcp_metadata
 from dcp_remote.loading.engine import Target, read_targets
 from dcp_remote.loading.overlapping_templates import find_lost_values
-from dcp_remote.loading.peer_exchange import PeerExchange, UnreachedRank, cohorts_of
-from dcp_remote.loading.peer_sockets import RankSockets
-from dcp_remote.loading.peers import host_towards
+from dcp_remote.loading.peer_sockets import RankSockets, host_towards
+from dcp_remote.loading.peers import Address, PeerExchange, cohorts_of
 from dcp_remote.loading.planner import RemoteLoadPlanner
 from dcp_remote.loading.read_items import make_target_layers
 from dcp_remote.loading.read_plan import ReadPlan, plan_reads, wanted_blocks
@@ -277,12 +276,12 @@ def _require_no_failure(_answers: Sequence[None]) -> None:
     """Decide nothing: that all ranks arrive shows that none has failed so far."""
 
 
-def _warn_of_unreached(found: Sequence[Sequence[UnreachedRank]]) -> None:
+def _warn_of_unreached(found: Sequence[Sequence[tuple[Address, str]]]) -> None:
     """Log one warning if ranks did not reach others; called on the coordinator, with an example of each rank."""
-    examples = [(rank, unreached) for rank, several in enumerate(found) for unreached in several]
+    examples = [(rank, *unreached) for rank, several in enumerate(found) for unreached in several]
     if not examples:
         return
-    rank, unreached = examples[0]
+    rank, address, cause = examples[0]
     logger.warning(
         "%d of %d ranks did not get what other ranks had read for them, and read from the store instead, which takes "
         "longer (`LoadReport.unreached_ranks`). Rank %d, for example, from rank %d at %s:%d: %s. If the hosts may "
@@ -291,10 +290,10 @@ def _warn_of_unreached(found: Sequence[Sequence[UnreachedRank]]) -> None:
         len(examples),
         len(found),
         rank,
-        unreached.rank,
-        unreached.host,
-        unreached.port,
-        unreached.cause,
+        address.rank,
+        address.host,
+        address.port,
+        cause,
     )
 
 

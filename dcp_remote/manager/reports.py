@@ -176,8 +176,8 @@ class LoadReport:
         received_bytes: Bytes that other ranks had read and sent to this rank.
         fallback_bytes: Bytes of `read_bytes` that another rank was to send: it was not reached, or sent more slowly
             than the store.
-        unreached_ranks: Number of ranks that were to send to this rank and were not reached, in this restore or an
-            earlier one of this process, broke off or fell silent; 0 if all is well. See `rank_sockets`.
+        unreached_ranks: Number of ranks that were to send to this rank and were not reached, broke off or fell silent;
+            0 if all is well. After that, ranks of other hosts are not asked for ten minutes. See `rank_sockets`.
         rereads: Requests that repeated a read whose bytes did not match their digest.
         kept: Names of values of this rank's state that were not loaded, by `missing="keep"`, `include` or `exclude`;
             the first 1,000. Empty with a planner that is no `RemoteLoadPlanner`, as `left_out`.

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dcp_remote import LoadReport, PerRank, RankSockets
 from dcp_remote.loading import peers
-from dcp_remote.loading.peer_exchange import PeerExchange
-from dcp_remote.loading.peers import PeerServer
+from dcp_remote.loading.peers import PeerExchange, PeerServer
 from dcp_remote.manager import rank_restore
 from dcp_remote.storage import LocalStore, outages
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
@@ -230,7 +229,6 @@ def _gone(_store: _Noting) -> Iterator[None]:
         told = usual(exchange, *args)
         assert exchange._server is not None
         exchange._server.close()
-        exchange._server = None
         return told
 
     with _replaced(PeerExchange, "listen", tell):

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.manifest import TensorKind
 from dcp_remote.loading import peer_sockets, peers
-from dcp_remote.loading.peer_sockets import RankSockets, check_rank_sockets
-from dcp_remote.loading.peers import Address, OtherHosts, PeerClient, PeerServer, host_towards
-from dcp_remote.loading.read_rates import ReadRates
+from dcp_remote.loading.peer_sockets import RankSockets, check_rank_sockets, host_towards
+from dcp_remote.loading.peers import Address, OtherHosts, PeerExchange, PeerServer, PeerStore, cohorts_of
+from dcp_remote.loading.read_plan import Want, wanted_blocks
+from dcp_remote.storage.memory import MemoryStore
 from dcp_remote.storage.request_context import BufferLease
 from tests.support.clocks import SleepClock
+from tests.support.manifests import Layout, build
 
-HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
+HERE, ELSEWHERE, FAR_AWAY = "127.0.0.1", "127.0.0.2", "127.0.0.3"
+UNIT_BYTES = 3 * MiB + 5
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +39,14 @@ def no_thread_is_left() -> Iterator[None]:
     assert set(threading.enumerate()) <= before
 
 
+def serving(**options: Any) -> closing[PeerServer]:
+    return closing(PeerServer(0, HERE, **{"kept_bytes_max": 0} | options))
+
+
 @pytest.fixture(params=["unix", "tcp"])
 def server(request: pytest.FixtureRequest) -> Iterator[PeerServer]:
     """Give a server that is reached by either kind of socket."""
-    with PeerServer(HERE, kept_bytes_max=MiB) as server:
+    with serving(kept_bytes_max=MiB) as server:
         if request.param == "unix" and not server.address.name:
             pytest.skip("this system has no Unix sockets without a file")
         if request.param == "tcp":
@@ -44,25 +54,47 @@ def server(request: pytest.FixtureRequest) -> Iterator[PeerServer]:
         yield server
 
 
-def client_of(
-    *addresses: Address,
-    is_over: Callable[[], bool] = lambda: False,
-    rates: ReadRates | None = None,
-    hosts: OtherHosts | None = None,
-) -> PeerClient:
-    rates, hosts = rates or ReadRates(), hosts or OtherHosts()
-    return PeerClient(dict(enumerate(addresses)), HERE, is_over=is_over, rates=rates, hosts=hosts)
+class Reader:
+    """Rank that reads unit after unit, each of which a store has too, and compares what it gets.
 
+    Attributes:
+        store: Store that asks other ranks first.
+        hosts: What the reader has found of other hosts.
+    """
 
-def measured(bytes_per_second: float) -> ReadRates:
-    """Return rates of a load that has read from its store for a second."""
-    rates = ReadRates()
-    rates._store.received_bytes, rates._store.seconds = bytes_per_second, 1.0
-    return rates
+    def __init__(
+        self,
+        host: str = HERE,
+        *,
+        is_over: Callable[[], bool] = lambda: False,
+        store_rate: float = 0.0,  # bytes per second at which it has read from its store for a second
+        hosts: OtherHosts | None = None,
+    ) -> None:
+        self._units: dict[tuple[str, int], tuple[int, Address]] = {}
+        self._objects = MemoryStore()
+        self.hosts = hosts or OtherHosts()
+        self.store = PeerStore(self._objects, self._units, host=host, is_over=is_over, hosts=self.hosts)
+        if store_rate:
+            measured = self.store._rates._store
+            measured.received_bytes, measured.seconds = store_rate, 1.0
+
+    def read(self, address: Address, number: int, length: int = UNIT_BYTES) -> int:
+        """Read a unit; return the number of bytes that came from the other rank."""
+        key, into = str(number), memoryview(bytearray(length))
+        self._units[key, 0] = number, address
+        self._objects.put(key, [data_of(number, length)])
+        self.store.get_into(key, 0, into)
+        assert into == data_of(number, length)
+        return self.store.received_bytes[number]
+
+    @property
+    def unreached(self) -> dict[int, str]:
+        """Cause by number of the rank."""
+        return {address.rank: cause for address, cause in self.store.unreached.items()}
 
 
 @contextlib.contextmanager
-def server_that_sends(data: bytes, host: str = HERE) -> Iterator[Address]:
+def server_that_sends(data: bytes, host: str = HERE, rank: int = 0) -> Iterator[Address]:
     """Accept the unit of each request, send these bytes of it, and nothing more until the client closes."""
     connections = []
 
@@ -76,7 +108,7 @@ def server_that_sends(data: bytes, host: str = HERE) -> Iterator[Address]:
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            yield Address(host, listening.getsockname()[1], b"", bytes(16))
+            yield Address(rank, host, listening.getsockname()[1], b"", bytes(16))
         finally:
             listening.shutdown(socket.SHUT_RDWR)
             thread.join()
@@ -84,93 +116,76 @@ def server_that_sends(data: bytes, host: str = HERE) -> Iterator[Address]:
                 connection.close()
 
 
-def data_of(number: int, length: int = 3 * MiB + 5) -> memoryview:
+def data_of(number: int, length: int = UNIT_BYTES) -> memoryview:
     return memoryview((number.to_bytes(4, "little") * (length // 4 + 1))[:length])
-
-
-def fetch(client: PeerClient, rank: int, number: int, length: int = 3 * MiB + 5) -> bytes | None:
-    into = memoryview(bytearray(length))
-    return bytes(into) if client.fetch(rank, number, into) == length and not client.unreached.get(rank) else None
 
 
 def test_units_are_served_to_many_at_a_time(server: PeerServer) -> None:
     """Units that are requested before they are offered, over several connections, arrive whole and unmixed."""
-    found: dict[tuple[int, int], bytes | None] = {}
-    with client_of(server.address) as one, client_of(server.address) as other:
-
-        def ask(client: int, number: int) -> None:
-            found[client, number] = fetch((one, other)[client], 0, number)
-
-        threads = [threading.Thread(target=ask, args=(client, number)) for client in range(2) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for number in (3, 0, 2, 1):
-            server.offer(number, data_of(number), receivers=2, stays=True)
-        for thread in threads:
-            thread.join()
-        assert found == {(client, number): bytes(data_of(number)) for client in range(2) for number in range(4)}
-        assert one.received_bytes == other.received_bytes == 4 * len(data_of(0))
-        # All receivers have unit 1: it is dropped.
-        assert fetch(one, 0, 1) is None
-        server.offer(7, data_of(7), receivers=2, stays=True)
-        assert fetch(one, 0, 7) == bytes(data_of(7))
+    readers = Reader(), Reader()
+    threads = [
+        threading.Thread(target=reader.read, args=(server.address, number)) for reader in readers for number in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for number in (3, 0, 2, 1):
+        server.offer(number, data_of(number), receivers=2, stays=True)
+    for thread in threads:
+        thread.join()
+    for reader in readers:
+        assert reader.store.received_bytes == dict.fromkeys(range(4), UNIT_BYTES)
 
 
 def test_a_copy_is_kept_of_data_that_does_not_stay(server: PeerServer) -> None:
     """Units beyond the room for copies are declined; there is room again when all receivers have a unit."""
-    size = 600 * KiB
-    with client_of(server.address) as client:
-        memory = bytearray(data_of(1, size))
-        server.offer(1, memoryview(memory), receivers=2, stays=False)
-        memory[:] = data_of(9, size)
-        server.offer(2, data_of(2, size), receivers=1, stays=False)
-        assert fetch(client, 0, 2, size) is None
-        assert fetch(client, 0, 1, size) == bytes(data_of(1, size))
-        assert server._kept_bytes == size
-        assert fetch(client, 0, 1, size) == bytes(data_of(1, size))
-        server.offer(4, data_of(4, 0), receivers=1, stays=True)
-        assert fetch(client, 0, 4, 0) == b""  # answered only when the request before has been counted
-        server.offer(3, data_of(3, size), receivers=1, stays=False)
-        assert fetch(client, 0, 3, size) == bytes(data_of(3, size))
+    size, reader = 600 * KiB, Reader()
+    memory = bytearray(data_of(1, size))
+    server.offer(1, memoryview(memory), receivers=2, stays=False)
+    memory[:] = data_of(9, size)
+    server.offer(2, data_of(2, size), receivers=1, stays=False)
+    assert [reader.read(server.address, number, size) for number in (2, 1)] == [0, size]
+    assert server._kept_bytes == size
+    assert reader.read(server.address, 1, size) == size
+    while server._kept_bytes:  # counted when all is sent, which may be after all has arrived
+        threading.Event().wait(0.01)
+    server.offer(3, data_of(3, size), receivers=1, stays=False)
+    assert [reader.read(server.address, number, size) for number in (3, 1)] == [size, 0]
+    assert reader.unreached == {}
 
 
 def test_a_client_without_the_secret_gets_nothing(server: PeerServer) -> None:
     """The connection of a client without the secret is closed, and other clients go on."""
     server.offer(1, data_of(1), receivers=1, stays=True)
-    with client_of(replace(server.address, secret=bytes(16))) as stranger, client_of(server.address) as client:
-        assert fetch(stranger, 0, 1) is None
-        assert fetch(client, 0, 1) == bytes(data_of(1))
+    assert Reader().read(replace(server.address, secret=bytes(16)), 1) == 0
+    assert Reader().read(server.address, 1) == UNIT_BYTES
 
 
 def test_waiting_clients_return_when_the_server_closes(server: PeerServer) -> None:
-    """When the server closes, waiting clients return at once, note it, and send it no more requests."""
-    found = []
-    with client_of(server.address) as client:
-        threads = [threading.Thread(target=lambda: found.append(fetch(client, 0, 1))) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        while len(server._connections) < 3:
-            threads[0].join(0.01)
-        server.close()
-        for thread in threads:
-            thread.join()
-        assert found == [None] * 3
-        assert fetch(client, 0, 2) is None
-        assert set(client.unreached) == {0}
-        server.__init__(HERE, kept_bytes_max=0)  # type: ignore[misc]  # for the fixture to close
+    """When the server closes, waiting clients return at once, and read from the store what they ask for next."""
+    reader = Reader()
+    threads = [threading.Thread(target=reader.read, args=(server.address, number)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    while len(server._connections) < 3:
+        threads[0].join(0.01)
+    server.close()
+    for thread in threads:
+        thread.join()
+    assert reader.read(server.address, 4) == 0
+    assert set(reader.unreached) == {0}
+    assert sum(reader.store.received_bytes.values()) == 0
 
 
 def test_a_server_that_is_still_reading(server: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for twice the patience for a server that says that it reads; it declines when it has read all."""
     monkeypatch.setattr(peers, "PATIENCE_SECONDS", 2.0)  # the server says so five times in it, also on a busy machine
-    with client_of(server.address) as client:
-        timer = threading.Timer(4.0, server.complete)
-        timer.start()
-        assert fetch(client, 0, 1) is None
-        assert client.unreached == {}
-        server.offer(2, data_of(2), receivers=1, stays=True)
-        assert fetch(client, 0, 2) == bytes(data_of(2))
-        timer.join()
+    reader, timer = Reader(), threading.Timer(4.0, server.complete)
+    timer.start()
+    assert reader.read(server.address, 1) == 0
+    server.offer(2, data_of(2), receivers=1, stays=True)
+    assert reader.read(server.address, 2) == UNIT_BYTES
+    assert reader.unreached == {}
+    timer.join()
 
 
 @pytest.mark.parametrize("sent", [b"", b"abc"])
@@ -179,51 +194,35 @@ def test_patience_ends(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
     with server_that_sends(sent) as address:
         monkeypatch.setattr(peers, "PATIENCE_SECONDS", 0.1)
-        with client_of(address, is_over=over.is_set) as client:
-            assert fetch(client, 0, 1) is None
-            assert client.unreached == {0: "The other rank has sent nothing for 0 s."}
+        reader = Reader()
+        assert reader.read(address, 1) == 0
+        assert reader.unreached == {0: "The other rank has sent nothing for 0 s."}
         monkeypatch.setattr(peers, "PATIENCE_SECONDS", 1e9)
-        with client_of(address, is_over=over.is_set) as client:
-            over.set()
-            assert fetch(client, 0, 1) is None
-            assert client.unreached == {}
+        assert reader.read(address, 1) == 0  # is not asked again
+        reader = Reader(is_over=over.is_set)
+        over.set()
+        assert reader.read(address, 1) == 0
+        assert reader.unreached == {}
 
 
 # ---- other hosts
 
 
 def test_the_rest_of_a_slow_unit_is_left_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hosts send a third of a unit and stall: what has arrived is kept, and the slow hosts are not asked again."""
-    unit, hosts = bytes(data_of(5, 3 * KiB)), OtherHosts()
-    with server_that_sends(unit[:KiB], ELSEWHERE) as one, server_that_sends(unit[:KiB], "127.0.0.3") as other:
-        with client_of(one, other, one, rates=measured(100 * MiB), hosts=hosts) as client:
-            for rank in (0, 1):
-                into = memoryview(bytearray(3 * KiB))
-                assert client.fetch(rank, 1, into) == KiB
-                assert bytes(into[:KiB]) == unit[:KiB]
-            assert client.fetch(2, 1, into) == 0
-            assert client.received_bytes == 2 * KiB
-            assert client.unreached == {}
-        assert hosts.are_slow()
-    # A rank that does not know the rate of its store asks the store once a second has passed.
-    with server_that_sends(unit[:KiB], ELSEWHERE) as address, client_of(address) as client:
-        monkeypatch.setattr("dcp_remote.loading.read_rates._UNKNOWN_SECONDS", 0.2)
-        assert client.fetch(0, 1, into) == KiB
+    """A host sends an eighth of a unit and stalls: what has arrived is kept, and other hosts are not asked again."""
+    sent = bytes(data_of(5, KiB))
+    with server_that_sends(sent, ELSEWHERE) as address:
+        reader = Reader(store_rate=100 * MiB)
+        assert [reader.read(address, 5, 8 * KiB) for _ in range(2)] == [KiB, 0]
+        assert reader.unreached == {}
+        assert not reader.hosts.are_useful()
+        # A rank that does not know the rate of its store asks the store once a second has passed.
+        monkeypatch.setattr("dcp_remote.loading.read_rates._WINDOW_SECONDS", 0.4)
+        assert Reader().read(address, 5, 8 * KiB) == KiB
 
 
-def test_a_unit_that_comes_as_soon_is_taken(server: PeerServer) -> None:
-    """Receive from another host, with a store of the slowest kind: the host is useful."""
-    server.offer(1, data_of(1), receivers=1, stays=True)
-    hosts = OtherHosts()
-    address = replace(server.address, name=b"")
-    with PeerClient({0: address}, ELSEWHERE, is_over=lambda: False, rates=measured(1000), hosts=hosts) as client:
-        assert fetch(client, 0, 1) == bytes(data_of(1))
-    assert hosts.find_cause(HERE) is None
-    assert not hosts.are_slow()
-
-
-def test_hosts_that_are_not_reached_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three hosts do not answer: a fourth is not tried, nor any of them in the next load; after a while one is."""
+def test_other_hosts_that_are_not_reached_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host does not answer: none is asked again in this load and the next ones; after ten minutes they are."""
     tried: list[str] = []
 
     def never(place: tuple[str, int], timeout: float) -> socket.socket:
@@ -231,88 +230,116 @@ def test_hosts_that_are_not_reached_are_remembered(monkeypatch: pytest.MonkeyPat
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(socket, "create_connection", never)
-    addresses = [Address(f"127.0.0.{n}", 9, b"", bytes(16)) for n in (2, 3, 4, 5)]
+    addresses = [Address(n, host, 9, b"", bytes(16)) for n, host in enumerate((ELSEWHERE, FAR_AWAY))]
     clock = SleepClock()
     hosts = OtherHosts(clock)
-    with client_of(*addresses, hosts=hosts) as client:
-        assert [fetch(client, number, 1) for number in range(4)] == [None] * 4
-        assert client.unreached == dict.fromkeys(range(3), "timed out")
-    assert tried == ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
-    with client_of(*addresses, hosts=hosts) as client:
-        assert [fetch(client, number, 1) for number in range(4)] == [None] * 4
-        assert client.unreached == dict.fromkeys(range(4), "timed out")
-    assert len(tried) == 3
-    assert not hosts.are_slow()  # the next report still says that hosts are not reached
-    clock.sleep(601.0)
-    with client_of(*addresses, hosts=hosts) as client:
-        assert fetch(client, 3, 1) is None
-    assert tried[3:] == ["127.0.0.5"]
+    for _ in range(2):
+        reader = Reader(hosts=hosts)
+        assert [reader.read(address, 1) for address in addresses] == [0, 0]
+        clock.sleep(599.0)
+    assert tried == [ELSEWHERE]
+    clock.sleep(1.0)
+    reader = Reader(hosts=hosts)
+    assert reader.read(addresses[1], 1) == 0
+    assert reader.unreached == {1: "timed out"}
 
 
-def test_a_refused_connection_is_not_remembered() -> None:
-    """A rank has gone: it is not asked again in this load, the others of its host are."""
+def test_a_rank_that_has_gone_says_nothing_of_its_host() -> None:
+    """A connection is refused: the rank is not asked again in this load, the others of its host are."""
     with socket.create_server((ELSEWHERE, 0)) as closed:
-        gone = Address(ELSEWHERE, closed.getsockname()[1], b"", bytes(16))
-    hosts = OtherHosts()
-    with server_that_sends(b"abcd", ELSEWHERE) as other, client_of(gone, other, hosts=hosts) as client:
-        assert [fetch(client, number, 1, 4) for number in (0, 0, 1)] == [None, None, b"abcd"]
-        assert set(client.unreached) == {0}
-    assert hosts.find_cause(ELSEWHERE) is None
+        gone = Address(0, ELSEWHERE, closed.getsockname()[1], b"", bytes(16))
+    reader = Reader()
+    with server_that_sends(bytes(data_of(1, 4)), ELSEWHERE, rank=1) as other:
+        assert [reader.read(address, 1, 4) for address in (gone, gone, other)] == [0, 0, 4]
+    assert set(reader.unreached) == {0}
+    assert reader.hosts.are_useful()
 
 
-def test_a_host_is_useful_that_gives_more_than_it_leaves() -> None:
-    """Reach one of three hosts: a fourth is tried."""
-    hosts = OtherHosts(SleepClock())
-    for host, cause in (("a", ""), ("b", "timed out"), ("c", None)):
-        hosts.note(host, cause)
-    assert [hosts.find_cause(host) for host in "abcd"] == ["", "timed out", None, None]
-    hosts.note("c", "")
-    assert hosts.find_cause("d") is not None
-    assert hosts.are_slow()
+def test_a_client_that_waits_for_hosts_that_prove_slow(server: PeerServer) -> None:
+    """Other hosts prove slow in another thread: a client that waits for one to read a unit reads from the store."""
+    reader = Reader(ELSEWHERE)
+    thread = threading.Thread(target=reader.read, args=(server.address, 1))
+    thread.start()
+    while not server._connections:
+        thread.join(0.01)
+    reader.hosts.note(are_useful=False)
+    thread.join()
+    assert reader.store.received_bytes == {1: 0}
+
+
+def test_other_hosts_are_asked_while_they_send_a_quarter() -> None:
+    """After a whole unit, other hosts send an eighth of each: the eighth such unit is not asked for."""
+    data, size = bytes(data_of(1, 4 * KiB)), 4 * KiB
+    reader = Reader(store_rate=100 * MiB)
+    with server_that_sends(data, ELSEWHERE) as good, server_that_sends(data[: size // 8], FAR_AWAY) as slow:
+        assert reader.read(good, 1, size) == size
+        assert [reader.read(slow, 1, size) for _ in range(8)] == [size // 8] * 7 + [0]
 
 
 def test_a_rank_without_a_port_serves_its_own_host(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Occupy the only port: ranks of this host are served over a Unix socket, those of others are told."""
+    """Occupy the only port: ranks of this host are served over a Unix socket."""
     with socket.create_server((HERE, 0)) as taken:
         port = taken.getsockname()[1]
-        with PeerServer(HERE, kept_bytes_max=0, ports=(port, port)) as server:
+        with serving(ports=(port, port)) as server:
             server.offer(1, data_of(1), receivers=2, stays=True)
             assert server.address.port == 0
-            with client_of(server.address) as client:
-                assert fetch(client, 0, 1) == bytes(data_of(1))
-            with client_of(replace(server.address, host=ELSEWHERE)) as client:
-                assert fetch(client, 0, 1) is None
-                assert "only ranks of its own host" in client.unreached[0]
+            assert Reader().read(server.address, 1) == UNIT_BYTES
         assert "cannot listen at a TCP port" in caplog.text
+        with serving(serves_other_hosts=False) as server:
+            assert server.address.port == 0
         monkeypatch.setattr(peers, "listen_on_unix_socket", lambda: None)
         with pytest.raises(OSError, match="are in use"):
-            PeerServer(HERE, kept_bytes_max=0, ports=(port, port))
-    with PeerServer(HERE, kept_bytes_max=0, serves_other_hosts=False) as server:
+            serving(ports=(port, port))
+    with serving(serves_other_hosts=False) as server:
         assert server.address.port > 0  # this host has no Unix sockets
+
+
+@pytest.mark.parametrize("without_port", [False, True])
+def test_hosts_read_for_themselves_if_a_rank_has_no_port(without_port: bool) -> None:
+    """Three ranks on two hosts want the same: all is read once, or once by each host."""
+    size = 8 * MiB
+    layouts = [Layout(f"w{n}", TensorKind("uint8"), (size,), (Box((0,), (size,)),), ((size,),)) for n in range(6)]
+    manifest = build(layouts)
+    wanted = wanted_blocks(manifest, [Want(0, 6, None)])
+    with contextlib.ExitStack() as opened:
+        exchanges = [
+            opened.enter_context(PeerExchange(rank, host, gives=True, memory_budget_bytes=MiB, is_over=lambda: False))
+            for rank, host in enumerate((HERE, ELSEWHERE, HERE))
+        ]
+        announced = [exchange.listen(manifest, wanted) for exchange in exchanges]
+        if without_port:
+            assert announced[2].address is not None
+            announced[2] = replace(announced[2], address=replace(announced[2].address, port=0))
+        (cohort,), _ = cohorts_of(announced)
+        plans = [exchange.begin(MemoryStore(), manifest, wanted, cohort)[1] for exchange in exchanges]
+        assert {sum(request.length for request in plan.ranges) for plan in plans} == {6 * size}
+        awaited = [exchange.fallback_bytes // size for exchange in exchanges]
+        assert awaited == ([3, 0, 3] if without_port else [4, 4, 4])
+        assert [exchange.budget_bytes < MiB for exchange in exchanges] == [True, not without_port, True]
 
 
 def test_a_load_that_failed_waits_for_no_server(
     server: PeerServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """When the buffers are reclaimed after a failure, a pending request ends, without a warning about the server."""
+    """When the buffers are reclaimed after a failure, a pending request ends, without a word about the server."""
     monkeypatch.setattr(peers, "PATIENCE_SECONDS", 1e9)
-    lease, asking = BufferLease(), threading.Event()
-    found: list[bytes | None] = []
+    lease, asking, reader = BufferLease(), threading.Event(), Reader(ELSEWHERE)
 
     def ask() -> None:
         with lease.used():
             asking.set()
-            found.append(fetch(client, 0, 1))
+            reader.read(server.address, 1)
 
-    with client_of(server.address) as client:
-        thread = threading.Thread(target=ask)
-        thread.start()
-        assert asking.wait(30)
-        lease.close()
-        thread.join()
-    assert found == [None]
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert asking.wait(30)
+    lease.close()
+    thread.join()
+    assert reader.store.received_bytes == {1: 0}
+    assert reader.unreached == {}
+    assert reader.hosts.are_useful()
     assert not caplog.records
 
 
@@ -339,20 +366,19 @@ def test_a_host_whose_own_name_is_a_loopback_address(
     host: str, ways: dict[str, str], own: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a host's name is a loopback address, as in Debian, the default route's address is used, if there is one."""
-    monkeypatch.setattr(peers, "_address_towards", ways.get)
+    monkeypatch.setattr(peer_sockets, "_address_towards", ways.get)
     assert host_towards(host) == own
 
 
-@pytest.mark.parametrize("refused", ["listen_on_unix_socket", "socket.socketpair"])
-def test_a_server_that_cannot_open_all_its_sockets(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse a socket after the first: the error is raised, and the sockets opened before are closed."""
+def test_a_server_that_cannot_start_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse the first thread: the error is raised, and the sockets opened before are closed."""
 
-    def refuse() -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(f"dcp_remote.loading.peers.{refused}", refuse)
-    with pytest.raises(OSError, match="Too many open files"):
-        PeerServer(HERE, kept_bytes_max=0)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        serving()
     gc.collect()  # a socket that was left open is a ResourceWarning
 
 
@@ -363,7 +389,7 @@ def test_too_few_descriptors_for_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 100, hard))
     try:
         with pytest.raises(OSError, match="too few files may be opened"):
-            PeerServer("127.0.0.1", kept_bytes_max=0)
+            serving()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -388,7 +414,7 @@ def test_ports_of_a_range() -> None:
         assert {one.getsockname()[1], other.getsockname()[1]} == set(ports)
         with pytest.raises(OSError, match=f"all ports from {first} to {first + 1} are in use"):
             peer_sockets.listen_on_tcp(HERE, ports)
-    with PeerServer(HERE, kept_bytes_max=0, ports=ports) as server:
+    with serving(ports=ports) as server:
         assert server.address.port in ports
 
 

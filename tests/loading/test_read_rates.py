@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_remote.loading.read_rates import ReadRates, comes_sooner_from_store
+from dcp_remote.loading.read_rates import ReadRates
 from tests.support.clocks import SleepClock
 
 UNIT, TICK_SECONDS = 8_000_000, 0.1
@@ -73,23 +73,6 @@ def test_no_way_is_much_faster(weights: list[float], peers: float, store: float)
         assert moved == 0
 
 
-@given(RATES, RATES, st.tuples(st.integers(1, 16), st.integers(0, 16)), st.floats(0.0, 2.0), st.floats(1.0, 9.0))
-def test_more_never_speaks_for_the_store(
-    hosts: float, store: float, counts: tuple[int, int], seconds: float, factor: float
-) -> None:
-    """A unit that stays would stay with faster hosts, a slower store, more requests to it, or less certainty."""
-
-    def comes_sooner(hosts: float, store: float, reading: int, seconds: float) -> bool:
-        return comes_sooner_from_store(hosts, store, transfers=transfers, reading=reading, measured_seconds=seconds)
-
-    transfers, reading = counts
-    if not comes_sooner(hosts, store, reading, seconds):
-        assert not comes_sooner(hosts * factor, store, reading, seconds)
-        assert not comes_sooner(hosts, store / factor, reading, seconds)
-        assert not comes_sooner(hosts, store, reading + 1, seconds)
-        assert not comes_sooner(hosts, store, reading, seconds / factor)
-
-
 def test_the_rate_of_the_store() -> None:
     """Two requests overlap, one fails, and there is a pause: 300 bytes in three seconds."""
     clock = SleepClock()
@@ -111,12 +94,28 @@ def test_the_rate_of_the_store() -> None:
         assert not unit(37 + 1)
 
 
+def test_a_host_that_becomes_slow() -> None:
+    """A unit arrives ten times as fast as from the store for ten seconds, and then stalls: it is left within six."""
+    clock = SleepClock()
+    rates = ReadRates(clock)
+    with rates.reading(100):
+        clock.sleep(1.0)
+    with rates.receiving() as unit:
+        for seconds in range(1, 11):
+            clock.sleep(1.0)
+            assert not unit(1000 * seconds)
+        for _ in range(6):
+            clock.sleep(1.0)
+            is_left = unit(10_000)
+        assert is_left
+
+
 def test_a_store_whose_rate_is_unknown_is_asked_once() -> None:
     """A rank that owns nothing leaves a unit to the store after a second, and no other while that one is under way."""
     clock = SleepClock()
     rates = ReadRates(clock)
     with rates.receiving() as unit:
-        clock.sleep(0.9)
+        clock.sleep(1.0)
         assert not unit(1)
         clock.sleep(0.1)
         assert unit(1)
