@@ -156,6 +156,7 @@ class _Attempts:
         self._request = request
         self._failed = 0
         self._shortage: str | None = None
+        self._short_seconds = 0.0
         self._begin_seconds = terms.deadline.elapsed_seconds()
         self._sent_seconds = terms.outage.clock()
 
