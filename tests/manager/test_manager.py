@@ -1155,7 +1155,7 @@ class AwaitLine(logging.Handler):
         self.go_on = go_on
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "the block ended with KeyError ('mine'); waiting for the save of step 1, until " in record.getMessage():
+        if "after KeyError ('mine'), waiting for the save of step 1, until " in record.getMessage():
             self.go_on.set()
 
 
