@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from dcp_remote import (
     is_remote,
     training_state,
 )
+from dcp_remote.common.temporary_folder import TemporaryFolder
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.adapters import AdapterState, is_peft
 from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
@@ -95,7 +95,7 @@ class RemoteRun:
 
     Attributes:
         url: URL of the run.
-        folder: Temporary folder of this rank, removed with this object; the files of one checkpoint at a time.
+        folder: Temporary folder of this rank, see `TemporaryFolder`; the files of one checkpoint at a time.
         random: Random states of this rank.
         best_url: URL of the best checkpoint so far, as read from the resumed checkpoint; None if there is none.
         is_collecting: True while the state of a checkpoint is collected.
@@ -114,7 +114,7 @@ class RemoteRun:
         self._resumes = resumes
         self._settings = settings
         self._saves_only_model, self._saves_frozen_base = saves_only_model, saves_frozen_base
-        self._temporary = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
+        self._temporary = TemporaryFolder(FOLDER_PREFIX)
         self.folder = Path(self._temporary.name)
         self.random = HeldRandomStates()
         self.best_url: str | None = None
