@@ -79,7 +79,8 @@ def test_a_closed_manager(tmp_path: Path) -> None:
     checkpoints.save(1, state)
     checkpoints.close()
     checkpoints.close()
-    for call in (lambda: checkpoints.save(2, state), lambda: checkpoints.restore(state)):
-        with pytest.raises(InvalidArgumentError, match="is closed; make another one"):
-            call()
+    with pytest.raises(InvalidArgumentError, match="is closed; make another one"):
+        checkpoints.save(2, state)
+    with pytest.raises(InvalidArgumentError, match="is closed; make another one"):
+        checkpoints.restore(state)
     assert checkpoints.steps() == [1]
