@@ -1008,10 +1008,10 @@ def test_ctrl_c_in_a_save_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatc
     """
     close = BackgroundSaves.close
 
-    def close_later(saves: BackgroundSaves, **options: Any) -> None:
+    def close_later(saves: BackgroundSaves, error: BaseException | None) -> None:
         if has_ended:
             wait_until(lambda: saves.newest is not None and saves.newest.has_ended)
-        close(saves, **options)
+        close(saves, error)
 
     monkeypatch.setattr(BackgroundSaves, "close", close_later)
     monkeypatch.setattr(InterruptedUploadStore, "go_on", threading.Event())
