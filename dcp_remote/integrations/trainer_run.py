@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from dcp_remote import (
     is_remote,
     training_state,
 )
+from dcp_remote.common.temporary_folder import TemporaryFolder
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.adapters import AdapterState, is_peft
 from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
@@ -95,7 +95,7 @@ class RemoteRun:
 
     Attributes:
         url: URL of the run.
-        folder: Temporary folder of this rank, removed with this object; the files of one checkpoint at a time.
+        folder: Temporary folder of this rank, see `TemporaryFolder`; the files of one checkpoint at a time.
         random: Random states of this rank.
         best_url: URL of the best checkpoint so far, as read from the resumed checkpoint; None if there is none.
         is_collecting: True while the state of a checkpoint is collected.
@@ -114,7 +114,7 @@ class RemoteRun:
         self._resumes = resumes
         self._settings = settings
         self._saves_only_model, self._saves_frozen_base = saves_only_model, saves_frozen_base
-        self._temporary = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
+        self._temporary = TemporaryFolder(FOLDER_PREFIX)
         self.folder = Path(self._temporary.name)
         self.random = HeldRandomStates()
         self.best_url: str | None = None
@@ -253,14 +253,16 @@ class RemoteRun:
         self.random = HeldRandomStates()
         is_local = not self._is_own_url(resume_from) and _is_local(resume_from)
         can_resume = self._resumes and not self._has_saved and (resume_from is None or is_local)
-        # Asked on every rank, since the folder may lie on one host alone.
-        if can_resume and (self._find_newest() is not None or not is_local):
+        # Asked once: each restore of an empty run logs a warning.
+        is_empty = can_resume and is_local and self._find_newest() is None
+        if can_resume and not is_empty:
             if is_local:
                 logger.warning("%s has checkpoints: resuming from the newest, not from %s", self.url, resume_from)
             resume_from, is_local = True, False
         is_asked = resume_from is not None and resume_from is not False
         if not is_asked or is_local:
-            self._require_start(trainer)
+            if not is_empty:
+                self._require_start(trainer)
             yield resume_from or None
             return
         manager, checkpoint = self._locate(resume_from)
@@ -283,7 +285,6 @@ class RemoteRun:
         if manager is not self.manager:
             self._require_start(trainer)
         if step is None:
-            logger.warning("%s: there is no checkpoint yet: training starts from the beginning", self.url)
             yield None
             return
         self._read_from, self._read_entries = (manager, step), frozenset(about.value["entries"])

@@ -6,12 +6,13 @@ import atexit
 import contextlib
 import logging
 import math
+import multiprocessing
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from multiprocessing.util import Finalize
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.threads import OneTimeEvent
@@ -313,22 +314,22 @@ class BackgroundSaves:
             if background_save.is_settled:
                 self.wait()
 
-    def close(self, *, is_interrupted: bool, error: BaseException | None = None) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Wait for the save under way, and for its deletion of old checkpoints.
 
         Args:
-            error: Error that ended the block of the manager. Python shows it only after the wait, during which a
-                launcher may kill the process; so this method logs it before it waits.
-            is_interrupted: True if Ctrl-C was pressed already. If so, this method logs at once what it waits for, and
-                until when; if not, the next Ctrl-C does. A further Ctrl-C gives the save up.
+            error: Error that ended the block of the manager, or the process. Python may show it only after the wait,
+                during which a launcher may kill the process; so this method logs it, and what it waits for, before it
+                waits. Without an error, the next Ctrl-C does that. A Ctrl-C after the line gives the save up.
 
         Raises:
             DcpRemoteError: The save failed.
             KeyboardInterrupt: The save was given up.
         """
         seconds = math.inf
+        is_interrupted = isinstance(error, KeyboardInterrupt)
         try:
-            self._wait_to_close(is_interrupted=is_interrupted, error=error)
+            self._wait_to_close(error)
         except KeyboardInterrupt:
             seconds = 0.0
             raise
@@ -342,12 +343,13 @@ class BackgroundSaves:
                     )
                 newest.finish(min(seconds, self._preemption.working_seconds()))
 
-    def _wait_to_close(self, *, is_interrupted: bool, error: BaseException | None) -> None:
+    def _wait_to_close(self, error: BaseException | None) -> None:
         while (background_save := self._under_way) is not None:
-            if (is_interrupted or error is not None) and not background_save.is_settled:
+            is_interrupted = isinstance(error, KeyboardInterrupt)
+            if error is not None and not background_save.is_settled:
                 until = time.strftime("%H:%M:%S", time.localtime(time.time() + background_save.remaining_seconds))
                 first_line = str(error).partition("\n")[0]
-                cause = "" if is_interrupted else f"the block ended with {type(error).__name__} ({first_line}); "
+                cause = "" if is_interrupted else f"after {type(error).__name__} ({first_line}), "
                 logger.warning(
                     "%s: %swaiting for %s, until %s; Ctrl-C gives it up", self._url, cause, background_save.what, until
                 )
@@ -357,18 +359,11 @@ class BackgroundSaves:
                 if is_interrupted:
                     background_save.abandon(interrupt)
                     raise
-                is_interrupted = True
+                error = interrupt
 
     def _left_seconds(self) -> float:
         remaining = self._preemption.remaining_seconds()
         return math.inf if remaining is None else remaining
-
-
-class Close(Protocol):
-    """Function that closes a manager: waits for its last save, and raises the error of that save."""
-
-    def __call__(self, *, is_interrupted: bool) -> None:
-        """Close the manager; `is_interrupted` says that Ctrl-C was pressed already."""
 
 
 class AtExit:
@@ -376,27 +371,35 @@ class AtExit:
 
     Args:
         url: URL of the run, for the log.
-        close: Closes the manager.
+        close: Closes the manager, given the error that ends the process, or None: waits for its last save, and raises
+            the error of that save.
     """
 
-    def __init__(self, url: str, close: Close) -> None:
-        """Register with `atexit`."""
+    def __init__(self, url: str, close: Callable[[BaseException | None], None]) -> None:
+        """Register with `atexit`, and with `multiprocessing`, whose forked processes may end without the former."""
         self._url = url
         self._close = close
         atexit.register(self._run)
+        self._child: Finalize | None = None
+        if multiprocessing.parent_process() is not None:
+            self._child = Finalize(None, self._run, exitpriority=0)
 
     def cancel(self) -> None:
         """Forget the manager, which was closed."""
         atexit.unregister(self._run)
+        if self._child is not None:
+            self._child.cancel()
 
     def _run(self) -> None:
         """Wait for the last save; log its failure, and end the process with exit code 1.
 
         The exit code matters: a job that ended with 0 would be taken for one that has its last checkpoint.
         """
+        # multiprocessing calls this method while the error is raised; the interpreter, once it is set and shown. Of an
+        # interactive session that is any earlier error.
+        error = sys.exc_info()[1] or (None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
         try:
-            # The interpreter sets `sys.last_type` to what ended the main thread, before it calls these functions.
-            self._close(is_interrupted=getattr(sys, "last_type", None) is KeyboardInterrupt)
+            self._close(None if isinstance(error, SystemExit) else error)
         except BaseException:
             logger.critical("%s: the last save of this process failed", self._url, exc_info=True)
             logging.shutdown()

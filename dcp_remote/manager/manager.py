@@ -245,7 +245,7 @@ class CheckpointManager:
     ) -> None:
         """Close the manager; raise the error of the last save, unless the block raises an error itself."""
         try:
-            self._close(is_interrupted=kind is KeyboardInterrupt, error=error)
+            self._close(error)
         except Exception:
             if error is None:
                 raise
@@ -669,16 +669,21 @@ class CheckpointManager:
         """Wait for the save under way, finish deleting old checkpoints, and release threads and memory.
 
         A first Ctrl-C logs what this method waits for, and until when; a second one gives the save up. After SIGTERM
-        this method returns within `notice_seconds` of the signal.
+        this method returns within `notice_seconds` of the signal. A second call does nothing. Afterwards `save` and
+        `restore` are refused; what only reads the run goes on.
+
+        The end of a `with` block closes the manager. If neither has, the process does when it ends, also after an
+        error: it waits for the save under way, logs its failure, and then has the exit code 1. Nothing closes the
+        manager of a process that a signal or `os._exit` ends: its last save may be missing in the run.
 
         Raises:
             DcpRemoteError: The last save failed.
         """
-        self._close(is_interrupted=False)
+        self._close(None)
 
     # ---- internals
 
-    def _close(self, *, is_interrupted: bool, error: BaseException | None = None) -> None:
+    def _close(self, error: BaseException | None) -> None:
         if self._closed:
             return
         self._closed = True
@@ -687,7 +692,7 @@ class CheckpointManager:
             return  # a child that was forked has none of the threads, and is no rank
         gives_up = False
         try:
-            self._background_saves.close(is_interrupted=is_interrupted, error=error)
+            self._background_saves.close(error)
         except KeyboardInterrupt:
             gives_up = True
             raise

@@ -13,10 +13,12 @@ import uuid
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
-from dcp_remote.common.deadline import Deadline, RetryPolicy, jitter
-from dcp_remote.errors import ConditionFailedError, InvalidArgumentError, StorageError, TransientStorageError
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.errors import ConditionFailedError, InvalidArgumentError, StorageError
 from dcp_remote.storage.base import Condition, ObjectStore, Version
 from dcp_remote.storage.request_context import limit_requests
+from dcp_remote.storage.retrying import RetryingStore
+from dcp_remote.storage.wrapper import Request
 
 logger = logging.getLogger(__name__)
 
@@ -104,23 +106,14 @@ def _refuses(
     store: ObjectStore, key: str, condition: Condition, deadline: Deadline, sleep: Callable[[float], None]
 ) -> bool:
     """Send a put that the server may only refuse; return False if the server carried it out."""
-    policy, failed = RetryPolicy(), 0
-    while True:
-        try:
-            with limit_requests(deadline.remaining_seconds):
-                store.put(key, [_BODY], condition=condition)
-        except ConditionFailedError:
-            return True
-        except TransientStorageError:
-            failed += 1
-            delay_seconds = policy.delay_seconds(
-                failed, remaining_seconds=deadline.remaining_seconds(), random=jitter(0, 1)
-            )
-            if delay_seconds is None:
-                raise
-            sleep(delay_seconds)
-        else:
-            return False
+    request = Request(verb="put", keys=(key,), size_bytes=len(_BODY))
+    try:
+        RetryingStore(store, deadline, sleep=sleep).repeat(
+            request, lambda: store.put(key, [_BODY], condition=condition)
+        )
+    except ConditionFailedError:
+        return True
+    return False
 
 
 def _delete(store: ObjectStore, key: str, deadline: Deadline) -> None:

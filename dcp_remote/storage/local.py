@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 from dcp_remote.common.arrays import Buffer
+from dcp_remote.common.mounts import swap_refusal
 from dcp_remote.errors import (
     ConditionFailedError,
     InvalidArgumentError,
@@ -44,7 +45,6 @@ from dcp_remote.storage.local_files import (
     translate_os_errors,
     version_of,
 )
-from dcp_remote.storage.mounts import swap_refusal
 from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix
 
 HIDDEN_FOLDER = ".dcp_remote"

@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline, RetryPolicy, jitter
+from dcp_remote.common.descriptors import find_shortage
 from dcp_remote.errors import (
     ConditionFailedError,
     ObjectNotFoundError,
@@ -27,6 +28,10 @@ logger = logging.getLogger(__name__)
 
 # Default time for which one small read, or one range, is repeated.
 RANGE_RETRY_SECONDS = 300.0
+
+# Time for which a request is repeated while this process can open no file: files that a program opens in passing, as at
+# the beginning of an epoch, are closed sooner; the others stay open until the deadline.
+SHORTAGE_SECONDS = 5.0
 
 # Errors that only a store that answers can cause.
 _ANSWERS = (ObjectNotFoundError, ConditionFailedError, PermissionDeniedError)
@@ -55,7 +60,8 @@ class RetryingStore(WrappedStore):
 
     Each retry is logged at DEBUG; of an outage that lasts, a warning about every half minute (`outages`). When the
     deadline allows no further attempt, the last `TransientStorageError` is raised anew, with the number of attempts and
-    their seconds.
+    their seconds. While this process can open no file or connection, a request is repeated for five seconds only; then
+    a `StorageError` names the limit.
 
     Args:
         store: Store to send requests to.
@@ -121,15 +127,12 @@ class RetryingStore(WrappedStore):
                     return failed
                 try:
                     attempts.pause_or_raise(next(iter(for_now.values())))
-                except TransientStorageError:
+                except StorageError:
                     return failed | {key: attempts.last_error(error, key=key) for key, error in for_now.items()}
                 keys = list(for_now)
 
-    def _next(self, infos: Iterator[ObjectInfo]) -> ObjectInfo | None:
-        with limit_requests(self._terms.deadline.remaining_seconds):
-            return next(infos, None)
-
-    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+    def repeat(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        """Call `send`, which sends a request to the wrapped store, until it raises no `TransientStorageError`."""
         with _Attempts(self._terms, request) as attempts:
             while True:
                 try:
@@ -137,6 +140,12 @@ class RetryingStore(WrappedStore):
                         return send()
                 except TransientStorageError as error:
                     attempts.pause_or_raise(error)
+
+    _request = repeat
+
+    def _next(self, infos: Iterator[ObjectInfo]) -> ObjectInfo | None:
+        with limit_requests(self._terms.deadline.remaining_seconds):
+            return next(infos, None)
 
 
 class _Attempts:
@@ -146,6 +155,8 @@ class _Attempts:
         self._terms = terms
         self._request = request
         self._failed = 0
+        self._shortage: str | None = None
+        self._short_seconds = 0.0
         self._begin_seconds = terms.deadline.elapsed_seconds()
         self._sent_seconds = terms.outage.clock()
 
@@ -169,9 +180,13 @@ class _Attempts:
         """Count a failure and pause; or raise the last error, if the deadline allows no further attempt."""
         terms, request = self._terms, self._request
         self._failed += 1
-        delay_seconds = terms.policy.delay_seconds(
-            self._failed, remaining_seconds=terms.deadline.remaining_seconds(), random=terms.random()
-        )
+        left_seconds = terms.deadline.remaining_seconds()
+        was_short, self._shortage = self._shortage is not None, find_shortage()
+        if self._shortage is not None:
+            now_seconds = terms.deadline.elapsed_seconds()
+            self._short_seconds = self._short_seconds if was_short else now_seconds
+            left_seconds = min(left_seconds, self._short_seconds + SHORTAGE_SECONDS - now_seconds)
+        delay_seconds = terms.policy.delay_seconds(self._failed, remaining_seconds=left_seconds, random=terms.random())
         if delay_seconds is not None:
             self._note_failure(error)
             if terms.on_retry is not None:
@@ -184,12 +199,14 @@ class _Attempts:
     def _note_failure(self, error: TransientStorageError) -> None:
         verb, key = self._request.verb, self._request.key
         logger.debug("The store failed; trying again. verb=%s key=%s cause=%s", verb, key, error)
+        if self._shortage is not None:
+            return  # no outage of the store
         left_seconds = self._terms.deadline.remaining_seconds
         self._terms.outage.note_failure(
             id(self), self._request, error, sent_seconds=self._sent_seconds, left_seconds=left_seconds
         )
 
-    def last_error(self, error: TransientStorageError, **details: object) -> TransientStorageError:
+    def last_error(self, error: TransientStorageError, **details: object) -> StorageError:
         """Return the error with the request, the number of attempts and their seconds added to its details.
 
         Verb and key that the store itself reported are kept, since they belong to the URL that it reported, which may
@@ -197,6 +214,7 @@ class _Attempts:
         """
         seconds = round(self._terms.deadline.elapsed_seconds() - self._begin_seconds, 3)
         request_details = {"verb": self._request.verb, "key": self._request.key} | error.details | details
-        last = type(error)(error.what, **request_details | {"attempts": self._failed, "seconds": seconds})
+        kind, what = (type(error), error.what) if self._shortage is None else (StorageError, self._shortage)
+        last = kind(what, **request_details | {"attempts": self._failed, "seconds": seconds})
         last.__cause__ = error
         return last

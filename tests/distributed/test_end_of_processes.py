@@ -48,22 +48,52 @@ _PROGRAM = """
 """
 
 
-@pytest.mark.torture(smoke=False)
-def test_the_last_save_of_ranks_that_end(tmp_path: Path) -> None:
-    """Of one, before its shard is put; the other, which closes, sees it beat until the save is committed."""
+def _run_ranks(program: str, folder: Path, *, codes: list[int]) -> tuple[list[str], list[str]]:
+    """Run a program on two ranks; return what each wrote to standard output, and to standard error."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", textwrap.dedent(_PROGRAM)]
+    command = [sys.executable, "-c", textwrap.dedent(program)]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(port), str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
+        subprocess.Popen(
+            [*command, str(rank), str(port), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(len(codes))
     ]
     try:
-        told = [rank.communicate(timeout=100)[0] for rank in ranks]
+        told = [rank.communicate(timeout=100) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [(rank.returncode, text) for rank, text in zip(ranks, told, strict=True)] == [(0, "training is done\n")] * 2
+    assert [rank.returncode for rank in ranks] == codes, told
+    return [out for out, _ in told], [err for _, err in told]
+
+
+@pytest.mark.torture(smoke=False)
+def test_the_last_save_of_ranks_that_end(tmp_path: Path) -> None:
+    """Of one, before its shard is put; the other, which closes, sees it beat until the save is committed."""
+    told, _ = _run_ranks(_PROGRAM, tmp_path, codes=[0, 0])
+    assert told == ["training is done\n"] * 2
     newest = dcp_remote.latest(LocalStore(tmp_path))
     assert newest is not None
     assert newest.step == 1
+
+
+_RAISING = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    from dcp_remote import CheckpointManager
+
+    rank, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    checkpoints = CheckpointManager(path, silence_seconds=2, arrival_seconds=6)
+    if rank == 1:
+        raise RuntimeError("the script broke")
+    checkpoints.restore({"model": torch.ones(3)})
+"""
+
+
+def test_a_rank_that_raises_before_its_first_restore(tmp_path: Path) -> None:
+    """End one rank by an error, without a block: the other takes it for silent, and does not wait a minute for it."""
+    _, told = _run_ranks(_RAISING, tmp_path, codes=[1, 1])
+    assert "silent" in told[0]

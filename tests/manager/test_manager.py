@@ -1060,10 +1060,10 @@ def test_ctrl_c_in_a_save_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatc
     """
     close = BackgroundSaves.close
 
-    def close_later(saves: BackgroundSaves, **options: Any) -> None:
+    def close_later(saves: BackgroundSaves, error: BaseException | None) -> None:
         if has_ended:
             wait_until(lambda: saves.newest is not None and saves.newest.has_ended)
-        close(saves, **options)
+        close(saves, error)
 
     monkeypatch.setattr(BackgroundSaves, "close", close_later)
     monkeypatch.setattr(InterruptedUploadStore, "go_on", threading.Event())
@@ -1207,7 +1207,7 @@ class AwaitLine(logging.Handler):
         self.go_on = go_on
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "the block ended with KeyError ('mine'); waiting for the save of step 1, until " in record.getMessage():
+        if "after KeyError ('mine'), waiting for the save of step 1, until " in record.getMessage():
             self.go_on.set()
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from dcp_remote import latest, open_run
+from dcp_remote.common.mounts import LOCAL_FILE_SYSTEMS, file_system_type, swap_refusal
 from dcp_remote.errors import (
     ConditionFailedError,
     CorruptCheckpointError,
@@ -34,7 +35,6 @@ from dcp_remote.errors import (
 from dcp_remote.storage import Content, LocalStore, ObjectStore, open_store
 from dcp_remote.storage.local import HIDDEN_FOLDER
 from dcp_remote.storage.local_files import storage_error, sweep_temporaries
-from dcp_remote.storage.mounts import LOCAL_FILE_SYSTEMS, file_system_type, swap_refusal
 from dcp_remote.storage.request_context import limit_requests
 from dcp_remote.testing.store_suite import StoreSuite
 
@@ -634,7 +634,7 @@ def test_network_file_systems_are_not_trusted(kind: str) -> None:
 
 def test_an_untrusted_file_system_refuses_swaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trust no file system, as on a network mount: create, put and delete work, a swap says why it does not."""
-    monkeypatch.setattr("dcp_remote.storage.mounts.LOCAL_FILE_SYSTEMS", frozenset())
+    monkeypatch.setattr("dcp_remote.common.mounts.LOCAL_FILE_SYSTEMS", frozenset())
     assert "allow_network_replace" in swap_refusal(str(tmp_path))
     store = LocalStore(tmp_path)
     assert store.capabilities.swap_refusal

@@ -14,6 +14,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
+from dcp_remote.common.descriptors import find_shortage
 from dcp_remote.errors import BucketNotFoundError, InvalidArgumentError, TransientStorageError
 from dcp_remote.storage.cloud.circuit_breaker import CircuitBreaker, DirectCounts, Outcome
 from dcp_remote.storage.cloud.config import (
@@ -105,6 +106,7 @@ class BucketClients:
         Raises:
             InvalidArgumentError: This process was forked after the first request; or the configuration is invalid.
             PermissionDeniedError: There are no credentials.
+            TransientStorageError: This process can open too few files.
             botocore.exceptions.BotoCoreError: Profile, region or credentials cannot be read.
         """
         _refuse_after_fork()
@@ -117,6 +119,8 @@ class BucketClients:
                 self._clients.clear()
                 self._credentials_changes = changes
             if settings not in self._clients:
+                if (shortage := find_shortage()) is not None:
+                    raise TransientStorageError(shortage)
                 self._clients[settings] = self._open(
                     download=download, delete_singly=delete_singly, request_seconds=seconds
                 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from obstore.exceptions import AlreadyExistsError, InvalidPathError
 
+from dcp_remote.common.descriptors import find_shortage
 from dcp_remote.errors import DcpRemoteError, PermissionDeniedError, StorageError, TransientStorageError
 from dcp_remote.storage.cloud.clients import FAILURES, BucketClients
 from dcp_remote.storage.cloud.errors import (
@@ -78,8 +79,9 @@ def _explain(
     if is_no_bucket or (verb == "list" and find_error_code(str(error)) in NO_BUCKET_CODES):
         return clients.make_bucket_error()
     if classify_error(error) is TransientStorageError:
-        if not remaining_seconds():
-            return None  # the deadline has passed: a diagnosis would be too late
+        # A diagnosis would be too late; or would itself lack a file descriptor, and blame the endpoint.
+        if not remaining_seconds() or find_shortage():
+            return None
         if verb == "list":
             diagnosis = clients.diagnose_listing(request.prefix)
         else:

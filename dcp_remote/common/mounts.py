@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 # File systems of one machine, on which flock(2) excludes every process that can see the files. All others (NFS, SMB,
 # 9p, FUSE, parallel file systems) may lock within one host only, or not at all, and are refused: a name that is missing
@@ -47,7 +48,7 @@ def swap_refusal(root: str) -> str:
     """Return why objects below `root` cannot be compared and swapped; empty if they can. Reads one file of /proc."""
     try:
         # Names beyond ASCII are not escaped there, and may have any encoding.
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        with Path("/proc/self/mountinfo").open(encoding="utf-8", errors="surrogateescape") as file:
             kind = file_system_type(file.read(), os.path.realpath(root))
     except OSError:
         kind = None
