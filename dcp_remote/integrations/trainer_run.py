@@ -27,7 +27,7 @@ from dcp_remote import (
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.adapters import AdapterState, is_peft
 from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
-from dcp_remote.integrations.runs import find_checkpoint, framework_options, manager_of, split_path, wait_for_saves
+from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
 from dcp_remote.integrations.trainer_files import STATE_FILE, read_files, write_files
 from dcp_remote.integrations.trainer_retention import metrics_of
 from dcp_remote.integrations.wrappers import unwrap_optimizer
@@ -50,14 +50,14 @@ _SAVING_SETTINGS = frozenset({"retention", "resumed_from", "start_over", "save_p
 # Texts that stand for a truth value: `--resume_from_checkpoint` of Transformers' programs is a text.
 _WORDS = {"true": True, "false": False}
 
-_EXISTS = (
-    "With Trainer: train(resume_from_checkpoint=True) goes on from the newest checkpoint; start_over=True of remote(), "
-    "once, leaves the checkpoints behind."
-)
-_MISMATCH = (
-    "With Trainer: a changed model starts a new training, in another run: load_weights(model, url, exclude=…) takes "
-    "the weights that fit."
-)
+# What the user of a Trainer can pass, for the advice of errors.
+WORDS = {
+    "restore": "train(resume_from_checkpoint=True) goes on from the newest checkpoint",
+    "start_over": "start_over=True of remote(), once, leaves the checkpoints behind",
+    "exclude": "load_weights(model, url, exclude=…) takes the weights that fit into a changed model, for a new "
+    "training in another run",
+    "replicas": "replicas='coordinator' of remote() saves those of the lowest rank",
+}
 
 
 class HeldRandomStates:
@@ -144,7 +144,6 @@ class RemoteRun:
 
     # ---- saving
 
-    @framework_options(exists=_EXISTS)
     def save(self, trainer: Any, write_own_files: Callable[[], None]) -> None:
         """Save a checkpoint; what fails on one rank before it was copied is raised on all."""
         step: int = trainer.state.global_step
@@ -300,7 +299,6 @@ class RemoteRun:
         self.best_url, state["best_model_checkpoint"] = state["best_model_checkpoint"], None
         Files({**{name: files[name] for name in files}, STATE_FILE: json.dumps(state).encode()}).write(folder)
 
-    @framework_options(mismatch=_MISMATCH)
     def restore(self, trainer: Any) -> None:
         """Read the tensors of the checkpoint that is being resumed into model and optimizer, in place; collective."""
         assert self._read_from is not None, "resume comes first"

@@ -23,9 +23,9 @@ from dcp_remote import CheckpointManager, ModelState, is_remote
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_only
 from dcp_remote.integrations.folders import leave_to_trainer
-from dcp_remote.integrations.runs import find_checkpoint, require_settings, wait_for_saves
+from dcp_remote.integrations.runs import find_checkpoint, framework_words, require_settings, wait_for_saves
 from dcp_remote.integrations.trainer_retention import with_retention
-from dcp_remote.integrations.trainer_run import FOLDER_PREFIX, RemoteRun
+from dcp_remote.integrations.trainer_run import FOLDER_PREFIX, WORDS, RemoteRun
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -218,6 +218,7 @@ class RemoteCheckpointMixin(_Base):  # type: ignore[misc]  # Transformers may no
 
     # ---- loading
 
+    @framework_words(WORDS)
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, from a checkpoint in object storage if that is asked; wait for the last checkpoint. See `remote`."""
         if self.hp_search_backend is not None or kwargs.get("trial") is not None or (args and args[0] is not None):

@@ -80,7 +80,8 @@ def judge(
     if findings.is_error(selection) or is_nothing_loaded:
         ranks = [rank for rank, check in enumerate(checks) if check.has_own_findings]
         text = findings.describe(empty_places=empty_places, is_nothing_loaded=is_nothing_loaded)
-        return Verdict(error=StateMismatchError(text, **details, **findings.counts(), **_named(ranks, len(checks))))
+        details |= findings.counts() | _named(ranks, len(checks))
+        return Verdict(error=StateMismatchError(text, advice=findings.advice(), **details))
     untouched = {key for check in distinct for key in check.kept}
     untouched -= {key for check in distinct for key in check.loaded}
     return Verdict(untouched=frozenset(untouched), left_out=findings.left_out, warning=findings.warning())
@@ -155,7 +156,7 @@ class _Findings:
         return " ".join(parts)
 
     def describe(self, *, empty_places: Collection[str], is_nothing_loaded: bool) -> str:
-        """Return the message: a line for each kind of finding, and the options that allow it."""
+        """Return the message: a line for each kind of finding."""
         lines = ["The checkpoint does not fit the state; nothing was loaded."]
         if self._is_state_empty:
             lines.append(
@@ -165,9 +166,7 @@ class _Findings:
         elif is_nothing_loaded:
             lines.append("No value of the state would be loaded.")
         lines += self._rename_hints()
-        explained = {saved for found in self._renames.values() for saved in found}
-        missing = [name for name in self._missing if _top(name) not in self._renames]
-        unexpected = [name for name in self._unexpected if _top(name) not in explained]
+        missing, unexpected = self._unexplained()
         if self._thinned:
             keys = ", ".join(dict.fromkeys(_shown(_top(name)) for name in self._thinned))
             lines.append(
@@ -188,7 +187,29 @@ class _Findings:
             if found:
                 texts = [f"{_shown(one.name)} (saved: {one.saved}, state: {one.state})" for one in found[:_SHOWN_MAX]]
                 lines.append(f"{_count(found)} of another {kind}: {_joined(texts, len(found))}")
-        return "\n".join([*lines, f"Options: {'; '.join(self._options(missing, unexpected))}."])
+        return "\n".join(lines)
+
+    def advice(self) -> dict[str, str]:
+        """Return the options that allow the findings, as the advice of an error."""
+        missing, unexpected = self._unexplained()
+        options = {}
+        if missing or self._thinned:
+            options["missing"] = 'missing="keep" keeps what the state has'
+        if unexpected:
+            options["unexpected"] = 'unexpected="ignore" leaves out what the state lacks'
+        if missing and unexpected:
+            options["rename"] = (
+                'rename={"name in the checkpoint": "name in the state"} takes names or their first parts'
+            )
+        if any(misfit.kind == "dtype" and not misfit.state.endswith(NOT_CONVERTIBLE) for misfit in self._misfits):
+            options["dtype"] = 'dtype="convert" converts to the dtypes of the state'
+        return options | {"exclude": 'exclude="pattern" leaves values as they are, whether saved or not'}
+
+    def _unexplained(self) -> tuple[list[str], list[str]]:
+        """Return the missing and the unexpected names, without those of a key that has another name."""
+        explained = {saved for found in self._renames.values() for saved in found}
+        missing = [name for name in self._missing if _top(name) not in self._renames]
+        return missing, [name for name in self._unexpected if _top(name) not in explained]
 
     def _rename_hints(self) -> list[str]:
         pairs = {
@@ -228,17 +249,6 @@ class _Findings:
     def _listed_unexpected(self, names: Sequence[str]) -> str:
         missing = {_top(name) for name in self._missing}
         return _listed(names, whole={_top(name) for name in names} - self._state_tops - missing)
-
-    def _options(self, missing: Sequence[str], unexpected: Sequence[str]) -> Iterator[str]:
-        if missing or self._thinned:
-            yield 'missing="keep" keeps what the state has'
-        if unexpected:
-            yield 'unexpected="ignore" leaves out what the state lacks'
-        if missing and unexpected:
-            yield 'rename={"name in the checkpoint": "name in the state"} takes names or their first parts'
-        if any(misfit.kind == "dtype" and not misfit.state.endswith(NOT_CONVERTIBLE) for misfit in self._misfits):
-            yield 'dtype="convert" converts to the dtypes of the state'
-        yield 'exclude="pattern" leaves values as they are, whether saved or not'
 
 
 def _count(found: Sequence[object], *, is_bounded: bool = True) -> str:

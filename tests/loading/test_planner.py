@@ -89,7 +89,7 @@ def test_all_that_does_not_fit_is_one_error(store: RecordingStore) -> None:
     state = misfit()
     with pytest.raises(StateMismatchError) as caught:
         load_by(store, state)
-    assert caught.value.what == MESSAGE
+    assert caught.value.message == MESSAGE
     counts = {"missing": 2, "unexpected": 2, "shapes": 1, "dtypes": 1, "kinds": 1}
     assert caught.value.details == {"url": store.url, "step": None} | counts
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -103,7 +103,9 @@ def test_dcp_load_raises_it_on_all_ranks(store: RecordingStore) -> None:
         dcp.load(misfit(), storage_reader=(reader := RemoteReader(store)), planner=reader.planner())
     [(error, _)] = caught.value.failures.values()
     assert isinstance(error, StateMismatchError)
-    assert sorted(re.split(r": |; |\n", error.what)) == sorted(re.split(r": |; |\n", MESSAGE))  # torch sorts the keys
+    assert sorted(re.split(r": |; |\n", error.message)) == sorted(
+        re.split(r": |; |\n", MESSAGE)
+    )  # torch sorts the keys
 
 
 def test_ranks_that_differ(store: RecordingStore) -> None:
