@@ -81,7 +81,7 @@ def judge(
         ranks = [rank for rank, check in enumerate(checks) if check.has_own_findings]
         text = findings.describe(empty_places=empty_places, is_nothing_loaded=is_nothing_loaded)
         details |= findings.counts() | _named(ranks, len(checks))
-        return Verdict(error=StateMismatchError(text, advice=findings.advice(), **details))
+        return Verdict(error=StateMismatchError(text, advice=findings.advice(empty_places), **details))
     untouched = {key for check in distinct for key in check.kept}
     untouched -= {key for check in distinct for key in check.loaded}
     return Verdict(untouched=frozenset(untouched), left_out=findings.left_out, warning=findings.warning())
@@ -189,10 +189,15 @@ class _Findings:
                 lines.append(f"{_count(found)} of another {kind}: {_joined(texts, len(found))}")
         return "\n".join(lines)
 
-    def advice(self) -> dict[str, str]:
+    def advice(self, empty_places: Collection[str]) -> dict[str, str]:
         """Return the options that allow the findings, as the advice of an error."""
         missing, unexpected = self._unexplained()
         options = {}
+        if any(map(self._is_optimizers, empty_places)):
+            options["state"] = (
+                "an optimizer has no state before its first step: put the optimizer itself into the state, or use "
+                "torch's get_optimizer_state_dict"
+            )
         if missing or self._thinned:
             options["missing"] = 'missing="keep" keeps what the state has'
         if unexpected:
@@ -228,18 +233,18 @@ class _Findings:
 
     def _empty_place_hints(self, empty_places: Collection[str]) -> Iterator[str]:
         for place in empty_places:
-            below = [name for name in self._unexpected if name.startswith(f"{place}.")]
-            if not below:
-                continue
-            count = _count(below, is_bounded=False)
-            text = f"{_shown(place)} is empty in the state, and the checkpoint has {count} below it."
-            parts = (place.rpartition(".")[2], *(name[len(place) + 1 :].partition(".")[0] for name in below))
-            if not {"state", "param_groups"}.isdisjoint(parts):
-                text += (
-                    " An optimizer has no state before its first step: put the optimizer itself into the state, or use "
-                    "torch's get_optimizer_state_dict."
-                )
-            yield text
+            if below := self._names_below(place):
+                count = _count(below, is_bounded=False)
+                yield f"{_shown(place)} is empty in the state, and the checkpoint has {count} below it."
+
+    def _is_optimizers(self, place: str) -> bool:
+        """Return whether the checkpoint has states of an optimizer below an empty dict of the state."""
+        below = self._names_below(place)
+        parts = {place.rpartition(".")[2], *(name[len(place) + 1 :].partition(".")[0] for name in below)}
+        return bool(below) and not parts.isdisjoint({"state", "param_groups"})
+
+    def _names_below(self, place: str) -> list[str]:
+        return [name for name in self._unexpected if name.startswith(f"{place}.")]
 
     def _listed_missing(self, names: Sequence[str], *, is_near: bool = False) -> str:
         # A value whose name has changed is among those that no state has.
