@@ -310,6 +310,7 @@ class RemoteRun:
             del state[key]
         if {*lacking} - {_ENGINE_KEY}:
             logger.warning("%s: step %d was saved without %s: they start anew", manager.url, step, ", ".join(lacking))
+        is_own = manager is self.manager
         manager.restore(
             state,
             step,
@@ -317,9 +318,10 @@ class RemoteRun:
             # Such as the scaler of a training in fp16, which goes on in another precision: a warning names what it is.
             unexpected="ignore",
             dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model
-            go_on=manager is self.manager,
+            go_on=is_own,
             must_exist=True,
         )
+        self._saved_step = step if is_own else None
 
     def load_best(self, trainer: Any) -> None:
         """Read the weights of the best checkpoint into the model; the run goes on from where it was."""

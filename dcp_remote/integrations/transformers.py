@@ -231,6 +231,12 @@ class RemoteCheckpointMixin(_Base):  # type: ignore[misc]  # Transformers may no
         self._remote.manager.wait()
         return output
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return no batch where all steps were made before the start: `Trainer` would make one more."""
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(*args, **kwargs)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load nothing yet for a remote checkpoint: model and optimizer are read together."""
         if not self._remote.is_own(resume_from_checkpoint):
@@ -270,9 +276,13 @@ class _RemoteCallback(TrainerCallback):  # type: ignore[misc]  # Transformers ma
         self._run = run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put back the URL of the best checkpoint, which `Trainer` would take for a folder that was deleted."""
+        """Put back the URL of the best checkpoint, which `Trainer` would take for a folder that was deleted.
+
+        A training that had made all its steps ends, without a batch.
+        """
         if self._run.best_url is not None:
             state.best_model_checkpoint = self._run.best_url
+        control.should_training_stop |= state.global_step >= state.max_steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Save and stop, at one step on all ranks, after SIGTERM; without a save if the ranks agree on no step."""
