@@ -48,17 +48,16 @@ class DcpRemoteError(Exception):
         details: Values involved, by name.
     """
 
-    def __init__(self, what: str, /, *, advice: Mapping[str, str] | None = None, **details: object) -> None:
+    def __init__(self, what: str, /, **details: object) -> None:
         """Keep the message, and the details in a form that can be pickled.
 
         Args:
             what: Message that says what happened and what to do about it, in one or two sentences.
-            advice: Texts of the form `argument=value does this`, by the argument's name.
             **details: Values involved. Numbers, booleans and None are kept; anything else is kept as its string, cut
                 to 1,000 characters.
         """
         self.what = what
-        self.advice = dict(advice or {})
+        self.advice: dict[str, str] = {}
         self.details: dict[str, Detail] = {name: _plain(value) for name, value in details.items()}
         super().__init__(what)
 
@@ -70,13 +69,18 @@ class DcpRemoteError(Exception):
         separator = "\n" if "\n" in self.what else " "
         return f"{self.what}{separator}Options: {'; '.join(dict.fromkeys(self.advice.values()))}."
 
+    def advise(self, **advice: str) -> Self:
+        """Set the advice: texts of the form `argument=value does this`, by the argument's name. Returns this error."""
+        self.advice = advice
+        return self
+
     def reword(self, words: Mapping[str, str]) -> None:
         """Replace the advice by the words of another caller, who cannot pass an argument for which there are none."""
         self.advice = {name: words[name] for name in self.advice if name in words}
 
     def with_details(self, **details: object) -> Self:
         """Return an error of the same class, message and advice, with more details."""
-        return type(self)(self.what, advice=self.advice, **self.details | details)
+        return type(self)(self.what, **{**self.details, **details}).advise(**self.advice)
 
     def __str__(self) -> str:
         """Return `what. Options: advice; advice. key=value key=value`, without details that are None."""
@@ -93,7 +97,7 @@ class DcpRemoteError(Exception):
 
 
 def _rebuild(kind: type[_Error], what: str, advice: dict[str, str], details: dict[str, Detail]) -> _Error:
-    return kind(what, advice=advice, **details)
+    return kind(what, **details).advise(**advice)
 
 
 def _plain(value: object) -> Detail:

@@ -81,7 +81,7 @@ def judge(
         ranks = [rank for rank, check in enumerate(checks) if check.has_own_findings]
         text = findings.describe(empty_places=empty_places, is_nothing_loaded=is_nothing_loaded)
         details |= findings.counts() | _named(ranks, len(checks))
-        return Verdict(error=StateMismatchError(text, advice=findings.advice(empty_places), **details))
+        return Verdict(error=StateMismatchError(text, **details).advise(**findings.advice(empty_places)))
     untouched = {key for check in distinct for key in check.kept}
     untouched -= {key for check in distinct for key in check.loaded}
     return Verdict(untouched=frozenset(untouched), left_out=findings.left_out, warning=findings.warning())

@@ -409,12 +409,11 @@ def _require_no_lost_values(
         raise StateMismatchError(
             "Tensors of the state share their memory, as tied weights do, and were saved with different values, of "
             "which one would be lost; nothing was loaded. Untie them.",
-            advice={"exclude": 'exclude="<name>" leaves one of them out'},
             names="; ".join(f"{first} and {second}" for first, second in lost[:10]),
             found=len(lost),
             url=url,
             step=step,
-        )
+        ).advise(exclude='exclude="<name>" leaves one of them out')
 
 
 @dataclass(frozen=True, slots=True)

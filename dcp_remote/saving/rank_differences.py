@@ -159,13 +159,12 @@ def make_value_error(unequal: Mapping[str, Sequence[str]]) -> InvalidArgumentErr
         "Ranks hold different values of tensors, of which a checkpoint holds one; nothing was uploaded. If the values "
         "should be equal, synchronize the ranks before the save. Buffers may differ: put the module itself into the "
         "state, not its state_dict().",
-        advice={
-            "PerRank": "PerRank(optimizer) in the state saves the parts of all ranks, where each keeps its own",
-            "replicas": 'CheckpointManager(…, replicas="coordinator") saves those of the lowest rank, where values are '
-            "to differ for now, as in local SGD",
-        },
         differing="; ".join(named),
         names=len(unequal),
+    ).advise(
+        PerRank="PerRank(optimizer) in the state saves the parts of all ranks, where each keeps its own",
+        replicas='CheckpointManager(…, replicas="coordinator") saves those of the lowest rank, where values are to '
+        "differ for now, as in local SGD",
     )
 
 

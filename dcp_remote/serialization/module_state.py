@@ -362,13 +362,9 @@ class OptimizerState:
             raise StateMismatchError(
                 "The optimizer has parameters in one group that were saved in several with different options, of "
                 "which some would be lost; other values were already loaded. Make the groups as they were saved.",
-                advice={
-                    "exclude": 'exclude="optim.param_groups*", by the name in the state, keeps the options that the '
-                    "optimizer has"
-                },
                 options="; ".join(found[:_NAMES_SHOWN_MAX]),
                 found=len(found),
-            )
+            ).advise(exclude='exclude="optim.param_groups*", by the name in the state, keeps those of the optimizer')
 
     def _values(self, names: Mapping[int, str]) -> dict[str, Any]:
         if _is_fsdp1(self._model):

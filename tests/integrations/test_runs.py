@@ -131,7 +131,7 @@ def test_errors_name_what_the_user_of_the_framework_can_pass() -> None:
 
     @framework_words({"missing": "strict=False keeps it", "unexpected": "strict=False keeps it"})
     def run(**advice: str) -> None:
-        raise StateMismatchError("A.", advice=advice, step=3)
+        raise StateMismatchError("A.", step=3).advise(**advice)
 
     for advice, text in (
         ({"missing": "a", "unexpected": "b", "rename": "c"}, "A. Options: strict=False keeps it. step=3"),
