@@ -48,10 +48,10 @@ class Loader:
             yield torch.randn(3, 8, generator=torch.Generator().manual_seed(100 * self.rank + self.position))
 
     def state_dict(self) -> dict[str, int]:
-        return {"position": self.position, "rank": self.rank}
+        return {"position": self.position, "rank": RANK}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        assert state["rank"] == self.rank
+        assert state["rank"] == RANK
         self.position = state["position"]
 
 
