@@ -21,13 +21,15 @@
     └── InvalidArgumentError      (also ValueError)         fix the call
         └── StateMismatchError    the checkpoint does not fit the state; the message lists all of it, and the options
 
-Messages have the form `what. key=value key=value`. Every class can be pickled and unpickled, and so reaches other ranks
-inside torch's `CheckpointException`; an exception that cannot would leave them waiting in a collective operation.
+Messages have the form `what. Options: advice; advice. key=value key=value`. Every class can be pickled and unpickled,
+and so reaches other ranks inside torch's `CheckpointException`; an exception that cannot would leave them waiting in a
+collective operation.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Self, TypeVar
 
 _Error = TypeVar("_Error", bound="DcpRemoteError")
 
@@ -41,7 +43,8 @@ class DcpRemoteError(Exception):
     """Base of all errors of this package.
 
     Attributes:
-        what: Message without the details.
+        what: Message without advice and details.
+        advice: Texts on what the caller can pass, by the argument's name; other callers have other words for it.
         details: Values involved, by name.
     """
 
@@ -54,25 +57,47 @@ class DcpRemoteError(Exception):
                 to 1,000 characters.
         """
         self.what = what
+        self.advice: dict[str, str] = {}
         self.details: dict[str, Detail] = {name: _plain(value) for name, value in details.items()}
         super().__init__(what)
 
+    @property
+    def message(self) -> str:
+        """Message with the advice and without the details."""
+        if not self.advice:
+            return self.what
+        separator = "\n" if "\n" in self.what else " "
+        return f"{self.what}{separator}Options: {'; '.join(dict.fromkeys(self.advice.values()))}."
+
+    def advise(self, **advice: str) -> Self:
+        """Set the advice: texts of the form `argument=value does this`, by the argument's name. Returns this error."""
+        self.advice = advice
+        return self
+
+    def reword(self, words: Mapping[str, str]) -> None:
+        """Replace the advice by the words of another caller, who cannot pass an argument for which there are none."""
+        self.advice = {name: words[name] for name in self.advice if name in words}
+
+    def with_details(self, **details: object) -> Self:
+        """Return an error of the same class, message and advice, with more details."""
+        return type(self)(self.what, **{**self.details, **details}).advise(**self.advice)
+
     def __str__(self) -> str:
-        """Return `what. key=value key=value`, without details that are None."""
+        """Return `what. Options: advice; advice. key=value key=value`, without details that are None."""
         values = (f"{name}={value!r}" for name, value in self.details.items() if value is not None)
-        return " ".join([self.what, *values])
+        return " ".join([self.message, *values])
 
     def __repr__(self) -> str:
         """Return the class and `str(self)`: torch's `CheckpointException` shows errors by their repr."""
         return f"{type(self).__name__}({str(self)!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the message and the details only, not notes or other attributes."""
-        return _rebuild, (type(self), self.what, self.details)
+        """Pickle message, advice and details only, not notes or other attributes."""
+        return _rebuild, (type(self), self.what, self.advice, self.details)
 
 
-def _rebuild(kind: type[_Error], what: str, details: dict[str, Detail]) -> _Error:
-    return kind(what, **details)
+def _rebuild(kind: type[_Error], what: str, advice: dict[str, str], details: dict[str, Detail]) -> _Error:
+    return kind(what, **details).advise(**advice)
 
 
 def _plain(value: object) -> Detail:

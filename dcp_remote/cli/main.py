@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report_error(error: DcpRemoteError | OSError, code: int) -> int:
     text = str(error)
     if isinstance(error, DcpRemoteError):
-        text = name_options(error.what) + text.removeprefix(error.what)
+        text = name_options(error.message) + text.removeprefix(error.message)
     print(escape_unprintable(f"dcp-remote: {text}"), file=sys.stderr)
     return code
 

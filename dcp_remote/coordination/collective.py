@@ -522,4 +522,4 @@ def _copy_error(error: DcpRemoteError, consequence: BaseException) -> DcpRemoteE
     here = {}
     if isinstance(consequence, DcpRemoteError):
         here = {"here": one_line(f"{type(consequence).__name__}: {consequence}", _HERE_CHARACTERS_MAX)}
-    return type(error)(error.what, **error.details | here)
+    return error.with_details(**here)

@@ -48,7 +48,7 @@ def plain_errors() -> Iterator[None]:
         if ranks != [0]:
             named = ", ".join(map(str, ranks[:_RANKS_NAMED_MAX]))
             more = f" and {len(ranks) - _RANKS_NAMED_MAX} more" if len(ranks) > _RANKS_NAMED_MAX else ""
-            first = type(first)(first.what, **{**first.details, "failed_ranks": named + more})
+            first = first.with_details(failed_ranks=named + more)
         raise first from None
 
 

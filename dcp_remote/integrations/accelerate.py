@@ -32,9 +32,10 @@ from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
 from dcp_remote.integrations.folders import RemoteFolders
 from dcp_remote.integrations.runs import (
+    RankValue,
     can_repeat,
     find_checkpoint,
-    framework_options,
+    framework_words,
     manager_of,
     note_step,
     require_settings,
@@ -53,15 +54,16 @@ LOADERS_KEY = "loaders"
 _SUPPORTED = frozenset({"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "FSDP", "DEEPSPEED"})
 
 
-_EXISTS = (
-    "With Accelerate: load_state(accelerator, <URL of the run>) before the first save goes on from the newest "
-    "checkpoint; save_state(…, start_over=True) leaves the checkpoints behind; save_state(…, overwrite=True) replaces "
-    "one of the same step."
-)
-_MISMATCH = "With Accelerate: load_state(…, weights_only=True) loads models alone."
+_WORDS = {
+    "restore": "load_state(<URL of the run>) before the first save goes on from the newest checkpoint",
+    "start_over": "save_state(…, start_over=True) leaves the checkpoints behind",
+    "overwrite": "save_state(…, overwrite=True) replaces it",
+    "exclude": "load_state(…, weights_only=True) loads models alone",
+    "replicas": "save_state(…, replicas='coordinator') saves those of the lowest rank",
+}
 
 
-@framework_options(exists=_EXISTS)
+@framework_words(_WORDS)
 def save_state(
     accelerator: Accelerator,
     url: str,
@@ -121,7 +123,7 @@ def save_state(
     return url
 
 
-@framework_options(mismatch=_MISMATCH)
+@framework_words(_WORDS)
 def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False, **settings: Any) -> int:
     """Load a checkpoint into all that an accelerator has prepared, in place; every rank calls this.
 
@@ -171,7 +173,7 @@ def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False
     manager = manager_of(path.run_url, **settings)
     about, loaders = Opaque[Any](None), Opaque[Any](None)
     # First, since a checkpoint of another framework has none of these, and may yet have all that is trained.
-    restore_own(manager, {ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)}, path.checkpoint)
+    restore_own(manager, {ABOUT_KEY: about, LOADERS_KEY: RankValue(loaders)}, path.checkpoint)
     is_own, state = about.value is not None, _training(accelerator)
     _require_same_objects(accelerator, about.value or {"custom": [], "loaders": accelerator._dataloaders}, url)
     left_out = leave_out(ABOUT_KEY, LOADERS_KEY, *({"deepspeed"} - state.keys()))

@@ -33,22 +33,24 @@ from dcp_remote.errors import InvalidArgumentError, UnsafeObjectError
 from dcp_remote.integrations.deepspeed_state import EngineState, engine_state, require_supported
 from dcp_remote.integrations.entries import keep_only, leave_out_unused
 from dcp_remote.integrations.folders import RemoteFolders, name_of
-from dcp_remote.integrations.runs import can_repeat, framework_options, manager_of, note_step, require_settings
+from dcp_remote.integrations.runs import can_repeat, framework_words, manager_of, note_step, require_settings
 
 __all__ = ["EngineState", "attach", "disable", "enable", "engine_state"]
 
 # Attribute of the methods that `attach` and `enable` set.
 _MARK = "_dcp_remote"
 
-_EXISTS = (
-    "With DeepSpeed: engine.load_checkpoint(url) before the first save goes on from the newest checkpoint; "
-    "attach(engine, start_over=True) leaves the checkpoints behind; each engine of a job saves to a run of its own."
-)
-_MISMATCH = (
-    "With DeepSpeed: load_module_strict=False leaves alone what checkpoint or module lack; "
-    "load_optimizer_states=False, load_lr_scheduler_states=False and load_module_only=True load the rest. For exclude "
-    "and rename, pass engine_state(engine) to CheckpointManager.restore."
-)
+_STRICT = "load_module_strict=False leaves alone what checkpoint or module lack"
+_WORDS = {
+    "restore": "engine.load_checkpoint(url) before the first save goes on from the newest checkpoint",
+    "start_over": "attach(engine, start_over=True) leaves the checkpoints behind",
+    "exist_ok": "each engine of a job saves to a run of its own",
+    "missing": _STRICT,
+    "unexpected": _STRICT,
+    "exclude": "load_optimizer_states=False, load_lr_scheduler_states=False and load_module_only=True load the rest; "
+    "CheckpointManager.restore(engine_state(engine), exclude=…, rename=…) chooses values",
+    "replicas": "attach(engine, replicas='coordinator') saves those of the lowest rank",
+}
 
 _VALUES_SHOWN_MAX = 5
 
@@ -138,7 +140,7 @@ def _methods(
 ) -> dict[str, Callable[..., Any]]:
     """Return the methods that take the places of the engine's."""
 
-    @framework_options(exists=_EXISTS)
+    @framework_words(_WORDS)
     def save_checkpoint(  # noqa: PLR0917  # DeepSpeed's signature
         self: Any,
         save_dir: Any,
@@ -175,7 +177,7 @@ def _methods(
             folders.leave_note(save_dir, writes=self.local_rank <= 0)
         return True
 
-    @framework_options(mismatch=_MISMATCH)
+    @framework_words(_WORDS)
     def load_checkpoint(  # noqa: PLR0917  # DeepSpeed's signature
         self: Any,
         load_dir: Any,

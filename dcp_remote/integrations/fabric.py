@@ -29,9 +29,10 @@ from dcp_remote import ModelState, Opaque, PerRank, as_plain, is_remote, trainin
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_only, leave_out_unused
 from dcp_remote.integrations.runs import (
+    RankValue,
     can_repeat,
     find_checkpoint,
-    framework_options,
+    framework_words,
     manager_of,
     note_step,
     require_settings,
@@ -56,15 +57,18 @@ RANK_VALUES_KEY = "fabric_rank"
 
 _STEP_KEYS = ("step", "global_step")
 
-_EXISTS = (
-    "With Fabric: fabric.load(<URL of the run>, state) before the first save goes on from the newest checkpoint; "
-    "checkpoint_settings={'start_over': True} of the strategy leaves the checkpoints behind. A step is saved again "
-    "only with the same model and optimizer, and without a step of the optimizer in between."
-)
-_MISMATCH = (
-    "With Fabric: strict=False keeps values that the checkpoint lacks, and leaves out weights that the model lacks; "
-    "a module in place of the state, as of fabric.load_raw, gets the weights alone."
-)
+_STRICT = "strict=False keeps values that the checkpoint lacks, and leaves out those that the state lacks"
+_WORDS = {
+    "restore": "fabric.load(<URL of the run>, state) before the first save goes on from the newest checkpoint; with "
+    "<URL of a checkpoint>, from an older one",
+    "start_over": "checkpoint_settings={'start_over': True} of the strategy leaves the checkpoints behind",
+    "exist_ok": "the same model and optimizer, without a step of the optimizer since, keep it under another name",
+    "missing": _STRICT,
+    "unexpected": _STRICT,
+    "exclude": "a module in place of the state, as of fabric.load_raw, gets the weights alone",
+    "PerRank": "PerRank(optimizer) in the state saves the parts of all ranks, where each keeps its own",
+    "replicas": "checkpoint_settings={'replicas': 'coordinator'} of the strategy saves those of the lowest rank",
+}
 
 
 class RemoteStrategy:
@@ -96,7 +100,7 @@ class RemoteStrategy:
         self._checkpoint_settings = dict(checkpoint_settings or {})
         require_settings(self._checkpoint_settings)
 
-    @framework_options(exists=_EXISTS)
+    @framework_words(_WORDS)
     def save_checkpoint(
         self,
         path: Any,
@@ -133,7 +137,7 @@ class RemoteStrategy:
         )
         note_step(found.run_url, step, **owners)
 
-    @framework_options(mismatch=_MISMATCH)
+    @framework_words(_WORDS)
     def load_checkpoint(
         self,
         path: Any,
@@ -175,7 +179,7 @@ class RemoteStrategy:
         values, own = Opaque[Any]({}), Opaque[Any](None)
         if not is_module:
             # First, since checkpoints of other frameworks have none of these, and may yet have all that is asked for.
-            restore_own(manager, {VALUES_KEY: values, RANK_VALUES_KEY: PerRank(own)}, found.checkpoint)
+            restore_own(manager, {VALUES_KEY: values, RANK_VALUES_KEY: RankValue(own)}, found.checkpoint)
             if strict:
                 _require_values(state, values.value, url=str(path))
         step = manager.restore(

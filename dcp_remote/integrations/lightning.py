@@ -38,9 +38,10 @@ from dcp_remote.integrations.lightning_removal import Removals
 from dcp_remote.integrations.lightning_values import metrics_of, to_plain
 from dcp_remote.integrations.runs import (
     CheckpointPath,
+    RankValue,
     can_repeat,
     find_checkpoint,
-    framework_options,
+    framework_words,
     manager_of,
     note_step,
     require_settings,
@@ -77,14 +78,17 @@ LOADERS_KEY = "loaders"
 
 _LOADER_STATES = "combined_loader"
 
-_EXISTS = (
-    "With Lightning: fit(ckpt_path='last') goes on from the newest checkpoint of dirpath; checkpoint_settings="
-    "{'start_over': True} of the strategy leaves the checkpoints behind."
+_STRICT = (
+    "strict_loading = False of the LightningModule keeps weights that the checkpoint lacks, and leaves out those that "
+    "the module lacks"
 )
-_MISMATCH = (
-    "With Lightning: `strict_loading = False` of the LightningModule keeps weights that the checkpoint lacks, and "
-    "leaves out those that the module lacks."
-)
+_WORDS = {
+    "restore": "fit(ckpt_path='last') goes on from the newest checkpoint of dirpath",
+    "start_over": "checkpoint_settings={'start_over': True} of the strategy leaves the checkpoints behind",
+    "missing": _STRICT,
+    "unexpected": _STRICT,
+    "replicas": "checkpoint_settings={'replicas': 'coordinator'} of the strategy saves those of the lowest rank",
+}
 
 
 class RemoteStrategy:
@@ -203,6 +207,7 @@ class RemoteStrategy:
         self._saved_names.discard(path.checkpoint)
         self._removals.add(path)
 
+    @framework_words(_WORDS)
     def teardown(self) -> None:
         """Wait for the last checkpoint, and raise its error; unless the training has failed, then log it."""
         has_failed = sys.exc_info()[0] is not None
@@ -217,7 +222,7 @@ class RemoteStrategy:
         finally:
             super().teardown()  # type: ignore[misc]  # as above
 
-    @framework_options(exists=_EXISTS)
+    @framework_words(_WORDS)
     def _save(self, trainer: Any, url: str, *, weights_only: bool) -> None:
         path = self._path_of(url)
         manager = self._manager(path.run_url)
@@ -266,7 +271,7 @@ class RemoteStrategy:
 
     # ---- loading
 
-    @framework_options(mismatch=_MISMATCH)
+    @framework_words(_WORDS)
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         """Load a checkpoint: tensors into model and optimizers, in place; return the rest, as Lightning writes it.
 
@@ -287,7 +292,7 @@ class RemoteStrategy:
         path = self._locate(url)
         manager = self._manager(path.run_url)
         about, loaders = Opaque[Any](None), Opaque[Any](None)
-        restore_own(manager, {ABOUT_KEY: about, LOADERS_KEY: PerRank(loaders)}, path.checkpoint)
+        restore_own(manager, {ABOUT_KEY: about, LOADERS_KEY: RankValue(loaders)}, path.checkpoint)
         if about.value is None:
             if is_fitting:
                 raise InvalidArgumentError(

@@ -9,20 +9,16 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from dcp_remote import CheckpointManager, is_remote, open_run
-from dcp_remote.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    DcpRemoteError,
-    InvalidArgumentError,
-    StateMismatchError,
-)
+from dcp_remote import CheckpointManager, PerRank, is_remote, open_run
+from dcp_remote.errors import CheckpointNotFoundError, DcpRemoteError, InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.entries import keep_only
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +34,10 @@ class CheckpointPath:
     checkpoint: str | int | None
 
 
+class RankValue(PerRank[T]):
+    """Value of this rank of which the framework says itself that a checkpoint lacks it, as a position in the data."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Opened:
     """Manager of a run, and the process group and settings with which it was made."""
@@ -49,6 +49,8 @@ class _Opened:
 
 _lock = threading.Lock()
 _opened: dict[str, _Opened] = {}
+# Words of the frameworks that were called, for errors of saves that nobody waits for until the managers close.
+_words: dict[str, str] = {}
 # Step that was last saved to, or loaded from, a run; and the objects whose state that is, by URL of the run.
 _last: dict[str, tuple[int, Mapping[str, Any]]] = {}
 # Steps of each optimizer that owns a state, counted since it was first seen here.
@@ -109,19 +111,17 @@ def require_settings(settings: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def framework_options(*, exists: str = "", mismatch: str = "") -> Iterator[None]:
-    """Add the options of a framework to errors whose text names those of `CheckpointManager`; as a note of the error.
+def framework_words(words: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name what the user of a framework can pass, in place of arguments of `CheckpointManager`.
 
     Args:
-        exists: Text for a run with checkpoints that this job has not loaded, or one of the same step.
-        mismatch: Text for a checkpoint that does not fit the state.
+        words: Texts by the name of an argument, as of `DcpRemoteError.advice`.
     """
+    _words.update(words)
     try:
         yield
     except DcpRemoteError as error:
-        note = {CheckpointExistsError: exists, StateMismatchError: mismatch}.get(type(error))
-        if note:
-            error.add_note(note)
+        error.reword(words)
         raise
 
 
@@ -137,7 +137,8 @@ def close_managers() -> None:
     errors = []
     for one in opened:
         try:
-            one.manager.close()
+            with framework_words(_words):
+                one.manager.close()
         except Exception as error:  # noqa: BLE001  # the other runs are closed as well
             errors.append(error)
     if errors:
@@ -187,7 +188,7 @@ def restore_own(manager: CheckpointManager, values: dict[str, Any], checkpoint: 
 
     Args:
         manager: Manager of the run.
-        values: `Opaque` values, or `PerRank` ones, by key.
+        values: `Opaque` values, or a `RankValue` of one, by key.
         checkpoint: Name or step; None is the newest.
 
     Raises:

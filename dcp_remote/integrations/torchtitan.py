@@ -21,13 +21,22 @@ from torchtitan.config.override import override
 
 from dcp_remote import CheckpointManager as RunManager
 from dcp_remote import PerRank, Retention, is_remote
-from dcp_remote.errors import InvalidArgumentError, StateMismatchError
+from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_only
+from dcp_remote.integrations.runs import framework_words
 
 logger = logging.getLogger(__name__)
 
 # Keys of torchtitan's states, and those under which all frameworks of this package save the same.
 _KEYS = {OPTIMIZER: "optim", LR_SCHEDULER: "scheduler", DATALOADER: "loader"}
+
+_WORDS = {
+    "restore": "--checkpoint.enable goes on from the newest checkpoint",
+    "start_over": 'remote_checkpoint={"start_over": true} leaves the checkpoints behind',
+    "missing": "--checkpoint.load_step selects an older checkpoint, where the last one holds the model alone",
+    "exclude": "--checkpoint.exclude_from_loading leaves states as they are",
+    "replicas": 'remote_checkpoint={"replicas": "coordinator"} saves those of the lowest rank',
+}
 
 
 class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchtitan may not be installed
@@ -78,6 +87,7 @@ class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
         # torchtitan's own loading would look for checkpoints there by fsspec; it is asked only if the run has none.
         self.folder = ""
 
+    @framework_words(_WORDS)
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002  # torchtitan's signature
         """Save in the background, if this step is to be saved; return whether it is."""
@@ -88,6 +98,7 @@ class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
         self._run.save(curr_step, state, name=f"step-{curr_step}", exist_ok=True, wait="begun")
         return True
 
+    @framework_words(_WORDS)
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
         """Load a checkpoint of the run, in place; else from `initial_load_path`. Return whether there was one.
@@ -101,16 +112,10 @@ class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
         if loaded is None:
             return self._load_initial()
         if loaded != 0:  # of a seed checkpoint the model is all that torchtitan loads
-            try:
-                self._restore(self._run, self._rest(), loaded)
-            except StateMismatchError as error:
-                error.add_note(
-                    "The last checkpoint of a training may hold the model alone: --checkpoint.load_step selects an "
-                    "older one, and --checkpoint.exclude_from_loading leaves states as they are."
-                )
-                raise
+            self._restore(self._run, self._rest(), loaded)
         return True
 
+    @framework_words(_WORDS)
     def _close(self) -> None:
         """Wait for the last save, and raise its error."""
         if hasattr(self, "_run"):  # False where the folder was refused

@@ -27,7 +27,7 @@ from dcp_remote.common.temporary_folder import TemporaryFolder
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.adapters import AdapterState, is_peft
 from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
-from dcp_remote.integrations.runs import find_checkpoint, framework_options, manager_of, split_path, wait_for_saves
+from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
 from dcp_remote.integrations.trainer_files import STATE_FILE, read_files, write_files
 from dcp_remote.integrations.trainer_retention import metrics_of
 from dcp_remote.integrations.wrappers import unwrap_optimizer
@@ -50,14 +50,14 @@ _SAVING_SETTINGS = frozenset({"retention", "resumed_from", "start_over", "save_p
 # Texts that stand for a truth value: `--resume_from_checkpoint` of Transformers' programs is a text.
 _WORDS = {"true": True, "false": False}
 
-_EXISTS = (
-    "With Trainer: train(resume_from_checkpoint=True) goes on from the newest checkpoint; start_over=True of remote(), "
-    "once, leaves the checkpoints behind."
-)
-_MISMATCH = (
-    "With Trainer: a changed model starts a new training, in another run: load_weights(model, url, exclude=…) takes "
-    "the weights that fit."
-)
+# What the user of a Trainer can pass, for the advice of errors.
+WORDS = {
+    "restore": "train(resume_from_checkpoint=True) goes on from the newest checkpoint",
+    "start_over": "start_over=True of remote(), once, leaves the checkpoints behind",
+    "exclude": "load_weights(model, url, exclude=…) takes the weights that fit into a changed model, for a new "
+    "training in another run",
+    "replicas": "replicas='coordinator' of remote() saves those of the lowest rank",
+}
 
 
 class HeldRandomStates:
@@ -144,7 +144,6 @@ class RemoteRun:
 
     # ---- saving
 
-    @framework_options(exists=_EXISTS)
     def save(self, trainer: Any, write_own_files: Callable[[], None]) -> None:
         """Save a checkpoint; what fails on one rank before it was copied is raised on all."""
         step: int = trainer.state.global_step
@@ -301,7 +300,6 @@ class RemoteRun:
         self.best_url, state["best_model_checkpoint"] = state["best_model_checkpoint"], None
         Files({**{name: files[name] for name in files}, STATE_FILE: json.dumps(state).encode()}).write(folder)
 
-    @framework_options(mismatch=_MISMATCH)
     def restore(self, trainer: Any) -> None:
         """Read the tensors of the checkpoint that is being resumed into model and optimizer, in place; collective."""
         assert self._read_from is not None, "resume comes first"
@@ -313,6 +311,7 @@ class RemoteRun:
             del state[key]
         if {*lacking} - {_ENGINE_KEY}:
             logger.warning("%s: step %d was saved without %s: they start anew", manager.url, step, ", ".join(lacking))
+        is_own = manager is self.manager
         manager.restore(
             state,
             step,
@@ -320,9 +319,10 @@ class RemoteRun:
             # Such as the scaler of a training in fp16, which goes on in another precision: a warning names what it is.
             unexpected="ignore",
             dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model
-            go_on=manager is self.manager,
+            go_on=is_own,
             must_exist=True,
         )
+        self._saved_step = step if is_own else None
 
     def load_best(self, trainer: Any) -> None:
         """Read the weights of the best checkpoint into the model; the run goes on from where it was."""

@@ -23,9 +23,9 @@ from dcp_remote import CheckpointManager, ModelState, is_remote
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_only
 from dcp_remote.integrations.folders import leave_to_trainer
-from dcp_remote.integrations.runs import find_checkpoint, require_settings, wait_for_saves
+from dcp_remote.integrations.runs import find_checkpoint, framework_words, require_settings, wait_for_saves
 from dcp_remote.integrations.trainer_retention import with_retention
-from dcp_remote.integrations.trainer_run import FOLDER_PREFIX, RemoteRun
+from dcp_remote.integrations.trainer_run import FOLDER_PREFIX, WORDS, RemoteRun
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -218,6 +218,7 @@ class RemoteCheckpointMixin(_Base):  # type: ignore[misc]  # Transformers may no
 
     # ---- loading
 
+    @framework_words(WORDS)
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, from a checkpoint in object storage if that is asked; wait for the last checkpoint. See `remote`."""
         if self.hp_search_backend is not None or kwargs.get("trial") is not None or (args and args[0] is not None):
@@ -229,6 +230,12 @@ class RemoteCheckpointMixin(_Base):  # type: ignore[misc]  # Transformers may no
             output = super().train(folder, *args, **kwargs)
         self._remote.manager.wait()
         return output
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return no batch where all steps were made before the start: `Trainer` would make one more."""
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load nothing yet for a remote checkpoint: model and optimizer are read together."""
@@ -269,9 +276,13 @@ class _RemoteCallback(TrainerCallback):  # type: ignore[misc]  # Transformers ma
         self._run = run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put back the URL of the best checkpoint, which `Trainer` would take for a folder that was deleted."""
+        """Put back the URL of the best checkpoint, which `Trainer` would take for a folder that was deleted.
+
+        A training that had made all its steps ends, without a batch.
+        """
         if self._run.best_url is not None:
             state.best_model_checkpoint = self._run.best_url
+        control.should_training_stop |= state.global_step >= state.max_steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Save and stop, at one step on all ranks, after SIGTERM; without a save if the ranks agree on no step."""

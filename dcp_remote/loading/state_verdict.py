@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,10 +80,18 @@ def judge(
     if findings.is_error(selection) or is_nothing_loaded:
         ranks = [rank for rank, check in enumerate(checks) if check.has_own_findings]
         text = findings.describe(empty_places=empty_places, is_nothing_loaded=is_nothing_loaded)
-        return Verdict(error=StateMismatchError(text, **details, **findings.counts(), **_named(ranks, len(checks))))
+        details |= findings.counts() | _named(ranks, len(checks))
+        advice = findings.advice(empty_places, is_nothing_loaded=is_nothing_loaded)
+        return Verdict(error=StateMismatchError(text, **details).advise(**advice))
     untouched = {key for check in distinct for key in check.kept}
     untouched -= {key for check in distinct for key in check.loaded}
     return Verdict(untouched=frozenset(untouched), left_out=findings.left_out, warning=findings.warning())
+
+
+def _is_optimizers(place: str, below: Iterable[str]) -> bool:
+    """Return whether a checkpoint's values below a place of the state are states of an optimizer."""
+    parts = {place.rpartition(".")[2], *(name[len(place) + 1 :].partition(".")[0] for name in below)}
+    return not parts.isdisjoint({"state", "param_groups"})
 
 
 def _named(ranks: Sequence[int], world_size: int) -> dict[str, object]:
@@ -155,7 +163,7 @@ class _Findings:
         return " ".join(parts)
 
     def describe(self, *, empty_places: Collection[str], is_nothing_loaded: bool) -> str:
-        """Return the message: a line for each kind of finding, and the options that allow it."""
+        """Return the message: a line for each kind of finding."""
         lines = ["The checkpoint does not fit the state; nothing was loaded."]
         if self._is_state_empty:
             lines.append(
@@ -165,9 +173,7 @@ class _Findings:
         elif is_nothing_loaded:
             lines.append("No value of the state would be loaded.")
         lines += self._rename_hints()
-        explained = {saved for found in self._renames.values() for saved in found}
-        missing = [name for name in self._missing if _top(name) not in self._renames]
-        unexpected = [name for name in self._unexpected if _top(name) not in explained]
+        missing, unexpected = self._unexplained()
         if self._thinned:
             keys = ", ".join(dict.fromkeys(_shown(_top(name)) for name in self._thinned))
             lines.append(
@@ -182,13 +188,56 @@ class _Findings:
         if unexpected:
             count = _count(unexpected, is_bounded=False)
             lines.append(f"{count} unexpected, not in the state: {self._listed_unexpected(unexpected)}")
-            lines += self._place_hints(empty_places, is_nothing_loaded=is_nothing_loaded)
+            for place, below in self._places(empty_places).items():
+                kind = "empty" if place in empty_places else "one value"
+                count = _count(below, is_bounded=False)
+                lines.append(f"{_shown(place)} is {kind} in the state, and the checkpoint has {count} below it.")
         for kind in ("shape", "dtype", "kind"):
             found = [misfit for misfit in self._misfits if misfit.kind == kind]
             if found:
                 texts = [f"{_shown(one.name)} (saved: {one.saved}, state: {one.state})" for one in found[:_SHOWN_MAX]]
                 lines.append(f"{_count(found)} of another {kind}: {_joined(texts, len(found))}")
-        return "\n".join([*lines, f"Options: {'; '.join(self._options(missing, unexpected))}."])
+        return "\n".join(lines)
+
+    def advice(self, empty_places: Collection[str], *, is_nothing_loaded: bool) -> dict[str, str]:
+        """Return the options that allow the findings, as the advice of an error."""
+        missing, unexpected = self._unexplained()
+        options = {}
+        exclude = 'exclude="pattern" leaves values as they are, whether saved or not'
+        grown = {
+            place: below for place, below in self._places(empty_places).items() if not _is_optimizers(place, below)
+        }
+        if grown.keys() != self._places(empty_places).keys():
+            options["state"] = (
+                "an optimizer has no state before its first step: put the optimizer itself into the state, or use "
+                "torch's get_optimizer_state_dict"
+            )
+        if missing or self._thinned:
+            options["missing"] = 'missing="keep" keeps what the state has'
+        if unexpected:
+            options["unexpected"] = 'unexpected="ignore" leaves out what the state lacks'
+        if missing and unexpected:
+            options["rename"] = (
+                'rename={"name in the checkpoint": "name in the state"} takes names or their first parts'
+            )
+        if any(misfit.kind == "dtype" and not misfit.state.endswith(NOT_CONVERTIBLE) for misfit in self._misfits):
+            options["dtype"] = 'dtype="convert" converts to the dtypes of the state'
+        rest = {*missing, *unexpected, *self._misfits, *self._thinned, *self._empty}.difference(grown, *grown.values())
+        if grown and not rest and not is_nothing_loaded:
+            first = next(iter(grown))
+            place = _shown(first)
+            pattern = f'"{place}.*"' if first in empty_places else f'["{place}", "{place}.*"]'
+            exclude = (
+                f'exclude={pattern} restores the rest, dcp_remote.load(…, keys="{place}.*") returns these values, and '
+                "a dict, list or object that grows comes back whole if Opaque(...) is around it when it is saved"
+            )
+        return options | {"exclude": exclude}
+
+    def _unexplained(self) -> tuple[list[str], list[str]]:
+        """Return the missing and the unexpected names, without those of a key that has another name."""
+        explained = {saved for found in self._renames.values() for saved in found}
+        missing = [name for name in self._missing if _top(name) not in self._renames]
+        return missing, [name for name in self._unexpected if _top(name) not in explained]
 
     def _rename_hints(self) -> list[str]:
         pairs = {
@@ -205,32 +254,13 @@ class _Findings:
             hints.append(f"{keys} another name in the checkpoint: pass rename={{{', '.join(single)}}}.")
         return hints
 
-    def _place_hints(self, empty_places: Collection[str], *, is_nothing_loaded: bool) -> Iterator[str]:
-        """Yield texts on empty dicts, and on single values, of the state below which the checkpoint has values."""
-        grown = []
-        for place in (*empty_places, *self._missing):
-            below = [name for name in self._unexpected if name.startswith(f"{place}.")]
-            if not below:
-                continue
-            kind = "empty" if place in empty_places else "one value"
-            count = _count(below, is_bounded=False)
-            shown = _shown(place)
-            text = f"{shown} is {kind} in the state, and the checkpoint has {count} below it."
-            parts = (place.rpartition(".")[2], *(name[len(place) + 1 :].partition(".")[0] for name in below))
-            if not {"state", "param_groups"}.isdisjoint(parts):
-                text += (
-                    " An optimizer has no state before its first step: put the optimizer itself into the state, or use "
-                    "torch's get_optimizer_state_dict."
-                )
-            else:
-                grown.append((shown, f'"{shown}.*"' if place in empty_places else f'["{shown}", "{shown}.*"]'))
-            yield text
-        if grown and not is_nothing_loaded:
-            place, pattern = grown[0]
-            yield (
-                f'exclude={pattern} restores the rest, and dcp_remote.load(…, keys="{place}.*") returns these values. '
-                "A dict, list or object that grows is given back whole if Opaque(...) is around it when it is saved."
-            )
+    def _places(self, empty_places: Collection[str]) -> dict[str, list[str]]:
+        """Return the values of the checkpoint below each empty dict and each single value of the state, if any."""
+        places = {
+            place: [name for name in self._unexpected if name.startswith(f"{place}.")]
+            for place in (*empty_places, *self._missing)
+        }
+        return {place: below for place, below in places.items() if below}
 
     def _listed_missing(self, names: Sequence[str], *, is_near: bool = False) -> str:
         # A value whose name has changed is among those that no state has.
@@ -240,17 +270,6 @@ class _Findings:
     def _listed_unexpected(self, names: Sequence[str]) -> str:
         missing = {_top(name) for name in self._missing}
         return _listed(names, whole={_top(name) for name in names} - self._state_tops - missing)
-
-    def _options(self, missing: Sequence[str], unexpected: Sequence[str]) -> Iterator[str]:
-        if missing or self._thinned:
-            yield 'missing="keep" keeps what the state has'
-        if unexpected:
-            yield 'unexpected="ignore" leaves out what the state lacks'
-        if missing and unexpected:
-            yield 'rename={"name in the checkpoint": "name in the state"} takes names or their first parts'
-        if any(misfit.kind == "dtype" and not misfit.state.endswith(NOT_CONVERTIBLE) for misfit in self._misfits):
-            yield 'dtype="convert" converts to the dtypes of the state'
-        yield 'exclude="pattern" leaves values as they are, whether saved or not'
 
 
 def _count(found: Sequence[object], *, is_bounded: bool = True) -> str:

@@ -407,12 +407,12 @@ def _require_no_lost_values(
     if lost:
         raise StateMismatchError(
             "Tensors of the state share their memory, as tied weights do, and were saved with different values, of "
-            'which one would be lost; nothing was loaded. Untie them, or leave one of them out: exclude="<its name>".',
+            "which one would be lost; nothing was loaded. Untie them.",
             names="; ".join(f"{first} and {second}" for first, second in lost[:10]),
             found=len(lost),
             url=url,
             step=step,
-        )
+        ).advise(exclude='exclude="<name>" leaves one of them out')
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,7 +537,7 @@ def _warn_of_other_world_size(
     state: Mapping[str, Any], manifest: Manifest, saved: set[tuple[str | int, ...]], world_size: int
 ) -> None:
     """Warn of `PerRank` values that stay as they are, and of those of the checkpoint that no rank gets."""
-    keys = sorted(key for key, value in state.items() if isinstance(value, PerRank))
+    keys = sorted(key for key, value in state.items() if type(value) is PerRank)
     ranks = range(max(world_size, manifest.world_size))
     unsaved = [key for key in keys if all((PER_RANK_KEY, str(rank), key) not in saved for rank in ranks)]
     if unsaved:

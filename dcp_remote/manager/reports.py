@@ -220,10 +220,6 @@ class LoadReport:
         if self.rereads:
             parts.append(f", {format_count(self.rereads, 'read')} repeated because bytes did not match their digest")
         parts.append(f"; {format_count(self.saved_world_size, 'rank')} had saved it")
-        if self.kept_values:
-            parts.append(f"; {format_count(self.kept_values, 'value')} of the state not loaded")
-        if self.left_out_values:
-            parts.append(f"; {format_count(self.left_out_values, 'value')} of the checkpoint left out")
         return "".join(parts)
 
 

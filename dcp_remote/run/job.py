@@ -476,11 +476,12 @@ class JobSession:
         newest = self._newest(catalog)
         if newest is not None and note.step < newest.step and not note.overwrite:
             raise InvalidArgumentError(
-                "This step is older than the newest checkpoint, from which every job would go on. Continue the loop at "
-                "the step that restore() returned; or go back by restore(state, <older step>).",
+                "This step is older than the newest checkpoint, from which every job would go on.",
                 url=self._store.url,
                 step=note.step,
                 newest=newest.step,
+            ).advise(
+                restore="the loop goes on at the step that restore() returned; restore(state, <older step>) goes back"
             )
         left = [entry for entry in catalog.entries if self._abandons(entry) and not entry.abandoned]
         if left:
@@ -498,33 +499,37 @@ class JobSession:
     def _require_replaceable(self, there: Entry, names: Iterable[str], step: int) -> None:
         if not (there.abandoned or self._abandons(there)):
             raise CheckpointExistsError(
-                "Checkpoint already exists at this step. Save another step; or pass exist_ok=True to keep it if this "
-                "job saved or restored it, or overwrite=True to replace it.",
+                "Checkpoint already exists at this step. Save another step.",
                 url=self._store.url,
                 step=step,
                 save_id=there.save_id,
+            ).advise(
+                exist_ok="exist_ok=True keeps it if this job saved or restored it",
+                overwrite="overwrite=True replaces it",
             )
         if not there.is_replaceable_by(names):
             raise CheckpointExistsError(
                 "Checkpoint already exists at this step: it was abandoned, and stays because it is pinned or has a "
-                "name. Save another step; or unpin it (`dcp-remote pin --undo`) and give this save its names; or pass "
-                "overwrite=True to replace it.",
+                "name. Save another step; or unpin it (`dcp-remote pin --undo`) and give this save its names.",
                 url=self._store.url,
                 step=step,
                 save_id=there.save_id,
                 pinned=there.pinned,
                 names=", ".join(there.names) or None,
-            )
+            ).advise(overwrite="overwrite=True replaces it")
 
     def _take_fence(self, catalog: Catalog) -> Catalog:
         newest = catalog.latest()
         if newest is not None and self._resumed_from is None:
             raise CheckpointExistsError(
-                "The run has checkpoints, and this job was restored from none of them: a save would abandon them. Call "
-                "restore() first; or make the manager with CheckpointManager(…, resumed_from=<step>) if the state was "
-                "loaded another way, or with CheckpointManager(…, start_over=True) to begin anew.",
+                "The run has checkpoints, and this job was restored from none of them: a save would abandon them.",
                 url=self._store.url,
                 newest=newest.step,
+            ).advise(
+                restore="restore() before the first save goes on from the newest",
+                resumed_from="CheckpointManager(…, resumed_from=<step>) goes on from a state that was loaded another "
+                "way",
+                start_over="CheckpointManager(…, start_over=True) begins anew",
             )
         return take_fence(catalog, _describe_process())
 

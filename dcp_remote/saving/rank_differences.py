@@ -156,13 +156,15 @@ def make_value_error(unequal: Mapping[str, Sequence[str]]) -> InvalidArgumentErr
         more = f" and {len(holders) - _PROPERTIES_MAX} values more" if len(holders) > _PROPERTIES_MAX else ""
         named.append(f"{name}: one value on {', another on '.join(holders[:_PROPERTIES_MAX])}{more}")
     return InvalidArgumentError(
-        "Ranks hold different values of tensors, of which a checkpoint holds one; nothing was uploaded. If each rank "
-        "keeps its own part of a state, save all of them: PerRank(optimizer) in the state. If the values should be "
-        "equal, synchronize the ranks before the save. If they are to differ for now, as in local SGD, pass "
-        'replicas="coordinator" to the CheckpointManager, which then saves those of the lowest rank. Buffers may '
-        "differ: put the module itself into the state, not its state_dict().",
+        "Ranks hold different values of tensors, of which a checkpoint holds one; nothing was uploaded. If the values "
+        "should be equal, synchronize the ranks before the save. Buffers may differ: put the module itself into the "
+        "state, not its state_dict().",
         differing="; ".join(named),
         names=len(unequal),
+    ).advise(
+        PerRank="PerRank(optimizer) in the state saves the parts of all ranks, where each keeps its own",
+        replicas='CheckpointManager(…, replicas="coordinator") saves those of the lowest rank, where values are to '
+        "differ for now, as in local SGD",
     )
 
 

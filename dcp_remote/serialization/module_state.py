@@ -361,11 +361,10 @@ class OptimizerState:
         if found:
             raise StateMismatchError(
                 "The optimizer has parameters in one group that were saved in several with different options, of "
-                "which some would be lost; other values were already loaded. Make the groups as they were saved, "
-                'or keep the options of the optimizer: exclude="optim.param_groups*", by its name in the state.',
+                "which some would be lost; other values were already loaded. Make the groups as they were saved.",
                 options="; ".join(found[:_NAMES_SHOWN_MAX]),
                 found=len(found),
-            )
+            ).advise(exclude='exclude="optim.param_groups*", by the name in the state, keeps those of the optimizer')
 
     def _values(self, names: Mapping[int, str]) -> dict[str, Any]:
         if _is_fsdp1(self._model):

@@ -100,7 +100,8 @@ class PerRank(Generic[T]):
     Each rank saves its own value, and `restore` gives that value back to the same rank: through `state_dict` and
     `load_state_dict` if the value is a `Stateful`, otherwise by replacing `value`, in which tensors of the same shape
     and dtype, also in dicts and lists, stay the same objects and are filled. As every object, it is stored in a form
-    that needs no code to load.
+    that needs no code to load. A restore warns of ranks that the checkpoint has no value of, and of values that no rank
+    gets, unless the value is of a subclass.
 
     Attributes:
         value: Value of this rank.

@@ -91,6 +91,7 @@ def test_wrong_calls(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
             f"load_state(accelerator, '{url}')"
         ),
     }
+    calls["model"] = f"import torch\naccelerator.prepare(torch.nn.Linear(3, 3))\nload_state(accelerator, '{url}')"
     jobs = {name: {"steps": 0, "call": call, "expects_error": True} for name, call in calls.items()}
     named: dict[str, Any] = {"steps": 6, "project_dir": f"{bucket_url}/project", "is_enabled": True}
     (reports,) = train(saved={"steps": 2, "url": url}, **jobs, named=named).reports
@@ -100,6 +101,7 @@ def test_wrong_calls(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
         "hooks": "work on files of a local folder",
         "absent": "CheckpointNotFoundError",
         "others": "another number of these than the accelerator; nothing was loaded",
+        "model": "\nOptions: load_state(…, weights_only=True) loads models alone. url=",
     }.items():
         assert message in reports[name]["error"], name
     project = open_run(f"{bucket_url}/project/checkpoints", storage_options=s3_server.storage_options)
@@ -174,7 +176,7 @@ def test_no_url_is_taken_for_a_folder(run_program: Callable[..., Ranks], bucket_
     assert [info.step for info in run.checkpoints()] == [2, 3]
     twice = open_run(f"{bucket_url}/twice", storage_options=s3_server.storage_options)
     assert [info.names for info in twice.checkpoints()] == [("step_1", "epoch_0")]
-    assert report["twice"] == "CheckpointExistsError"
+    assert "Save another step. Options: save_state(…, overwrite=True) replaces it. url=" in report["twice"]
     folders = open_run(f"{bucket_url}/folders", storage_options=s3_server.storage_options)
     named = {info.step: info.names for info in folders.checkpoints()}
     assert named == {1: (), 100: ("folder-100",), 101: ("best",), 102: ("step_1",), 103: ("checkpoint_5",)}

@@ -54,9 +54,11 @@ def test_a_training_goes_on_as_if_it_had_not_ended(
         whole=job,
         begun={**job, "url": url, "max_steps": 4},
         resumed={**job, "url": url, "load": url},
+        unloaded={**job, "url": url, "expects_error": True},
     )
     for report in ranks.reports:
         whole, resumed = report["whole"], report["resumed"]
+        assert "a save would abandon them. Options: fabric.load(<URL of the run>, state)" in report["unloaded"]["error"]
         assert resumed["losses"] == whole["losses"][4:]
         assert resumed["digests"]["6"] == whole["digests"]["6"]
         assert resumed["digests"]["4"] == report["begun"]["digests"]["4"]
@@ -66,8 +68,27 @@ def test_a_training_goes_on_as_if_it_had_not_ended(
     assert [info.names for info in run.checkpoints()] == named
     if mode in {"fsdp1", "fsdp2"}:
         more = train(world_size + 1, more={**job, "load": f"{url}/step-4.ckpt", "max_steps": 4})
-        for report in more.reports:
+        for report, output in zip(more.reports, more.outputs, strict=True):
             assert report["more"]["digests"]["4"] == ranks.reports[0]["begun"]["digests"]["4"]
+            assert "fabric_rank" not in output
+        assert "was saved by another number of ranks, or without these data loaders" in more.outputs[0]
+
+
+def test_tensor_parallelism_goes_on_as_if_it_had_not_ended(train: Callable[..., Ranks], bucket_url: str) -> None:
+    """Two by two ranks; then FSDP2 alone loads what they saved."""
+    url = f"{bucket_url}/run"
+    job = {"mode": "fsdp2", "hidden": 6, "tensor_parallel": 2}
+    ranks = train(
+        4,
+        whole=job,
+        begun={**job, "url": url, "max_steps": 4},
+        resumed={**job, "url": url, "load": url},
+        other={**job, "tensor_parallel": 1, "load": f"{url}/step-4.ckpt", "max_steps": 4},
+    )
+    for report in ranks.reports:
+        assert report["resumed"]["losses"] == report["whole"]["losses"][4:]
+        assert report["resumed"]["digests"]["6"] == report["whole"]["digests"]["6"]
+        assert report["other"]["digests"]["4"] == report["begun"]["digests"]["4"]
 
 
 def test_a_save_on_rank_0_alone_ends(train: Callable[..., Ranks], bucket_url: str) -> None:

@@ -55,7 +55,8 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     assert killed.exit_codes == [-9] * world_size, killed.show()
     run = open_run(url, storage_options=s3_server.storage_options)
     assert [info.names for info in run.checkpoints()] == [("checkpoint-2",)]
-    resumed = train(world_size, mode=mode, resumed={"url": url, "resume": True, "digest_at": [6]})
+    job = {"url": url, "resume": True}
+    resumed = train(world_size, mode=mode, resumed={**job, "digest_at": [6]}, finished=job)
     for before, after in zip(killed.reports, resumed.reports, strict=True):
         assert mode not in GATHERED or "gathers the model" in before["alone"]["error"]
         assert mode != "fsdp2" or "a save calls collectives of torch" in before["gathering"]["error"]
@@ -66,7 +67,11 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
         assert later["losses"] == whole["losses"]
         assert later["count"] == whole["count"] == 6  # of a callback with a state
         assert later["local"] == []
-        assert later["warnings"] == []
+        # A finished job that is started again trains nothing, as Trainer alone would.
+        finished = after["finished"]
+        assert finished["digests"].keys() == {"6"}
+        assert (finished["step"], finished["losses"]) == (6, whole["losses"])
+        assert later["warnings"] == finished["warnings"] == []
     assert [info.names for info in run.checkpoints()] == [("checkpoint-2",), ("checkpoint-4",), ("checkpoint-6",)]
     names = set(run.load(keys="files")["files"].names)
     assert {"config.json", "generation_config.json", "trainer_state.json", "training_args.json"} <= names
@@ -121,6 +126,7 @@ def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server:
             "resume": "checkpoint-3",
             "arguments": {**given, "per_device_train_batch_size": 4},
         },
+        "finished": {"url": other, "resume": True, "arguments": {**given, "save_strategy": "epoch"}},
         "weights": {"url": weights, "arguments": {**given, "max_steps": 2, "save_only_model": True}},
         "from_weights": {"url": weights, "resume": f"{weights}/", "arguments": given},
         "weights_again": {
@@ -178,9 +184,12 @@ def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server:
 
     assert "another" in reports["other"]["error"]
     assert reports["other"]["error"].startswith("StateMismatchError: The checkpoint does not fit the state")
+    assert "\nOptions: load_weights(model, url, exclude=…) takes the weights that fit" in reports["other"]["error"]
     assert reports["from_local"]["losses"] == first["losses"]
     for part in ("model", "optimizer"):
         assert reports["weights_again"]["digests"]["3"][part] == first["digests"]["3"][part]
+    assert reports["finished"]["step"] == 4  # although the end of an epoch saves
+    assert reports["finished"]["warnings"] == []
     for name in ("first", "into_another_run", "weights_again", "from_local"):
         assert ["no checkpoint here yet" in text for text in reports[name]["warnings"]] == [True], name
 
@@ -341,14 +350,14 @@ def test_memory_of_a_save_is_a_copy_of_the_shard_and_the_budget(
 
 
 @LONG
-def test_a_trainer_of_trl(run_program: Callable[..., Ranks], bucket_url: str, s3_server: S3Server) -> None:
-    """SFTTrainer, whose `_save_checkpoint` calls that of Trainer: goes on to the bit; its files are in the run."""
-    url = f"{bucket_url}/run"
-    (report,) = run_program("hf_trl.py", 1, url).reports
-    assert report["resumed"] == report["whole"]
-    run = open_run(url, storage_options=s3_server.storage_options)
-    assert [info.names for info in run.checkpoints()] == [(f"checkpoint-{step}",) for step in (2, 4, 6)]
-    assert {"tokenizer.json", "tokenizer_config.json", "config.json"} <= set(run.load(keys="files")["files"].names)
+def test_trainers_of_trl(run_program: Callable[..., Ranks], bucket_url: str, s3_server: S3Server) -> None:
+    """SFT and DPO, whose `_save_checkpoint` calls that of Trainer: they go on to the bit; files are in the run."""
+    (report,) = run_program("hf_trl.py", 1, bucket_url).reports
+    for kind in ("sft", "dpo", "adapter"):
+        assert report[kind]["resumed"] == report[kind]["whole"]
+        run = open_run(f"{bucket_url}/{kind}", storage_options=s3_server.storage_options)
+        assert [info.names for info in run.checkpoints()] == [(f"checkpoint-{step}",) for step in (2, 4, 6)]
+        assert {"tokenizer.json", "tokenizer_config.json", "config.json"} <= set(run.load(keys="files")["files"].names)
 
 
 @LONG

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from dcp_remote.errors import CheckpointExistsError, CheckpointNotFoundError, InvalidArgumentError, StateMismatchError
+from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.runs import (
     CheckpointPath,
     can_repeat,
     close_managers,
     find_checkpoint,
-    framework_options,
+    framework_words,
     manager_of,
     note_step,
     require_settings,
@@ -125,21 +126,20 @@ def test_a_step_is_repeated_for_the_same_objects_alone() -> None:
     assert can_repeat(RUN, 5, engine=second)
 
 
-def test_errors_name_the_options_of_the_framework() -> None:
-    """As notes, which a traceback shows: the texts of the errors name those of the manager."""
+def test_errors_name_what_the_user_of_the_framework_can_pass() -> None:
+    """Texts by the argument of the manager; advice for which the framework has no words is left out."""
 
-    @framework_options(exists="save in another way", mismatch="load in another way")
-    def run(error: Exception) -> None:
-        raise error
+    @framework_words({"missing": "strict=False keeps it", "unexpected": "strict=False keeps it"})
+    def run(**advice: str) -> None:
+        raise StateMismatchError("A.", step=3).advise(**advice)
 
-    for error, notes in (
-        (CheckpointExistsError("A."), ["save in another way"]),
-        (StateMismatchError("B."), ["load in another way"]),
-        (InvalidArgumentError("C."), []),
+    for advice, text in (
+        ({"missing": "a", "unexpected": "b", "rename": "c"}, "A. Options: strict=False keeps it. step=3"),
+        ({"rename": "c"}, "A. step=3"),
     ):
-        with pytest.raises(type(error)) as raised:
-            run(error)
-        assert getattr(raised.value, "__notes__", []) == notes
+        with pytest.raises(StateMismatchError) as raised:
+            run(**advice)
+        assert str(raised.value) == str(pickle.loads(pickle.dumps(raised.value))) == text
 
 
 def test_settings_are_checked_before_a_run_is_opened() -> None:

@@ -43,7 +43,7 @@ def save_twice(url: str) -> str | None:
     try:
         accelerator.save_state(f"{url}/step_1")
     except DcpRemoteError as error:
-        return type(error).__name__
+        return str(error)
     return None
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 
 def raised(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """Return class, text and notes of the error of a call; "" if there is none."""
+    """Return class and text of the error of a call; "" if there is none."""
     try:
         function(*arguments, **options)
     except Exception as error:  # noqa: BLE001  # whatever it is, is compared
-        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        return f"{type(error).__name__}: {error}"
     return ""
 
 

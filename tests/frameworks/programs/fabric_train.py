@@ -37,15 +37,15 @@ class Counts:
 
 
 class Loader:
-    """Data loader of this rank with a position."""
+    """Data loader of this rank with a position; ranks of one tensor parallel group read the same."""
 
-    def __init__(self) -> None:
-        self.position = 0
+    def __init__(self, rank: int) -> None:
+        self.rank, self.position = rank, 0
 
     def __iter__(self) -> Any:
         while True:
             self.position += 1
-            yield torch.randn(3, 8, generator=torch.Generator().manual_seed(100 * RANK + self.position))
+            yield torch.randn(3, 8, generator=torch.Generator().manual_seed(100 * self.rank + self.position))
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position, "rank": RANK}
@@ -56,9 +56,12 @@ class Loader:
 
 
 def shard(module: nn.Module, mesh: Any) -> nn.Module:
-    """Shard a module by FSDP2, as `ModelParallelStrategy` asks for."""
+    """Shard a module by tensor parallelism and FSDP2, as `ModelParallelStrategy` asks for."""
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+    if mesh["tensor_parallel"].size() > 1:
+        parallelize_module(module, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for layer in (module[0], module[2]):  # type: ignore[index]  # an nn.Sequential
         fully_shard(layer, mesh=mesh["data_parallel"])
     fully_shard(module, mesh=mesh["data_parallel"])
@@ -70,20 +73,21 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     os.environ.update(ENVIRONMENT)
     mode, url, counter = options["mode"], options.get("url"), options.get("counter", "step")
     is_stock = options.get("stock") or (url is None and "load" not in options)
-    strategy = make_strategy(
-        mode, None if is_stock else dict(options.get("settings") or {}), is_fabric=True, parallelize_fn=shard
-    )
+    settings, degree = None if is_stock else dict(options.get("settings") or {}), options.get("tensor_parallel", 1)
+    parallel = {"data_parallel_size": WORLD_SIZE // degree, "tensor_parallel_size": degree, "parallelize_fn": shard}
+    strategy = make_strategy(mode, settings, is_fabric=True, **parallel)
     accelerator = make_accelerator(mode, is_fabric=True)
     fabric = Fabric(accelerator=accelerator, devices=1 if mode == "plain" else WORLD_SIZE, strategy=strategy)
     fabric.launch()
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 2, bias=False))
+    hidden = options.get("hidden", 5)
+    module = nn.Sequential(nn.Linear(8, hidden), nn.Tanh(), nn.Linear(hidden, 2, bias=False))
     if mode == "fsdp2":
         model = fabric.setup_module(module)
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.1))
     else:
         model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.1))
-    loader, counts = Loader(), Counts()
+    loader, counts = Loader(RANK // degree), Counts()
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, counter: 0, "counts": counts, "loader": loader}
     state["random"] = PerRank(RandomStates())
     losses, digests, error = [], {}, None

@@ -146,7 +146,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
         except (DcpRemoteError, ValueError, FileNotFoundError, SystemExit) as caught:
             if not options.get("expects_error"):
                 raise
-            error = "\n".join([f"{type(caught).__name__}: {caught}", *getattr(caught, "__notes__", [])])
+            error = f"{type(caught).__name__}: {caught}"
     seen = {name: getattr(watch, name) for name in ("losses", "digests", "loader", "save_seconds")}
     return seen | {"error": error}
 
