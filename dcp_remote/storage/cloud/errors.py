@@ -334,6 +334,9 @@ def find_final_error(error: BaseException, *, verb: str, url: str, secrets: Sequ
     cause = describe_cause(str(error), secrets)
     if code in _FINAL:
         return StorageError(_FINAL[code], verb=verb, url=url, code=code, cause=cause)
+    if verb == "list" and code == "NoSuchKey":
+        what = "The store takes a listing for the read of an object: endpoint_url must not end with the bucket's name."
+        return StorageError(what, verb=verb, url=url, code=code, cause=cause)
     if code in CREDENTIALS_CODES:
         what = add_advice(WHAT[PermissionDeniedError], code)
         return PermissionDeniedError(what, verb=verb, url=url, code=code, cause=cause)

@@ -300,6 +300,16 @@ def test_how_to_create_a_bucket(scheme: str, endpoint_url: str | None, command: 
     assert command in str(make_bucket_error(scheme, "data", endpoint_url=endpoint_url, region_name=region))
 
 
+def test_an_endpoint_that_ends_with_the_bucket(s3_server: S3Server) -> None:
+    """A listing finds an object missing: no outage, and final."""
+    s3_server.create_bucket("in-endpoint")
+    options = {**s3_server.storage_options, "endpoint_url": f"{s3_server.endpoint_url}/in-endpoint"}
+    store = open_cloud_store(parse_url("s3://in-endpoint/run"), options)
+    with pytest.raises(StorageError, match="must not end with the bucket's name") as caught:
+        list(store.list("manifests/"))
+    assert not isinstance(caught.value, TransientStorageError)
+
+
 def test_missing_manifest_is_explained_on_moto(s3_server: S3Server) -> None:
     """Get from an empty and from a missing bucket: the errors are equal, and explain_missing tells the cases apart."""
     s3_server.create_bucket("explained")
