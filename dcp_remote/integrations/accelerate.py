@@ -30,7 +30,7 @@ from dcp_remote import (
 )
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
-from dcp_remote.integrations.folders import RemoteFolders
+from dcp_remote.integrations.folders import RemoteFolders, path_name_of
 from dcp_remote.integrations.runs import (
     RankValue,
     can_repeat,
@@ -71,6 +71,7 @@ def save_state(
     *,
     wait: bool = False,
     overwrite: bool = False,
+    names: Sequence[str] = (),
     **settings: Any,
 ) -> str:
     """Save the state of an accelerator in the background, as one checkpoint of a run; every rank calls this.
@@ -88,6 +89,7 @@ def save_state(
             state; an error of the upload is raised by the next call, or when the process ends.
         overwrite: True to replace a checkpoint of the same step. Without it a second save of a step, before the next
             step of an optimizer, uploads nothing, and only adds its name.
+        names: Further names of the checkpoint.
         settings: Keyword arguments of `CheckpointManager` for the run, such as `retention` and `storage_options`.
 
     Returns:
@@ -113,7 +115,7 @@ def save_state(
     manager_of(path.run_url, **settings).save(
         step,
         lambda: _saved_state(accelerator),
-        name=str(path.checkpoint),
+        name=(str(path.checkpoint), *names),
         overwrite=overwrite,
         exist_ok=not overwrite and can_repeat(path.run_url, step, **owners),
         wait=wait or "begun",
@@ -150,9 +152,8 @@ def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False
         InvalidArgumentError: Another number of objects or data loaders was saved than there are, or the accelerator has
             hooks that read files, or is of an unsupported kind.
     """
-    options = {"storage_options": settings["storage_options"]} if "storage_options" in settings else {}
     wait_for_saves()
-    path = find_checkpoint(url, **options)
+    path = find_checkpoint(url, **_storage_of(settings))
     _require_supported(accelerator, accelerator._load_model_state_pre_hook)
     if weights_only:
         models = [ModelState(model) for model in accelerator._models]
@@ -203,9 +204,10 @@ def enable(url: str | None = None, **settings: Any) -> None:
     `total_limit` checkpoints. `save_state(url, step=…)` passes a step on.
 
     With `url`, folders go to object storage as well: `save_state("out/step_100")` saves the checkpoint `<url>/step_100`
-    and returns when it is committed, and `load_state("out/step_100")` loads it from there. A local folder of this path
-    is made with a note alone; for the checkpoints of a run also by an accelerator with a `project_dir`, which costs up
-    to three requests on each rank, so that programs which list folders find them on a new host. A folder that
+    and returns when it is committed, and `load_state("out/step_100")` loads it from there, for up to three requests
+    more on each rank to find what was saved from this path. A local folder of this path is made with a note alone; for
+    the checkpoints of a run also by an accelerator with a `project_dir`, which costs up to three requests on each rank,
+    so that programs which list folders find them on a new host. A folder that
     Accelerate itself has saved is loaded as before. The step is the number at the end of the name; where steps would
     not ascend, that after the last one. An accelerator of an unsupported kind, and hooks that write files, are refused
     before the training. All folders stay local once a Trainer saves to this run.
@@ -411,9 +413,10 @@ def _wrap_save(save: Any, folders: RemoteFolders | None, settings: Mapping[str, 
             )
         if not is_folder or folders is None:
             return save_state(self, str(output_dir), step, **settings)
-        url, step = folders.url_of(output_dir, is_saved=True), folders.next_step(output_dir) if step is None else step
+        step = folders.next_step(output_dir) if step is None else step
         # Committed when the folder is there: of a folder that is found after a kill there is a checkpoint.
-        save_state(self, url, step, wait=True, **{**keeps, **settings})
+        names = (path_name_of(output_dir),)
+        save_state(self, folders.url_of(output_dir), step, wait=True, names=names, **{**keeps, **settings})
         folders.note_step(step)
         folders.leave_note(output_dir, writes=self.is_local_main_process)
         return str(output_dir)
@@ -437,7 +440,7 @@ def _wrap_load(load: Any, folders: RemoteFolders | None, settings: Mapping[str, 
                 options=", ".join(sorted(kwargs.keys() - _ABOUT_FILES)) or "load_kwargs",
             )
         if is_folder and folders is not None:
-            url = folders.url_of(input_dir, is_saved=False)
+            url = folders.saved_url_of(input_dir, **_storage_of(settings))
         # The manager of the run that is saved to afterwards, which cannot be given a retention then.
         keeps = _retention_of(self) if run_url is not None and f"{url}/".startswith(f"{run_url}/") else {}
         step = load_state(self, str(url), **{**keeps, **settings})
@@ -458,11 +461,10 @@ def _wrap_init(folders: RemoteFolders, settings: Mapping[str, Any]) -> Any:
         parent = self.project_dir
         if parent is not None and not is_remote(parent):
             automatic = self.project_configuration.automatic_checkpoint_naming
-            options = {"storage_options": settings["storage_options"]} if "storage_options" in settings else {}
             folders.find(
                 os.path.join(parent, "checkpoints") if automatic else parent,  # noqa: PTH118  # as Accelerate does
                 writes=self.is_local_main_process,
-                **options,
+                **_storage_of(settings),
             )
 
     return wrapped
@@ -491,6 +493,10 @@ def _refuse_urls(own: Any, instead: str) -> Any:
         return own(self, *args, **kwargs)
 
     return wrapped
+
+
+def _storage_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name == "storage_options"}
 
 
 def _retention_of(accelerator: Any) -> dict[str, Any]:

@@ -245,7 +245,7 @@ def _place_of(folder: Any, tag: Any, folders: RemoteFolders | None, *, is_saved:
         return _text(folder), tag
     if folders is None or not (folders.is_active if is_saved else folders.stands_for(folder, files=_OWN_FILES)):
         return None
-    return folders.url_of(folder, is_saved=is_saved), None if tag is None else name_of(str(tag))
+    return folders.run_url_of(folder, is_saved=is_saved), None if tag is None else name_of(str(tag))
 
 
 def _refuse_at_start(folders: RemoteFolders) -> Callable[..., Any]:

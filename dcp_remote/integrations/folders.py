@@ -6,6 +6,8 @@ path, which holds nothing but a note, lets the program find the names of its che
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import logging
 import os
 import re
@@ -21,9 +23,13 @@ logger = logging.getLogger(__name__)
 NOTE = "dcp_remote.txt"
 
 # Beginning of the names of checkpoints whose folder has a name that no checkpoint of a run may have: digits alone are
-# taken for a step, and these words for the newest checkpoint.
+# taken for a step, and these words for the newest checkpoint. Also of a folder whose name begins so itself.
 _PREFIX = "folder-"
-_RESERVED = re.compile(r"\d+|latest|last")
+_RESERVED = re.compile(r"\d+|latest|last|folder-.*", re.DOTALL)
+
+# Of a longer path, the name of the checkpoint holds a digest and the end; names have 200 characters at most.
+_PATH_CHARACTERS_MAX = 200
+_END_CHARACTERS = 150
 
 # URLs of runs to which a Trainer saves: its run has no room for checkpoints of others.
 _of_trainers: set[str] = set()
@@ -39,6 +45,14 @@ def name_of(folder_name: str) -> str:
     return f"{_PREFIX}{folder_name}" if _RESERVED.fullmatch(folder_name) else folder_name
 
 
+def path_name_of(folder: Any) -> str:
+    """Return the path of a folder: the name that its checkpoint has beside `name_of`, and no other folder's has."""
+    path = str(_absolute(folder))
+    if len(path) <= _PATH_CHARACTERS_MAX:
+        return path
+    return f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}/{path[-_END_CHARACTERS:]}"
+
+
 class RemoteFolders:
     """Folders of one process that stand for what is below a URL.
 
@@ -52,7 +66,7 @@ class RemoteFolders:
     def __init__(self, url: str) -> None:
         """Begin with no folder; no request."""
         self.url = url.rstrip("/")
-        self._paths: dict[str, Path] = {}
+        self._paths: dict[str, Path] = {}  # saved ones, by URL of the run
         self._step = -1
 
     @property
@@ -72,8 +86,19 @@ class RemoteFolders:
         path = _absolute(folder)
         return (path / NOTE).exists() or next(path.glob(files), None) is None
 
-    def url_of(self, folder: Any, *, is_saved: bool) -> str:
-        """Return the URL of a folder's checkpoint, or run: the last part of the path is its name.
+    def url_of(self, folder: Any) -> str:
+        """Return the URL of a folder's checkpoint, or run, by the last part of the path.
+
+        Raises:
+            InvalidArgumentError: The path has no last part.
+        """
+        path = _absolute(folder)
+        if not path.name:
+            raise InvalidArgumentError("This folder has no name. Save to a folder below it.", folder=str(path))
+        return f"{self.url}/{name_of(path.name)}"
+
+    def run_url_of(self, folder: Any, *, is_saved: bool) -> str:
+        """Return the URL of a folder's run.
 
         Args:
             folder: Path as the program gives it.
@@ -82,17 +107,46 @@ class RemoteFolders:
         Raises:
             InvalidArgumentError: This process has saved another folder of the same name.
         """
-        path = _absolute(folder)
-        other = self._paths.setdefault(path.name, path) if is_saved else self._paths.get(path.name, path)
-        if other != path or not path.name:
+        url, path = self.url_of(folder), _absolute(folder)
+        other = self._paths.setdefault(url, path) if is_saved else self._paths.get(url, path)
+        if other != path:
             raise InvalidArgumentError(
-                "A folder is saved below the URL of the run under the last part of its path, which must be another one "
-                "for each folder. Rename one of the two.",
+                "A folder is saved below the URL under the last part of its path, which must be another one for each "
+                "folder. Rename one of the two.",
                 folder=str(path),
                 other=str(other),
                 url=self.url,
             )
-        return f"{self.url}/{name_of(path.name)}"
+        return url
+
+    def saved_url_of(self, folder: Any, **options: Any) -> str:
+        """Return the URL of the checkpoint that was saved from a folder, by its step. One to three requests.
+
+        Where none was, as after a move to another folder of outputs, return that of the folder whose path ends most
+        like this one, the newest of several; else the URL of a checkpoint of the folder's name. A warning says that
+        another folder's checkpoint is returned, or that another folder of the same name was saved later.
+
+        Args:
+            folder: Path as the program gives it.
+            options: Keyword arguments of `open_run`.
+        """
+        path_name = path_name_of(folder)
+        found = [
+            (not info.abandoned, info.step, name)
+            for info in open_run(self.url, **options).checkpoints()
+            for name in info.names
+            if "/" in name and _common_parts(path_name, name)
+        ]
+        if not found:
+            return self.url_of(folder)
+        newest = max(found)
+        _, step, name = max(found, key=lambda one: (_common_parts(path_name, one[2]), *one))
+        if (step, name) != (newest[1], path_name):
+            logger.warning(
+                "%s: step %d of %s is loaded, saved from %s. The newest of a folder of this name is step %d, from %s",
+                *(path_name, step, self.url, name, *newest[1:]),
+            )
+        return f"{self.url}/{step}"
 
     def next_step(self, folder: Any) -> int:
         """Return the step of a checkpoint to save: the number at the end of the folder's name, if steps ascend then.
@@ -118,7 +172,7 @@ class RemoteFolders:
             path.mkdir(parents=True, exist_ok=True)
             if writes:
                 text = "Saved in object storage by dcp_remote; this folder stands for"
-                (path / NOTE).write_text(f"{text} {self.url}/{name_of(path.name)}\n", encoding="utf-8")
+                (path / NOTE).write_text(f"{text} {self.url_of(path)}\n", encoding="utf-8")
         except OSError as error:
             logger.warning("%s is in object storage, but its local folder cannot be made: %s", path, error)
 
@@ -137,6 +191,12 @@ class RemoteFolders:
                 # A name may be any text, also a path that leads elsewhere.
                 if path == _absolute(parent) / path.name and path.name == name and not path.exists():
                     self.leave_note(path, writes=writes)
+
+
+def _common_parts(path: str, other: str) -> int:
+    """Return how many parts two paths have in common at their ends."""
+    pairs = zip(reversed(Path(path).parts), reversed(Path(other).parts), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _absolute(folder: Any) -> Path:

@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     except json.JSONDecodeError as error:
         parser.error(f"{STORAGE_OPTIONS} is no JSON: {error}")
-    if not options.command:
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
         parser.error("there is no command: write it behind the options, as it is started without dcp_remote")
     with TemporaryFolder("dcp_remote-run-") as marks:
         environment = {
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             MARKS: marks,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(_STARTUP), os.environ.get("PYTHONPATH")])),
         }
-        status = _run(options.command, environment)
+        status = _run(command, environment)
         _say_what_is_not_saved(Path(marks), url)
     return status
 

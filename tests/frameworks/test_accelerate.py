@@ -179,4 +179,7 @@ def test_no_url_is_taken_for_a_folder(run_program: Callable[..., Ranks], bucket_
     assert "Save another step. Options: save_state(…, overwrite=True) replaces it. url=" in report["twice"]
     folders = open_run(f"{bucket_url}/folders", storage_options=s3_server.storage_options)
     named = {info.step: info.names for info in folders.checkpoints()}
-    assert named == {1: (), 100: ("folder-100",), 101: ("best",), 102: ("step_1",), 103: ("checkpoint_5",)}
+    ends = {step: ["/".join(name.split("/")[-2:]) for name in names] for step, names in named.items()}
+    assert ends[104] == ["checkpoint_6", "checkpoints/checkpoint_6"]
+    assert (ends[1], ends[100], ends[101]) == ([], ["folder-100", "out/100"], ["out/best"])
+    assert (ends[102], ends[103]) == (["step_1", "out/step_1"], ["best", "other/best"])

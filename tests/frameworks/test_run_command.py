@@ -54,8 +54,9 @@ def test_a_program_of_accelerate_that_saves_to_folders(tmp_path: Path) -> None:
     whole = start("plain_accelerate.py", tmp_path / "host-3", None, *command).stdout
     assert "resumed from 4" in resumed.splitlines()
     assert resumed.splitlines()[-1] == whole.splitlines()[-1]
-    names = [name for info in open_run(url).checkpoints() for name in info.names]
-    assert names == ["step_2", "step_4", "step_6", "epoch_0", "step_8", "step_10", "epoch_1", "folder-last"]
+    names, paths = zip(*(info.names for info in open_run(url).checkpoints() if info.names), strict=True)
     folders = tmp_path / "host-2" / "out"
+    assert paths[1:3] == (f"{tmp_path}/host-1/out/step_4", f"{folders}/step_6")
+    assert list(names) == ["step_2", "step_4", "step_6", "epoch_0", "step_8", "step_10", "epoch_1", "folder-last"]
     assert {path.name for path in folders.rglob("*") if path.is_file()} == {"dcp_remote.txt"}
     assert {path.name for path in folders.iterdir()} >= {"step_4", "epoch_1", "last"}

@@ -218,11 +218,32 @@ def test_a_sitecustomize_of_the_environment_runs(tmp_path: Path) -> None:
     assert out == "site\nsite\n"  # in the process of dcp_remote.run, and in the command's
 
 
+def test_the_modules_of_a_program_are_its_own(tmp_path: Path) -> None:
+    """Also those that the standard library has under the same names: the hook leaves nothing imported behind."""
+    program = "import sys; print(*sys.modules)"
+    plain = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    added = set(hook(program, tmp_path, DCP_REMOTE_URL=URL).stdout.split()) - set(plain)
+    assert added - set(sys.builtin_module_names) == {"sitecustomize", "dcp_remote_startup"}
+
+
+def test_sitecustomize_is_that_of_the_environment(tmp_path: Path) -> None:
+    write(tmp_path, "sitecustomize", "import sys; MARK = sys.modules[__name__].__file__")
+    done = hook("import sitecustomize; print(sitecustomize.MARK)", tmp_path, DCP_REMOTE_URL=URL)
+    assert (done.stdout, done.stderr) == (f"{tmp_path / 'sitecustomize.py'}\n", "")
+
+
+def test_two_hyphens_before_the_command() -> None:
+    """Take them for the end of the options; those behind the command are its own."""
+    program = "import sys; print(sys.argv[1:])"
+    out, _ = run("--url", URL, "--", sys.executable, "-c", program, "--", "x")
+    assert out == "['--', 'x']\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
         ([], {}, "there is no run: set DCP_REMOTE_URL"),
-        ([], {"DCP_REMOTE_URL": URL}, "there is no command: write it behind the options"),
+        (["--"], {"DCP_REMOTE_URL": URL}, "there is no command: write it behind the options"),
         (["true"], {"DCP_REMOTE_URL": URL, "DCP_REMOTE_RESUME": "Never"}, "must be auto or never, not 'Never'"),
         (["true"], {"DCP_REMOTE_URL": "s3:/bucket/run"}, "s3://bucket/run"),
         (["true"], {"DCP_REMOTE_URL": "bucket/run"}, "must be a URL, such as s3://bucket/run"),

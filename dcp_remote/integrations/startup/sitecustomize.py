@@ -2,26 +2,30 @@
 
 Waits until the program imports a framework, and enables the framework's integration then. Other processes import
 nothing of dcp_remote. An integration that cannot be enabled is reported when the framework is imported and when the
-process ends; the program goes on without it. A `sitecustomize` of the environment runs as well.
+process ends; the program goes on without it. A `sitecustomize` of the environment takes the place of this one.
+
+Runs before the folder of the program is on the path: imports what Python itself has imported or has built in, and
+nothing else, since the program may have modules of the same names.
 """
 
 from __future__ import annotations
 
+import _thread
 import atexit
-import functools
-import importlib.util
-import json
 import os
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
-from types import ModuleType
+from _frozen_importlib import module_from_spec
+from _frozen_importlib_external import PathFinder
 
-_FOLDER = str(Path(__file__).parent)
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+# Name under which this module stays, since `sitecustomize` is that of the environment.
+__name__ = "dcp_remote_startup"
+sys.modules[__name__] = sys.modules["sitecustomize"]
 
 
 def _enable_transformers() -> None:
@@ -66,7 +70,7 @@ _ENABLE: dict[str, Callable[[], None]] = {
 _REFUSE: dict[str, Callable[[], None]] = {"llamafactory.v1.core.utils.checkpoint": _refuse_llamafactory_v1}
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     """Finder of the modules in `_ENABLE` and `_REFUSE`, by the finders that stand behind it in `sys.meta_path`."""
 
     def __init__(self) -> None:
@@ -74,7 +78,7 @@ class _Finder(MetaPathFinder):
         self._calls: set[tuple[int, str]] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        call = threading.get_ident(), name
+        call = _thread.get_ident(), name
         if (name not in _ENABLE and name not in _REFUSE) or call in self._calls:
             return None
         self._calls.add(call)
@@ -85,9 +89,11 @@ class _Finder(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             # Set on the loader itself, which stays what inspect, pkgutil and copies take it for.
             try:
+                import functools
+
                 own = spec.loader.exec_module
                 spec.loader.exec_module = functools.partial(_execute, own)  # type: ignore[method-assign]
-            except AttributeError as error:
+            except (AttributeError, ImportError) as error:
                 _report(name, error)
         return spec
 
@@ -129,18 +135,23 @@ def _report(name: str, error: Exception) -> None:
 
 
 def _say(text: str) -> None:
-    if sys.stderr is not None:  # as in a process without a console
-        with suppress(OSError, ValueError):  # closed
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+    try:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):  # absent, as in a process without a console, or closed
+        pass
 
 
 def _leave_mark(name: str, text: str) -> None:
     """Leave a file for the launcher; its folder is gone when the launcher has ended, and absent on another host."""
     folder = os.environ.get("DCP_REMOTE_MARKS")
     if folder:
-        with suppress(OSError):
+        try:
+            from pathlib import Path
+
             Path(folder, name).write_text(text, encoding="utf-8")
+        except (ImportError, OSError):
+            pass
 
 
 def _is_set() -> bool:
@@ -152,17 +163,20 @@ def _url() -> str:
 
 
 def _storage_options() -> dict[str, object] | None:
+    import json
+
     options: dict[str, object] = json.loads(os.environ.get("DCP_REMOTE_STORAGE_OPTIONS") or "{}")
     return options or None
 
 
 def _run_next_sitecustomize() -> None:
-    """Run the `sitecustomize` that this one hides."""
+    """Run the `sitecustomize` that this one hides, and leave the name to it."""
     # Those behind this folder alone: before it lies that of another installation of dcp_remote, which came here.
-    path = sys.path[sys.path.index(_FOLDER) + 1 :] if _FOLDER in sys.path else []
-    spec = PathFinder.find_spec("sitecustomize", path)
+    folder = os.path.dirname(__file__)  # noqa: PTH120
+    spec = PathFinder.find_spec("sitecustomize", sys.path[sys.path.index(folder) + 1 :] if folder in sys.path else [])
     if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        sys.modules["sitecustomize"] = module = module_from_spec(spec)
+        spec.loader.exec_module(module)
 
 
 sys.meta_path.insert(0, _Finder())
