@@ -608,10 +608,10 @@ def names_of(model: nn.Module) -> dict[int, str]:
     return {id(parameter): min(_get_fqns(model, name)) for name, parameter in model.named_parameters()}
 
 
-def all_names_of(model: nn.Module) -> set[str]:
-    """Return the canonical names of a module's parameters, of tied parameters all names."""
-    named = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return {name for own in named for name in _get_fqns(model, own)} if _is_renamed(model) else set(named)
+def all_names_of(model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Return the canonical names of a module's parameters or buffers, of which it has these."""
+    own = (name for name, _ in named)
+    return {name for one in own for name in _get_fqns(model, one)} if _is_renamed(model) else set(own)
 
 
 def _reshard(model: nn.Module) -> None:
