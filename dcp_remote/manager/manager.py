@@ -118,7 +118,8 @@ class CheckpointManager:
         dedup: True if data that did not change since the newest checkpoint is reused instead of sent again.
         replicas: "equal" to refuse the first save with a tensor of which ranks hold different values, unless it is a
             buffer. "coordinator" to compare no values, and save those of the lowest rank that holds the tensor, whole:
-            for ranks that train apart for a while, as in local SGD. The argument of rank 0 counts.
+            for ranks that train apart for a while, as in local SGD. The argument of rank 0 counts. Never compared are
+            tensors of a subclass other than `DTensor`, and all tensors under a planner with methods of its own.
         resumed_from: Step whose state was loaded by other means than `restore`.
         start_over: True to leave the run's checkpoints behind: the first commit marks them as abandoned.
         silence_seconds: Seconds without a heartbeat after which a rank counts as dead; 60.
@@ -321,7 +322,9 @@ class CheckpointManager:
                 learning rate or random states, is not saved. A state with other names, shapes or dtypes than the last
                 saved one is refused. False refuses each step that is live. The coordinator's argument counts.
             planner: Planner of torch; None is `DefaultSavePlanner()`. A planner with methods of its own plans each save
-                anew, and its replicas are written by one rank. torch's plan cache (`enable_plan_caching`) is not used.
+                anew; replicas are written by one rank, and their values are not compared: where ranks differ, the
+                planner decides whose are saved, and no error says so. torch's plan cache (`enable_plan_caching`) is not
+                used.
             wait: True to return only when the checkpoint is committed. The state is then not copied. "begun" to return
                 when every rank has called `save` and copied its state, and the run takes the step: an error of any rank
                 until then, and one that does not come, is raised by this call on all ranks. Every loop that would wait

@@ -12,6 +12,7 @@ one replica; then every save compares its values, and where they have come to di
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -47,7 +48,7 @@ from dcp_remote.saving.plan_table import (
 from dcp_remote.saving.rank_differences import Described
 from dcp_remote.serialization.objects import digest_object
 from dcp_remote.serialization.state_dict import PER_RANK_KEY, TensorRoles, empty_places
-from dcp_remote.serialization.tensors import dtype_name, is_plain
+from dcp_remote.serialization.tensors import PLAIN_TYPES, dtype_name, is_plain
 from dcp_remote.serialization.torch_tags import lacks_memory
 
 # A planner with all of these methods of torch's makes plans that depend only on the state and its flags, and resolves
@@ -281,9 +282,17 @@ def _digest_tensor(tensor: object, check: Callable[[], object], *, in_index_orde
     """Return the digest of a tensor's bits and of the order of its dimensions in memory.
 
     Elements are read in memory order, because in index order a transposed matrix would be copied block by block, at
-    0.2 GiB/s. The digest of a tensor that its elements do not describe is a constant: such tensors are not compared.
+    0.2 GiB/s. Sparse and quantized tensors are copied, and digested as torch saves them. The digest of a tensor of
+    another kind, such as a subclass, is a constant: such tensors are not compared.
     """
-    if not isinstance(tensor, torch.Tensor) or not _is_divisible(tensor) or tensor.is_meta or lacks_memory(tensor):
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+        return digest(b"")
+    if type(tensor) in PLAIN_TYPES and (tensor.layout != torch.strided or tensor.is_quantized):
+        own = tensor.detach().cpu().clone()
+        stream = io.BytesIO()
+        torch.save(own.coalesce() if own.layout == torch.sparse_coo else own, stream)
+        return digest(stream.getbuffer())
+    if not _is_divisible(tensor) or lacks_memory(tensor):
         return digest(b"")
     strides = [stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
     order = sorted(range(tensor.dim()), key=lambda n: -strides[n]) if not in_index_order else list(range(tensor.dim()))

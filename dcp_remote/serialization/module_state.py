@@ -41,6 +41,9 @@ _NAMES_SHOWN_MAX = 5
 # Attributes in which torch keeps hooks for the steps of one optimizer (optimizer.py of torch 2.13).
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
+# Keys of an optimizer's `state_dict` that torch fills; an optimizer may add others.
+_TORCH_KEYS = frozenset({"state", "param_groups"})
+
 # Digits of the number of a group, and characters in which the place of a model ends; names may be hostile.
 _DIGITS_MAX = 6
 _PLACE_CHARACTERS_MAX = 128
@@ -112,7 +115,9 @@ class OptimizerState:
     """State of an optimizer under the names of the parameters, so that any number of ranks loads it; a `Stateful`.
 
     A bare optimizer numbers its parameters, and has nothing to load into before its first step. `CheckpointManager`
-    takes a bare optimizer for this, with the model that is found among the other values of the state.
+    takes a bare optimizer for this, with the model that is found among the other values of the state. What the
+    optimizer's own `state_dict` has beside `state` and `param_groups` is saved below the same key, and given back to
+    its `load_state_dict`.
 
     A restore by a manager leaves the optimizer as it was when it was saved: a parameter without a state (before its
     first gradient) has none afterwards, and options that only the saved groups have (`initial_lr`, which a scheduler
@@ -129,6 +134,7 @@ class OptimizerState:
 
     Raises:
         InvalidArgumentError: The optimizer has parameters that the model does not have, or two have the same.
+            Raised by a save or restore: one of several optimizers, or one under the older FSDP, has values of its own.
     """
 
     def __init__(self, model: nn.Module | Mapping[str, nn.Module], optimizer: Optimizer | Iterable[Optimizer]) -> None:
@@ -165,7 +171,7 @@ class OptimizerState:
         names = self._require_names()
         for optimizer in self._optimizers:
             if not optimizer.state:
-                self._make_states(optimizer, _parameters_of(optimizer))
+                self._make_states(optimizer, [one for one in _parameters_of(optimizer) if one.requires_grad])
         return self._values(names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -237,10 +243,13 @@ class OptimizerState:
             self._add_options(values["param_groups"], loaded)
             return values
         names = self._require_names()
+        before = self._values(names)  # a step may change values of the optimizer itself
         own = {names[id(parameter)] for parameter in self._parameters()}
         filled = {part for name in wanted for part in first_parts(name.removeprefix("state.")) if part in own}
         if wanted and not filled and not _had_no_states(own, wanted, others):
-            filled = own.difference(name.removeprefix("state.") for name in keep([f"state.{name}" for name in own]))
+            trained = {names[id(parameter)] for parameter in self._parameters() if parameter.requires_grad} or own
+            kept_states = keep([f"state.{name}" for name in trained])
+            filled = trained.difference(name.removeprefix("state.") for name in kept_states)
         for optimizer in self._optimizers:
             self._make_states(
                 optimizer, [parameter for parameter in _parameters_of(optimizer) if names[id(parameter)] in filled]
@@ -258,7 +267,7 @@ class OptimizerState:
             for group in values["param_groups"]
         ]
         self._add_options(groups, loaded)
-        return {"state": states, "param_groups": groups}
+        return before | {"state": states, "param_groups": groups}
 
     def _add_options(self, groups: Sequence[dict[str, Any]], loaded: Collection[str]) -> None:
         """Add options that only the saved groups have, which the optimizer takes as from torch's `load_state_dict`."""
@@ -318,6 +327,7 @@ class OptimizerState:
         group_of = {name: number for number, group in enumerate(groups) for name in group.get("params", ())}
         matched = {group_of[name] for name in map(names.__getitem__, map(id, self._parameters())) if name in group_of}
         self._require_options_of_one_group(names, group_of, groups)
+        own_values = _own_values(values)
         position = 0
         loaded: dict[Any, Any] = {}
         for optimizer in self._optimizers:
@@ -340,9 +350,9 @@ class OptimizerState:
                 number += len(own)
                 position += 1
             with without_casts([optimizer]):
-                optimizer.load_state_dict({"state": packed_states, "param_groups": packed_groups})
+                optimizer.load_state_dict({**own_values, "state": packed_states, "param_groups": packed_groups})
         if not _is_fsdp1(self._model):  # of which torch returns copies
-            require_loaded(self._optimizers, loaded, self._values(names)["state"])
+            require_loaded(self._optimizers, {**own_values, "state": loaded}, self._values(names))
 
     def _require_options_of_one_group(
         self, names: Mapping[int, str], group_of: Mapping[str, int], saved: Sequence[Mapping[str, Any]]
@@ -369,19 +379,36 @@ class OptimizerState:
     def _values(self, names: Mapping[int, str]) -> dict[str, Any]:
         if _is_fsdp1(self._model):
             return self._fsdp1_values()
+        own_values: dict[str, Any] = {}
         states: dict[Any, Any] = {}
         groups: list[dict[str, Any]] = []
         for optimizer in self._optimizers:
             packed = optimizer.state_dict()
+            own_values |= self._require_savable(optimizer, packed)
             by_number: dict[Any, str] = {}
             for packed_group, group in zip(packed["param_groups"], optimizer.param_groups, strict=True):
                 own = [names[id(parameter)] for parameter in group["params"]]
                 by_number.update(zip(packed_group["params"], own, strict=True))
                 groups.append({**packed_group, "params": own})
             states.update((by_number.get(key, key), value) for key, value in packed["state"].items())
-        return {"state": states, "param_groups": groups}
+        return {**own_values, "state": states, "param_groups": groups}
+
+    def _require_savable(self, optimizer: Optimizer, packed: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that only an optimizer's own `state_dict` has; refuse them where they have no place."""
+        found = _own_values(packed)
+        if found and (len(self._optimizers) > 1 or _is_fsdp1(self._model)):
+            raise InvalidArgumentError(
+                "An optimizer's state_dict has values of its own beside state and param_groups, which are not saved "
+                "where several optimizers are saved as one, and under the older FSDP. Save each optimizer under a name "
+                "of its own, or save PerRank(optimizer).",
+                optimizer=type(optimizer).__name__,
+                keys=", ".join(map(str, list(found)[:_NAMES_SHOWN_MAX])),
+            )
+        return found
 
     def _fsdp1_values(self) -> dict[str, Any]:
+        for optimizer in self._optimizers:
+            self._require_savable(optimizer, optimizer.state_dict())
         # torch makes no state while there are gradients.
         fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
         with _keeping_gradients(fresh, hides=True), _keeping_options(fresh), _without_hooks(fresh):
@@ -391,19 +418,16 @@ class OptimizerState:
         """Make the state of each of these parameters that has none, by a step that changes no parameter."""
         if _is_fsdp1(self._model):
             return  # torch's function makes them
-        lacking = [
-            parameter for parameter in parameters if parameter.requires_grad and not optimizer.state.get(parameter)
-        ]
-        if not lacking:
+        wanted = {parameter for parameter in parameters if not _has_state(optimizer, parameter)}
+        if not wanted:
             return
-        wanted = set(lacking)
         # All parameters of a group, since an optimizer may stack their gradients, and keep one state for all of them.
         stepped = [
             parameter
             for group in optimizer.param_groups
             if not wanted.isdisjoint(group["params"])
             for parameter in group["params"]
-            if parameter.requires_grad and not optimizer.state.get(parameter)
+            if parameter in wanted or (parameter.requires_grad and not _has_state(optimizer, parameter))
         ]
         with _keeping_gradients([optimizer], hides=True), _keeping_options([optimizer]), _without_hooks([optimizer]):
             for parameter in stepped:
@@ -486,7 +510,7 @@ class MadeStates:
     def note(self, optimizers: Iterable[Optimizer]) -> None:
         """Note which states optimizers have."""
         self._before += [
-            (optimizer, {key for key, state in optimizer.state.items() if state}) for optimizer in optimizers
+            (optimizer, {key for key in optimizer.state if _has_state(optimizer, key)}) for optimizer in optimizers
         ]
 
     def remove(self) -> None:
@@ -580,6 +604,17 @@ def _is_equal(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
+def _own_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of an optimizer's `state_dict` that torch's own does not have."""
+    return {key: value for key, value in values.items() if key not in _TORCH_KEYS}
+
+
+def _has_state(optimizer: Optimizer, key: Any) -> bool:
+    """Return whether an optimizer has a state under a key: a look-up leaves an empty dict; a state may be a tensor."""
+    state = optimizer.state.get(key)
+    return state is not None and not (isinstance(state, Mapping) and not state)
+
+
 def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
@@ -607,10 +642,10 @@ def names_of(model: nn.Module) -> dict[int, str]:
     return {id(parameter): min(_get_fqns(model, name)) for name, parameter in model.named_parameters()}
 
 
-def all_names_of(model: nn.Module) -> set[str]:
-    """Return the canonical names of a module's parameters, of tied parameters all names."""
-    named = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return {name for own in named for name in _get_fqns(model, own)} if _is_renamed(model) else set(named)
+def all_names_of(model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Return the canonical names of a module's parameters or buffers, of which it has these."""
+    own = (name for name, _ in named)
+    return {name for one in own for name in _get_fqns(model, one)} if _is_renamed(model) else set(own)
 
 
 def _reshard(model: nn.Module) -> None:

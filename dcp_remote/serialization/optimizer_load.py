@@ -6,6 +6,7 @@ parameter: moments of fp32 over bf16 weights become bf16, and counters and masks
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -17,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_remote.errors import StateMismatchError
+
+logger = logging.getLogger(__name__)
 
 _NAMES_SHOWN_MAX = 5
 
@@ -62,8 +65,9 @@ def require_loaded(
 ) -> None:
     """Require that optimizers hold the tensors that were loaded, by what their `state_dict` returns after the load.
 
-    An optimizer that keeps its states in another form passes if its `state_dict` gives back what was loaded. One with
-    hooks for loads of the user is not compared: these change states on purpose.
+    An optimizer that keeps its states in another form passes if its `state_dict` gives back what was loaded. A warning
+    names the states that are gone, as those that an optimizer makes anew in each step, and drops when it loads. One
+    with hooks for loads of the user is not compared: these change states on purpose.
 
     Args:
         optimizers: Optimizers, after the load.
@@ -72,27 +76,36 @@ def require_loaded(
         where: Name of the optimizer in the state, for the error.
 
     Raises:
-        StateMismatchError: A state has another dtype, shape or other bits, or is gone.
+        StateMismatchError: A state has another dtype, shape or other bits.
     """
     given = list(optimizers)
     if any(vars(one)[name] for optimizer in given for one in _iterate_wrapped(optimizer) for name in _LOAD_HOOKS):
         return
     after: Mapping[str, Any] = flatten_state_dict(dict(found))[0]
     before: Mapping[str, Any] = flatten_state_dict(dict(loaded))[0]
+    tensors = {name: value for name, value in before.items() if isinstance(value, torch.Tensor)}
     changed = [
-        f"{name} ({_text(value)}, then {_text(after.get(name))})"
-        for name, value in before.items()
-        if isinstance(value, torch.Tensor) and _has_changed(value, after.get(name))
+        f"{name} ({_text(value)}, then {_text(after[name])})"
+        for name, value in tensors.items()
+        if name in after and _has_changed(value, after[name])
     ]
+    kinds = ", ".join(type(optimizer).__name__ for optimizer in given)
     if changed:
         raise StateMismatchError(
             "An optimizer changed states while it took them from its checkpoint, so that training would not go on as "
             "it was saved; other values were already loaded. Correct its load_state_dict, after which state_dict must "
             "return what was loaded, or save Opaque(optimizer.state_dict()) and apply the value yourself.",
             where=where or None,
-            optimizer=", ".join(type(optimizer).__name__ for optimizer in given),
+            optimizer=kinds,
             states="; ".join(changed[:_NAMES_SHOWN_MAX]),
             found=len(changed),
+        )
+    if gone := [name for name in tensors if name not in after]:
+        names = ", ".join(gone[:_NAMES_SHOWN_MAX]) + (", …" if len(gone) > _NAMES_SHOWN_MAX else "")
+        logger.warning(
+            "an optimizer of the class %s dropped %d of the states that its checkpoint has (%s), and training goes on "
+            "without them. If a step does not make them anew, correct the optimizer's load_state_dict",
+            *(kinds, len(gone), names),
         )
 
 

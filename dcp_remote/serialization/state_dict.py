@@ -55,6 +55,9 @@ PER_RANK_KEY = "per_rank"
 # Names by which modules of torch count in a forward pass: on each rank other values, as under DDP.
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
+# Name by which torch saves the extra state of a module.
+_EXTRA_STATE = "_extra_state"
+
 # Types that are no `Stateful`s, which takes microseconds to find out of others.
 _LEAVES = frozenset({NoneType, bool, int, float, complex, str, bytes})
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list})
@@ -69,17 +72,21 @@ class TensorRoles:
 
     Attributes:
         trained: Names of parameters of modules, and of states of optimizers.
-        buffers: Names of all other values of modules.
+        buffers: Names of buffers and extra states of modules.
     """
 
     trained: set[str] = field(default_factory=set)
     buffers: set[str] = field(default_factory=set)
 
     def note_model(self, path: _Path, model: nn.Module, values: Mapping[str, Any]) -> None:
-        """Note the values of a module."""
-        parameters = all_names_of(model)
+        """Note the values of a module; of one that a hook renamed, nothing is known."""
+        parameters = all_names_of(model, model.named_parameters(remove_duplicate=False))
+        buffers = all_names_of(model, model.named_buffers(remove_duplicate=False))
         for name in values:
-            (self.trained if name in parameters else self.buffers).add(_text((*path, name)))
+            if name in parameters:
+                self.trained.add(_text((*path, name)))
+            elif name in buffers or name.endswith(_EXTRA_STATE):
+                self.buffers.add(_text((*path, name)))
 
     def note_optimizer(self, path: _Path, values: Mapping[str, Any]) -> None:
         """Note the states of an optimizer."""

@@ -28,6 +28,9 @@ from dcp_remote.serialization.torch_tags import lacks_memory
 # to 32 MiB, and keeps smaller blocks in each thread's arena: 60 copies of 12 MB, 64 MiB at a time, held 414 MiB.
 _OWN_MAPPING_BYTES = 1 * MiB
 
+# Classes of tensors whose elements are their whole content.
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -127,7 +130,7 @@ def decode_tensor(
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is strided and of a class whose elements are its whole content."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout == torch.strided
+    return type(tensor) in PLAIN_TYPES and tensor.layout == torch.strided
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

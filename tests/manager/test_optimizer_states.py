@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dcp_remote import CheckpointManager, OptimizerState, PerRank, RemoteReader, RemoteWriter, training_state
-from dcp_remote.errors import StateMismatchError
+from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from tests.support.states import equal
 
 
@@ -256,3 +256,129 @@ def test_an_optimizer_that_changes_what_it_loads(tmp_path: Path) -> None:
     (found,) = resumed.state.values()
     assert torch.equal(found["master"], values["master"])
     assert found["nested"]["row"].isnan().all()
+
+
+class Counting(Masters):
+    """Optimizer whose `state_dict` has values of its own, without which it does not load."""
+
+    scale, calls = torch.ones(2), 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.scale, self.calls = self.scale * 2, self.calls + 1
+        return super().step(closure)
+
+    def state_dict(self) -> Any:
+        values: Any = super().state_dict()
+        return {**values, "scale": self.scale, "calls": {"total": self.calls}}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        values = dict(state_dict)
+        self.scale, self.calls = values.pop("scale"), values.pop("calls")["total"]
+        super().load_state_dict(values)
+
+
+def hooked(parameters: Any) -> Optimizer:
+    """Return an optimizer with such values by torch's hooks."""
+    optimizer: Any = Masters(parameters)
+    optimizer.scale, optimizer.calls = torch.ones(2), 0
+    optimizer.register_step_post_hook(lambda one, *_: setattr(one, "calls", one.calls + 1))
+    optimizer.register_state_dict_post_hook(lambda one, values: {**values, "calls": one.calls})
+    optimizer.register_load_state_dict_pre_hook(lambda one, values: setattr(one, "calls", values["calls"]))
+    return optimizer  # type: ignore[no-any-return]  # an optimizer with attributes
+
+
+@pytest.mark.parametrize("kind", [Counting, hooked])
+@pytest.mark.parametrize("way", ["manager", "excluded", "dcp"])
+def test_values_of_the_optimizer_itself(tmp_path: Path, kind: Callable[[Any], Any], way: str) -> None:
+    """Values beside states and groups come back; those that are not loaded stay, though a step makes the states."""
+    model, optimizer, state = made(kind, seed=1, steps=3)
+    other, resumed, template = made(kind, seed=2)
+    if way == "dcp":
+        dcp.save({"optim": OptimizerState(model, optimizer)}, storage_writer=RemoteWriter(tmp_path))
+        dcp.load({"optim": OptimizerState(other, resumed)}, storage_reader=RemoteReader(tmp_path))
+    else:
+        with CheckpointManager(tmp_path, progress=False) as checkpoints:
+            checkpoints.save(1, state, wait=True)
+            assert checkpoints.restore(template, exclude="optim.calls*" if way == "excluded" else ()) == 1
+    found: Any = resumed
+    assert found.calls == (0 if way == "excluded" else 3)
+    assert torch.equal(found.scale, optimizer.scale)  # type: ignore[attr-defined]  # of both kinds
+
+
+def test_values_of_one_of_several_optimizers_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(3, 4).bfloat16()
+    optimizers = [Counting([model.weight]), Masters([model.bias])]
+    with CheckpointManager(tmp_path, progress=False) as checkpoints:
+        with pytest.raises(InvalidArgumentError, match=r"values of its own.*PerRank.*Counting.*scale, calls"):
+            checkpoints.save(1, {"model": model, "optim": OptimizerState(model, optimizers)}, wait=True)
+        state = {"model": model, "optim": {str(number): one for number, one in enumerate(optimizers)}}
+        checkpoints.save(1, state, wait=True)
+
+
+class Scratching(Masters):
+    """Optimizer that makes a state anew in each step, and drops what it loads of it."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for state in self.state.values():
+            state["scratch"] = torch.ones(2)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            del state["scratch"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_state_that_an_optimizer_drops_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, own: bool) -> None:
+    model, optimizer, _ = made(Scratching, seed=1, steps=2)
+    other, resumed, _ = made(Scratching, seed=2)
+    with CheckpointManager(tmp_path, progress=False) as checkpoints:
+        checkpoints.save(1, {"model": model, "optim": PerRank(optimizer) if own else optimizer}, wait=True)
+        assert checkpoints.restore({"model": other, "optim": PerRank(resumed) if own else resumed}) == 1
+    (text,) = [record.getMessage() for record in caplog.records if record.name.endswith("optimizer_load")]
+    assert f"Scratching dropped 1 of the states that its checkpoint has (state.{0 if own else 'weight'}" in text
+    (found,), (saved,) = resumed.state.values(), optimizer.state.values()
+    assert equal(found, {key: value for key, value in saved.items() if key != "scratch"})
+
+
+@pytest.mark.parametrize("frozen", ["0", "1", ""])
+def test_a_layer_that_is_frozen_before_the_restore_keeps_its_states(tmp_path: Path, frozen: str) -> None:
+    """Frozen before the restore: the first layer, one that never had a state, or all; as in a job that goes on."""
+
+    def job() -> tuple[nn.Module, Optimizer]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = job()
+    model[1].requires_grad_(requires_grad=frozen != "1")  # type: ignore[index]  # a sequence
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    other, resumed = job()
+    other.get_submodule(frozen).requires_grad_(requires_grad=False)
+    with CheckpointManager(tmp_path, progress=False) as checkpoints:
+        checkpoints.save(1, {"model": model, "optim": optimizer}, wait=True)
+        assert checkpoints.restore({"model": other, "optim": resumed}) == 1
+    assert equal(resumed.state_dict(), optimizer.state_dict())
+    assert len(resumed.state) == (2 if frozen == "1" else 4)
+    assert all(parameter.grad is None for parameter in other.parameters())
+
+
+class Momentum(Masters):
+    """Optimizer whose state of a parameter is a tensor, and no dict."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = parameter.grad + (self.state.get(parameter) if parameter in self.state else 0)
+
+
+def test_a_state_may_be_a_tensor(tmp_path: Path) -> None:
+    """Restored into a fresh optimizer, and into one that has a state."""
+    _, optimizer, state = made(Momentum, seed=1, steps=2)
+    _, resumed, template = made(Momentum, seed=2)
+    with CheckpointManager(tmp_path, progress=False) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        for _ in range(2):
+            assert checkpoints.restore(template) == 1
+            assert equal(resumed.state_dict(), optimizer.state_dict())

@@ -72,6 +72,10 @@ def trained(rank: int, *, seed: int = 0) -> tuple[nn.Linear, SlicedOptimizer]:
     return model, optimizer
 
 
+def quantize(values: torch.Tensor) -> torch.Tensor:
+    return torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
+
+
 @contextmanager
 def saving(
     monkeypatch: pytest.MonkeyPatch, store: ObjectStore, **options: Any
@@ -195,6 +199,33 @@ def test_bits_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     laid_out = [whole, whole.t().contiguous().t(), torch.arange(24.0).reshape(3, 8)[:, :4].copy_(whole)]
     assert saved(lambda rank: {"x": laid_out[rank], "nan": nans.clone()}) == SAVED
     assert saved(lambda rank: dict(sorted({"x": nans, "y": {"a": whole, "b": 2}}.items(), reverse=rank == 1))) == SAVED
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:.*TypedStorage.*:UserWarning")
+@pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, quantize])
+def test_tensors_that_are_no_plain_elements_are_compared(
+    monkeypatch: pytest.MonkeyPatch, convert: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    with saving(monkeypatch, MemoryStore()) as save:
+        assert save(1, lambda _rank: {"x": nn.Parameter(convert(torch.eye(2)), requires_grad=False)}) == SAVED
+        require_refused(save(2, lambda rank: {"y": convert(torch.eye(2) * (rank + 1))}), "y: one value on rank 0")
+
+
+def test_a_parameter_that_a_hook_renames_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer of another name is not, nor is an extra state."""
+
+    def state(rank: int, value: int) -> State:
+        model = Normed(rank)
+        nn.init.constant_(model.norm.weight, value)
+        known: Any = model  # not all of torch's methods have types
+        known.norm.get_extra_state = lambda: torch.full((2,), rank)
+        known.register_state_dict_post_hook(lambda _m, values, *_: values.update(scale=values.pop("norm.weight")))
+        return {"model": model}
+
+    with saving(monkeypatch, MemoryStore()) as save:
+        assert save(1, lambda rank: state(rank, 1)) == SAVED
+    with saving(monkeypatch, MemoryStore()) as save:
+        require_refused(save(1, lambda rank: state(rank, rank)), "model.scale: one value on rank 0", "names=1")
 
 
 def test_replicas_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
