@@ -6,8 +6,10 @@ Ranks meet in the key-value store of the process group, never in a torch collect
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -22,6 +24,9 @@ from dcp_remote.coordination.member import GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys
 from dcp_remote.coordination.use_counter import UseCounter
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
+
+# Default process group of the parent, in a child that was forked: it is initialized there, and the child is no rank.
+_inherited: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 class RankGroup:
@@ -86,12 +91,18 @@ class RankGroup:
             beat_seconds: Seconds between two heartbeats; by default what suits the number of ranks.
 
         Raises:
-            InvalidArgumentError: This process does not belong to the group.
+            InvalidArgumentError: This process does not belong to the group; or is a child of a rank, made by a fork.
         """
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
                 raise InvalidArgumentError("A process group was given, but torch.distributed is not initialized.")
             return cls(0, 1, None)
+        if dist.group.WORLD in _inherited:
+            raise InvalidArgumentError(
+                "This process was forked from a rank, as a DataLoader's worker is, and is no rank itself: save and "
+                "restore in its parent. To read a checkpoint here, use dcp_remote.load.",
+                pid=os.getpid(),
+            )
         group = dist.group.WORLD if process_group is None else process_group
         rank = dist.get_rank(group)
         if group is None or rank < 0:
@@ -354,3 +365,11 @@ class RankGroup:
 def default_world_size() -> int:
     """Return the world size of the default process group; 1 where torch.distributed is not initialized."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _note_inherited_group() -> None:
+    if dist.is_available() and dist.group.WORLD is not None:
+        _inherited.add(dist.group.WORLD)
+
+
+os.register_at_fork(after_in_child=_note_inherited_group)

@@ -13,7 +13,8 @@ put by a living one. Whatever the ranks of earlier attempts did, a new process l
 
 An incarnation ends with the coordinator's process, when the process group is made again, or when another process
 becomes the coordinator over the same store. A process of another rank that is new among survivors joins the incarnation
-that lives.
+that lives. A process that has made its group again before the coordinator has waits for another name: the one that it
+joined over the group before may show life until the coordinator makes its group again, too.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Incarnation:
     Args:
         group: Process group.
         rank: Rank of this process, within the group.
+        joined: Incarnations that this process has joined, of all its groups, by name; added to.
 
     Attributes:
         turns: Turns of the uses of this process, by name; see `use_counter`, also for what follows. The event of the
@@ -48,10 +50,11 @@ class Incarnation:
         published: Incarnations and names for which this process has published a count.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, rank: int, joined: dict[str, Incarnation]) -> None:
         """Know no name."""
         self._group = weakref.ref(group)
         self._rank = rank
+        self._joined = joined
         self._lock = threading.Lock()
         self._name: str | None = None
         # On the coordinator the value that it put last; on another rank the value at its last look.
@@ -78,8 +81,9 @@ class Incarnation:
         with self._lock:
             if self._rank != 0:
                 value = client.get(_KEY) if client.has([_KEY]) else b""
-                if self._value not in {value, None}:
-                    self._name = value.partition(b" ")[0].decode()
+                name = value.partition(b" ")[0].decode()
+                if self._value not in {value, None} and self._joined.setdefault(name, self) is self:
+                    self._name = name
                 self._value = value
             elif self._name is None:
                 name = uuid.uuid4().hex
@@ -89,7 +93,7 @@ class Incarnation:
                 sign = Heartbeat(open_connection(store), self._rank, beat_seconds=_SIGN_SECONDS)
                 sign.add_hook(lambda client: self._show_life(client, sign))
                 sign.start()
-                self._name = name
+                self._name, self._joined[name] = name, self
             return self._name
 
     def _show_life(self, client: Client, sign: Heartbeat) -> None:
@@ -111,8 +115,9 @@ class Incarnation:
 
 
 _incarnations: weakref.WeakKeyDictionary[dist.ProcessGroup, Incarnation] = weakref.WeakKeyDictionary()
+_joined: dict[str, Incarnation] = {}
 
 
 def incarnation_of(group: dist.ProcessGroup, rank: int) -> Incarnation:
     """Return the incarnation of a process group, of which there is one in a process; asks the store nothing."""
-    return _incarnations.setdefault(group, Incarnation(group, rank))
+    return _incarnations.setdefault(group, Incarnation(group, rank, _joined))

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_remote.coordination.collective import Collective
-from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.errors import CheckpointExistsError, InvalidArgumentError
 from dcp_remote.format.catalog import BeginAgainError, Catalog, Entry
 from dcp_remote.run.background_maintenance import BackgroundMaintenance
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
+from dcp_remote.run.lookup import read_manifest_at
 from dcp_remote.run.retention import ChooseToDelete, Retention
 from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
+from dcp_remote.saving.rank_differences import NAMED_MAX, Described, describe_saved
 from dcp_remote.saving.rank_report import RankReport
+from dcp_remote.serialization.state_dict import PER_RANK_KEY
 from dcp_remote.storage.counting import CountingStore
 
 # Time, and share of the save's time left, for which a commit waits for the deletions of the previous save. Without the
@@ -48,9 +51,12 @@ class Labelled:
 
     Attributes:
         entry: Entry of the checkpoint.
+        is_doubtful: True if the save did not say `exist_ok`: the checkpoint stays only if the state has its structure,
+            and is given nothing.
     """
 
     entry: Entry
+    is_doubtful: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +100,7 @@ class Coordinator:
     def begin(
         self, notes: Sequence[CheckpointLabels], collective: Collective, *, borrow: bool = True
     ) -> SaveTicket | Labelled:
-        """Begin a save of all ranks; or label the checkpoint that this job has at the step, if the labels say so.
+        """Begin a save of all ranks; or return the checkpoint that this job has at the step, labelled with `exist_ok`.
 
         Args:
             notes: Labels of all ranks by rank; those of the coordinator count.
@@ -117,8 +123,44 @@ class Coordinator:
         begun = job.begin_or_find(note, borrow=self._dedup and borrow, deadline=deadline)
         if isinstance(begun, SaveTicket):
             return begun
+        if note.exist_ok is None:
+            return Labelled(begun, is_doubtful=True)
         collective.begin_commit()
         return Labelled(job.label(begun, note, deadline=deadline))
+
+    def require_same(
+        self, entry: Entry, note: CheckpointLabels, described: Iterable[Described], collective: Collective
+    ) -> None:
+        """Refuse to keep a checkpoint in place of a save that gives a new name, or has a state of another structure.
+
+        Values of single ranks (`PerRank`) are not compared: their number may have changed. One GET, of the manifest.
+
+        Args:
+            entry: Entry of the checkpoint.
+            note: Labels of the save.
+            described: Entries of the state on each rank, as of `describe_entries`.
+            collective: Collective operation of the save.
+
+        Raises:
+            CheckpointExistsError: The save differs from the checkpoint.
+            DcpRemoteError: The manifest cannot be read.
+        """
+        seconds = collective.deadline.remaining_seconds() / 4
+        manifest = read_manifest_at(self._store, entry.manifest, save_id=entry.save_id, retry_seconds=seconds)
+        saved, own = describe_saved(manifest), {one for of_rank in described for one in of_rank}
+        differing = sorted({name for name, *_ in saved ^ own if not name.startswith(f"{PER_RANK_KEY}.")})
+        new_names = sorted(set(note.names).difference(entry.names))
+        if differing or new_names:
+            raise CheckpointExistsError(
+                "Checkpoint already exists at this step, and this save gives it a new name, or has values of other "
+                "names, shapes or dtypes. Save another step; or pass exist_ok=True to keep the checkpoint and give it "
+                "names and metrics, or overwrite=True to replace it.",
+                url=self._store.url,
+                step=entry.step,
+                new_names=", ".join(new_names) or None,
+                differing=", ".join(differing[:NAMED_MAX]) or None,
+                values=len(differing) or None,
+            )
 
     def commit(
         self,

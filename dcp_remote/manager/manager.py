@@ -317,10 +317,11 @@ class CheckpointManager:
                 went on from it: names and metrics are added to it in the catalog, and nothing is uploaded. Costs two
                 GETs and a PUT; one GET if there is nothing to add. After a crash all of them are added or none. An
                 abandoned checkpoint of this step is replaced also if it has names, which the new one gets. None keeps
-                the checkpoint that this job restored or saved last in the same way, with a warning, as of a loop that
-                begins by a save of the step that it has restored: what has changed in the state since, such as a
-                learning rate or random states, is not saved. A state with other names, shapes or dtypes than the last
-                saved one is refused. False refuses each step that is live. The coordinator's argument counts.
+                the checkpoint that this job restored or saved last as it is, with a warning, as of a loop that begins
+                by a save of the step that it has restored: what has changed in the state since, such as a learning rate
+                or random states, is not saved, nor are other metrics. A state with other names, shapes or dtypes than
+                the checkpoint is refused, and so is a name that the checkpoint does not have; costs two GETs. False
+                refuses each step that is live. The coordinator's argument counts.
             planner: Planner of torch; None is `DefaultSavePlanner()`. A planner with methods of its own plans each save
                 anew; replicas are written by one rank, and their values are not compared: where ranks differ, the
                 planner decides whose are saved, and no error says so. torch's plan cache (`enable_plan_caching`) is not

@@ -46,6 +46,7 @@ from dcp_remote.saving.plan_cache import (
     Proposal,
     RankPlan,
     compared_items,
+    describe_entries,
     digest_objects,
     digest_sets,
     list_digests,
@@ -284,13 +285,15 @@ class RankSaver:
         requests = self._store.counts.since(before).requests
         figures = RankFigures(self._ranks.rank, requests=requests, seconds=seconds)
         entry = labelled.entry
-        if self._ranks.is_coordinator and (task.user or not task.labels.exist_ok):
+        are_metrics_left = labelled.is_doubtful and not set(task.labels.metrics) <= set(entry.metrics)
+        if self._ranks.is_coordinator and (task.user or labelled.is_doubtful):
             logger.warning(
                 "%s: step %d was saved before, and its checkpoint stays as it is, without what has changed in the "
-                "state since%s. Pass overwrite=True to replace the checkpoint, or exist_ok=True to keep it",
+                "state since%s%s. Pass overwrite=True to replace the checkpoint, or exist_ok=True to keep it",
                 self._store.url,
                 entry.step,
                 " and the notes of this save (user=)" if task.user else "",
+                " and the metrics of this save" if are_metrics_left else "",
             )
         report = combine([figures], step=entry.step, save_id=entry.save_id, total_bytes=entry.size_bytes)
         return replace(report, world_size=self._ranks.world_size, background=task.background, is_repeated=True)
@@ -314,6 +317,15 @@ class RankSaver:
             request, lambda requests: planning.begin(requests, collective=collective, borrow=borrow)
         )
         del self._unclear[: len(request.unclear)]  # the thread of an earlier save may have added more
+        if isinstance(begun, Labelled) and begun.is_doubtful:
+            # Averaged weights in a save of their own, or a resized model, are not to be dropped.
+            kept, proposal = begun.entry, proposal or self._propose(collective, planner, task)
+            collective.gather(
+                describe_entries(proposal.plan),
+                lambda described: require_coordinator(self._coordinator).require_same(
+                    kept, task.labels, described, collective
+                ),
+            )
         task.begun.set()
         if isinstance(begun, Labelled):
             return begun

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -170,9 +170,6 @@ class CoordinatorPlanning:
             coordinator.failed(ticket, put)
         labels = [request.labels for request in requests]
         is_known = self.known is not None and all(request.key == self.known.save_id for request in requests)
-        if labels[0].exist_ok is None and self.known is not None and not is_known:
-            # Another state than the last one, such as the averaged weights in a save of their own: not to be dropped.
-            labels[0] = replace(labels[0], exist_ok=False)
         begun = coordinator.begin(labels, collective, borrow=borrow)
         if isinstance(begun, Labelled):
             return begun

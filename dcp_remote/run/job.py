@@ -63,8 +63,8 @@ class CheckpointLabels:
         names: Names by which it can be loaded; each belongs to one checkpoint at a time, the last that was given it.
         metrics: Names and values of metrics; the values are finite.
         overwrite: Replace the live checkpoint of this step, if there is one.
-        exist_ok: Keep the live checkpoint of this step if it is this job's, and add names and metrics to it. None: only
-            if this job has saved nothing since.
+        exist_ok: Keep the live checkpoint of this step if it is this job's, and add names and metrics to it. None: keep
+            the checkpoint only if this job has saved nothing since, and add nothing.
     """
 
     step: int

@@ -379,6 +379,11 @@ def describe_tensors(plan: SavePlan) -> Described:
     return tuple(dict.fromkeys((name, dtype_name(data.properties.dtype), tuple(data.size)) for name, data in found))
 
 
+def describe_entries(plan: SavePlan) -> Described:
+    """Return what `describe_tensors` returns, and the objects of a rank's plan."""
+    return describe_tensors(plan) + tuple((name, "object", ()) for name in object_names(plan))
+
+
 def digest_objects(proposal: Proposal, planner: SavePlanner) -> NDArray[np.uint32]:
     """Digest the objects and numbers of a regular proposal, 32 bits each, by which ranks compare them; no request.
 

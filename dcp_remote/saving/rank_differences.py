@@ -13,13 +13,14 @@ from typing import TypeAlias
 
 from dcp_remote.common.text import format_count
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.manifest import Manifest
 
 # Bounds of a message: names, properties of one name, ranks of one property. Other ranks get the error as well.
 NAMED_MAX = 10
 _PROPERTIES_MAX = 3
 _RANKS_MAX = 4
 
-# Name, dtype and global shape of each tensor of a rank.
+# Name, dtype and global shape of each tensor of a rank; of an object "object" and no shape.
 Described: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 # Ranks of one set of tensors whose digests are listed tensor by tensor, one for each digest of the whole set.
@@ -83,6 +84,16 @@ def require_equal_tensors(
         differing = {name: holders for name, holders in differing.items() if name in written}
     if differing:
         raise make_difference_error(differing, names=len(differing))
+
+
+def describe_saved(manifest: Manifest) -> set[tuple[str, str, tuple[int, ...]]]:
+    """Return name, dtype and shape of each tensor of a checkpoint, and its objects, as a rank describes its own."""
+    tensors = manifest.tensors
+    objects = [*manifest.inline, *manifest.stored_index]
+    return {
+        *((name, tensors.kind_of(number).dtype, tensors.shape_of(number)) for name, number in tensors.index.items()),
+        *((name, "object", ()) for name in objects),
+    }
 
 
 def describe_tensor(dtype: str, shape: Sequence[int]) -> str:

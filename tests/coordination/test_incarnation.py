@@ -22,8 +22,13 @@ class Process:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int = 2) -> None:
         self.store, self.rank, self._world_size = store, rank, world_size
+        self._joined: dict[str, Incarnation] = {}
+        self.make_group()
+
+    def make_group(self) -> None:
+        """Make the process group, again after the first time."""
         self._group: Any = type("Group", (), {})()  # torch's own cannot be made without a backend
-        self.incarnation = Incarnation(self._group, rank)
+        self.incarnation = Incarnation(self._group, self.rank, self._joined)
 
     def find(self) -> str | None:
         return self.incarnation.find(Client(self.store), self.store)
@@ -124,6 +129,28 @@ def test_a_group_that_was_made_again_shows_no_life(lives: list[Heartbeat], monke
     wait_until(lambda: lives[0]._thread is not None and not lives[0]._thread.is_alive())
     with pytest.raises(dist.DistNetworkError, match="made again"):
         old.find()
+
+
+def test_a_rank_that_makes_its_group_again_first(lives: list[Heartbeat]) -> None:
+    """Wait for the new name while the old one shows life, whoever was its coordinator; a new process may join it."""
+    store = dist.HashStore()
+    ranks = [Process(store, rank, 3) for rank in range(3)]
+    old = ranks[0].find()
+    assert [wait_for(rank.find) for rank in ranks] == [old] * 3
+    ranks[1].make_group()
+    assert wait_for(Process(store, 1).find) == old
+    signs = set[bytes]()
+    while len(signs) < 3:
+        assert ranks[1].find() is None
+        signs.add(Client(store).get("incarnation"))
+    # The ranks change their places: the process that was the coordinator is not any more.
+    ranks[2].rank, ranks[0].rank = 0, 2
+    for rank in (2, 0):
+        ranks[rank].make_group()
+    assert ranks[0].find() is None
+    new = ranks[2].find()
+    assert [wait_for(rank.find) for rank in ranks] == [new] * 3
+    assert new != old
 
 
 def test_numbers_begin_with_the_incarnation(lives: list[Heartbeat]) -> None:

@@ -229,13 +229,12 @@ def test_a_loop_that_begins_by_a_save(monkeypatch: pytest.MonkeyPatch, caplog: p
                 for step in range(start, start + 3):
                     if step % 2 == 0:
                         manager.save(step, state_of(step), name=f"step-{step}", metrics={"loss": 4.0 - step})
-                manager.save(step, state_of(step), name="final")
+                manager.save(step, state_of(step))
 
             assert [ended.error for ended in them.run(train)] == [None] * 2
             for manager in reversed(managers):
                 manager.close()
     assert [entry.step for entry in catalog_of(store).entries] == [0, 2, 4, 6]
-    assert entry_of(store, 6).names == ("step-6", "final")
     assert dict(entry_of(store, 2).metrics) == {"loss": 2.0}
     kept = [record.message for record in caplog.records if "stays as it is" in record.message]
     assert len(kept) == 5  # by the coordinator alone: twice the restored step, three times the last
@@ -248,8 +247,10 @@ def test_what_is_refused_of_a_step_twice() -> None:
         manager.save(1, state_of(1))
         manager.save(2, state_of(2), wait=True)
         store.clear()
-        with pytest.raises(CheckpointExistsError, match=r"exist_ok=True.* overwrite=True"):
+        with pytest.raises(CheckpointExistsError, match=r"exist_ok=True.* overwrite=True.*'average, step, weight'"):
             manager.save(2, {"average": torch.ones(2)})
+        with pytest.raises(CheckpointExistsError, match="new_names='average'"):
+            manager.save(2, state_of(22), name="average")
         with pytest.raises(CheckpointExistsError, match=r"exist_ok=True.* overwrite=True"):
             manager.save(2, state_of(2), exist_ok=False)
         with pytest.raises(InvalidArgumentError, match="older than the newest"):
@@ -261,6 +262,63 @@ def test_what_is_refused_of_a_step_twice() -> None:
         manager.save(2, state_of(222))
     assert load(store, step=2)["step"] == 222
     assert load(store, step=1)["step"] == 1
+
+
+@pytest.mark.parametrize("is_restored", [True, False])
+@pytest.mark.parametrize(
+    ("changed", "name", "differing"),
+    [
+        ({"weight": torch.ones(20)}, "first", "differing='weight'"),
+        ({"weight": torch.ones(10).double()}, None, "differing='weight'"),
+        ({"weight": 1}, None, "differing='weight'"),
+        ({"more": 1}, None, "differing='more'"),
+        ({}, ["first", "average"], "new_names='average'"),
+    ],
+)
+def test_another_state_at_the_step_that_a_job_goes_on_from(
+    is_restored: bool, changed: dict[str, Any], name: Any, differing: str
+) -> None:
+    """Resize, average or quantize what was restored, and save it there: refused, and the old weights get no name."""
+    store = MemoryStore()
+    with CheckpointManager(store) as manager:
+        manager.save(1, state_of(1), name="first", metrics={"loss": 1.0})
+    before = entry_of(store, 1)
+    with CheckpointManager(store, resumed_from=None if is_restored else 1) as manager:
+        if is_restored:
+            manager.restore(state_of(0))
+        with pytest.raises(CheckpointExistsError, match=f"exist_ok=True.*{differing}"):
+            manager.save(1, state_of(1) | changed, name=name, metrics={"loss": 0.5})
+        assert entry_of(store, 1) == before
+        manager.save(2, state_of(1) | changed, name=name, metrics={"loss": 0.5})
+    assert entry_of(store, 2).names == (() if name is None else tuple([name] if isinstance(name, str) else name))
+
+
+def test_a_restored_step_with_other_metrics_and_ranks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loss that is computed anew differs a little, and other ranks come: kept, with the metrics that it had."""
+    store = MemoryStore()
+
+    def state(rank: int) -> dict[str, Any]:
+        return state_of(1) | {f"of rank {rank}": torch.ones(3), "random": PerRank({"seed": rank})}
+
+    with CheckpointManager(store) as manager:
+        manager.save(1, state(0) | {"of rank 1": torch.ones(3)}, metrics={"loss": 1.0})
+    with rank_threads(2) as them:
+        managers = managers_of(them, store, monkeypatch)
+
+        def train(group: RankGroup) -> None:
+            manager = managers[group.rank]
+            manager.restore(state_of(0), include=["weight", "step"])
+            manager.save(1, state(group.rank), metrics={"loss": 1.01})
+            with pytest.raises(CheckpointExistsError, match="differing='of rank 1'"):
+                manager.save(1, state(0), metrics={"loss": 1.0})
+
+        assert [ended.error for ended in them.run(train)] == [None] * 2
+        for manager in reversed(managers):
+            manager.close()
+    assert dict(entry_of(store, 1).metrics) == {"loss": 1.0}
+    assert [record.message for record in caplog.records if "the metrics of this save" in record.message]
 
 
 def test_an_abandoned_step_is_saved_anew() -> None:
