@@ -372,4 +372,5 @@ def _note_inherited_group() -> None:
         _inherited.add(dist.group.WORLD)
 
 
-os.register_at_fork(after_in_child=_note_inherited_group)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_note_inherited_group)
