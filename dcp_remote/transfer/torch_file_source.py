@@ -6,7 +6,7 @@ import io
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import IO, Any
 
 import torch
@@ -23,8 +23,13 @@ from dcp_remote.transfer.ranges import FileRange, RangeFile, RangeReader, cut_pi
 
 _ZIP = b"PK\x03\x04"
 
-# Values of a small file: lists that are contained in lists more than once would else become any number of values.
-_VALUES_MAX = 100_000
+# Values of a pickle, shared ones each time, and characters of the names that paths of keys become: a few on top for
+# each byte, since a reference of two bytes may stand for a list of several values, or for a long key.
+_VALUES_MAX, _VALUES_PER_BYTE_MAX = 10_000, 8
+_NAME_CHARACTERS_MAX, _NAME_CHARACTERS_PER_BYTE_MAX = 1 * MiB, 16
+
+# Alignment of storages, in bytes; torch divides by it, and writes 64.
+_ALIGNMENT_MAX = 1 * MiB
 
 # Storages whose places are read, and not only computed from the directory: a GET of a block for each.
 _SMALL_BYTES_MAX = 1 * MiB
@@ -64,7 +69,7 @@ class Layout:
 
     Attributes:
         value: Value.
-        sizes: Size in bytes of each storage in the stream, by its first byte; compressed ones are left out.
+        sizes: Size in bytes of each storage in the stream, by its first byte.
         details: URL and file, for messages.
     """
 
@@ -81,18 +86,24 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
 
     Raises:
         UnsafeObjectError: An object needs code to load.
-        InvalidArgumentError: The stream has tensors that torch cannot load without memory, or another byte order.
+        InvalidArgumentError: The stream has tensors that torch cannot load without memory, compressed records, another
+            byte order, or values that `require_walkable` refuses.
         CorruptCheckpointError: The stream is damaged.
     """
     details = {"url": reader.store.url, "file": span.file}
     try:
         with io.BufferedReader(RangeFile(reader, span)) as stream:
+            found = _list_records(stream, span.length, details)
+            stream.seek(0)
             records: Any = torch._C.PyTorchFileReader(stream)  # typed in part
-            sizes, record_bytes = _read_sizes(stream, records, details)
-            validate_program(records.get_record("data.pkl"), record_bytes)
+            sizes = _find_storages(records, found, details)
+            program = records.get_record("data.pkl")
+            validate_program(program, {one.filename.partition("/")[2]: one.file_size for one in found})
             stream.seek(0)
             with FakeTensorMode():
-                return Layout(torch.load(stream, map_location="cpu", weights_only=True), sizes, details)
+                value = torch.load(stream, map_location="cpu", weights_only=True)
+            require_walkable(value, len(program), **details)
+            return Layout(value, sizes, details)
     except (DcpRemoteError, MemoryError):
         raise
     except UnsafeStreamError as error:
@@ -123,27 +134,88 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
         ) from error
 
 
-def _read_sizes(stream: IO[bytes], records: Any, details: Mapping[str, Any]) -> tuple[dict[int, int], dict[str, int]]:
-    """Return the sizes of the storages in a stream by their first bytes, and those of all records by name."""
+def _list_records(stream: IO[bytes], length: int, details: Mapping[str, Any]) -> list[zipfile.ZipInfo]:
+    """Return the records of a zip, before torch reads any: a compressed one of a kilobyte may become a gigabyte."""
+    with zipfile.ZipFile(stream) as archive:
+        found = archive.infolist()
+    if any(one.compress_type != zipfile.ZIP_STORED or one.file_size != one.compress_size for one in found):
+        raise InvalidArgumentError(
+            f"A file has compressed records, as TorchScript and other tools than torch.save pack them. {_INSTEAD}",
+            **details,
+        )
+    if sum(one.file_size for one in found) > length:
+        raise ValueError("records overlap")
+    return found
+
+
+def _find_storages(records: Any, found: Sequence[zipfile.ZipInfo], details: Mapping[str, Any]) -> dict[int, int]:
+    """Return the sizes of the storages in a stream by their first bytes."""
     order = records.get_record("byteorder") if records.has_record("byteorder") else None
     if order in {b"little", b"big"} - {sys.byteorder.encode()}:
         # torch would swap the bytes of tensors that have no memory, and crash the process.
         raise InvalidArgumentError(
             f"A file of torch.save comes from a machine with another order of bytes. {_INSTEAD}", **details
         )
-    with zipfile.ZipFile(stream) as archive:
-        found = archive.infolist()
-    stored = [one for one in found if one.compress_type == zipfile.ZIP_STORED and "/data/" in one.filename]
     alignment = int(records.get_record(".storage_alignment")) if records.has_record(".storage_alignment") else None
+    if alignment is not None and (not 0 < alignment <= _ALIGNMENT_MAX or alignment & (alignment - 1)):
+        raise ValueError(f"an alignment of {alignment} bytes")
     # By its first bytes, where torch.load finds a storage without reading it.
     sizes: dict[int, int] = {}
-    for one in stored:
+    for one in found:
+        if "/data/" not in one.filename:
+            continue
         name, size_bytes = one.filename.partition("/")[2], one.file_size
         if alignment is None or size_bytes > _SMALL_BYTES_MAX:
             sizes[records.get_record_offset(name)] = size_bytes
         else:
             sizes[records.get_record_offset_no_read(one.header_offset, name, size_bytes, alignment)] = size_bytes
-    return sizes, {one.filename.partition("/")[2]: one.file_size for one in found}
+    return sizes
+
+
+def require_walkable(value: object, stream_bytes: int, **details: object) -> None:
+    """Check that a value can be walked, and its parts be named, in time and memory proportional to its pickle.
+
+    Args:
+        value: Value, of which dicts, lists, tuples and dataclasses are walked.
+        stream_bytes: Length of the pickle, in bytes.
+        details: Details of the error.
+
+    Raises:
+        InvalidArgumentError: The value is nested too deeply, or repeats values or long keys too often.
+    """
+    error = InvalidArgumentError(
+        f"A pickle nests dicts and lists deeper than {DEPTH_MAX}, or in themselves, or contains the same ones, or long "
+        "keys, again and again. Load it by torch, and save what is needed by CheckpointManager.",
+        **details,
+    )
+    values_left = _VALUES_MAX + _VALUES_PER_BYTE_MAX * stream_bytes
+    characters_left = _NAME_CHARACTERS_MAX + _NAME_CHARACTERS_PER_BYTE_MAX * stream_bytes
+    left: list[tuple[Any, int, int]] = [(value, 0, 0)]
+    while left:
+        parent, depth, length = left.pop()
+        if depth > DEPTH_MAX:
+            raise error
+        is_named = isinstance(parent, Mapping)
+        if is_dataclass(parent) and not is_named:
+            parent = getattr(parent, "__dict__", {})
+        elif isinstance(parent, list):  # torch's planner takes a list of plain values for one value
+            is_named = any(isinstance(child, (Mapping, list, torch.Tensor)) for child in parent)
+        elif not isinstance(parent, (Mapping, tuple)):
+            continue
+        values_left -= len(parent)
+        if values_left < 0:
+            raise error
+        for key, child in parent.items() if isinstance(parent, Mapping) else enumerate(parent):
+            if is_dataclass(key):  # an index of torch's metadata, which may be endless, and becomes no name
+                left.append((key, depth + 1, 0))
+                text = ""
+            else:
+                text = key if isinstance(key, str) else str(key)
+            child_length = length + 1 + len(text)
+            characters_left -= child_length if is_named else 0
+            if characters_left < 0:
+                raise error
+            left.append((child, depth + 1, child_length))
 
 
 def find_stored(value: object, layout: Layout) -> StoredTensor | None:
@@ -216,7 +288,6 @@ class TorchFileSource:
             )
         is_state_dict = all(isinstance(one, torch.Tensor) for one in value.values())
         self._stored: dict[str, StoredTensor] = {}
-        self._values_left = _VALUES_MAX + size_bytes
         self.state: dict[str, Any] = self._replace({"model": dict(value)} if is_state_dict else dict(value), ())
 
     def pieces(self, name: str) -> Sequence[Box]:
@@ -246,14 +317,6 @@ class TorchFileSource:
 
         Tensors in a tuple, which torch's planner takes for one object, are read.
         """
-        self._values_left -= 1
-        if len(path) > DEPTH_MAX or self._values_left < 0:
-            raise InvalidArgumentError(
-                f"The file nests dicts and lists deeper than {DEPTH_MAX}, or in themselves, or contains the same ones "
-                "again and again. Load it by torch.load, and save what is needed by CheckpointManager.",
-                url=self.url,
-                file=self._file,
-            )
         if isinstance(value, dict):
             return {key: self._replace(one, (*path, str(key)), is_read=is_read) for key, one in value.items()}
         if isinstance(value, (list, tuple)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,20 +11,30 @@ from dataclasses import is_dataclass
 from types import NoneType
 from typing import Any, ClassVar, TypeGuard
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dcp_remote.common.geometry import Box
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, UnsafeObjectError
+from dcp_remote.format.columns import VALUE_MAX
 from dcp_remote.format.json_tree import COLLISIONS_MAX, DEPTH_MAX
+from dcp_remote.format.tiling import Comparisons, why_not_tiled
 from dcp_remote.loading.downloads import RANGE_BYTES_MAX
 from dcp_remote.serialization.files import unwrap_marked
 from dcp_remote.serialization.pickle_validator import DamagedStreamError, UnsafeStreamError
 from dcp_remote.serialization.torch_streams import load_restricted, load_trusted
 from dcp_remote.transfer.checkpoint import size_of
 from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, require_range, require_shape
-from dcp_remote.transfer.torch_file_source import StoredTensor, find_stored, load_layout, restore, stored_range
+from dcp_remote.transfer.torch_file_source import (
+    StoredTensor,
+    find_stored,
+    load_layout,
+    require_walkable,
+    restore,
+    stored_range,
+)
 
 TORCH_METADATA_FILE = ".metadata"
 
@@ -68,10 +77,6 @@ _OPCODES = frozenset(
     )
 )
 
-# Values of metadata, shared ones each time: an object of two bytes may refer to a shape of four values.
-_VALUES_MAX = 100_000
-_VALUES_PER_BYTE_MAX = 8
-
 # Index in a list, beside one per entry: torch leaves out empty dicts of lists, and `set_element` fills up to the index.
 _INDEX_MAX = 10_000
 
@@ -107,11 +112,17 @@ class TorchSource:
     def _open(self, metadata: Metadata) -> None:
         spans = {index: self._span(index, info) for index, info in metadata.storage_data.items()}
         entries = metadata.state_dict_metadata
+        comparisons = Comparisons()
+        for name, entry in entries.items():
+            if _is_plain(entry):
+                require_shape(entry.size, entry.properties.dtype, url=self.url, tensor=name)
+                self._require_tiled(name, entry, comparisons)
         # Boxes and streams of the chunks of each tensor.
         self._chunks: dict[str, list[tuple[Box, FileRange]]] = {
             name: [
-                (Box(tuple(one.offsets), tuple(one.sizes)), self._require(spans, MetadataIndex(name, one.offsets)))
-                for one in entry.chunks
+                (box, self._require(spans, MetadataIndex(name, torch.Size(box.offsets))))
+                # An empty chunk may be listed again.
+                for box in dict.fromkeys(Box(tuple(one.offsets), tuple(one.sizes)) for one in entry.chunks)
             ]
             for name, entry in entries.items()
             if _is_plain(entry)
@@ -129,7 +140,6 @@ class TorchSource:
         for name, entry in entries.items():
             value = values.get(name)
             if _is_plain(entry):
-                require_shape(entry.size, entry.properties.dtype, url=self.url, tensor=name)
                 value = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             path = paths.get(name, (name,))
             is_bounded = len(path) <= DEPTH_MAX and all(type(part) is str or 0 <= part <= index_max for part in path)
@@ -195,6 +205,16 @@ class TorchSource:
             raise self._corrupt("The metadata give an entry no place.", index.fqn)
         return span
 
+    def _require_tiled(self, name: str, entry: TensorStorageMetadata, comparisons: Comparisons) -> None:
+        """Check that the chunks of a tensor cover each element once; one that is listed 1000 times is found at once."""
+        parts = [part for chunk in entry.chunks for part in (chunk.offsets, chunk.sizes)]
+        boxes = np.array(parts, dtype=np.int64).reshape(len(entry.chunks), 2, len(entry.size))
+        why: str | None = "a chunk reaches outside the tensor"
+        if all(type(part) is torch.Size for part in parts) and ((boxes >= 0) & (boxes <= VALUE_MAX)).all():
+            why = why_not_tiled(entry.size, boxes[:, 0], boxes[:, 1], comparisons)
+        if why is not None:
+            raise self._corrupt(f"The chunks of a tensor are not together the tensor: {why}.", name)
+
     def _find_places(self) -> dict[FileRange, StoredTensor]:
         """Return the places of the tensors in the streams of large chunks; others are read whole."""
         large = [
@@ -221,7 +241,7 @@ class TorchSource:
 
     def _decode(self, name: str, data: memoryview) -> Any:
         try:
-            return load_trusted(bytes(data)) if self._allow_pickle else load_restricted(bytes(data))
+            value = load_trusted(bytes(data)) if self._allow_pickle else load_restricted(bytes(data))
         except UnsafeStreamError as error:
             raise UnsafeObjectError(
                 "An object needs code to load. Pass allow_pickle=True if you trust the checkpoint.",
@@ -232,6 +252,8 @@ class TorchSource:
             ) from error
         except DamagedStreamError as error:
             raise self._corrupt(f"A stream of torch.save is damaged: {error}.", name) from error
+        require_walkable(value, len(data), url=self.url, object=name)
+        return value
 
     def _corrupt(self, what: str, name: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
@@ -255,7 +277,7 @@ def _load_metadata(reader: RangeReader) -> Metadata:
     (data,) = reader.read([FileRange(TORCH_METADATA_FILE, 0, reader.sizes[TORCH_METADATA_FILE])])
     try:
         metadata = _MetadataUnpickler(data).load()
-        _require_bounded(metadata, _VALUES_MAX + _VALUES_PER_BYTE_MAX * len(data))
+        require_walkable(metadata, len(data))
     except (UnsafeObjectError, MemoryError):
         raise
     except Exception as error:
@@ -358,19 +380,3 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 def _is_container(value: object) -> bool:
     return isinstance(value, (tuple, list, dict)) or is_dataclass(value)
-
-
-def _require_bounded(metadata: object, values_max: int) -> None:
-    """Refuse values that contain the same values again and again, which nobody could walk or print."""
-    left = [metadata]
-    for _ in range(values_max):
-        if not left:
-            return
-        value = left.pop()
-        if isinstance(value, dict):
-            left += itertools.chain.from_iterable(value.items())
-        elif isinstance(value, (list, tuple)):
-            left += value
-        elif is_dataclass(value):
-            left += vars(value).values()
-    raise pickle.UnpicklingError("its values are repeated without end")

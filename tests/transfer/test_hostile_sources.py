@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import shutil
 import subprocess
 import sys
 import time
+import tracemalloc
 import zipfile
 from collections import Counter
 from collections.abc import Callable
@@ -128,6 +130,11 @@ def test_lists_that_contain_one_another(tmp_path: Path) -> None:
         torch.save({"w": torch.ones(1), "value": value}, tmp_path / "a.pt")
         refused(errors.InvalidArgumentError, "again and again", tmp_path / "a.pt", tmp_path)
     shared = [0.9, 0.999]
+    tensors: list[Any] = [torch.ones(1)]
+    for _ in range(40):
+        tensors = [tensors, tensors]
+    torch.save({"value": tensors}, tmp_path / "a.pt")
+    refused(errors.InvalidArgumentError, "again and again", tmp_path / "a.pt", tmp_path)
     torch.save({"w": torch.ones(1), "groups": [{"betas": shared}] * 100}, tmp_path / "a.pt")
     import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, **QUIET)
     assert load(tmp_path / "run")["groups"] == [{"betas": shared}] * 100
@@ -148,7 +155,7 @@ def test_tensors_that_are_no_plain_ones(tmp_path: Path) -> None:
         refused(errors.InvalidArgumentError, "plain|65|dimensions|memory", tmp_path / "a.pt", tmp_path)
     torch.save({"w": torch.ones(1000)}, tmp_path / "a.pt")
     rewrite(tmp_path / "a.pt", lambda _, data: data, zipfile.ZIP_DEFLATED)
-    refused(errors.InvalidArgumentError, "plain", tmp_path / "a.pt", tmp_path)
+    refused(errors.InvalidArgumentError, "compressed records", tmp_path / "a.pt", tmp_path)
 
 
 def test_damaged_programs(tmp_path: Path) -> None:
@@ -224,6 +231,11 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "negative": set_chunks(((0, 0), (-3, -4))),
     "outside": set_chunks(((0, 0), (4, 4))),
     "dimensions": set_chunks(((0,), (12,))),
+    "listed 10,000 times": lambda metadata: setattr(
+        metadata.state_dict_metadata["w"], "chunks", metadata.state_dict_metadata["w"].chunks * 10_000
+    ),
+    "too few": lambda metadata: setattr(metadata.state_dict_metadata["w"], "size", torch.Size((2**40, 4))),
+    "above 64 bits in sum": set_chunks(((2**63 - 1, 0), (3, 4))),
     "negative size": lambda metadata: setattr(metadata.state_dict_metadata["w"], "size", torch.Size((-3, 4))),
 }
 
@@ -310,6 +322,12 @@ INDEX = CHECKPOINT + b"metadata\nMetadataIndex\n)\x81}X\x03\x00\x00\x00fqn"
         + b"filesystem\n_StorageInfo\n)\x81}X\x0d\x00\x00\x00relative_path"
         + doubled(60)
         + b"sbsub",
+        "list": b"]q\x00" + 20_000 * b"(h\x00h\x00e",
+        "index that is changed": b"}}"
+        + INDEX
+        + b"X\x01\x00\x00\x00wsbr\x63\x00\x00\x00K\x01sX\x01\x00\x00\x00ih\x63}X\x03\x00\x00\x00fqn"
+        + doubled(60)
+        + b"sbs",
     }.items(),
     ids=lambda item: item[0],
 )
@@ -348,3 +366,82 @@ def test_values_with_one_name(tmp_path: Path, state: dict[Any, Any]) -> None:
     """Keys that are equal as text, or once the parts of a path are joined."""
     torch.save(state, tmp_path / "a.pt")
     refused(errors.InvalidArgumentError, "same name|have one name", tmp_path / "a.pt", tmp_path)
+
+
+@pytest.mark.parametrize("alignment", [b"0", b"-64", b"96", b"4611686018427387904", b"9" * 5000])
+def test_an_alignment_that_torch_divides_by(tmp_path: Path, alignment: bytes) -> None:
+    """Zero ended the process by SIGFPE."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    rewrite(tmp_path / "a.pt", lambda name, data: alignment if name.endswith(".storage_alignment") else data)
+    assert "damaged" in import_in_a_process(tmp_path / "a.pt", tmp_path, status=1)
+
+
+@pytest.mark.parametrize("record", ["data.pkl", "version", "byteorder", ".storage_alignment"])
+def test_compressed_records(tmp_path: Path, record: str) -> None:
+    """Refused by the directory of the zip: torch inflates such a record before anything can be checked."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        for name, data in records.items():
+            is_bomb = name.endswith(f"/{record}")
+            kind = zipfile.ZIP_DEFLATED if is_bomb else zipfile.ZIP_STORED
+            archive.writestr(name, data + bytes(16 << 20) * is_bomb, kind)
+    refused(errors.InvalidArgumentError, "compressed records", tmp_path / "a.pt", tmp_path)
+
+
+def test_a_long_key_in_many_dicts(tmp_path: Path) -> None:
+    """A key that is stored once becomes a name in each dict; the names are bounded before they are built."""
+    key = "x" * 100_000
+    torch.save({"w": torch.ones(1), "a": {number: {key: 1} for number in range(400)}}, tmp_path / "a.pt")
+    tracemalloc.start()
+    refused(errors.InvalidArgumentError, "long keys", tmp_path / "a.pt", tmp_path)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 10 << 20
+    history = {"a_rather_long_name_of_a_callback": {"values_by_step": dict.fromkeys(range(20_000), 1)}}
+    torch.save({"w": torch.ones(1), "callbacks": history}, tmp_path / "a.pt")
+    open_source(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("is_list", [True, False])
+def test_an_object_of_torch_that_is_walked_for_ever(tmp_path: Path, is_list: bool) -> None:
+    """Lists doubled 60 times, and a long key in many dicts: torch's planner takes objects that are dicts apart."""
+    key = "x" * 100_000
+    value: Any = {number: {key: 1} for number in range(400)}
+    for _ in range(60 if is_list else 0):
+        value = [value, value]
+    folder = by_torch(tmp_path / "torch")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    (folder / "object").write_bytes(stream.getvalue())
+    for index, info in metadata.storage_data.items():
+        if index.fqn != "w":
+            info.relative_path, info.offset, info.length = "object", 0, len(stream.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "again and again" in import_in_a_process(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"\x8d" + (2**40).to_bytes(8, "little") + b"x",  # BINUNICODE8
+        b"\x95" + (2**62).to_bytes(8, "little"),  # FRAME
+        b"Nr" + (2**31).to_bytes(4, "little"),  # LONG_BINPUT
+        b"\x8a\xff" + b"\x7f" * 255,  # LONG1
+        b"\x8a\xff\x7f",
+    ],
+)
+def test_metadata_of_torch_with_lengths_that_are_none(tmp_path: Path, program: bytes) -> None:
+    folder = by_torch(tmp_path / "torch")
+    (folder / ".metadata").write_bytes(b"\x80\x04" + program + b".")
+    refused(errors.CorruptCheckpointError, "damaged|none of torch", folder, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_empty_chunks(tmp_path: Path) -> None:
+    """Undamaged: ranks that have no part of a tensor list an empty chunk, at times the same one."""
+    folder = by_torch(tmp_path / "torch", set_chunks(((0, 0), (3, 4)), ((3, 0), (0, 4)), ((3, 0), (0, 4))))
+    source = open_source(folder)
+    assert len(source.pieces("w")) == 2
