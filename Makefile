@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install lint format typecheck pytest test test-hosts test-frameworks campaign torture demo bench docs dist clean
+.PHONY: help install lint format typecheck size pytest test test-hosts test-frameworks campaign torture demo bench docs dist clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ format: $(INSTALLED) ## Repair style and formatting where that can be done safel
 
 typecheck: $(INSTALLED) ## Check the types of package, tests and examples
 	$(VENV)/bin/mypy
+
+size: $(INSTALLED) ## Print the size of package and tests, and what a save and a restore execute
+	$(PYTHON) -m tests.support.size
 
 # Three processes share the tests, since each waits for half of its time; tests of real ranks stay in one of them. One in
 # eight of the campaign's cases runs, and a few examples of each property.
