@@ -100,7 +100,7 @@ def executed_by(call: Callable[[], object]) -> Executed:
 
 
 def save_and_restore() -> tuple[Executed, Executed]:
-    """Return what a save into a folder executes, from the making of the manager to its close, and what a restore does."""
+    """Return what a save into a folder executes, and what a restore does, each with the manager that is made for it."""
     state = {"model": torch.nn.Linear(4, 4)}
 
     def save() -> None:
