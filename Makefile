@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install lint format typecheck pytest test test-hosts test-frameworks campaign torture demo bench docs dist clean
+.PHONY: help install lint format typecheck size pytest test test-hosts test-frameworks campaign torture mutants demo bench docs dist clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ format: $(INSTALLED) ## Repair style and formatting where that can be done safel
 
 typecheck: $(INSTALLED) ## Check the types of package, tests and examples
 	$(VENV)/bin/mypy
+
+size: $(INSTALLED) ## Print the size of package and tests, and what a save and a restore execute
+	$(PYTHON) -m tests.support.size
 
 # Three processes share the tests, since each waits for half of its time; tests of real ranks stay in one of them. One in
 # eight of the campaign's cases runs, and a few examples of each property.
@@ -124,6 +127,9 @@ TORTURE_SECONDS := 60
 torture: $(INSTALLED) ## Run the campaign for an hour and print figures; TORTURE_SECONDS=3600 makes it long
 	$(PYTHON) -m pytest -m torture --torture-seconds $(TORTURE_SECONDS) --durations 15 $(ARGS)
 
+mutants: $(INSTALLED) ## Put 400 small faults into the package, one at a time, and list those that no test finds (two hours)
+	$(PYTHON) -m tests.support.mutants $(ARGS)
+
 demo: $(INSTALLED) ## Train on a local S3 server, kill the job in mid-save, resume at other world sizes
 	$(PYTHON) examples/demo.py
 
@@ -144,7 +150,7 @@ dist: $(if $(REPOSITORY),$(INSTALLED)) ## Build sdist and wheel in dist/ and che
 	$(PYTHON) -m tests.support.release "$(REPOSITORY)"
 
 clean: ## Remove what the tools, the tests and the demo left; .venv stays
-	rm -rf build dist bench-output demo-output site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist bench-output demo-output mutants-output site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # ---- recipes, each one shell command line
