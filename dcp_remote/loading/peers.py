@@ -332,6 +332,7 @@ class PeerStore(WrappedStore):
         self._rates = ReadRates()
         self._lock = threading.Lock()
         self._balance_bytes = 0.0  # received from other hosts, less the part of the asked bytes that makes them useful
+        self._overdue: set[Address] = set()
         self.received_bytes: dict[int, int] = {}
         self.unreached: dict[Address, str] = {}
 
@@ -350,14 +351,14 @@ class PeerStore(WrappedStore):
     def _fetch(self, address: Address, number: int, into: memoryview) -> int:
         """Fetch a unit from another rank, when that rank has read it; return the number of bytes received."""
         is_far = address.host != self._host
-        if address in self.unreached or (is_far and not self._hosts.are_useful()):
+        if address in self.unreached or address in self._overdue or (is_far and not self._hosts.are_useful()):
             return 0
         received = 0
         try:
             with connect(address.host, address.port, b"" if is_far else address.name) as connection:
                 configure_socket(connection, receive_seconds=_CHECK_SECONDS, send_seconds=PATIENCE_SECONDS)
                 connection.sendall(_REQUEST.pack(address.secret, number))
-                if not self._is_accepted(connection, is_far=is_far):
+                if not self._is_accepted(connection, address, is_far=is_far):
                     return 0
                 # A rank of the same host sends as fast as memory is copied.
                 with self._rates.receiving() if is_far else nullcontext(lambda _: False) as comes_sooner:
@@ -376,12 +377,18 @@ class PeerStore(WrappedStore):
                 self._hosts.note(are_useful=self._balance_bytes >= 0)
         return received
 
-    def _is_accepted(self, connection: socket.socket, *, is_far: bool) -> bool:
-        """Wait until the server has read the unit; return False if it does not send it."""
+    def _is_accepted(self, connection: socket.socket, address: Address, *, is_far: bool) -> bool:
+        """Wait until the server has read the unit; return False if it does not send it, or takes too long to read."""
+
+        def should_stop(_received: int) -> bool:
+            if self._rates.is_overdue():
+                self._overdue.add(address)
+            # Other hosts may prove slow meanwhile, in another thread.
+            return address in self._overdue or (is_far and not self._hosts.are_useful())
+
         answer = memoryview(bytearray(_WAITING))
         while bytes(answer) == _WAITING:
-            # Other hosts may prove slow meanwhile, in another thread.
-            if not self._receive(connection, answer, lambda _: is_far and not self._hosts.are_useful()):
+            if not self._receive(connection, answer, should_stop):
                 return False
         return bytes(answer) == _ACCEPTED
 

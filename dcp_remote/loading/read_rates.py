@@ -18,6 +18,9 @@ _CERTAIN_SECONDS = 0.3
 # is unknown, because this rank owns no unit.
 _WINDOW_SECONDS = 1.0
 
+# Part of the time that this rank has read for, by which another rank may be later.
+_OVERDUE_PART = 0.5
+
 
 class _Meter:
     """Bytes of one way, and the seconds with something under way; not thread-safe.
@@ -26,19 +29,20 @@ class _Meter:
         count: Number of requests or units that are under way.
         received_bytes: Bytes that have arrived.
         seconds: Time with something under way, up to the last call.
+        marked_seconds: Time of the last call.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.received_bytes = 0.0
         self.seconds = 0.0
-        self._marked_seconds = 0.0
+        self.marked_seconds = 0.0
 
     def note(self, now_seconds: float, received_bytes: int, *, begun: int = 0) -> None:
         """Count bytes, and requests or units that begin; a negative number of them ends."""
         if self.count:
-            self.seconds += now_seconds - self._marked_seconds
-        self._marked_seconds = now_seconds
+            self.seconds += now_seconds - self.marked_seconds
+        self.marked_seconds = now_seconds
         self.count += begun
         self.received_bytes += received_bytes
 
@@ -91,6 +95,17 @@ class ReadRates:
             yield comes_sooner
         finally:
             self._note(self._hosts, 0, begun=-1)
+
+    def is_overdue(self) -> bool:
+        """Return whether another rank should have read its units long ago: this rank has needed much less for its own.
+
+        All ranks read about the same number of bytes. One of which the way to the store is slow, or cut, is not waited
+        for; a rank that has read nothing itself cannot tell.
+        """
+        with self._lock:
+            seconds = self._clock() - self._store.marked_seconds
+            is_idle = self._store.received_bytes > 0 and not self._store.count
+            return is_idle and seconds > _WINDOW_SECONDS + self._store.seconds * _OVERDUE_PART
 
     def _note(self, way: _Meter, received_bytes: int, *, begun: int = 0) -> None:
         with self._lock:

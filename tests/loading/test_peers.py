@@ -7,6 +7,7 @@ import gc
 import resource
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -76,7 +77,7 @@ class Reader:
         self.store = PeerStore(self._objects, self._units, host=host, is_over=is_over, hosts=self.hosts)
         if store_rate:
             measured = self.store._rates._store
-            measured.received_bytes, measured.seconds = store_rate, 1.0
+            measured.received_bytes, measured.seconds, measured.marked_seconds = store_rate, 1.0, time.monotonic()
 
     def read(self, address: Address, number: int, length: int = UNIT_BYTES) -> int:
         """Read a unit; return the number of bytes that came from the other rank."""
@@ -186,6 +187,16 @@ def test_a_server_that_is_still_reading(server: PeerServer, monkeypatch: pytest.
     assert reader.read(server.address, 2) == UNIT_BYTES
     assert reader.unreached == {}
     timer.join()
+
+
+def test_a_server_whose_way_to_the_store_is_cut(server: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that it reads, long after this rank has read its own part: the rest of its units come from the store."""
+    reader = Reader(store_rate=100 * MiB)
+    monkeypatch.setattr("dcp_remote.loading.read_rates._WINDOW_SECONDS", -0.4)
+    assert reader.read(server.address, 1) == 0
+    monkeypatch.setattr("dcp_remote.loading.read_rates._WINDOW_SECONDS", 1e9)
+    assert reader.read(server.address, 2) == 0  # at once: is not asked again
+    assert reader.unreached == {}
 
 
 @pytest.mark.parametrize("sent", [b"", b"abc"])

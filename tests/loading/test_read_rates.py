@@ -121,3 +121,19 @@ def test_a_store_whose_rate_is_unknown_is_asked_once() -> None:
         assert unit(1)
         with rates.reading(5):
             assert not unit(1)
+
+
+def test_another_rank_is_overdue() -> None:
+    """After a second and half of the time of its own requests a rank waits no longer, unless it has read nothing."""
+    clock = SleepClock()
+    rates, idle = ReadRates(clock), ReadRates(clock)
+    with rates.reading(UNIT):
+        clock.sleep(4.0)
+        assert not rates.is_overdue()
+    clock.sleep(3.0)
+    assert not rates.is_overdue()
+    clock.sleep(0.1)
+    assert rates.is_overdue()
+    assert not idle.is_overdue()
+    with rates.reading(UNIT):
+        assert not rates.is_overdue()
