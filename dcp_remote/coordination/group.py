@@ -372,5 +372,4 @@ def _note_inherited_group() -> None:
         _inherited.add(dist.group.WORLD)
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_note_inherited_group)
+os.register_at_fork(after_in_child=_note_inherited_group)

@@ -273,7 +273,7 @@ class PeerServer:
 
 
 class OtherHosts:
-    """Whether the other hosts are of use to this process: left alone for ten minutes where they were not. Thread-safe.
+    """Record of the use of other hosts to this process. Hosts of no use are left alone for ten minutes. Thread-safe.
 
     Args:
         clock: Monotonic clock, in seconds.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -204,10 +205,9 @@ class _Findings:
         missing, unexpected = self._unexplained()
         options = {}
         exclude = 'exclude="pattern" leaves values as they are, whether saved or not'
-        grown = {
-            place: below for place, below in self._places(empty_places).items() if not _is_optimizers(place, below)
-        }
-        if grown.keys() != self._places(empty_places).keys():
+        places = self._places(empty_places)
+        grown = {place: below for place, below in places.items() if not _is_optimizers(place, below)}
+        if len(grown) < len(places):
             options["state"] = (
                 "an optimizer has no state before its first step: put the optimizer itself into the state, or use "
                 "torch's get_optimizer_state_dict"
@@ -256,10 +256,11 @@ class _Findings:
 
     def _places(self, empty_places: Collection[str]) -> dict[str, list[str]]:
         """Return the values of the checkpoint below each empty dict and each single value of the state, if any."""
-        places = {
-            place: [name for name in self._unexpected if name.startswith(f"{place}.")]
-            for place in (*empty_places, *self._missing)
-        }
+        places: dict[str, list[str]] = {place: [] for place in (*empty_places, *self._missing)}
+        for name in self._unexpected:
+            for place in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+                if place in places:
+                    places[place].append(name)
         return {place: below for place, below in places.items() if below}
 
     def _listed_missing(self, names: Sequence[str], *, is_near: bool = False) -> str:

@@ -145,19 +145,21 @@ class BackgroundSave:
         self._wait_for(self.begun, left_seconds)
 
     def _wait_for(self, event: OneTimeEvent, left_seconds: Callable[[], float]) -> None:
-        last_seconds: float | None = None
         self._is_awaited = True
-        while not event.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
-            self._collective.check_time_and_store()
-            cancelled = self._collective.cancelled
-            if cancelled is None:
-                continue
-            now = time.monotonic()
-            if last_seconds is None:
-                last_seconds = now + min(_UNWIND_SECONDS, _UNWIND_SHARE * left_seconds())
-            if now > last_seconds:
-                self._give_up(cancelled)
-        self._is_awaited = False
+        try:
+            last_seconds: float | None = None
+            while not event.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
+                self._collective.check_time_and_store()
+                cancelled = self._collective.cancelled
+                if cancelled is None:
+                    continue
+                now = time.monotonic()
+                if last_seconds is None:
+                    last_seconds = now + min(_UNWIND_SECONDS, _UNWIND_SHARE * left_seconds())
+                if now > last_seconds:
+                    self._give_up(cancelled)
+        finally:
+            self._is_awaited = False
 
     def _settle(self) -> None:
         self._settled.set()

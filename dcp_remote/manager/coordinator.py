@@ -153,13 +153,15 @@ class Coordinator:
         if differing or new_names:
             raise CheckpointExistsError(
                 "Checkpoint already exists at this step, and this save gives it a new name, or has values of other "
-                "names, shapes or dtypes. Save another step; or pass exist_ok=True to keep the checkpoint and give it "
-                "names and metrics, or overwrite=True to replace it.",
+                "names, shapes or dtypes. Save another step.",
                 url=self._store.url,
                 step=entry.step,
                 new_names=", ".join(new_names) or None,
                 differing=", ".join(differing[:NAMED_MAX]) or None,
                 values=len(differing) or None,
+            ).advise(
+                exist_ok="exist_ok=True keeps the checkpoint, and gives it the names and metrics",
+                overwrite="overwrite=True replaces it",
             )
 
     def commit(

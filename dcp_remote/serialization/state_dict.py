@@ -44,6 +44,7 @@ from dcp_remote.serialization.opaque import (
     is_unread,
 )
 from dcp_remote.serialization.optimizer_load import load_exactly
+from dcp_remote.serialization.tensors import is_plain
 
 T = TypeVar("T")
 _State = TypeVar("_State", bound=Mapping[str, Any])
@@ -273,11 +274,9 @@ def apply_loaded(
 def _fill(held: object, loaded: Any) -> Any:
     """Return a loaded value, in which tensors of the held one take the place of equally formed loaded ones."""
     if isinstance(held, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        is_plain = {type(held), type(loaded)} <= {torch.Tensor, nn.Parameter}
-        is_plain = is_plain and held.layout == torch.strided and not held.is_meta
-        is_alike = (held.shape, held.dtype) == (loaded.shape, loaded.dtype)
+        is_alike = is_plain(held) and is_plain(loaded) and (held.shape, held.dtype) == (loaded.shape, loaded.dtype)
         # What torch refuses to write to: elements of an expanded tensor, and tensors of `torch.inference_mode`.
-        if is_plain and is_alike and 0 not in held.stride() and not held.is_inference():
+        if is_alike and not held.is_meta and 0 not in held.stride() and not held.is_inference():
             with torch.no_grad():
                 held.copy_(loaded)
             return held

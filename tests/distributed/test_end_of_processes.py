@@ -70,7 +70,7 @@ def _run_ranks(program: str, folder: Path, *, codes: list[int]) -> tuple[list[st
 
 @pytest.mark.torture(smoke=False)
 def test_the_last_save_of_ranks_that_end(tmp_path: Path) -> None:
-    """Of one, before its shard is put; the other, which closes, sees it beat until the save is committed."""
+    """End one before its shard is put: the other, which closes, sees heartbeats of it until the save is committed."""
     told, _ = _run_ranks(_PROGRAM, tmp_path, codes=[0, 0])
     assert told == ["training is done\n"] * 2
     newest = dcp_remote.latest(LocalStore(tmp_path))

@@ -172,7 +172,7 @@ def _storage_options() -> dict[str, object] | None:
 def _run_next_sitecustomize() -> None:
     """Run the `sitecustomize` that this one hides, and leave the name to it."""
     # Those behind this folder alone: before it lies that of another installation of dcp_remote, which came here.
-    folder = os.path.dirname(__file__)  # noqa: PTH120
+    folder = os.path.dirname(__file__)  # noqa: PTH120  # pathlib is not to be imported
     spec = PathFinder.find_spec("sitecustomize", sys.path[sys.path.index(folder) + 1 :] if folder in sys.path else [])
     if spec is not None and spec.loader is not None:
         sys.modules["sitecustomize"] = module = module_from_spec(spec)

@@ -17,7 +17,6 @@ from typing import TypeAlias
 import botocore.exceptions as botocore_exceptions
 import obstore.exceptions as obstore_exceptions
 
-from dcp_remote.common.descriptors import find_shortage
 from dcp_remote.errors import (
     BucketNotFoundError,
     ConditionFailedError,
@@ -316,8 +315,6 @@ def translate(error: BaseException, *, verb: str, url: str, secrets: Sequence[st
         what: Message to use instead of the one for the class of `error`.
     """
     error_class = classify_error(error)
-    if error_class is TransientStorageError:
-        what = find_shortage() or what
     text = str(error)
     code = find_error_code(text)
     details = {"verb": verb, "url": url, "code": code, "cause": describe_cause(text, secrets)}

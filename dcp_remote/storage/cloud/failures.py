@@ -79,9 +79,10 @@ def _explain(
     if is_no_bucket or (verb == "list" and find_error_code(str(error)) in NO_BUCKET_CODES):
         return clients.make_bucket_error()
     if classify_error(error) is TransientStorageError:
-        # A diagnosis would be too late; or would itself lack a file descriptor, and blame the endpoint.
-        if not remaining_seconds() or find_shortage():
-            return None
+        if (shortage := find_shortage()) is not None:  # a diagnosis would lack a descriptor, and blame the endpoint
+            return translate(error, verb=verb, url=url, secrets=secrets, what=shortage)
+        if not remaining_seconds():
+            return None  # the deadline has passed: a diagnosis would be too late
         if verb == "list":
             diagnosis = clients.diagnose_listing(request.prefix)
         else:
