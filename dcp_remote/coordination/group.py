@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from dcp_remote.coordination.collective import Collective
-from dcp_remote.coordination.heartbeat import Heartbeat, LivenessMonitor, heartbeat_interval_seconds, one_line
+from dcp_remote.coordination.heartbeat import (
+    Heartbeat,
+    LivenessMonitor,
+    RankStatus,
+    SuspendAwareClock,
+    heartbeat_interval_seconds,
+    one_line,
+)
 from dcp_remote.coordination.incarnation import incarnation_of
 from dcp_remote.coordination.key_value import Client, StoreAddress, address_of
 from dcp_remote.coordination.member import GroupMember
@@ -68,12 +75,14 @@ class RankGroup:
         self._collective: Collective | None = None
         self._is_closed = False
         self._has_met = False
+        self._has_met_last = False  # in the last operation
         self._lock = threading.Lock()
         self._farewell_monitor: LivenessMonitor | None = None
         self._hooks: list[Callable[[Client], None]] = [self._check_collective]
         self._looks: list[Callable[[], None]] = []
         self._store = store
         self._beat_seconds = heartbeat_interval_seconds(world_size) if beat_seconds is None else beat_seconds
+        self._farewell_clock = SuspendAwareClock(self._beat_seconds, clock)
         if not isinstance(store, UseCounter):
             self.start_heartbeat()
 
@@ -306,6 +315,7 @@ class RankGroup:
             if self._collective is not collective:
                 return
             self._collective = None
+            self._has_met_last = collective.has_met
             self._has_met = self._has_met or collective.has_met
             if collective.has_met and isinstance(self._store, UseCounter):
                 self._store.confirm()
@@ -343,16 +353,15 @@ class RankGroup:
         if not self.is_coordinator or self._number == 0 or self._collective is not None:
             return True
         assert self.heartbeat is not None, "called by the heartbeat"
-        now = self._clock()
+        # The looks follow each other closely: a longer time was spent suspended, perhaps with all ranks of the host.
+        now = self._farewell_clock()
         if self._farewell_monitor is None:
             self._farewell_monitor = LivenessMonitor(range(1, self.world_size), now)
         monitor = self._farewell_monitor
-        inside: list[int] = []
         statuses = self.heartbeat.read(client, monitor.ranks)
         for rank, status in statuses.items():
             monitor.record(rank, status, now)
-            if status.is_inside and status.operation == self._number:
-                inside.append(rank)
+        inside = [rank for rank in monitor.ranks if self._is_inside_last(statuses.get(rank))]
         if any(monitor.silent_seconds(rank, now) < self.heartbeat.delay_seconds_max for rank in inside):
             return False
         # A rank that has not come to the last operation, or was stopped in it, hears why this was given up afterwards.
@@ -360,6 +369,15 @@ class RankGroup:
         have_all_left = not inside and len(gone) == self.world_size - 1
         self._member.delete_left_keys(client, self._number + 1, have_all_come=have_all_left)
         return True
+
+    def _is_inside_last(self, status: RankStatus | None) -> bool:
+        """Return whether a rank of this status may still be in the last operation, and wait for an answer.
+
+        Contributions and heartbeats go different ways: where all ranks have met, an older heartbeat is only late.
+        """
+        if status is None or status.operation < self._number:
+            return self._has_met_last and (status is None or not status.is_closed)
+        return status.is_inside and status.operation == self._number
 
 
 def default_world_size() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 import re
 import threading
@@ -15,8 +16,19 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.heartbeat import RankStatus
 from dcp_remote.coordination.key_value import Client
+from dcp_remote.coordination.messages import CollectiveKeys
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
-from tests.support.rank_threads import WHAT, Ended, RankThreads, expected, join, rank_threads, together, wait_until
+from tests.support.rank_threads import (
+    WHAT,
+    Clock,
+    Ended,
+    RankThreads,
+    expected,
+    join,
+    rank_threads,
+    together,
+    wait_until,
+)
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
 
@@ -176,6 +188,39 @@ def test_the_host_stays_until_its_last_answer_is_read() -> None:
     with rank_threads(2) as them:
         them.run(part)
     assert closed[0] > read[0]
+
+
+def test_a_rank_whose_heartbeat_is_late_has_its_answer() -> None:
+    """The contribution of a rank overtakes its heartbeat; the coordinator closes once the rank has left."""
+    client, keys = Client(store := dist.HashStore()), CollectiveKeys(1, WHAT)
+    client.put(keys.contribution(1, 1), pickle.dumps(5))
+    ranks = RankGroup(0, 2, store, beat_seconds=0.03)
+    with join(ranks) as collective:
+        assert collective.gather(4, sum) == 9
+    closing = threading.Thread(target=ranks.close)
+    closing.start()
+    wait_until(lambda: ranks._farewell_monitor is not None)
+    time.sleep(0.1)  # several looks
+    assert client.has([keys.answer(1)])
+    client.put("beat/1", RankStatus(1, 1, WHAT).encode())
+    closing.join(30)
+    assert not client.has([keys.answer(1)])
+
+
+def test_a_coordinator_that_was_suspended_waits_for_the_last_answer_to_be_read() -> None:
+    """All processes of a host may be suspended at once: that time is no silence of another rank."""
+    clock, client, keys = Clock(), Client(store := dist.HashStore()), CollectiveKeys(1, WHAT)
+    client.put(keys.contribution(1, 1), pickle.dumps(5))
+    client.put("beat/1", RankStatus(1, 1, WHAT, is_inside=True).encode())
+    ranks = RankGroup(0, 2, store, beat_seconds=0.03, clock=clock)
+    with join(ranks) as collective:
+        assert collective.gather(4, sum) == 9
+    assert not ranks._may_stop(client)
+    clock.now += 3600
+    assert not ranks._may_stop(client)
+    assert client.has([keys.answer(1)])
+    client.put("beat/1", RankStatus(2, 1, WHAT).encode())
+    ranks.close()
 
 
 def test_the_dead_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
