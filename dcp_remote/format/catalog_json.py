@@ -65,13 +65,12 @@ class _Document(msgspec.Struct, omit_defaults=True):
 _DOCUMENT = msgspec.json.Decoder(_Document)
 
 
-def encode(catalog: Catalog, nonce: str, *, known: Catalog | None = None) -> bytes:
+def encode(catalog: Catalog, nonce: str) -> bytes:
     """Check a catalog and return the document to store.
 
     Args:
         catalog: Catalog to encode.
         nonce: 32 lower-case hex digits, fresh: an object of equal bytes could get an equal version (ETag).
-        known: Checked catalog from which this one was made; entries that are the same objects are not checked again.
 
     Raises:
         CorruptCheckpointError: The catalog contradicts itself: a bug of the caller.
@@ -81,7 +80,7 @@ def encode(catalog: Catalog, nonce: str, *, known: Catalog | None = None) -> byt
     """
     assert _ID.fullmatch(nonce)
     require_features(catalog.requires_to_write, "catalog, to be changed,")
-    check(catalog, known=known)
+    check(catalog)
     entries = [
         _Entry(
             step=entry.step,
@@ -159,26 +158,16 @@ def decode(data: bytes) -> Catalog:
     )
 
 
-def check(catalog: Catalog, *, known: Catalog | None = None) -> Catalog:
-    """Check a catalog and return it.
-
-    Args:
-        catalog: Catalog to check.
-        known: Checked catalog from which this one was made; entries that are the same objects are not checked again.
-
-    Raises:
-        CorruptCheckpointError: The catalog contradicts itself; the message says where.
-    """
+def check(catalog: Catalog) -> Catalog:
+    """Check a catalog and return it; a `CorruptCheckpointError` says where it contradicts itself."""
     entries = catalog.entries
     if len(entries) > ENTRIES_MAX:
         raise _damaged("it has too many checkpoints", checkpoints=len(entries), limit=ENTRIES_MAX)
     _require_numbers(revision=catalog.revision, token=catalog.token, floor=catalog.floor)
     _require_identity(catalog.run_id)
     _require_texts([catalog.holder])
-    checked = frozenset(map(id, known.entries if known is not None else ()))
     for entry in entries:
-        if id(entry) not in checked:
-            _check_entry(entry)
+        _check_entry(entry)
     if catalog.floor > catalog.revision or any(entry.began_revision >= catalog.revision for entry in entries):
         raise _damaged("the floor, or the revision of a checkpoint, is too high", revision=catalog.revision)
     if any(entry.token > catalog.token for entry in entries):
