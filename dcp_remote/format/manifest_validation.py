@@ -57,11 +57,8 @@ def check(manifest: Manifest) -> Manifest:
     """Check a manifest and return it. Called before a manifest is written, and after one is read.
 
     Takes time linear in the number of chunks and pieces for every regular layout, and refuses irregular layouts that
-    would take much longer.
-
-    Raises:
-        CorruptCheckpointError: The manifest contradicts itself; the message says where.
-        UnsupportedFormatError: The manifest has a dtype or an encoding that this version does not know.
+    would take much longer. A dtype or an encoding that this version does not know is no damage
+    (`UnsupportedFormatError`).
     """
     check_saves(manifest.save_id, manifest.replaces)
     _check_shards(manifest.shards)
@@ -78,11 +75,7 @@ def check(manifest: Manifest) -> Manifest:
 
 
 def check_saves(save_id: str, replaces: Sequence[str]) -> None:
-    """Check the save_ids of a manifest or a tombstone.
-
-    Raises:
-        CorruptCheckpointError: A save_id is not 32 lower-case hex digits, or more than `REPLACES_MAX` are replaced.
-    """
+    """Check the save_ids of a manifest or a tombstone."""
     if len(replaces) > REPLACES_MAX:
         raise _damaged("it replaces more saves than allowed", replaces=len(replaces), replaces_max=REPLACES_MAX)
     for identity in (save_id, *replaces):
