@@ -37,7 +37,7 @@ from dcp_remote.run import commit
 from dcp_remote.run.commit import Slot
 from dcp_remote.run.conditional_put import require_compare_and_swap
 from dcp_remote.saving.dcp_metadata import to_columns
-from dcp_remote.saving.manifest_assembly import assemble_manifest, require_unicode, shard_bytes_max
+from dcp_remote.saving.manifest_assembly import assemble_manifest, choose_shard_bytes_max, require_unicode
 from dcp_remote.saving.plan_cache import (
     are_cached_by_torch,
     describe_tensors,
@@ -317,7 +317,7 @@ class RemoteWriter(StorageWriter):
                 rank=save.rank,
                 url=save.store.url,
                 allow_pickle=self._allow_pickle,
-                shard_bytes_max=shard_bytes_max(self._memory_budget_bytes, self._shard_bytes_max),
+                shard_bytes_max=choose_shard_bytes_max(self._memory_budget_bytes, self._shard_bytes_max),
             )
         written = sum(report.shards.sizes.tolist())
         logger.debug(

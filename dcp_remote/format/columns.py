@@ -66,7 +66,7 @@ def encode_bytes(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def decode_bytes(text: str, *, name: str) -> bytes:
+def decode_bytes(text: str, *, name: str | None) -> bytes:
     """Decode base64 with padding; `name` is the field of the document, for errors."""
     try:
         return binascii.a2b_base64(text, strict_mode=True)  # unlike `base64.b64decode`, without a copy of the text

@@ -249,9 +249,11 @@ class JobSession:
         """
         catalog = self._own_catalog(deadline)
         there = catalog.entry_at(note.step)
-        is_own = there is not None and not there.abandoned and self._is_own(there)
-        if there is not None and is_own and (note.exist_ok or there == self._newest(catalog)):
-            return there
+        if there is not None and not there.abandoned:
+            # Written by this job, or resumed from, with nothing saved since.
+            is_own = there.token == self._token or there.step == self._resumed_from
+            if is_own and (note.exist_ok or there == self._newest(catalog)):
+                return there
         return self._begin_in(catalog, note, borrow=borrow)
 
     def label(self, entry: Entry, note: CheckpointLabels, *, deadline: Deadline) -> Entry:
@@ -410,10 +412,6 @@ class JobSession:
                 "starts over" if self._resumed_from == -1 else f"goes on from step {self._resumed_from}",
                 _describe_abandoned(left),
             )
-
-    def _is_own(self, there: Entry) -> bool:
-        """Return whether this job wrote a checkpoint, or has saved nothing since it resumed from the checkpoint."""
-        return there.token == self._token or there.step == self._resumed_from
 
     def _require_replaceable(self, there: Entry, names: Iterable[str], step: int) -> None:
         if not (there.abandoned or self._abandons(there)):
