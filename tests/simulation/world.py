@@ -190,10 +190,6 @@ class Actor:
         """Let time pass while others go on."""
         self.world.sleep(self, seconds)
 
-    def uniform(self, low: float, high: float) -> float:
-        """Return a random number, for jitter."""
-        return self.rng.uniform(low, high)
-
     def deadline(self, seconds: float) -> Deadline:
         """Return a deadline by this actor's clock."""
         return Deadline(seconds, self.clock)
