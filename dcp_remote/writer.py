@@ -35,8 +35,9 @@ from dcp_remote.errors import (
 from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.run import commit
 from dcp_remote.run.commit import Slot
+from dcp_remote.run.conditional_put import require_compare_and_swap
 from dcp_remote.saving.dcp_metadata import to_columns
-from dcp_remote.saving.manifest_assembly import assemble_manifest, require_unicode, shard_bytes_max
+from dcp_remote.saving.manifest_assembly import assemble_manifest, choose_shard_bytes_max, require_unicode
 from dcp_remote.saving.plan_cache import (
     are_cached_by_torch,
     describe_tensors,
@@ -316,7 +317,7 @@ class RemoteWriter(StorageWriter):
                 rank=save.rank,
                 url=save.store.url,
                 allow_pickle=self._allow_pickle,
-                shard_bytes_max=shard_bytes_max(self._memory_budget_bytes, self._shard_bytes_max),
+                shard_bytes_max=choose_shard_bytes_max(self._memory_budget_bytes, self._shard_bytes_max),
             )
         written = sum(report.shards.sizes.tolist())
         logger.debug(
@@ -387,11 +388,9 @@ class RemoteWriter(StorageWriter):
                 save_id=slot.head.save_id if slot.head else None,
                 unreadable=slot.unreadable,
             )
-        if slot.version is not None and not self._store.capabilities.compare_and_swap:
-            raise InvalidArgumentError(
-                "This store cannot replace a checkpoint atomically. Save to another URL.",
-                url=self._store.url,
-                reason=self._store.capabilities.swap_refusal,
+        if slot.version is not None:
+            require_compare_and_swap(
+                self._store, "This store cannot replace a checkpoint atomically. Save to another URL."
             )
         require_conditional_writes(self._store, deadline, swaps=slot.version is not None)
         return slot

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from dcp_remote.common.text import escape_unprintable, format_count, human_bytes
 from dcp_remote.format.catalog import Catalog, Entry
-from dcp_remote.run.run import require_run
+from dcp_remote.run.info import require_run
 from dcp_remote.storage import ObjectStore, open_store
 
 # Short, because a user waits at a terminal: an outage is reported within seconds.

@@ -12,9 +12,9 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import escape_unprintable, format_count
 from dcp_remote.errors import StorageError
 from dcp_remote.format.catalog import Entry
+from dcp_remote.run.deletions import Deletions, require_expendable
 from dcp_remote.run.gc import TIMEOUT_SECONDS
 from dcp_remote.run.lookup import find_entry
-from dcp_remote.run.maintenance import Maintenance, require_expendable
 from dcp_remote.storage import ObjectStore, open_store
 
 # Objects that could not be deleted and are printed with the reason. Most often all have the same reason.
@@ -74,7 +74,7 @@ def run(
 
 def _delete(store: ObjectStore, entries: Sequence[Entry], *, force: bool, out: TextIO) -> dict[str, object]:
     """Delete checkpoints, print what was done, and return it as a part of the JSON document."""
-    maintenance = Maintenance(store)
+    maintenance = Deletions(store)
     applied = maintenance.retire([entry.step for entry in entries], deadline=Deadline(TIMEOUT_SECONDS), force=force)
     deleted = maintenance.delete(deadline=Deadline(TIMEOUT_SECONDS))
     steps_deleted = ", ".join(f"step {step}" for step in applied.retired) or "no checkpoint"

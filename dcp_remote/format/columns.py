@@ -36,19 +36,10 @@ def encode_column(values: I64) -> str:
     raise AssertionError("int64 holds every difference of int64 values below 2**53")
 
 
-def decode_column(text: str, *, name: str, count: int | None = None) -> I64:
-    """Decode a column.
+def decode_column(text: str, *, name: str | None = None, count: int | None = None) -> I64:
+    """Decode a column: at most `ENTRIES_MAX` values, each from 0 to 2**53; so many as `count` says, if it is given.
 
-    Args:
-        text: Column as it stands in the document.
-        name: Field of the document, for errors.
-        count: Number of entries that the column must have; None for any number.
-
-    Returns:
-        int64 array of at most `ENTRIES_MAX` values, each from 0 to 2**53.
-
-    Raises:
-        CorruptCheckpointError: The text is not a column, has another number of entries, or a value out of bounds.
+    `name` is the field of the document, for errors.
     """
     width, _, packed = text.partition(":")
     kind = _WIDTHS.get(width)
@@ -75,16 +66,8 @@ def encode_bytes(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def decode_bytes(text: str, *, name: str) -> bytes:
-    """Decode base64.
-
-    Args:
-        text: Base64 with padding.
-        name: Field of the document, for errors.
-
-    Raises:
-        CorruptCheckpointError: The text is not base64.
-    """
+def decode_bytes(text: str, *, name: str | None) -> bytes:
+    """Decode base64 with padding; `name` is the field of the document, for errors."""
     try:
         return binascii.a2b_base64(text, strict_mode=True)  # unlike `base64.b64decode`, without a copy of the text
     except (binascii.Error, ValueError) as error:

@@ -10,11 +10,11 @@ from typing import Any
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import CheckpointGoneError, CheckpointNotFoundError
 from dcp_remote.format.catalog import Catalog, Owner
+from dcp_remote.run.deletions import Deletions
+from dcp_remote.run.info import CheckpointInfo, best_of, catalog_of, require_run_url
 from dcp_remote.run.job import require_step_or_name
 from dcp_remote.run.labels import give_names, set_pin, take_names
 from dcp_remote.run.lookup import gone_error, read_manifest
-from dcp_remote.run.maintenance import Maintenance
-from dcp_remote.run.run import CheckpointInfo, best_of, catalog_of, require_run_url
 from dcp_remote.run.waiting import POLL_SECONDS, wait_for_newer
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import Location, require_timeout
@@ -251,7 +251,7 @@ class Run:
             CommitUnknownError: The store did not say whether the catalog was swapped.
         """
         require_step_or_name(step)
-        maintenance, deadline = Maintenance(self._store), self._deadline()
+        maintenance, deadline = Deletions(self._store), self._deadline()
         applied = maintenance.retire([step], deadline=deadline, force=force, owner=self._owner())
         deleted = maintenance.delete(deadline=deadline, pause_seconds=0)
         logger.info("%s: deleted step %s (%d objects)", self.url, applied.retired, deleted.removed)

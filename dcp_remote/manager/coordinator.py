@@ -12,7 +12,7 @@ from typing import Any
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import CheckpointExistsError, InvalidArgumentError
 from dcp_remote.format.catalog import BeginAgainError, Catalog, Entry
-from dcp_remote.run.background_maintenance import BackgroundMaintenance
+from dcp_remote.run.background_deletions import BackgroundDeletions
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
 from dcp_remote.run.lookup import read_manifest_at
 from dcp_remote.run.retention import ChooseToDelete, Retention
@@ -91,7 +91,7 @@ class Coordinator:
         self._job = job
         self._dedup = dedup
         # Uncounted, because its requests belong to no save, although they run beside one.
-        self.background_maintenance = BackgroundMaintenance(store.uncounted, retention)
+        self.background_maintenance = BackgroundDeletions(store.uncounted, retention)
 
     def resume_from(self, step: int) -> None:
         """Go on from the checkpoint of a step, in a new session: a stuck thread may still use the old one."""

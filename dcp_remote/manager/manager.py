@@ -41,10 +41,10 @@ from dcp_remote.manager.reports import LoadReport, SaveReport
 from dcp_remote.manager.save_planning import Replicas
 from dcp_remote.manager.save_policy import SavePolicy, SaveSchedule
 from dcp_remote.manager.telemetry import Telemetry
+from dcp_remote.run.info import CheckpointInfo
 from dcp_remote.run.job import CheckpointLabels, JobSession, require_step, require_step_or_name
 from dcp_remote.run.lookup import as_step
 from dcp_remote.run.retention import ChooseToDelete, Retention, require_retention
-from dcp_remote.run.run import CheckpointInfo
 from dcp_remote.saving.device_copy import wait_for_devices
 from dcp_remote.saving.staging import Stager, tensors_of
 from dcp_remote.serialization.state_dict import TensorRoles, as_state, build_saved_state, require_distinct

@@ -38,6 +38,7 @@ from dcp_remote.loading.state_verdict import Verdict
 from dcp_remote.manager.progress import Progress
 from dcp_remote.manager.reports import NAMES_LISTED_MAX, LoadReport, LoadSeconds
 from dcp_remote.manager.telemetry import Operation
+from dcp_remote.run.info import catalog_of
 from dcp_remote.run.job import warn_of_going_back
 from dcp_remote.run.lookup import (
     decode_entry,
@@ -47,7 +48,6 @@ from dcp_remote.run.lookup import (
     no_run,
     require_no_checkpoint_by_itself,
 )
-from dcp_remote.run.run import catalog_of
 from dcp_remote.serialization.module_state import MadeStates, keep_nothing
 from dcp_remote.serialization.name_links import find_links
 from dcp_remote.serialization.state_dict import (

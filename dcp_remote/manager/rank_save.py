@@ -35,12 +35,12 @@ from dcp_remote.manager.save_planning import (
     require_coordinator,
 )
 from dcp_remote.manager.telemetry import Operation
-from dcp_remote.run.background_maintenance import BackgroundMaintenance
+from dcp_remote.run.background_deletions import BackgroundDeletions
+from dcp_remote.run.info import catalog_of
 from dcp_remote.run.job import CheckpointLabels, SaveTicket
 from dcp_remote.run.lookup import read_manifest_at
-from dcp_remote.run.run import catalog_of
 from dcp_remote.saving.dedup import Baseline
-from dcp_remote.saving.manifest_assembly import Planned, require_unicode, shard_bytes_max
+from dcp_remote.saving.manifest_assembly import Planned, choose_shard_bytes_max, require_unicode
 from dcp_remote.saving.plan_cache import (
     PlanCache,
     Proposal,
@@ -169,10 +169,10 @@ class RankSaver:
         self._store = store
         self._coordinator = coordinator
         self.background_maintenance = (
-            BackgroundMaintenance(store.uncounted) if coordinator is None else coordinator.background_maintenance
+            BackgroundDeletions(store.uncounted) if coordinator is None else coordinator.background_maintenance
         )
         self._memory_budget_bytes = memory_budget_bytes
-        self._shard_bytes_max = shard_bytes_max(memory_budget_bytes)
+        self._shard_bytes_max = choose_shard_bytes_max(memory_budget_bytes)
         self._allow_pickle = allow_pickle
         self._progress = progress
         self._replicas = replicas

@@ -310,7 +310,7 @@ except PackageNotFoundError:  # the package was copied, not installed
 _BUDGET_BYTES_MIN = 1 * MiB
 
 
-def shard_bytes_max(memory_budget_bytes: int, limit: int = SHARD_BYTES_MAX) -> int:
+def choose_shard_bytes_max(memory_budget_bytes: int, limit: int = SHARD_BYTES_MAX) -> int:
     """Return the largest number of bytes of data in a shard, given a memory budget."""
     return min(limit, max(memory_budget_bytes, _BUDGET_BYTES_MIN))
 

@@ -32,8 +32,8 @@ from dcp_remote.format.empty_dicts import to_flatten_items
 from dcp_remote.manager.manager import CheckpointManager
 from dcp_remote.manager.progress import ProgressSetting, start_progress
 from dcp_remote.manager.reports import SaveReport
+from dcp_remote.run.info import CheckpointInfo, latest
 from dcp_remote.run.job import CheckpointLabels
-from dcp_remote.run.run import CheckpointInfo, latest
 from dcp_remote.serialization.refused_values import refused_values
 from dcp_remote.serialization.state_dict import PER_RANK_KEY, convert_per_rank, empty_places, require_distinct
 from dcp_remote.serialization.tensors import byte_view, empty_tensor, narrow

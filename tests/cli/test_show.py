@@ -18,7 +18,7 @@ from dcp_remote.common.geometry import Box
 from dcp_remote.common.text import escape_unprintable, human_bytes
 from dcp_remote.format.manifest import MANIFEST_KEY, TensorKind
 from dcp_remote.format.manifest_json import encode
-from dcp_remote.run.maintenance import Maintenance
+from dcp_remote.run.deletions import Deletions
 from dcp_remote.serialization.opaque import FILES_MARK
 from dcp_remote.storage import LocalStore
 from tests.support.manifests import Layout, build
@@ -207,7 +207,7 @@ def run(tmp_path: Path) -> str:
     store = LocalStore(tmp_path / "run")
     run_save(store, 100, names=("best", "first"), metrics=(("loss", 0.25),))
     run_save(store, 200, base=100, names=("best",))
-    thin(Maintenance(store), [100], deadline=Deadline(30))
+    thin(Deletions(store), [100], deadline=Deadline(30))
     return str(tmp_path / "run")
 
 

@@ -38,9 +38,9 @@ def state_of(value: float) -> dict[str, Any]:
 
 
 def catalog_of(store: ObjectStore) -> Catalog:
-    seen = read_catalog(store)
-    assert seen is not None
-    return seen.catalog
+    catalog = read_catalog(store)
+    assert catalog is not None
+    return catalog
 
 
 def entry_of(store: ObjectStore, step: int) -> Entry:

@@ -351,7 +351,7 @@ def test_a_metric_that_is_not_finite(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     with CheckpointManager(store) as checkpoints:
         checkpoints.save(1, state_of(1), metrics={"loss": float("nan"), "accuracy": 0.5})
-    assert [dict(entry.metrics) for entry in read_catalog(store).catalog.entries] == [{"accuracy": 0.5}]  # type: ignore[union-attr]  # a catalog was written
+    assert [dict(entry.metrics) for entry in read_catalog(store).entries] == [{"accuracy": 0.5}]  # type: ignore[union-attr]  # a catalog was written
     assert "metric=loss" in caplog.text
 
 
@@ -633,7 +633,7 @@ def test_a_zombie() -> None:
     old.save(4, state_of(4))
     with pytest.raises(FencedError):
         old.close()
-    assert [entry.step for entry in read_catalog(store).catalog.entries] == [1, 2]  # type: ignore[union-attr]  # a catalog was written
+    assert [entry.step for entry in read_catalog(store).entries] == [1, 2]  # type: ignore[union-attr]  # a catalog was written
 
 
 def test_the_generators_of_a_training_are_its_own() -> None:
@@ -706,7 +706,7 @@ def test_thinning() -> None:
     state = {"model": state_of(0)["model"]}
     with CheckpointManager(store) as checkpoints:
         assert checkpoints.restore(state, 1, include="model.*") == 1
-        entries = read_catalog(store).catalog.entries  # type: ignore[union-attr]  # a catalog was written
+        entries = read_catalog(store).entries  # type: ignore[union-attr]  # a catalog was written
         assert [entry.thinned for entry in entries] == [("optim",), ("optim",), ()]
         assert entries[0].size_bytes < entries[2].size_bytes
     found = find_orphans(store, grace_seconds=0)
@@ -1112,7 +1112,7 @@ def test_ctrl_c_in_a_save_that_copies_nothing() -> None:
         assert checkpoints.steps() == []
         checkpoints.save(2, state_of(2))
     assert_is(load(store), 2)
-    assert [entry.step for entry in read_catalog(store).catalog.entries] == [2]  # type: ignore[union-attr]  # a catalog was written
+    assert [entry.step for entry in read_catalog(store).entries] == [2]  # type: ignore[union-attr]  # a catalog was written
 
 
 def test_the_copy_of_a_state_goes_with_its_save() -> None:

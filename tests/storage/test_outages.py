@@ -9,7 +9,7 @@ import pytest
 
 from dcp_remote.common.deadline import Deadline, RetryPolicy
 from dcp_remote.errors import ObjectNotFoundError, TransientStorageError
-from dcp_remote.run.run import latest
+from dcp_remote.run.info import latest
 from dcp_remote.storage import MemoryStore, ObjectInfo, ObjectStore
 from dcp_remote.storage.outages import Outage, name_speaker, outage_of
 from dcp_remote.storage.retrying import RetryingStore

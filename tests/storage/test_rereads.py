@@ -167,9 +167,9 @@ def test_a_manifest_that_changes_between_ranks() -> None:
     store = RecordingStore(MemoryStore())
     with CheckpointManager(store) as manager:
         manager.save(1, {"x": 1}, wait=True)
-    seen = read_catalog(store)
-    assert seen is not None
-    (entry,) = seen.catalog.entries
+    found = read_catalog(store)
+    assert found is not None
+    (entry,) = found.entries
     data = fetch_entry(store, entry)
     store.clear()
     good = decode_entry(store, entry, data)

@@ -1,0 +1,408 @@
+"""Deletions in a run: first checkpoints from the catalog, then objects from the store.
+
+An object that a live checkpoint named, and none names any more, can never be named again: a save that began before is
+below the floor, and a save that reuses shards commits only if their checkpoint is still live. So the objects can be
+deleted at any time, in any order, by any process; a crash before that leaves orphans, which gc removes.
+
+An attempt that can still be committed must keep its objects. So the floor is first raised above replaced checkpoints
+and failed attempts; one that is not in the catalog after that swap can never become live again. A shard stays if a live
+checkpoint names it, because its save reused the shard meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DcpRemoteError,
+    InvalidArgumentError,
+    StorageError,
+    UnsupportedFormatError,
+)
+from dcp_remote.format import manifest_json
+from dcp_remote.format.catalog import (
+    BeginAgainError,
+    Catalog,
+    Entry,
+    Owner,
+    raise_floor,
+    require_owner,
+    retire_entries,
+    thin_entry,
+)
+from dcp_remote.format.keys import manifest_key, revision_of
+from dcp_remote.run.catalog_store import require_catalog, swap
+from dcp_remote.run.live_shards import LiveShards
+from dcp_remote.run.lookup import find_entry, read_entry
+from dcp_remote.run.retention import Candidate, ChooseToDelete, Decision, Retention, decide, decide_by
+from dcp_remote.run.thinning import drop_keys
+from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.deletion_queue import KEYS_PER_DELETE, PAUSE_SECONDS, Deleted, DeletionQueue
+from dcp_remote.storage.retrying import RetryingStore
+
+logger = logging.getLogger(__name__)
+
+# Bounds memory: the new manifests are held until all others were read. The other checkpoints are thinned next time.
+_THINNED_AT_ONCE_MAX = 16
+
+# Function from a catalog to the decision about its checkpoints, called with each that a swap finds; raises to refuse.
+Choose = Callable[[Catalog], Decision]
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """Result of retiring and thinning."""
+
+    catalog: Catalog  # as the swap left it
+    retired: tuple[int, ...] = ()  # steps, ascending
+    thinned: tuple[int, ...] = ()  # steps of the checkpoints that lost their optimizer, ascending
+    reason: str | None = None  # why not everything was done; None if it was
+
+
+@dataclass(frozen=True, slots=True)
+class _Thin:
+    """Thinned manifest, ready to be put."""
+
+    key: str
+    body: bytes
+    keys: tuple[str, ...]
+    size_bytes: int
+    began: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """Checkpoint or attempt that may not be live: its run, the entry that it has or would have in the catalog."""
+
+    run_id: str
+    entry: Entry
+    keys: frozenset[str] | None  # shards that its save put; None if its manifest is to be read for them
+
+
+class Deletions:
+    """Deletions in a run by one process: a manager's coordinator, or a command. For one thread at a time.
+
+    The shards that each live manifest names are remembered, so that a manifest is read at most once (and once more to
+    be thinned).
+    """
+
+    def __init__(self, store: ObjectStore, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Store the settings; no request."""
+        self._store = store
+        self._swap = partial(swap, store, sleep=sleep)
+        self._retrying = partial(RetryingStore, store, sleep=sleep)
+        self._queue = DeletionQueue(store, sleep=sleep)
+        self._named = LiveShards()
+        self._noted: dict[str, _Noted] = {}  # by the key of the manifest
+        self._told: set[str] = set()  # keys of unreadable manifests of which the log tells
+        # Keys of manifests without any of these top-level keys of the state dict, so that there is nothing to thin.
+        self._bare: set[tuple[str, tuple[str, ...]]] = set()
+
+    @property
+    def pending(self) -> int:
+        """Number of objects that may be deleted and are not yet."""
+        return len(self._queue)
+
+    @property
+    def is_done(self) -> bool:
+        """True if nothing is left to look up or to delete."""
+        return not self._noted and not self._queue
+
+    def remember(self, manifest_key: str, shard_keys: Iterable[str]) -> None:
+        """Remember the shards that a manifest of this process names, so that it need not be read."""
+        self._named.remember(manifest_key, shard_keys)
+
+    def note(self, run_id: str, entry: Entry, keys: Iterable[str] | None = None) -> None:
+        """Note a checkpoint or an attempt that may not be live, for `settle`.
+
+        The entry of an attempt is the one that it would have had. `keys` are those of the shards that its save put; if
+        None, its manifest is read for them.
+        """
+        before = self._noted.get(entry.manifest)
+        if keys is not None:
+            keys = frozenset(keys) | (before.keys or frozenset() if before is not None else frozenset())
+        self._noted[entry.manifest] = _Noted(run_id, entry, keys)
+
+    def queue_deletion(self, keys: Iterable[str]) -> None:
+        """Queue objects for deletion; no checkpoint names them, nor can any later."""
+        self._queue.add(keys)
+
+    def settle(self, *, deadline: Deadline, catalog: Catalog | None = None) -> None:
+        """Queue for deletion the objects of what was noted and can never become live. Nothing is deleted yet.
+
+        Costs no request if nothing is noted; a GET and a PUT if the floor of `catalog`, which the caller knows to be
+        there, is too low; and a GET for each manifest that may name the same shards and is not known yet. After an
+        error all stays noted.
+        """
+        if not self._noted:
+            return
+        if catalog is None or catalog.floor < self._floor(catalog):
+            catalog = self._swap(lambda now: raise_floor(now, self._floor(now)), deadline=deadline)
+        # The catalog does not tell what became of attempts of another run, or of a history that was lost.
+        self._noted = {
+            key: noted
+            for key, noted in self._noted.items()
+            if noted.run_id == catalog.run_id and noted.entry.began_revision < catalog.floor
+        }
+        self._collect(catalog, set(self._noted), deadline)
+
+    def apply(
+        self,
+        retention: Retention | ChooseToDelete,
+        *,
+        deadline: Deadline,
+        catalog: Catalog | None = None,
+        owner: Owner | None = None,
+    ) -> Applied:
+        """Retire and thin the checkpoints that a retention does not keep (whole); nothing is deleted yet.
+
+        The decision is made on the very catalog that is swapped, so that a pin or a checkpoint that came in between
+        counts; a function of the user is called with each. While the manifest of a live checkpoint cannot be read,
+        nothing is retired or thinned, since the other checkpoints may be needed in its place.
+
+        `catalog` is one that the caller knows to be there, which saves a GET. `owner` is the job whose retention this
+        is, None for a tool; a newer job's retention decides instead (`FencedError`).
+
+        Costs a GET and, if there is something to do, a GET and a PUT, a GET for each live manifest that is not known
+        yet, and a GET and a PUT for each checkpoint that is thinned. After a crash at any moment the catalog is the old
+        or the new one, and objects that no live checkpoint names are orphans. After `CommitUnknownError`, `settle`
+        finds out whether the catalog was swapped.
+        """
+        if not isinstance(retention, Retention):
+            choose = partial(decide_by, retention)
+            return self._carry_out(choose, keys=(), deadline=deadline, catalog=catalog, owner=owner)
+        keys = retention.optimizer_keys
+
+        def choose_by_rules(now: Catalog) -> Decision:
+            return decide(retention, [self._candidate(entry, keys) for entry in now.entries])
+
+        return self._carry_out(choose_by_rules, keys=keys, deadline=deadline, catalog=catalog, owner=owner)
+
+    def retire(
+        self, steps: Sequence[int | str], *, deadline: Deadline, force: bool = False, owner: Owner | None = None
+    ) -> Applied:
+        """Retire live checkpoints by their steps or names, abandoned ones too; nothing is deleted yet.
+
+        Pinned checkpoints and the newest are refused without `force`; after an error nothing is changed, but after
+        `CommitUnknownError` that is not known. Works on a damaged checkpoint, too, and beside one. Shards that an
+        unreadable manifest may name are left to gc. Costs as `apply`.
+        """
+        save_ids: set[str] = set()
+
+        def choose(now: Catalog) -> Decision:
+            # The checkpoints of the first catalog are meant, and not those that are saved at their steps meanwhile.
+            if not save_ids:
+                save_ids.update(find_entry(now, step, url=self._store.url).save_id for step in steps)
+            entries = [entry for entry in now.entries if entry.save_id in save_ids]
+            if not force:
+                require_expendable(now, entries)
+            return Decision(retire=tuple(entry.step for entry in entries), thin=())
+
+        return self._carry_out(choose, keys=(), deadline=deadline, owner=owner, explicit=True)
+
+    def delete(
+        self,
+        *,
+        deadline: Deadline,
+        stop: Callable[[], bool] = lambda: False,
+        batch: int = KEYS_PER_DELETE,
+        pause_seconds: float = PAUSE_SECONDS,
+    ) -> Deleted:
+        """Delete the queued objects, as `DeletionQueue.delete` does."""
+        return self._queue.delete(deadline=deadline, stop=stop, batch=batch, pause_seconds=pause_seconds)
+
+    def _carry_out(
+        self,
+        choose: Choose,
+        *,
+        keys: tuple[str, ...],
+        deadline: Deadline,
+        catalog: Catalog | None = None,
+        owner: Owner | None = None,
+        explicit: bool = False,
+    ) -> Applied:
+        now = catalog or require_catalog(self._retrying(deadline))
+        require_owner(now, owner)
+        decision = choose(now)
+        if not decision.retire and not decision.thin:
+            return Applied(now)
+        ready, unreadable = self._prepared(now, frozenset(decision.thin), keys, deadline)
+        # The manifests of those to be retired are read, too: their shards are what may be deleted.
+        known = [entry for entry in now.entries if entry not in unreadable]
+        unreadable |= self._named.read(self._store, known, deadline)
+        damaged = {entry.step for entry, error in unreadable.items() if not isinstance(error, CheckpointNotFoundError)}
+        if not explicit and not damaged.issubset(decision.retire):
+            return Applied(now, reason=self._tell(unreadable, "retention lets nothing go"))
+        if not decision.retire and not ready:
+            return Applied(now)
+        for replaced, thin in ready.items():
+            entry = next(entry for entry in now.entries if entry.manifest == replaced)
+            self.note(now.run_id, replace(entry, manifest=thin.key, began_revision=thin.began), ())
+            # No other save writes this key, and none reads it before the swap, so that the PUT can be repeated.
+            self._retrying(deadline).put(thin.key, [thin.body])
+        # What goes: by its save what is retired, since another job may thin the checkpoint before the swap, and deletes
+        # what it thinned; by its manifest what is thinned.
+        gone: dict[str, Entry] = {}
+
+        def change(run: Catalog) -> Catalog | None:
+            require_owner(run, owner)
+            decided = choose(run)
+            after = _changed(run, decided, ready)
+            kept, retiring = {entry.manifest for entry in (after or run).entries}, frozenset(decided.retire)
+            for entry in run.entries:
+                if entry.manifest not in kept:
+                    gone[entry.save_id if entry.step in retiring else entry.manifest] = entry
+            return after
+
+        try:
+            after = self._swap(change, deadline=deadline)
+        finally:
+            # Even if the swap raised, the catalog may have been swapped.
+            for entry in gone.values():
+                self.note(now.run_id, entry)
+        live, live_saves = {entry.manifest for entry in after.entries}, {entry.save_id for entry in after.entries}
+        try:
+            # Whichever process carried it out, perhaps this one by a swap whose answer was lost: an object that is
+            # named no more can never be named again.
+            mine = {*(entry.manifest for entry in gone.values()), *(thin.key for thin in ready.values())}
+            reason = self._collect(after, mine, deadline)
+        except StorageError as error:
+            reason = f"not all manifests of live checkpoints could be read, so that shards are deleted later: {error}"
+        self._bare = {(manifest, keys) for manifest, keys in self._bare if manifest in live}
+        return Applied(
+            after,
+            retired=tuple(
+                sorted(entry.step for key, entry in gone.items() if key == entry.save_id and key not in live_saves)
+            ),
+            thinned=tuple(sorted(gone[manifest].step for manifest, thin in ready.items() if thin.key in live)),
+            reason=reason,
+        )
+
+    def _prepared(
+        self, now: Catalog, steps: Collection[int], keys: tuple[str, ...], deadline: Deadline
+    ) -> tuple[dict[str, _Thin], dict[Entry, DcpRemoteError]]:
+        """Make thinned manifests, by the key of the one that each replaces; and errors of those that are unreadable."""
+        ready: dict[str, _Thin] = {}
+        unreadable: dict[Entry, DcpRemoteError] = {}
+        for entry in now.entries:
+            if entry.step not in steps or len(ready) == _THINNED_AT_ONCE_MAX:
+                continue
+            try:
+                manifest = read_entry(self._store, entry, retry_seconds=deadline.remaining_seconds())
+            except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError) as error:
+                unreadable[entry] = error
+                continue
+            self.remember(entry.manifest, manifest.shards.keys)
+            thin = drop_keys(manifest, keys)
+            if thin is manifest or thin.run is None:
+                self._bare.add((entry.manifest, keys))
+                continue
+            # The key has the revision of the catalog that was read, not that of the checkpoint: gc goes by it.
+            key = manifest_key(revision=now.revision, step=entry.step)
+            body = manifest_json.encode(thin)
+            ready[entry.manifest] = _Thin(key, body, thin.run.thinned, thin.total_bytes, began=now.revision)
+            self.remember(key, thin.shards.keys)
+        return ready, unreadable
+
+    def _collect(self, after: Catalog, manifests: Iterable[str], deadline: Deadline) -> str | None:
+        """Queue for deletion what was noted under these manifests, is not live, and no live checkpoint names.
+
+        `after` is a catalog after which none of it can become live. Returns the reason why shards are left to gc; None
+        if none are. After a `StorageError` what is not settled stays noted.
+        """
+        live = {entry.manifest for entry in after.entries}
+        asked = {key: self._noted[key] for key in manifests if key in self._noted}
+        gone = {key: noted for key, noted in asked.items() if key not in live}
+        unknown = [noted.entry for noted in gone.values() if noted.keys is None]
+        unreadable = self._named.read(self._store, unknown, deadline)
+        shards: set[str] = set()
+        for key, noted in gone.items():
+            shards.update(noted.keys if noted.keys is not None else self._named.shards_of(key))
+        # A checkpoint that names a shard began no earlier than the shard's own save.
+        oldest = min((revision_of(key) or 0 for key in shards), default=0)
+        later = [entry for entry in after.entries if entry.began_revision >= oldest] if shards else []
+        # Before the next read, which can raise: the manifests may be deleted whatever it finds.
+        self._queue.add(gone)
+        unreadable_live = self._named.read(self._store, later, deadline)
+        if not unreadable_live:
+            self._queue.add(self._named.not_named(shards, later))
+        for key in asked:
+            del self._noted[key]
+        self._named.forget_others(live | set(self._noted))
+        unreadable |= unreadable_live
+        return self._tell(unreadable, "shards that it may name are left to gc") if unreadable else None
+
+    def _tell(self, unreadable: Mapping[Entry, DcpRemoteError], consequence: str) -> str:
+        """Return the reason why manifests cannot be read and what follows; log it once for each checkpoint."""
+        entry, error = next(iter(unreadable.items()))
+        reason = f"the manifest of step {entry.step} cannot be read, so that {consequence}: {error}"
+        new = {entry.manifest for entry in unreadable} - self._told
+        if new:
+            self._told |= new
+            logger.warning("%s: %s", self._store.url, reason)
+        return reason
+
+    def _floor(self, now: Catalog) -> int:
+        """Return the floor below which nothing noted here can be committed any more."""
+        began = [noted.entry.began_revision for noted in self._noted.values() if noted.run_id == now.run_id]
+        return max((revision + 1 for revision in began if revision <= now.revision), default=0)
+
+    def _candidate(self, entry: Entry, keys: tuple[str, ...]) -> Candidate:
+        return Candidate(
+            step=entry.step,
+            pinned=entry.pinned,
+            abandoned=entry.abandoned,
+            thinned=not set(keys).isdisjoint(entry.thinned) or (entry.manifest, keys) in self._bare,
+            metrics=entry.metrics,
+            names=entry.names,
+        )
+
+
+def _changed(run: Catalog, decision: Decision, ready: Mapping[str, _Thin]) -> Catalog | None:
+    """Return the catalog after a decision; None if nothing is left to do. Thins only where a new manifest is ready."""
+    after = run
+    thinning, retiring = frozenset(decision.thin), frozenset(decision.retire)
+    for entry in run.entries:
+        thin = ready.get(entry.manifest)
+        if thin is None or entry.step not in thinning:
+            continue
+        try:
+            made = thin_entry(
+                after,
+                entry.save_id,
+                began=thin.began,
+                seen=entry.manifest,
+                manifest=thin.key,
+                keys=thin.keys,
+                size_bytes=thin.size_bytes,
+            )
+        except BeginAgainError:
+            # gc may have removed the new manifest, taking it for an orphan; the next call thins.
+            continue
+        after = made or after
+    after = retire_entries(after, [entry.save_id for entry in run.entries if entry.step in retiring]) or after
+    # A swap is one revision, however many changes it makes.
+    return None if after is run else replace(after, revision=run.revision + 1)
+
+
+def require_expendable(now: Catalog, entries: Iterable[Entry]) -> None:
+    """Refuse to retire a pinned checkpoint, or the newest."""
+    newest = now.latest()
+    for entry in entries:
+        if entry.pinned:
+            raise InvalidArgumentError(
+                "The checkpoint is pinned. Unpin it first (`dcp-remote pin --undo`), or pass force=True (`--force`).",
+                step=entry.step,
+            )
+        if entry == newest:
+            raise InvalidArgumentError(
+                "This is the newest checkpoint, from which a job would go on. To delete it: force=True (`--force`).",
+                step=entry.step,
+            )
