@@ -8,7 +8,6 @@ every other file system is read-only. s3fs runs in one thread, in Python, and is
 from __future__ import annotations
 
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,6 +54,7 @@ from dcp_remote.storage.fsspec_s3 import (
     answer_of,
     check_listed,
     fill,
+    find_secrets,
     open_s3fs_store,
     request_seconds,
     status_of,
@@ -78,9 +78,6 @@ _WRITABLE = {
     "s3": "s3fs's own S3FileSystem",
     "file": "fsspec's own LocalFileSystem",
 }
-
-# Names of a file system's arguments whose values are hidden in errors.
-_SECRET_NAME = re.compile(r"(?i)key|secret|token|passw|passphrase|credential|auth|header|cookie|sas|connection_string")
 
 # Names under which file systems give the time of the last write; a file system without any has the time 0.
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
@@ -288,7 +285,7 @@ class ReadOnlyFsspecStore:
         except DcpRemoteError:
             raise
         except Exception as error:  # noqa: BLE001  # `_classify` handles every error
-            secrets = list(_find_secrets(self._filesystem.storage_options))
+            secrets = list(find_secrets(self._filesystem.storage_options))
             kind = _classify(error)
             url = f"{self.url}/{key}" if key else self.url
             failure = kind(
@@ -326,18 +323,6 @@ def _protocol_of(filesystem: object) -> str:
     # From the class, since an instance of a cache has the protocol of the file system that it wraps.
     protocol: Any = type(filesystem).protocol  # type: ignore[attr-defined]  # an attribute of fsspec's classes
     return protocol if isinstance(protocol, str) else protocol[0]
-
-
-def _find_secrets(value: object, *, is_secret: bool = False) -> Iterator[str]:
-    """Yield the texts among the arguments of a file system whose names are those of secrets."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _find_secrets(inner, is_secret=is_secret or _SECRET_NAME.search(str(name)) is not None)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _find_secrets(inner, is_secret=is_secret)
-    elif is_secret and isinstance(value, str) and value:
-        yield value
 
 
 def _make_found(key: str, info: Mapping[str, Any]) -> ObjectInfo:
