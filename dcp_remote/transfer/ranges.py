@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.geometry import Box, boxes_of_run, cut_chunk
 from dcp_remote.common.units import KiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, ObjectNotFoundError
 from dcp_remote.format.columns import VALUE_MAX
@@ -229,18 +228,6 @@ def require_shape(shape: Sequence[int], dtype: torch.dtype, **details: object) -
             **details,
             shape=tuple(shape[: DIMENSIONS_MAX + 1]),
         )
-
-
-def cut_pieces(box: Box, dtype: torch.dtype, *, piece_bytes_max: int) -> list[Box]:
-    """Return a box cut into boxes of at most some bytes, each contiguous in the row-major box, in order."""
-    runs = cut_chunk(box.sizes, item_bytes=dtype.itemsize, piece_bytes_max=piece_bytes_max)
-    if len(runs) < 2:  # noqa: PLR2004  # one, or none of an empty box
-        return [box]
-    return [
-        Box(tuple(a + b for a, b in zip(box.offsets, part.offsets, strict=True)), part.sizes)
-        for start, stop in runs
-        for _, part in boxes_of_run(box.sizes, start, stop)
-    ]
 
 
 def first_element(sizes: Sequence[int], offsets: Sequence[int]) -> int:

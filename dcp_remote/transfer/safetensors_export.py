@@ -70,23 +70,7 @@ class _Run:
 
 
 class SafetensorsExport:
-    """Export of the tensors below a key.
-
-    Args:
-        saved: Checkpoint.
-        key: First parts of the names of the tensors; "" for all.
-        dtype: Floating-point dtype to convert to; None keeps each.
-        rename: New names for those below the key.
-        file_bytes_max: Size of the tensors in one file, in bytes.
-        bytes_max: Bytes of tensors that are read at once.
-
-    Attributes:
-        total_bytes: Size of all tensors.
-        last_file: Name of the file without which `from_pretrained` finds no weights.
-
-    Raises:
-        InvalidArgumentError: There is no tensor below the key, or one cannot be written.
-    """
+    """Export of the tensors below a key. `bytes_max` bytes of tensors are read at once."""
 
     def __init__(
         self,
@@ -102,6 +86,7 @@ class SafetensorsExport:
         self._saved, self._bytes_max = saved, bytes_max
         self._files = _divide(_choose(saved, key=key, dtype=dtype, rename=rename), file_bytes_max)
         self.total_bytes = sum(tensor.size_bytes for tensors in self._files.values() for tensor in tensors)
+        # Without this file, `from_pretrained` finds no weights.
         self.last_file = WEIGHTS_FILE if WEIGHTS_FILE in self._files else f"model{INDEX_SUFFIX}"
 
     def write(self, folder: Path, add: Callable[[int], None], *, is_verified: bool) -> None:
@@ -252,23 +237,13 @@ def _make_header(tensors: Sequence[_Tensor]) -> bytes:
 
 
 def _verify(path: Path, parts: Sequence[tuple[str, int, bytes]], add: Callable[[int], None]) -> None:
-    """Read a file, and compare the digests of its parts.
-
-    Raises:
-        CorruptCheckpointError: Bytes differ.
-    """
-    with path.open("rb", buffering=0) as opened:
+    """Read a file, and compare the lengths and digests of its parts."""
+    with path.open("rb") as opened:
         if hasattr(os, "posix_fadvise"):  # so that the disk is read, and not the copy in memory
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for number, (title, length, expected) in enumerate(parts):
-            data = bytearray(length)
-            read_bytes = 0
-            while read_bytes < length:
-                count = opened.readinto(memoryview(data)[read_bytes:])
-                if not count:
-                    break
-                read_bytes += count
-            if read_bytes < length or digest(data) != expected:
+            data = opened.read(length)
+            if len(data) < length or digest(data) != expected:
                 raise CorruptCheckpointError(
                     "Bytes read back differ from those that were written. Check the disk.", file=str(path), tensor=title
                 )
