@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from http import HTTPStatus
@@ -23,6 +22,8 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from dcp_remote.common.arrays import Buffer
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.helper_thread import HelperThread
 from dcp_remote.errors import (
     DcpRemoteError,
     InvalidArgumentError,
@@ -269,19 +270,19 @@ class ReadOnlyFsspecStore:
 
     def _ask(self, verb: str, key: str, request: Callable[[], _Answer], *, size_bytes: int = 0) -> _Answer:
         """Make a call of the file system and return its result; raise its errors as errors of dcp_remote."""
-        answer: Future[_Answer] = Future()
+        # In a thread, so that a call that does not return ends for the caller by its deadline.
+        helper, deadline = HelperThread("dcp_remote-fsspec"), Deadline(request_seconds(size_bytes))
 
-        def work() -> None:
-            try:
-                with self._lock:
-                    answer.set_result(request())
-            except BaseException as error:  # noqa: BLE001  # raised below
-                answer.set_exception(error)
+        def call() -> _Answer:
+            with self._lock:
+                return request()
+
+        def check_deadline() -> None:
+            if deadline.expired():
+                raise TimeoutError
 
         try:
-            # In a thread, so that a call that does not return ends for the caller by its deadline.
-            threading.Thread(target=work, name="dcp_remote-fsspec", daemon=True).start()
-            return answer.result(request_seconds(size_bytes))
+            return helper.run(call, check_deadline)
         except DcpRemoteError:
             raise
         except Exception as error:  # noqa: BLE001  # `_classify` handles every error
@@ -292,6 +293,8 @@ class ReadOnlyFsspecStore:
                 WHAT[kind], verb=verb, url=url, cause=describe_cause(str(error) or type(error).__name__, secrets)
             )
             raise failure from get_safe_cause(error, secrets)
+        finally:
+            helper.close()
 
 
 def _classify(error: BaseException) -> ErrorClass:

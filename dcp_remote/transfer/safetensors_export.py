@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from dcp_remote.common.digests import digest
-from dcp_remote.common.geometry import Box, boxes_of_run, cut_chunk
+from dcp_remote.common.geometry import Box
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.loading.selection import Rename, Selection
 from dcp_remote.serialization.files import Files
-from dcp_remote.serialization.tensors import byte_view, dtype_name, empty_tensor
+from dcp_remote.serialization.tensors import byte_view, dtype_name
 from dcp_remote.transfer.checkpoint import SavedCheckpoint, size_of
+from dcp_remote.transfer.piece_planner import Together
 from dcp_remote.transfer.safetensors_source import DTYPES, INDEX_SUFFIX, WEIGHTS_FILE
+from dcp_remote.transfer.tensor_source import cut_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -50,23 +52,14 @@ class _Tensor:
     dtype: torch.dtype
 
     @property
-    def size_bytes(self) -> int:
-        """Size in bytes."""
-        return size_of(Box((), self.shape), self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Elements `start` to `stop` of a tensor, in row-major order."""
-
-    tensor: _Tensor
-    start: int
-    stop: int
+    def box(self) -> Box:
+        """Box of all elements."""
+        return Box((0,) * len(self.shape), self.shape)
 
     @property
     def size_bytes(self) -> int:
         """Size in bytes."""
-        return (self.stop - self.start) * self.tensor.dtype.itemsize
+        return size_of(self.box, self.dtype)
 
 
 class SafetensorsExport:
@@ -112,25 +105,26 @@ class SafetensorsExport:
         """Write a file; return the name, the length and the digest of each part of it, in order."""
         header = _make_header(tensors)
         parts = [("the header", len(header), digest(header))]
+        # Boxes that are contiguous, in the order of their elements.
+        boxes = {
+            (tensor, box): size_of(box, tensor.dtype)
+            for tensor in tensors
+            for box in cut_pieces(tensor.box, tensor.dtype, piece_bytes_max=max(16, self._bytes_max))
+        }
+        reads = Together(boxes, self._read, bytes_max=self._bytes_max, small_bytes_max=self._bytes_max)
         with path.open("xb") as opened:
             opened.write(header)
-            for runs in _group(tensors, self._bytes_max):
-                for run, data in zip(runs, self._read(runs), strict=True):
-                    opened.write(data)
-                    parts.append((run.tensor.title, len(data), digest(data)))
-                    add(len(data))
+            for tensor, box in boxes:
+                data = byte_view(reads.take((tensor, box)))
+                opened.write(data)
+                parts.append((tensor.title, len(data), digest(data)))
+                add(len(data))
             opened.flush()
             os.fsync(opened.fileno())
         return parts
 
-    def _read(self, runs: Sequence[_Run]) -> list[memoryview]:
-        found = [empty_tensor(run.tensor.dtype, (run.stop - run.start,)) for run in runs]
-        self._saved.read(
-            (run.tensor.name, box, flat[first - run.start : first - run.start + box.elements].view(box.sizes))
-            for run, flat in zip(runs, found, strict=True)
-            for first, box in boxes_of_run(run.tensor.shape, run.start, run.stop)
-        )
-        return [byte_view(flat) for flat in found]
+    def _read(self, parts: Sequence[tuple[_Tensor, Box]]) -> list[torch.Tensor]:
+        return self._saved.read_new([(tensor.name, box, tensor.dtype) for tensor, box in parts])
 
     def _read_side_files(self) -> dict[str, bytes]:
         """Return the small files, without those that would stand for the weights of this export."""
@@ -201,23 +195,6 @@ def _divide(tensors: Iterator[_Tensor], bytes_max: int) -> dict[str, list[_Tenso
     if len(groups) == 1:
         return {WEIGHTS_FILE: groups[0]}
     return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
-
-
-def _group(tensors: Sequence[_Tensor], bytes_max: int) -> Iterator[list[_Run]]:
-    """Yield the elements of all tensors, in groups of at most some bytes, or of one element."""
-    group: list[_Run] = []
-    used_bytes = 0
-    for tensor in tensors:
-        item_bytes = tensor.dtype.itemsize
-        for start, stop in cut_chunk(tensor.shape, item_bytes=item_bytes, piece_bytes_max=max(item_bytes, bytes_max)):
-            run = _Run(tensor, start, stop)
-            if group and used_bytes + run.size_bytes > bytes_max:
-                yield group
-                group, used_bytes = [], 0
-            group.append(run)
-            used_bytes += run.size_bytes
-    if group:
-        yield group
 
 
 def _make_header(tensors: Sequence[_Tensor]) -> bytes:
