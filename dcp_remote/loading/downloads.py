@@ -136,9 +136,7 @@ def download(
         seconds = retry_seconds if deadline is None else min(retry_seconds, deadline.remaining_seconds())
         range_deadline = Deadline(seconds, cancellation.clock)
         with lease.used():
-            RetryingStore(store, range_deadline, sleep=cancellation.pause, on_retry=note_retry).get_into(
-                fetch.key, fetch.start, data
-            )
+            RetryingStore(store, range_deadline, on_retry=note_retry).get_into(fetch.key, fetch.start, data)
         return Fetched(fetch, data, fetch.digest(data))
 
     def note_retry(_verb: str, key: str, error: StorageError) -> None:

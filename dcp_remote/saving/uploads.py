@@ -128,7 +128,6 @@ class Uploads(Generic[T]):
         self._sender = RetryingStore(
             store,
             Deadline(deadline.remaining_seconds(), self._cancellation.clock),
-            sleep=self._cancellation.pause,
             on_retry=self._count_retry,
         )
         self._budget_bytes = memory_budget_bytes

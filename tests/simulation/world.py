@@ -24,7 +24,7 @@ import pytest
 
 from dcp_remote.common import deadline
 from dcp_remote.common.arrays import Buffer
-from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import (
     ConditionFailedError,
     DcpRemoteError,
@@ -41,7 +41,6 @@ from dcp_remote.saving import uploads
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.deletion_queue import DeletionQueue
-from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
 
 _Answer = TypeVar("_Answer")
@@ -568,11 +567,9 @@ class _Cancellation:
     def cancel(self) -> None:
         """Do nothing: no thread waits."""
 
-    def clock(self) -> float:
-        return _clock()
-
-    def pause(self, seconds: float) -> None:
-        _sleep(seconds)
+    @property
+    def clock(self) -> Clock:
+        return Clock(_clock, _sleep)
 
 
 class _Pool:
@@ -614,8 +611,7 @@ def _sleep(seconds: float) -> None:
 def simulated(world: World) -> Iterator[pytest.MonkeyPatch]:
     """Replace time, names and threads by the simulation's, also where the package takes them by default."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Deadline.__init__, "__defaults__", (_clock,))
-        patch.setitem(RetryingStore.__init__.__kwdefaults__, "sleep", _sleep)  # type: ignore[arg-type]  # the constructor has keyword defaults
+        patch.setattr(deadline, "SYSTEM_CLOCK", Clock(_clock, _sleep))
         for module in (uploads, downloads):
             patch.setattr(module, "Cancellation", _Cancellation)
             patch.setattr(module, "Workers", _Pool)
