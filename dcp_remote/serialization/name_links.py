@@ -38,7 +38,7 @@ def find_links(state: Mapping[str, Any]) -> list[NameLink]:
     Raises:
         InvalidArgumentError: An optimizer has parameters of no module of the state.
     """
-    found = {".".join(map(str, path)): value for path, value in iterate_stateful(state)}
+    found = {leaf.name: leaf.value for leaf in iterate_stateful(state)}
     modules = {name: value.model for name, value in found.items() if isinstance(value, ModelState)}
     averages = {name: module for name, module in modules.items() if _is_average(name, module)}
     names = {name: names_of(module) for name, module in modules.items() if name not in averages}

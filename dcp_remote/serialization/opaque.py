@@ -5,9 +5,12 @@ torch's planner flattens dicts and lists, but no tuple: so the entry is a tuple 
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any, Final, Generic, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
@@ -15,6 +18,11 @@ from torch.optim import Optimizer
 from dcp_remote.errors import InvalidArgumentError
 
 _NAMED_MAX = 5
+
+# Types that are no `Stateful`s, which takes microseconds to find out of others.
+_NEVER_STATEFUL = frozenset(
+    {NoneType, bool, int, float, complex, str, bytes, tuple, list, dict, OrderedDict, defaultdict}
+)
 
 T = TypeVar("T")
 
@@ -79,7 +87,9 @@ def _is_asked(value: object) -> bool:
 
 def is_stateful(value: object) -> bool:
     """Return whether a value is a `Stateful`: an object, and no class, with `state_dict` and `load_state_dict`."""
-    return isinstance(value, Stateful) and not isinstance(value, type)
+    if type(value) in _NEVER_STATEFUL or isinstance(value, torch.Tensor | type):
+        return False
+    return isinstance(value, Stateful)
 
 
 def mark_of(value: object) -> tuple[str | None, Any]:

@@ -1,0 +1,105 @@
+"""Leaves of a state: the values in its dicts and lists, each with its path; what looks into a state loops over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.serialization.opaque import is_stateful
+
+# Keys as text, and indices of lists, as torch's planner writes paths.
+Path: TypeAlias = tuple[str | int, ...]
+
+# Depth of containers in a state. A copy needs three calls for each, of the thousand that Python allows.
+_DEPTH_MAX = 200
+
+
+class Leaf(NamedTuple):
+    """Value of a state and its place; an empty dict or list is a leaf, too.
+
+    Attributes:
+        path: Path of the value.
+        keys: The same path, with keys as the state has them.
+        value: Value.
+    """
+
+    path: Path
+    keys: tuple[Any, ...]
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """Name that torch's planner gives to the value."""
+        return name_of(self.path)
+
+
+def name_of(path: Path) -> str:
+    """Return the name that torch's planner gives to a path."""
+    return ".".join(map(str, path))
+
+
+def is_container(value: object) -> bool:
+    """Return whether a value is a dict or list that is no `Stateful` itself."""
+    return isinstance(value, Mapping | list) and not is_stateful(value)
+
+
+def is_flattened(value: object) -> bool:
+    """Return whether torch's planner takes a value apart: a mapping, or a list that holds a tensor or mapping."""
+    if isinstance(value, list):
+        return any(isinstance(inner, torch.Tensor) or is_flattened(inner) for inner in value)
+    return isinstance(value, Mapping)
+
+
+def iterate_leaves(
+    value: object, path: Path = (), *, descends: Callable[[object], bool] = is_container
+) -> Iterator[Leaf]:
+    """Yield the leaves of a value, depth first and in its order; the value itself if it is none to descend into.
+
+    Args:
+        value: State, or a part of it.
+        path: Path of the value.
+        descends: Function that returns whether a dict or list is taken apart.
+
+    Raises:
+        InvalidArgumentError: A dict or list contains itself, or is nested too deeply.
+    """
+    stack = [Leaf(path, path, value)]
+    while stack:
+        leaf = stack.pop()
+        inner = _parts_of(leaf) if descends(leaf.value) else []
+        if inner:
+            stack.extend(reversed(inner))
+        else:
+            yield leaf
+
+
+def _parts_of(leaf: Leaf) -> list[Leaf]:
+    path, keys, container = leaf
+    require_depth(path)
+    if isinstance(container, list):
+        return [Leaf((*path, number), (*keys, number), value) for number, value in enumerate(container)]
+    return [Leaf((*path, str(key)), (*keys, key), value) for key, value in container.items()]
+
+
+def require_depth(path: Path) -> None:
+    """Refuse a container at a path of too many parts.
+
+    Raises:
+        InvalidArgumentError: The path is too long.
+    """
+    if len(path) > _DEPTH_MAX:
+        raise InvalidArgumentError(
+            "A dict or list of the state contains itself, or is nested too deeply. Put a value that contains itself "
+            "into Opaque(...); make a deep one flat, or leave it out.",
+            key=path[0],
+        )
+
+
+def value_at(state: Any, keys: Sequence[Any]) -> Any:
+    """Return the value of a state below these keys."""
+    for key in keys:
+        state = state[key]
+    return state
