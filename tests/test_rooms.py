@@ -31,7 +31,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("errors", "common", "format", "storage", "run", "serialization", "coordination", "saving", "loading"),
         *("writer", "reader"),
     },
-    "transfer": {"errors", "common", "format", "storage", "run", "serialization", "loading", "manager", "coordination"},
+    "transfer": {
+        *("errors", "common", "format", "storage", "run", "serialization", "coordination", "saving", "loading"),
+        "manager",
+    },
     "testing": {"errors", "common", "storage"},
     # The public API, as its users import it: `from dcp_remote import …`, `from dcp_remote.errors import …`.
     "integrations": {"errors", "__init__", "common"},

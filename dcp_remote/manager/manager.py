@@ -16,8 +16,7 @@ from typing import Any, Literal, Self, SupportsFloat
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_remote.common.digests import digest
 from dcp_remote.common.threads import limit_exit_wait
@@ -36,9 +35,9 @@ from dcp_remote.manager.first_save import FirstSave
 from dcp_remote.manager.preemption import Preemption
 from dcp_remote.manager.progress import ProgressSetting, check_progress, start_progress
 from dcp_remote.manager.rank_restore import load_rank
-from dcp_remote.manager.rank_save import RankSaver, Task
+from dcp_remote.manager.rank_save import RankSaver
 from dcp_remote.manager.reports import LoadReport, SaveReport
-from dcp_remote.manager.save_planning import Replicas
+from dcp_remote.manager.save_planning import Replicas, Task
 from dcp_remote.manager.save_policy import SavePolicy, SaveSchedule
 from dcp_remote.manager.telemetry import Telemetry
 from dcp_remote.run.info import CheckpointInfo
@@ -46,6 +45,7 @@ from dcp_remote.run.job import CheckpointLabels, JobSession, require_step, requi
 from dcp_remote.run.lookup import as_step
 from dcp_remote.run.retention import ChooseToDelete, Retention, require_retention
 from dcp_remote.saving.device_copy import wait_for_devices
+from dcp_remote.saving.plan_cache import RunPlanner
 from dcp_remote.saving.staging import Stager, tensors_of
 from dcp_remote.serialization.state_dict import TensorRoles, as_state, build_saved_state, require_distinct
 from dcp_remote.storage import ObjectStore
@@ -119,7 +119,7 @@ class CheckpointManager:
         replicas: "equal" to refuse the first save with a tensor of which ranks hold different values, unless it is a
             buffer. "coordinator" to compare no values, and save those of the lowest rank that holds the tensor, whole:
             for ranks that train apart for a while, as in local SGD. The argument of rank 0 counts. Never compared are
-            tensors of a subclass other than `DTensor`, and all tensors under a planner with methods of its own.
+            tensors of a subclass other than `DTensor`.
         resumed_from: Step whose state was loaded by other means than `restore`.
         start_over: True to leave the run's checkpoints behind: the first commit marks them as abandoned.
         silence_seconds: Seconds without a heartbeat after which a rank counts as dead; 60.
@@ -288,7 +288,6 @@ class CheckpointManager:
         user: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         exist_ok: bool | None = None,
-        planner: SavePlanner | None = None,
         wait: bool | Literal["begun"] = False,
     ) -> None:
         """Save a state in the background; called by every rank.
@@ -322,10 +321,6 @@ class CheckpointManager:
                 or random states, is not saved, nor are other metrics. A state with other names, shapes or dtypes than
                 the checkpoint is refused, and so is a name that the checkpoint does not have; costs two GETs. False
                 refuses each step that is live. The coordinator's argument counts.
-            planner: Planner of torch; None is `DefaultSavePlanner()`. A planner with methods of its own plans each save
-                anew; replicas are written by one rank, and their values are not compared: where ranks differ, the
-                planner decides whose are saved, and no error says so. torch's plan cache (`enable_plan_caching`) is not
-                used.
             wait: True to return only when the checkpoint is committed. The state is then not copied. "begun" to return
                 when every rank has called `save` and copied its state, and the run takes the step: an error of any rank
                 until then, and one that does not come, is raised by this call on all ranks. Every loop that would wait
@@ -366,9 +361,7 @@ class CheckpointManager:
             waiting_seconds = time.monotonic() - called_seconds
             seconds = min(self._timeout_seconds - waiting_seconds, self._preemption.working_seconds())
             collective = self._prepare(f"the save of step {step}", seconds=seconds)
-            background_save = BackgroundSave(
-                collective, self._ranks, self._saver, self._coordinator, before=self._background_saves.newest
-            )
+            background_save = BackgroundSave(collective, self._ranks, self._saver, before=self._background_saves.newest)
             self._ranks.begin(collective)
             with operation.phase("staging"):
                 roles = TensorRoles()
@@ -376,7 +369,7 @@ class CheckpointManager:
             task = Task(
                 labels=labels,
                 state=copied,
-                planner=planner if planner is not None else DefaultSavePlanner(),
+                planner=self._make_planner(),
                 user=noted,
                 called_seconds=called_seconds,
                 waiting_seconds=waiting_seconds,
@@ -734,6 +727,10 @@ class CheckpointManager:
             return copied
         collective.set_activity("copying the state")
         return self._stager.stage(copied)
+
+    def _make_planner(self) -> RunPlanner:
+        """Return the planner of one save; an import overrides this method with a planner that reads its source."""
+        return RunPlanner()
 
     def _prepare(
         self,

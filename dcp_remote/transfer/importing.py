@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_remote.common.digests import digest
@@ -28,14 +27,14 @@ from dcp_remote.errors import (
     StorageError,
     UnsafeObjectError,
 )
-from dcp_remote.format.empty_dicts import to_flatten_items
 from dcp_remote.manager.manager import CheckpointManager
 from dcp_remote.manager.progress import ProgressSetting, start_progress
 from dcp_remote.manager.reports import SaveReport
 from dcp_remote.run.info import CheckpointInfo, latest
 from dcp_remote.run.job import CheckpointLabels
+from dcp_remote.saving.plan_cache import RunPlanner
 from dcp_remote.serialization.refused_values import refused_values
-from dcp_remote.serialization.state_dict import PER_RANK_KEY, convert_per_rank, empty_places, require_distinct
+from dcp_remote.serialization.state_dict import PER_RANK_KEY, convert_per_rank, require_distinct
 from dcp_remote.serialization.tensors import byte_view
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import require_budget, require_timeout
@@ -189,11 +188,11 @@ def import_checkpoint(
             step=step,
         )
     resumed_from = newest.step if newest is not None else None
-    with CheckpointManager(run_url, resumed_from=resumed_from, start_over=start_over, **settings) as run:
-        planner = _SourcePlanner(opened, check=require_same, bytes_max=piece_bytes_max)
+    planner = _SourcePlanner(opened, check=require_same, bytes_max=piece_bytes_max)
+    with _ImportingManager(planner, run_url, resumed_from=resumed_from, start_over=start_over, **settings) as run:
         note = {"imported_from": opened.url, "imported_kind": opened.kind}
         try:
-            run.save(step, opened.state, planner=planner, overwrite=overwrite, wait=True, user=note)
+            run.save(step, opened.state, overwrite=overwrite, wait=True, user=note)
         except CheckpointExistsError:
             require_same()  # whose error says what happened, where another job has begun the run meanwhile
             raise
@@ -244,7 +243,18 @@ def _saved_but_not(done: str, step: int) -> Iterator[None]:
         ) from error
 
 
-class _SourcePlanner(PiecePlanner):
+class _ImportingManager(CheckpointManager):
+    """Manager of one save, which reads from a source."""
+
+    def __init__(self, planner: _SourcePlanner, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._planner = planner
+
+    def _make_planner(self) -> RunPlanner:
+        return self._planner
+
+
+class _SourcePlanner(PiecePlanner, RunPlanner):
     """Planner that reads a source. `check` is called when the save has the fence, before anything is read."""
 
     def __init__(self, source: Source, *, check: Callable[[], None], bytes_max: int) -> None:
@@ -256,20 +266,19 @@ class _SourcePlanner(PiecePlanner):
         # Here, since the manager sorts the top-level keys, and takes values of this rank alone.
         ordered = {key: state_dict[key] for key in self._source.state} | self._per_rank
         super().set_up_planner(ordered, *args, **options)
-        self.mappings = to_flatten_items(empty_places(state_dict)) | self.mappings
 
     def create_local_plan(self) -> SavePlan:
-        self._check()
         plan = super().create_local_plan()
         if self.is_all_read:  # there are no tensors
             self._source.reader.require_unchanged()
         return plan
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        # Without torch's check of chunks, whose time is quadratic: sources return pieces that tile their tensors.
-        self.global_plan, metadata = create_default_global_save_plan(all_plans)
-        self.metadata = replace(metadata, planner_data=self.mappings)
-        return self.global_plan, self.metadata
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self._check()
+        return super().finish_plan(new_plan)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn]  # torch's method knows no piece of a plain tensor
 
     def cut(self, name: str) -> Mapping[Box, int]:
         return {box: self._source.read_bytes(name, box) for box in self._source.pieces(name)}

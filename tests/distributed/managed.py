@@ -12,13 +12,13 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
@@ -29,6 +29,7 @@ from dcp_remote.coordination import heartbeat
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import DcpRemoteError, PermissionDeniedError
 from dcp_remote.manager.coordinator import Coordinator
+from dcp_remote.saving.plan_cache import RunPlanner
 from dcp_remote.saving.rank_report import RankReport
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
@@ -358,7 +359,7 @@ class NeedsCode:
     """Object that only code can load."""
 
 
-class BrokenSavePlanner(DefaultSavePlanner):
+class BrokenSavePlanner(RunPlanner):
     """Raises in one of its methods."""
 
     def __init__(self, method: str, error: Exception) -> None:
@@ -376,10 +377,6 @@ class BrokenSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         self._break("create_local_plan")
         return super().create_local_plan()
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        self._break("create_global_plan")
-        return super().create_global_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         self._break("finish_plan")
@@ -451,7 +448,6 @@ SAVE_FAILURES = (
     "upload",
     "set_up_planner",
     "create_local_plan",
-    "create_global_plan",
     "finish_plan",
     "resolve_data",
     "unpicklable",
@@ -471,7 +467,7 @@ RESTORE_FAILURES = (
 def broken_save(manager: CheckpointManager, store: SwitchedStore, failure: str, step: int, *, wait: bool) -> None:
     """On the rank where it fails."""
     state = state_of(step)
-    planner: DefaultSavePlanner | None = None
+    planner = RunPlanner()
     if failure == "state_dict":
         state["broken"] = Broken("state_dict")
     elif failure == "copy":
@@ -484,7 +480,8 @@ def broken_save(manager: CheckpointManager, store: SwitchedStore, failure: str, 
         planner = BrokenSavePlanner("create_local_plan", UnpicklableError("in create_local_plan"))
     else:
         planner = BrokenSavePlanner(failure, ZeroDivisionError(f"in {failure}"))
-    manager.save(step, state, planner=planner, wait=wait)
+    with mock.patch.object(manager, "_make_planner", return_value=planner):
+        manager.save(step, state, wait=wait)
     manager.wait()
 
 
@@ -520,10 +517,10 @@ def leave_without_a_verdict(path: Path, victim: int) -> list[Ended | None]:
             elif dist.get_rank() == 0:
                 patch.setattr(Coordinator, "commit", when_it_is_over(Coordinator.commit))
             ending = ended(lambda: manager.save(2, state_of(2), wait=True))
-        unclear = len(manager._saver._unclear)
+        unclear = len(manager._saver._planning.unclear)
         assert unclear == (dist.get_rank() == victim)
         manager.save(3, state_of(3), wait=True)
-        assert manager._saver._unclear == []
+        assert manager._saver._planning.unclear == []
     return [ending]
 
 

@@ -14,7 +14,6 @@ from tests.distributed.planning import (
     plans_around_failures,
     plans_of_saves,
     plans_of_two_managers,
-    plans_that_tables_cannot_say,
     share_replicas,
     unlike_replicas,
 )
@@ -33,7 +32,6 @@ SEQUENCE = [
     ("a key of one rank", 0),
     ("other rows", 1),
     ("other rows", 0),
-    ("a planner of the user", 1),
     ("", 1),
     ("", 0),
 ]
@@ -133,10 +131,3 @@ def test_replicas_that_come_to_differ_are_not_mixed(rank_pool: RankPool, tmp_pat
         assert whole[step * 200, 1].item() == (100 if differs else 99)
         whole[step * 200, 1] = step
         assert torch.equal(whole, torch.full((1024, 1024), float(step)))
-
-
-def test_one_rank_whose_plan_is_no_table(rank_pool: RankPool, tmp_path: Path) -> None:
-    """All of them plan as torch does, and keep what came of it."""
-    assert rank_pool.run(plans_that_tables_cannot_say, tmp_path) == [[1, 0]] * 4
-    for step in (1, 2):
-        assert_holds(tmp_path, step, "", step)
