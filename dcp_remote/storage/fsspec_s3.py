@@ -53,10 +53,11 @@ from dcp_remote.storage.cloud.errors import (
     describe_cause,
     get_safe_cause,
     make_answer_error,
-    make_bucket_error,
+    make_s3_bucket_error,
     translate,
 )
 from dcp_remote.storage.cloud.options import check_endpoint
+from dcp_remote.storage.cloud.s3 import S3
 from dcp_remote.storage.conditional_writes import find_unproven_server
 from dcp_remote.storage.request_context import remaining_seconds, rounded_up, writes_nothing
 from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix
@@ -236,7 +237,7 @@ class FsspecStore:
         """
         endpoint_url = self._ask("open", "", lambda client: str(client.meta.endpoint_url))
         check_endpoint(endpoint_url, named="AWS_ENDPOINT_URL, or `endpoint_url` of the profile,")
-        return find_unproven_server("s3", endpoint_url, self._parsed.bucket)
+        return find_unproven_server(endpoint_url, self._parsed.bucket, known_hosts=S3.known_hosts)
 
     @property
     def _root(self) -> str:
@@ -304,7 +305,7 @@ class FsspecStore:
         with suppress(Exception):  # the error is worth more than the two details
             meta = _Client(self._connection.filesystem(), self._parsed.bucket, time.monotonic() + _META_SECONDS).meta
             endpoint_url, region_name = str(meta.endpoint_url), meta.region_name
-        return make_bucket_error("s3", self._parsed.bucket, endpoint_url=endpoint_url, region_name=region_name)
+        return make_s3_bucket_error(self._parsed.bucket, endpoint_url=endpoint_url, region_name=region_name)
 
     def _named(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
