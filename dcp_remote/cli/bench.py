@@ -26,7 +26,7 @@ from dcp_remote.common.text import escape_unprintable, human_bytes
 from dcp_remote.common.units import GiB, KiB, MiB
 from dcp_remote.errors import InvalidArgumentError, StorageError
 from dcp_remote.storage import ObjectStore, open_store
-from dcp_remote.storage.cloud.circuit_breaker import DirectCounts
+from dcp_remote.storage.cloud.direct_reads import DirectCounts
 from dcp_remote.storage.limits import take_limits
 from dcp_remote.storage.url import parse_url
 

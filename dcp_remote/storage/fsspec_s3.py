@@ -44,7 +44,6 @@ from dcp_remote.storage.base import (
     may_follow,
     quote_etag,
 )
-from dcp_remote.storage.cloud.config import Timeouts
 from dcp_remote.storage.cloud.errors import (
     NO_SUCH_BUCKET_CODE,
     SENT_ELSEWHERE,
@@ -53,10 +52,12 @@ from dcp_remote.storage.cloud.errors import (
     describe_cause,
     get_safe_cause,
     make_answer_error,
-    make_bucket_error,
+    make_s3_bucket_error,
     translate,
 )
 from dcp_remote.storage.cloud.options import check_endpoint
+from dcp_remote.storage.cloud.s3 import S3
+from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.conditional_writes import find_unproven_server
 from dcp_remote.storage.request_context import remaining_seconds, rounded_up, writes_nothing
 from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix
@@ -239,7 +240,7 @@ class FsspecStore:
         """
         endpoint_url = str(self._ask("open", "", _get_client).meta.endpoint_url)
         check_endpoint(endpoint_url, named="AWS_ENDPOINT_URL, or `endpoint_url` of the profile,")
-        return find_unproven_server("s3", endpoint_url, self._parsed.bucket)
+        return find_unproven_server(endpoint_url, self._parsed.bucket, known_hosts=S3.known_hosts)
 
     def _list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
         root = f"{self._parsed.prefix}/" if self._parsed.prefix else ""
@@ -328,8 +329,8 @@ class FsspecStore:
             secrets = self._connection.secrets(has_answered=refused is not None)
             if refused is not None and _code_of(refused) == NO_SUCH_BUCKET_CODE:
                 meta = self._ask("open", "", _get_client).meta
-                raise make_bucket_error(
-                    "s3", self._parsed.bucket, endpoint_url=str(meta.endpoint_url), region_name=meta.region_name
+                raise make_s3_bucket_error(
+                    self._parsed.bucket, endpoint_url=str(meta.endpoint_url), region_name=meta.region_name
                 ) from get_safe_cause(error, secrets)
             failure = _translate(error, verb=verb, url=self._named(key), secrets=secrets, condition=condition)
             raise failure from get_safe_cause(error, secrets)
