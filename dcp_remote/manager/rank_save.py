@@ -21,6 +21,7 @@ from dcp_remote.manager.progress import Progress, ProgressSetting, start_progres
 from dcp_remote.manager.reports import RankFigures, SaveReport, Seconds, SlowShard, combine
 from dcp_remote.manager.save_planning import Agreed, RankPlanning, Replicas, Task
 from dcp_remote.run.background_deletions import BackgroundDeletions
+from dcp_remote.run.info import catalog_of
 from dcp_remote.run.job import SaveTicket
 from dcp_remote.run.lookup import read_manifest_at
 from dcp_remote.saving.dedup import Baseline
