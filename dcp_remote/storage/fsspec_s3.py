@@ -44,7 +44,6 @@ from dcp_remote.storage.base import (
     may_follow,
     quote_etag,
 )
-from dcp_remote.storage.cloud.config import Timeouts
 from dcp_remote.storage.cloud.errors import (
     NO_SUCH_BUCKET_CODE,
     SENT_ELSEWHERE,
@@ -58,6 +57,7 @@ from dcp_remote.storage.cloud.errors import (
 )
 from dcp_remote.storage.cloud.options import check_endpoint
 from dcp_remote.storage.cloud.s3 import S3
+from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.conditional_writes import find_unproven_server
 from dcp_remote.storage.request_context import remaining_seconds, rounded_up, writes_nothing
 from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix
