@@ -141,8 +141,8 @@ def _open_quick_store(url: str, storage_options: Mapping[str, object], store: Ob
     parsed = parse_url(url)
     if parsed.scheme in {"file", "memory"}:
         return store
-    from dcp_remote.storage.cloud.config import Timeouts
     from dcp_remote.storage.cloud.store import open_cloud_store
+    from dcp_remote.storage.cloud.timeouts import Timeouts
 
     timeouts = Timeouts(floor_seconds=_QUICK_SECONDS, silence_seconds=_QUICK_SECONDS)
     return open_cloud_store(parsed, take_limits(storage_options)[1], timeouts=timeouts)

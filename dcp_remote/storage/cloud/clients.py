@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Hashable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from obstore.exceptions import BaseError
 
 from dcp_remote.common.descriptors import find_shortage
 from dcp_remote.errors import InvalidArgumentError, TransientStorageError
-from dcp_remote.storage.cloud.config import Timeouts, make_client_config
 from dcp_remote.storage.cloud.errors import get_safe_cause, translate
 from dcp_remote.storage.cloud.provider import Client, Provider
+from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.request_context import remaining_seconds, rounded_up
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig
 
 # obstore's threads do not survive a fork; a child process that uses them hangs.
 _requesting_pid: int | None = None
@@ -65,14 +71,19 @@ class Clients:
 
     def _open(self, *, download: bool, delete_singly: bool, request_seconds: float) -> Client:
         provider = self._provider
-        http = make_client_config(
-            provider.endpoint_url(),
-            verify=provider.verify(),
-            connect_seconds=provider.options.connect_timeout_seconds,
-            request_seconds=request_seconds,
+        http: ClientConfig = {
+            "allow_http": (provider.endpoint_url() or "").lower().startswith("http:"),
+            "connect_timeout": timedelta(seconds=provider.options.connect_timeout_seconds),
+            "timeout": timedelta(seconds=request_seconds),
+        }
+        if download:
             # Not for uploads: the client counts the whole time of sending a body as silence.
-            silence_seconds=self._timeouts.silence_seconds if download else None,
-        )
+            http["read_timeout"] = timedelta(seconds=self._timeouts.silence_seconds)
+        verify = provider.verify()
+        if verify is False:
+            http["allow_invalid_certificates"] = True
+        elif isinstance(verify, str):
+            http["root_certificate"] = _read_certificates(verify)
         try:
             return provider.open_client(http, delete_singly=delete_singly)
         except BaseError as error:
@@ -83,6 +94,16 @@ class Clients:
                 bucket=provider.bucket,
                 cause=reason.details.get("cause"),
             ) from get_safe_cause(error, secrets)
+
+
+def _read_certificates(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(
+            "The file of certificates (storage_options['verify'], AWS_CA_BUNDLE or ca_bundle) cannot be read.",
+            path=path,
+        ) from error
 
 
 def _refuse_after_fork() -> None:

@@ -109,13 +109,13 @@ class DirectReads:
         """Open no connection. The limits are for opening one, and for the time between two arrivals of bytes."""
         self._bucket = bucket
         self._connect_seconds = connect_seconds
-        self._silence_seconds = silence_seconds
+        self.silence_seconds = silence_seconds
         self._clock = clock
         self._lock = threading.Lock()
         self._counts = DirectCounts()
         self._failed_in_a_row = 0
         self._again_at = 0.0
-        self._latencies = LatencyTracker()
+        self.latencies = LatencyTracker()
         self._context: ssl.SSLContext | None = None
         self._idle: list[tuple[float, str, StreamConnection]] = []
         self._hedges = Workers(_HEDGES_MAX, "dcp_remote-second-read")
@@ -179,16 +179,7 @@ class DirectReads:
             TimeoutError: The store was silent, or slow, until the deadline of the caller.
             StorageError: The caller has reclaimed `buffer` (`request_context`).
         """
-        send_hedge = partial(self._send_hedge, hedge) if hedge is not None else None
-        request = _RangeRequest(
-            url,
-            start,
-            buffer,
-            self._latencies,
-            seconds=seconds,
-            silence_seconds=self._silence_seconds,
-            send_hedge=send_hedge,
-        )
+        request = _RangeRequest(self, url, start, buffer, seconds=seconds, hedge=hedge)
         try:
             kept = self._take_idle(request.server)
             if kept is not None:
@@ -231,10 +222,15 @@ class DirectReads:
                 self._keep(request.server, connection)
             else:
                 connection.disconnect()
-        self._latencies.record(len(buffer), time.monotonic() - request.began_seconds)
+        self.latencies.record(len(buffer), time.monotonic() - request.began_seconds)
         return "direct"
 
-    def _send_hedge(self, hedge: Callable[[], memoryview]) -> Future[memoryview]:
+    def send_hedge(self, hedge: Callable[[], memoryview]) -> Future[memoryview]:
+        """Read a range by obstore in another thread, with a copy of this context.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
         call = CallOnce(partial(copy_context().run, hedge))
         self._hedges.submit(call)
         return call.future
@@ -272,15 +268,15 @@ class _RangeRequest:
 
     def __init__(
         self,
+        reads: DirectReads,
         url: str,
         start: int,
         buffer: memoryview,
-        latencies: LatencyTracker,
         *,
         seconds: float,
-        silence_seconds: float,
-        send_hedge: Callable[[], Future[memoryview]] | None,
+        hedge: Callable[[], memoryview] | None,
     ) -> None:
+        self._reads = reads
         self._parts = urlsplit(url)
         self.server = f"{self._parts.scheme}://{self._parts.netloc}"
         self.target = f"{self._parts.path}?{self._parts.query}" if self._parts.query else self._parts.path
@@ -290,11 +286,9 @@ class _RangeRequest:
         self.buffer = buffer
         self.seconds = seconds
         self.began_seconds = time.monotonic()
-        self._silence_seconds = silence_seconds
-        self._latencies = latencies
-        self._late_seconds = latencies.late_seconds(len(buffer))
-        self._send_hedge = send_hedge
-        self._hedge: Future[memoryview] | None = None
+        self._late_seconds = reads.latencies.late_seconds(len(buffer))
+        self._hedge = hedge
+        self._hedged: Future[memoryview] | None = None
 
     def make_connection(self, context: ssl.SSLContext) -> StreamConnection:
         """Return a connection to the server, which is not open."""
@@ -315,19 +309,19 @@ class _RangeRequest:
         """Check this request; called before each wait for bytes, and during the wait."""
         require_may_write()
         now_seconds = time.monotonic()
-        if self._hedge is not None and self._hedge.done() and self._hedge.exception() is None:
-            data = self._hedge.result()
+        elapsed_seconds = now_seconds - self.began_seconds
+        if self._hedged is not None and self._hedged.done() and self._hedged.exception() is None:
+            data = self._hedged.result()
             if len(data) == len(self.buffer):  # else the object is shorter, which this read will find as well
                 raise _OvertakenError(data)
-        elapsed_seconds = now_seconds - self.began_seconds
         if elapsed_seconds > self.seconds:
             raise TimeoutError("The store did not answer within the time limit.")
-        if now_seconds - max(self.began_seconds, stream.received_seconds) > self._silence_seconds:
+        if now_seconds - max(self.began_seconds, stream.received_seconds) > self._reads.silence_seconds:
             raise TimeoutError("The store fell silent in the middle of an answer.")
-        if self._send_hedge is not None and elapsed_seconds > self._late_seconds and self._latencies.may_repeat():
-            with suppress(RuntimeError):  # no thread can be started
-                self._hedge = self._send_hedge()
-            self._send_hedge = None
+        if self._hedge is not None and elapsed_seconds > self._late_seconds and self._reads.latencies.may_repeat():
+            with suppress(RuntimeError):
+                self._hedged = self._reads.send_hedge(self._hedge)
+            self._hedge = None
 
 
 def _close_all(idle: list[tuple[float, str, StreamConnection]]) -> None:

@@ -7,9 +7,6 @@ that looking for credentials may: botocore asks the instance when all else is em
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -83,8 +80,7 @@ def resolve_s3(bucket: str, options: S3Options) -> S3Endpoint:
     if options.aws_access_key_id is not None and options.aws_secret_access_key is not None:
         session.set_credentials(options.aws_access_key_id, options.aws_secret_access_key, options.aws_session_token)
     # An unsigned client needs no credentials to build the URL of a request.
-    with _paused_garbage_collector():
-        client = _create_s3_client(session, options, signature=UNSIGNED)
+    client = _create_s3_client(session, options, signature=UNSIGNED)
     check_endpoint(client.meta.endpoint_url, named="AWS_ENDPOINT_URL, or `endpoint_url` of the profile,")
     url = urlsplit(client.generate_presigned_url("head_bucket", Params={"Bucket": bucket}))
     path = url.path.rstrip("/")
@@ -98,18 +94,6 @@ def resolve_s3(bucket: str, options: S3Options) -> S3Endpoint:
         verify=options.verify if options.verify is not None else session.get_config_variable("ca_bundle"),
         has_proxy=bool(proxies.get(url.scheme) or proxies.get("all")) and not proxy_bypass(url.netloc),
     )
-
-
-@contextmanager
-def _paused_garbage_collector() -> Iterator[None]:
-    """Pause the garbage collector: botocore's models are so many objects that it would visit torch's, for 0.1 s."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def presign_s3(endpoint: S3Endpoint, options: S3Options, operation: str, **parameters: str | int) -> str:

@@ -2,8 +2,8 @@
 
 `ERROR_CLASSES` is the whole mapping, by class. obstore has one class, `GenericError`, for timeouts, refused
 connections, 5xx, redirects and other failures; its text is for people, so nothing is decided by its words. But the text
-quotes the store's error code, and some codes are final (`find_final_error`). Where the store gave no code and the
-difference matters, `diagnosis` asks the store once more, by a request that shows status and error code.
+quotes the store's error code, and some codes are final (`translate`). Where the store gave no code and the difference
+matters, `diagnosis` asks the store once more, by a request that shows status and error code.
 """
 
 from __future__ import annotations
@@ -241,32 +241,22 @@ def make_s3_bucket_error(bucket: str, *, endpoint_url: str | None, region_name: 
 
 
 def translate(error: BaseException, *, verb: str, url: str, secrets: Sequence[str], what: str = "") -> CloudError:
-    """Return the error of this package for a client's: by its class, with the store's error code if there is one.
+    """Return the error of this package for a client's: by the store's error code if that is final, else by its class.
 
     The error does not show the secrets, even if the store echoes them. `what` replaces the message of its class.
     """
-    error_class = classify_error(error)
-    code = find_error_code(str(error)) or ""
+    error_class, code = classify_error(error), find_error_code(str(error)) or ""
+    if code in _FINAL:
+        error_class, what = StorageError, _FINAL[code]
+    elif code in ADVICE:
+        error_class = PermissionDeniedError
+    elif verb == "list" and code == "NoSuchKey":
+        error_class = StorageError
+        what = "The store takes a listing for the read of an object: endpoint_url must not end with the bucket's name."
     cause = describe_cause(str(error), secrets)
     return error_class(
         _add_advice(what or WHAT[error_class], code), **_details(verb=verb, url=url, code=code, cause=cause)
     )
-
-
-def find_final_error(error: BaseException, *, verb: str, url: str, secrets: Sequence[str]) -> CloudError | None:
-    """Return an error if the store answered this request with a code that no later attempt will change; else None."""
-    code = find_error_code(str(error))
-    if code is None or not isinstance(error, obstore_exceptions.BaseError):
-        return None
-    details = _details(verb=verb, url=url, code=code, cause=describe_cause(str(error), secrets))
-    if code in _FINAL:
-        return StorageError(_FINAL[code], **details)
-    if verb == "list" and code == "NoSuchKey":
-        what = "The store takes a listing for the read of an object: endpoint_url must not end with the bucket's name."
-        return StorageError(what, **details)
-    if code in ADVICE:
-        return PermissionDeniedError(_add_advice(WHAT[PermissionDeniedError], code), **details)
-    return None
 
 
 def _details(**details: str) -> dict[str, str]:

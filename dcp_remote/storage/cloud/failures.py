@@ -20,7 +20,6 @@ from dcp_remote.storage.cloud.errors import (
     CloudError,
     classify_error,
     find_error_code,
-    find_final_error,
     get_safe_cause,
     translate,
 )
@@ -64,9 +63,8 @@ def raise_failure(error: Exception, request: FailedRequest, provider: Provider) 
 def _explain(error: Exception, failure: CloudError, request: FailedRequest, provider: Provider) -> CloudError:
     """Return a more precise error than the class of `error` gives; `failure` if there is none."""
     verb, url = request.verb, request.url
-    final = find_final_error(error, verb=verb, url=url, secrets=provider.secrets())
-    if final is not None:
-        return final
+    if type(failure) is not classify_error(error):
+        return failure  # the store gave a code that no later attempt will change
     # For a PUT, 404 means that the bucket is missing: obstore turns the 404 of a swap into a failed condition.
     is_no_bucket = isinstance(error, FileNotFoundError) and verb == "put"
     if is_no_bucket or (verb == "list" and find_error_code(str(error)) == provider.no_bucket_code):

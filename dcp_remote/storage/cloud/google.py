@@ -54,23 +54,22 @@ class GoogleCloud(Provider):
 
     def _make_config(self) -> GCSConfig:
         options = self.options
-        config: GCSConfig = {"skip_signature": False}
-        if options.anon or options.token == _ANONYMOUS:
+        given = {
+            "service_account": options.service_account,
+            "service_account_key": options.service_account_key,
+            "application_credentials": options.application_credentials,
+            "bearer_token": options.bearer_token,
+            "base_url": self.endpoint_url(),
+        }
+        is_anonymous = options.anon or options.token == _ANONYMOUS
+        if is_anonymous:
             # Without the empty token, obstore would ask the instance for credentials to send a PUT or DELETE.
-            config = {"skip_signature": True, "bearer_token": ""}
+            given["bearer_token"] = ""
         elif options.token is not None and options.token not in _WORDS:
             is_json = options.token.lstrip().startswith("{")
-            config["service_account_key" if is_json else "application_credentials"] = options.token
-        if options.service_account is not None:
-            config["service_account"] = options.service_account
-        if options.service_account_key is not None:
-            config["service_account_key"] = options.service_account_key
-        if options.application_credentials is not None:
-            config["application_credentials"] = options.application_credentials
-        if options.bearer_token is not None:
-            config["bearer_token"] = options.bearer_token
-        if (endpoint_url := self.endpoint_url()) is not None:
-            config["base_url"] = endpoint_url
+            given["service_account_key" if is_json else "application_credentials"] = options.token
+        config: GCSConfig = {"skip_signature": is_anonymous}
+        config.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]  # the names above are GCSConfig's
         return config
 
     def make_bucket_error(self) -> BucketNotFoundError:

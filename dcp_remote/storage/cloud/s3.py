@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Self
+from urllib.parse import urlsplit
 
 import obstore
 from obstore.store import S3Store
 
 from dcp_remote.errors import BucketNotFoundError, TransientStorageError
 from dcp_remote.storage.base import Version
-from dcp_remote.storage.cloud.config import forbid_other_hosts
 from dcp_remote.storage.cloud.credentials import S3Credentials, find_credentials
 from dcp_remote.storage.cloud.diagnosis import diagnose_s3
 from dcp_remote.storage.cloud.endpoint import S3Endpoint, S3Options, resolve_s3
@@ -93,7 +95,7 @@ class S3(Provider):
         """
         options, endpoint = self.options, self.endpoint()
         if not endpoint.has_proxy:
-            http = {**http, **forbid_other_hosts(endpoint.endpoint_url)}
+            http = {**http, **_forbid_other_hosts(endpoint.endpoint_url)}
         # Including every setting that obstore would read from the environment.
         config: S3Config = {
             "endpoint": endpoint.endpoint_url,
@@ -205,3 +207,16 @@ class S3(Provider):
                 self._diagnosis = found
                 self._diagnose_again_at = time.monotonic() + (_LASTING_SECONDS if is_lasting else _DIAGNOSIS_SECONDS)
             return self._diagnosis
+
+
+def _forbid_other_hosts(endpoint_url: str) -> ClientConfig:
+    """Return settings that keep an obstore client from following redirects to hosts other than that of a URL.
+
+    obstore follows redirects of GET, HEAD, DELETE and 303, sends them the session token, and has no setting against it.
+    These settings therefore send requests for all other hosts to a proxy on port 0, where nothing can listen. Redirects
+    to another port of the same host are followed.
+    """
+    host = urlsplit(endpoint_url).hostname or ""
+    with suppress(OSError):  # the host is a name, or an IPv6 address
+        host = socket.inet_ntoa(socket.inet_aton(host))  # obstore also expands 127.1
+    return {"proxy_url": "http://127.0.0.1:0", "proxy_excludes": host}

@@ -34,7 +34,6 @@ from dcp_remote.storage.base import (
 )
 from dcp_remote.storage.cloud.azure import Azure
 from dcp_remote.storage.cloud.clients import Clients
-from dcp_remote.storage.cloud.config import Timeouts
 from dcp_remote.storage.cloud.direct_reads import DirectCounts, DirectReads, Outcome
 from dcp_remote.storage.cloud.errors import SHORT_OBJECT_CODE, find_error_code
 from dcp_remote.storage.cloud.failures import FailedRequest, add_request, raise_failure
@@ -43,6 +42,7 @@ from dcp_remote.storage.cloud.options import CloudOptions
 from dcp_remote.storage.cloud.provider import FAILURES, Provider
 from dcp_remote.storage.cloud.s3 import S3
 from dcp_remote.storage.cloud.throttle import Throttle
+from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.conditional_writes import find_unproven_server
 from dcp_remote.storage.request_context import remaining_seconds, writes_nothing
 from dcp_remote.storage.rereads import is_reread

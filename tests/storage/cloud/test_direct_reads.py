@@ -20,9 +20,9 @@ from dcp_remote.common.hedging import SAMPLES_MIN
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import StorageError, TransientStorageError
 from dcp_remote.storage.cloud import tls_stream
-from dcp_remote.storage.cloud.config import Timeouts
 from dcp_remote.storage.cloud.direct_reads import BusyError, DirectReads, Outcome
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
+from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.cloud.tls_stream import TlsStream
 from dcp_remote.storage.request_context import limit_requests, remaining_seconds
 from dcp_remote.storage.rereads import RereadingStore

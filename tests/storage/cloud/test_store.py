@@ -27,11 +27,11 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage.base import ObjectStore, Version
-from dcp_remote.storage.cloud.config import Timeouts
 from dcp_remote.storage.cloud.direct_reads import DirectCounts
 from dcp_remote.storage.cloud.endpoint import S3Options, resolve_s3
 from dcp_remote.storage.cloud.options import parse_options
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
+from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
 from dcp_remote.testing.store_suite import StoreSuite
