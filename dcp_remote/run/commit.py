@@ -12,18 +12,14 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CommitConflictError,
     CommitUnknownError,
-    CorruptCheckpointError,
     DcpRemoteError,
-    ObjectNotFoundError,
-    UnsupportedFormatError,
 )
 from dcp_remote.format import manifest_json
 from dcp_remote.format.document import STORED_BYTES_MAX
 from dcp_remote.format.manifest import MANIFEST_KEY, REPLACES_MAX
 from dcp_remote.format.manifest_json import Head
-from dcp_remote.run.conditional_put import Backoff, FailedPut, put_until_settled
+from dcp_remote.run.conditional_put import Backoff, FailedPut, find, put_until_settled
 from dcp_remote.storage.base import ObjectStore, Version
-from dcp_remote.storage.rereads import RereadingStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +43,8 @@ class Slot:
 
 def read_slot(store: ObjectStore) -> Slot:
     """Read the object at the manifest's key; one GET, and one more if it cannot be read. Coordinator only."""
-    slot = _look_once(store)
-    return slot if slot.unreadable is None else _look_once(RereadingStore(store))
-
-
-def _look_once(store: ObjectStore) -> Slot:
-    try:
-        content = store.get(MANIFEST_KEY, limit_bytes=STORED_BYTES_MAX)
-    except ObjectNotFoundError:
-        return Slot(None, None)
-    except CorruptCheckpointError as error:
-        # The object is larger than any manifest, and still must not be taken for the absence of one.
-        try:
-            return Slot(store.head(MANIFEST_KEY).version, None, unreadable=str(error))
-        except ObjectNotFoundError:
-            return Slot(None, None)
-    try:
-        return Slot(content.version, manifest_json.decode_head(content.data))
-    except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        return Slot(content.version, None, unreadable=str(error))
+    found = find(store, MANIFEST_KEY, manifest_json.decode_head, limit_bytes=STORED_BYTES_MAX)
+    return Slot(found.version, found.content, unreadable=str(found.error) if found.error is not None else None)
 
 
 def commit(store: ObjectStore, slot: Slot, body: bytes, *, save_id: str, deadline: Deadline) -> None:

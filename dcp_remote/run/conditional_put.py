@@ -10,18 +10,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from dcp_remote.common.deadline import Deadline, jitter
 from dcp_remote.errors import (
     CommitUnknownError,
     ConditionFailedError,
+    CorruptCheckpointError,
     DcpRemoteError,
     InvalidArgumentError,
+    ObjectNotFoundError,
     StorageError,
     TransientStorageError,
+    UnsupportedFormatError,
 )
 from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.storage.rereads import RereadingStore
 
 _FIRST_PAUSE_SECONDS = 0.1
 _PAUSE_SECONDS_MAX = 10.0
@@ -29,6 +33,9 @@ _PAUSE_SECONDS_MAX = 10.0
 # S3 answers 409 while another conditional write of the key is under way; that clears in a moment. A store that goes on
 # refusing although nothing changed does not do conditional writes.
 _REFUSALS_MAX = 12
+
+
+_Content = TypeVar("_Content")
 
 
 def require_compare_and_swap(
@@ -41,6 +48,43 @@ def require_compare_and_swap(
     """
     if not store.capabilities.compare_and_swap:
         raise InvalidArgumentError(refusal, url=store.url, reason=store.capabilities.swap_refusal)
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Generic[_Content]):
+    """Object at a key, as it was read."""
+
+    version: Version | None  # None if there is no object
+    content: _Content | None = None  # None also if the object cannot be decoded
+    error: CorruptCheckpointError | UnsupportedFormatError | None = None  # why it cannot
+
+
+def find(store: ObjectStore, key: str, decode: Callable[[bytes], _Content], *, limit_bytes: int) -> Found[_Content]:
+    """Read an object that may be damaged; one GET, and one more if it cannot be decoded.
+
+    What is damaged, or larger than the limit, is not taken for the absence of an object.
+    """
+    found = _find_once(store, key, decode, limit_bytes)
+    return found if found.error is None else _find_once(RereadingStore(store), key, decode, limit_bytes)
+
+
+def _find_once(store: ObjectStore, key: str, decode: Callable[[bytes], _Content], limit_bytes: int) -> Found[_Content]:
+    version = None
+    try:
+        content = store.get(key, limit_bytes=limit_bytes)
+        version = content.version
+        return Found(version, decode(content.data))
+    except ObjectNotFoundError:
+        return Found(None)
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        return Found(version or _version_of(store, key), error=error)
+
+
+def _version_of(store: ObjectStore, key: str) -> Version | None:
+    try:
+        return store.head(key).version
+    except ObjectNotFoundError:
+        return None
 
 
 class _Versioned(Protocol):

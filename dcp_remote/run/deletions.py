@@ -267,23 +267,7 @@ class Deletions:
             # Even if the swap raised, the catalog may have been swapped.
             for entry in gone.values():
                 self.note(now.run_id, entry)
-        live, live_saves = {entry.manifest for entry in after.entries}, {entry.save_id for entry in after.entries}
-        try:
-            # Whichever process carried it out, perhaps this one by a swap whose answer was lost: an object that is
-            # named no more can never be named again.
-            mine = {*(entry.manifest for entry in gone.values()), *(thin.key for thin in ready.values())}
-            reason = self._collect(after, mine, deadline)
-        except StorageError as error:
-            reason = f"not all manifests of live checkpoints could be read, so that shards are deleted later: {error}"
-        self._bare = {(manifest, keys) for manifest, keys in self._bare if manifest in live}
-        return Applied(
-            after,
-            retired=tuple(
-                sorted(entry.step for key, entry in gone.items() if key == entry.save_id and key not in live_saves)
-            ),
-            thinned=tuple(sorted(gone[manifest].step for manifest, thin in ready.items() if thin.key in live)),
-            reason=reason,
-        )
+        return self._applied(after, gone, ready, deadline)
 
     def _prepared(
         self, now: Catalog, steps: Collection[int], keys: tuple[str, ...], deadline: Deadline
@@ -310,6 +294,28 @@ class Deletions:
             ready[entry.manifest] = _Thin(key, body, thin.run.thinned, thin.total_bytes, began=now.revision)
             self.remember(key, thin.shards.keys)
         return ready, unreadable
+
+    def _applied(
+        self, after: Catalog, gone: Mapping[str, Entry], ready: Mapping[str, _Thin], deadline: Deadline
+    ) -> Applied:
+        """Queue for deletion what may be deleted after a swap, and tell what was retired and thinned."""
+        live, live_saves = {entry.manifest for entry in after.entries}, {entry.save_id for entry in after.entries}
+        try:
+            # Whichever process carried it out, perhaps this one by a swap whose answer was lost: an object that is
+            # named no more can never be named again.
+            mine = {*(entry.manifest for entry in gone.values()), *(thin.key for thin in ready.values())}
+            reason = self._collect(after, mine, deadline)
+        except StorageError as error:
+            reason = f"not all manifests of live checkpoints could be read, so that shards are deleted later: {error}"
+        self._bare = {(manifest, keys) for manifest, keys in self._bare if manifest in live}
+        return Applied(
+            after,
+            retired=tuple(
+                sorted(entry.step for key, entry in gone.items() if key == entry.save_id and key not in live_saves)
+            ),
+            thinned=tuple(sorted(gone[manifest].step for manifest, thin in ready.items() if thin.key in live)),
+            reason=reason,
+        )
 
     def _collect(self, after: Catalog, manifests: Iterable[str], deadline: Deadline) -> str | None:
         """Queue for deletion what was noted under these manifests, is not live, and no live checkpoint names.

@@ -30,13 +30,13 @@ from dcp_remote.format.document import STORED_BYTES_MAX
 from dcp_remote.format.keys import MANIFESTS_PREFIX, SHARDS_PREFIX, revision_of
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.run.catalog_store import unknown_swap
-from dcp_remote.run.conditional_put import Backoff, FailedPut, put_until_settled, require_compare_and_swap
+from dcp_remote.run.conditional_put import Backoff, FailedPut, Found, find, put_until_settled, require_compare_and_swap
 from dcp_remote.run.gc import TIMEOUT_SECONDS
 from dcp_remote.run.live_shards import in_parallel
 from dcp_remote.run.lookup import not_found
-from dcp_remote.storage.base import ObjectInfo, ObjectStore, Version
+from dcp_remote.storage.base import ObjectInfo, ObjectStore
 from dcp_remote.storage.conditional_writes import require_conditional_writes
-from dcp_remote.storage.rereads import RereadingStore, get_decoded
+from dcp_remote.storage.rereads import get_decoded
 from dcp_remote.storage.retrying import RetryingStore
 
 logger = logging.getLogger(__name__)
@@ -142,8 +142,8 @@ def recover(store: ObjectStore, *, timeout_seconds: float = TIMEOUT_SECONDS) -> 
     require_conditional_writes(store, deadline, swaps=True)
     body = catalog_json.encode(recovered.catalog, uuid.uuid4().hex)
 
-    def decide(now: _Slot, failed: FailedPut) -> bytes | None:
-        if now.catalog == recovered.catalog:
+    def decide(now: Found[Catalog], failed: FailedPut) -> bytes | None:
+        if now.content == recovered.catalog:
             return None
         if now.version != there.version:
             raise CommitConflictError(
@@ -168,13 +168,13 @@ def recover(store: ObjectStore, *, timeout_seconds: float = TIMEOUT_SECONDS) -> 
     return recovered
 
 
-def _rebuild(store: ObjectStore) -> tuple[Recovered, _Slot]:
+def _rebuild(store: ObjectStore) -> tuple[Recovered, Found[Catalog]]:
     there = _look(store)
-    if there.catalog is not None:
+    if there.content is not None:
         raise InvalidArgumentError(
             "The catalog of this run can be read, so that there is nothing to recover.",
             url=store.url,
-            checkpoints=len(there.catalog.entries),
+            checkpoints=len(there.content.entries),
         )
     shards = {info.key: info.size_bytes for info in store.list(SHARDS_PREFIX)}
     infos = [info for info in store.list(MANIFESTS_PREFIX) if revision_of(info.key) is not None]
@@ -190,33 +190,12 @@ def _rebuild(store: ObjectStore) -> tuple[Recovered, _Slot]:
     return Recovered(catalog, left, damaged=there.version is not None), there
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Object at the catalog's key, as it was read."""
-
-    version: Version | None  # None if there is no object
-    catalog: Catalog | None = None  # None if there is no object, or if it is damaged
-
-
-def _look(store: ObjectStore) -> _Slot:
-    """Read the object at the catalog's key; one GET, and one more if the catalog is damaged."""
-    slot = _look_once(store)
-    return slot if slot.catalog is not None or slot.version is None else _look_once(RereadingStore(store))
-
-
-def _look_once(store: ObjectStore) -> _Slot:
-    try:
-        content = store.get(CATALOG_KEY, limit_bytes=catalog_json.STORED_BYTES_MAX)
-    except ObjectNotFoundError:
-        return _Slot(None)
-    except CorruptCheckpointError:  # larger than any catalog
-        return _Slot(store.head(CATALOG_KEY).version)
-    try:
-        return _Slot(content.version, catalog_json.decode(content.data))
-    except CorruptCheckpointError:
-        return _Slot(content.version)
-    except UnsupportedFormatError as error:
-        raise error.with_details(url=store.url) from error
+def _look(store: ObjectStore) -> Found[Catalog]:
+    """Read the object at the catalog's key; one GET, and one more if the catalog cannot be read."""
+    found = find(store, CATALOG_KEY, catalog_json.decode, limit_bytes=catalog_json.STORED_BYTES_MAX)
+    if isinstance(found.error, UnsupportedFormatError):
+        raise found.error.with_details(url=store.url) from found.error
+    return found
 
 
 def _read(store: ObjectStore, key: str, shards: Mapping[str, int]) -> FoundManifest:
