@@ -100,8 +100,8 @@ class LocalStore:
 
     def __init__(self, root: str | os.PathLike[str], *, allow_network_replace: bool = False) -> None:
         """Store the settings, and read the type of the file system; creates nothing."""
-        self._root = _Root(os.path.abspath(os.fspath(root)), allow_network_replace=allow_network_replace)
-        self._place = ParsedUrl("file", "", self._root.path.lstrip("/"))
+        self._place = ParsedUrl("file", "", os.path.abspath(os.fspath(root)).lstrip("/"))
+        self._root = _Root(self._place.path, allow_network_replace=allow_network_replace)
 
     def __repr__(self) -> str:
         """Return the class and the URL."""
@@ -123,7 +123,7 @@ class LocalStore:
 
     def child(self, prefix: str) -> LocalStore:
         """Implement `ObjectStore.child`. The child shares the root's hidden folder."""
-        self._path(prefix)
+        self._path(prefix)  # refuses the hidden folder
         return _reopen(self._root, self._place.child(prefix))
 
     def head(self, key: str) -> ObjectInfo:

@@ -131,12 +131,13 @@ def moto_server(*, log_path: Path | None = None) -> Iterator[S3Server]:
     """
     # The user's AWS configuration must not affect this server.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    with log_path.open("ab") if log_path is not None else nullcontext(subprocess.DEVNULL) as log:
+    log = log_path.open("ab") if log_path is not None else None
+    with log or nullcontext():
         process = subprocess.Popen(
             [sys.executable, "-c", _CHILD],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,
+            stderr=log or subprocess.DEVNULL,
             env=environment,
         )
     try:

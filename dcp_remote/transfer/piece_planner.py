@@ -89,8 +89,9 @@ class PiecePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Plan as torch does, with an item for each piece."""
         self._sizes, self.digests = {}, {}
+        plan = super().create_local_plan()
         items: list[WriteItem] = []
-        for item in super().create_local_plan().items:
+        for item in plan.items:
             name, data = item.index.fqn, item.tensor_data
             if data is None or not self._is_read(name):
                 items.append(item)
@@ -99,7 +100,7 @@ class PiecePlanner(DefaultSavePlanner):
             self._sizes |= {(name, box): size_bytes for box, size_bytes in sizes.items()}
             items += [_make_item(item, data, box, number) for number, box in enumerate(sizes)]
         self._reads = Together(self._sizes, self.read, bytes_max=self._bytes_max)
-        self.plan = replace(self.plan, items=items)
+        self.plan = replace(plan, items=items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
