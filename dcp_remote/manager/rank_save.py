@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from dataclasses import replace
-
-from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_remote.common.gil import short_switch_interval
 from dcp_remote.common.text import format_count, human_bytes
@@ -26,6 +23,7 @@ from dcp_remote.run.job import SaveTicket
 from dcp_remote.run.lookup import read_manifest_at
 from dcp_remote.saving.dedup import Baseline
 from dcp_remote.saving.packing import choose_shard_bytes
+from dcp_remote.saving.plan_cache import chunk_bytes
 from dcp_remote.saving.rank_report import RankReport, WrittenShard
 from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.saving.uploads import Uploads
@@ -100,7 +98,7 @@ class RankSaver:
             if isinstance(agreed, Labelled):
                 return self._report_repeated(task, agreed, before)
             with start_progress(self._progress, "save", is_coordinator=self._ranks.is_coordinator) as progress:
-                progress.begin(task.labels.step, _plan_bytes(agreed.plan.plan))
+                progress.begin(task.labels.step, sum(map(chunk_bytes, agreed.plan.plan.items)))
                 uploading_seconds = time.monotonic()
                 with phase("uploading"):
                     report = self._upload(collective, task, agreed, progress)
@@ -293,9 +291,3 @@ class RankSaver:
         elif not self._ranks.is_coordinator:
             # The coordinator may have their keys, and may have committed them.
             self._planning.unclear.append((ticket, put))
-
-
-def _plan_bytes(plan: SavePlan) -> int:
-    """Return the bytes of the tensors of a rank's plan."""
-    tensors = (item.tensor_data for item in plan.items if item.tensor_data is not None)
-    return sum(math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize for tensor in tensors)

@@ -13,7 +13,6 @@ one replica; then every save compares its values, and where they have come to di
 from __future__ import annotations
 
 import io
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,7 @@ from dcp_remote.common.geometry import Box
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.empty_dicts import to_flatten_items
 from dcp_remote.format.manifest import TensorKind
-from dcp_remote.saving.dcp_metadata import get_flatten_mapping, to_kind
+from dcp_remote.saving.dcp_metadata import flatten, get_flatten_mapping, to_kind
 from dcp_remote.saving.device_copy import Run, host_views
 from dcp_remote.saving.manifest_assembly import Planned
 from dcp_remote.saving.plan_table import (
@@ -40,7 +39,6 @@ from dcp_remote.saving.plan_table import (
     REPLICA,
     VALUE,
     Chunk,
-    Integers,
     PlanTable,
     Share,
     pack_names,
@@ -135,7 +133,7 @@ def propose(planner: RunPlanner, *, shard_bytes_max: int, roles: TensorRoles | N
     large = frozenset(
         number
         for number, item in enumerate(plan.items)
-        if _chunk_bytes(item) > shard_bytes_max
+        if chunk_bytes(item) > shard_bytes_max
         and number not in unequal
         and _is_divisible(planner.lookup_object(item.index))
     )
@@ -287,7 +285,7 @@ def to_table(proposal: Proposal, value_digests: NDArray[np.uint32] | None = None
     Raises:
         InvalidArgumentError: A tensor has a memory format that the checkpoint format cannot hold.
     """
-    items, flatten = proposal.plan.items, get_flatten_mapping(proposal.plan.planner_data)
+    items, paths = proposal.plan.items, get_flatten_mapping(proposal.plan.planner_data)
     data = [item.tensor_data for item in items]
     chunks = [chunk for chunk in data if chunk is not None]
     kinds: dict[tuple[TensorKind, int], int] = {}
@@ -304,7 +302,7 @@ def to_table(proposal: Proposal, value_digests: NDArray[np.uint32] | None = None
             known[key] = kinds.setdefault(made, len(kinds))
         kind.append(known[key])
     return PlanTable(
-        packed_names=pack_names([item.index.fqn for item in items], flatten or {}),
+        packed_names=pack_names([item.index.fqn for item in items], paths or {}),
         is_object=np.array([chunk is None for chunk in data], dtype=bool),
         is_large=np.array([number in proposal.large for number in range(len(items))], dtype=bool),
         role=np.array(
@@ -312,17 +310,13 @@ def to_table(proposal: Proposal, value_digests: NDArray[np.uint32] | None = None
             dtype=np.uint8,
         ),
         kind=shrink_integers(np.array(kind, dtype=np.int64)),
-        dimensions=_flatten([len(chunk.size) if chunk is not None else 0] for chunk in data),
-        shapes=_flatten(chunk.size for chunk in chunks),
-        offsets=_flatten(chunk.chunk.offsets for chunk in chunks),
-        sizes=_flatten(chunk.chunk.sizes for chunk in chunks),
+        dimensions=shrink_integers(flatten([len(chunk.size) if chunk is not None else 0] for chunk in data)),
+        shapes=shrink_integers(flatten(chunk.size for chunk in chunks)),
+        offsets=shrink_integers(flatten(chunk.chunk.offsets for chunk in chunks)),
+        sizes=shrink_integers(flatten(chunk.chunk.sizes for chunk in chunks)),
         kinds=tuple(kinds),
         value_digests=np.zeros(0, dtype=np.uint32) if value_digests is None else value_digests,
     )
-
-
-def _flatten(values: Iterable[Iterable[int]]) -> Integers:
-    return shrink_integers(np.fromiter(itertools.chain.from_iterable(values), dtype=np.int64))
 
 
 def to_rank_plan(proposal: Proposal, share: Share) -> RankPlan:
@@ -358,7 +352,7 @@ def _part_item(item: WriteItem, data: TensorWriteData, box: Box) -> WriteItem:
     )
 
 
-def _chunk_bytes(item: WriteItem) -> int:
+def chunk_bytes(item: WriteItem) -> int:
     """Return the bytes of an item's chunk; 0 for an object."""
     data = item.tensor_data
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0

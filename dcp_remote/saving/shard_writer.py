@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -15,13 +15,14 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp_remote.common.arrays import I64, group_offsets
+from dcp_remote.common.arrays import group_offsets
 from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.common.overrides import inherits_methods
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import InvalidArgumentError, UnsafeObjectError
 from dcp_remote.format.manifest import JSON, Pieces, Shards, StoredObject
 from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
+from dcp_remote.saving.dcp_metadata import flatten
 from dcp_remote.saving.dedup import Baseline, Reuse, group_sums
 from dcp_remote.saving.packing import pack
 from dcp_remote.saving.plan_cache import SharedPart
@@ -192,6 +193,7 @@ def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inl
         chunks.append(number)
         boxes.append(data.chunk)
         indices.append(index)
+    hints = [-1 if index.index is None else index.index for index in indices]
     slowest = max(uploads.seconds, key=lambda key: uploads.seconds[key], default="")
     return RankReport(
         rank=uploads.rank,
@@ -201,10 +203,10 @@ def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inl
         names=tuple(tensors),
         dtypes=tuple(dtype for _, dtype, _ in tensors.values()),
         encodings=tuple(encoding for _, _, encoding in tensors.values()),
-        chunk_name=_integers(tensors[index.fqn][0] for index in indices),
-        chunk_hint=_integers(-1 if index.index is None else index.index for index in indices),
-        chunk_dimensions=_integers(len(box.offsets) for box in boxes),
-        chunk_offsets=_integers(value for box in boxes for value in box.offsets),
+        chunk_name=np.array([tensors[index.fqn][0] for index in indices], dtype=np.int64),
+        chunk_hint=np.array(hints, dtype=np.int64),
+        chunk_dimensions=flatten([len(box.offsets)] for box in boxes),
+        chunk_offsets=flatten(box.offsets for box in boxes),
         chunk_piece_first=entry_piece_first[chunks],
         chunk_pieces=entry_pieces[chunks],
         pieces=Pieces.concat([*pieces, replace(reused_pieces, shard=len(written) + old_shard)]).take(order),
@@ -218,12 +220,8 @@ def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inl
             slowest_seconds=uploads.seconds.get(slowest, 0.0),
         ),
         notes=Notes(
-            chunk_sizes=_integers(value for box in boxes for value in box.sizes),
+            chunk_sizes=flatten(box.sizes for box in boxes),
             first_blocks=np.frombuffer(first_blocks, np.uint8).reshape(-1, DIGEST_BYTES)[order].tobytes(),
             live_bytes=np.concatenate([put_shards.sizes - put_shards.data_starts, reuse.live_bytes[old_shards]]),
         ),
     )
-
-
-def _integers(values: Iterable[int]) -> I64:
-    return np.fromiter(values, dtype=np.int64)

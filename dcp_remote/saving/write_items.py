@@ -21,7 +21,7 @@ from dcp_remote.format.shard import SEPARATE_BYTES_MIN
 from dcp_remote.saving.dedup import Baseline, ComparedEntry, ComparedPiece, KnownEntry, Reuse
 from dcp_remote.saving.device_copy import Run, host_views, wait_for_devices
 from dcp_remote.saving.packing import Item
-from dcp_remote.saving.plan_cache import SharedPart
+from dcp_remote.saving.plan_cache import SharedPart, chunk_bytes
 from dcp_remote.serialization.objects import EncodedObject
 from dcp_remote.serialization.tensors import choose_encoding, dtype_name, narrow
 
@@ -141,10 +141,9 @@ class WriteItems:
         return [write_item for group in by_top.values() for write_item in sorted(group, key=self._is_read_separately)]
 
     def _is_read_separately(self, write_item: WriteItem) -> bool:
-        data = write_item.tensor_data
-        if data is None:
+        if write_item.tensor_data is None:
             return self.stored[write_item.index.fqn].length_bytes >= SEPARATE_BYTES_MIN
-        return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize >= SEPARATE_BYTES_MIN
+        return chunk_bytes(write_item) >= SEPARATE_BYTES_MIN
 
     def _top(self, write_item: WriteItem) -> str:
         paths = self.plan.planner_data
