@@ -31,28 +31,25 @@ _FAILED_SECONDS = 30.0
 class S3Credentials:
     """Credentials of a botocore session for obstore, which calls this object in a thread to get fresh ones."""
 
-    def __init__(self, credentials: Credentials, *, before: S3Credentials | None = None) -> None:
-        """Fetch nothing. `before` is replaced by this object; its secrets stay secret."""
+    def __init__(self, credentials: Credentials) -> None:
+        """Fetch nothing."""
         self._credentials = credentials
-        self._before = before.last_given if before is not None else None
-        self.last_given: ReadOnlyCredentials | None = None  # returned by the last call
-        self.changes = 0  # number of calls that returned other credentials than the call before
+        self._before: ReadOnlyCredentials | None = None
+        self.last_given: ReadOnlyCredentials | None = None  # returned by the last call; None before the first
+        self.changes = 0  # number of times that there were other credentials than before
         self.error: Exception | None = None  # of the last call
+
+    def replace(self, credentials: Credentials) -> None:
+        """Use other credentials from now on."""
+        self._credentials = credentials
+        self._before, self.last_given = self.last_given, None
+        self.changes += 1
 
     @property
     def secrets(self) -> tuple[str, ...]:
         """Keys and tokens that requests under way may be signed with."""
         known = (keys for keys in (self._before, self.last_given) if keys is not None)
         return tuple(text for keys in known for text in (keys.access_key, keys.secret_key, keys.token) if text)
-
-    def fetch(self) -> ReadOnlyCredentials:
-        """Return the current credentials; botocore renews them first if they expire soon.
-
-        Raises:
-            botocore.exceptions.BotoCoreError: The credentials cannot be renewed.
-            botocore.exceptions.ClientError: The service that issues credentials refused.
-        """
-        return self._credentials.get_frozen_credentials()
 
     def __call__(self) -> S3Credential:
         """Return credentials as obstore wants them, with an expiry after which obstore calls again.
@@ -62,7 +59,7 @@ class S3Credentials:
         """
         valid_seconds = _VALID_SECONDS
         try:
-            frozen = self.fetch()
+            frozen = self._credentials.get_frozen_credentials()
         except (BotoCoreError, ClientError, OSError, ValueError) as error:
             if self.last_given is None:
                 # obstore would turn the error into a text: keep it for `S3.take_credentials_error`.
@@ -82,7 +79,7 @@ class S3Credentials:
         }
 
 
-def find_credentials(endpoint: S3Endpoint, bucket: str, *, before: S3Credentials | None = None) -> S3Credentials:
+def find_credentials(endpoint: S3Endpoint, bucket: str) -> Credentials:
     """Find credentials by botocore's rules: options, environment, files, then the instance, which costs a request.
 
     Raises:
@@ -97,4 +94,4 @@ def find_credentials(endpoint: S3Endpoint, bucket: str, *, before: S3Credentials
             "configure`, or a role. For a public bucket give 'anon': True.",
             bucket=bucket,
         )
-    return S3Credentials(credentials, before=before)
+    return credentials

@@ -98,7 +98,8 @@ def _explain(error: Exception, failure: CloudError, request: FailedRequest, prov
 
 def add_request(found: CloudError, *, verb: str, url: str) -> CloudError:
     """Return the error of one request for a diagnosis of its bucket; that of a missing bucket is the same for all."""
-    return found.with_details(**{} if isinstance(found, BucketNotFoundError) else {"verb": verb, "url": url})
+    request = {} if isinstance(found, BucketNotFoundError) else {"verb": verb, "url": url}
+    return type(found)(found.what, **{**request, **found.details})
 
 
 def _renew_credentials(refused: PermissionDeniedError, request: FailedRequest, provider: Provider) -> StorageError:

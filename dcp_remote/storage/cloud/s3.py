@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import obstore
 from obstore.store import S3Store
 
-from dcp_remote.errors import BucketNotFoundError, TransientStorageError
+from dcp_remote.errors import BucketNotFoundError
 from dcp_remote.storage.base import Version
 from dcp_remote.storage.cloud.credentials import S3Credentials, find_credentials
-from dcp_remote.storage.cloud.diagnosis import diagnose_s3
+from dcp_remote.storage.cloud.diagnosis import LastDiagnosis, diagnose_s3
 from dcp_remote.storage.cloud.endpoint import S3Endpoint, S3Options, resolve_s3
 from dcp_remote.storage.cloud.errors import CloudError, make_s3_bucket_error
 from dcp_remote.storage.cloud.options import spell_secrets
@@ -28,11 +28,8 @@ if TYPE_CHECKING:
     from obstore import UpdateVersion
     from obstore.store import ClientConfig, S3Config
 
-# Time for which a diagnosis without a lasting cause is reused: one per request would double a storm of 503.
-_DIAGNOSIS_SECONDS = 30.0
-
-# Time for which a lasting cause is reused: long enough for threads that failed together, and not for a user's fix.
-_LASTING_SECONDS = 2.0
+# Pause after newer credentials were not found: long enough for threads that failed together, and not for a user's fix.
+_NOT_RENEWED_SECONDS = 2.0
 
 # Pause after renewed credentials, longer than that of a retry: a role may give new ones at every call, so if the store
 # refuses the new ones as well, age was not the reason.
@@ -57,11 +54,8 @@ class S3(Provider):
         self._endpoint: S3Endpoint | None = None
         self._credentials: S3Credentials | None = None
         self._renew_lock = threading.Lock()
-        self._renewals = 0
         self._renew_again_at = 0.0
-        self._diagnosis_lock = threading.Lock()
-        self._diagnosis: CloudError | None = None
-        self._diagnose_again_at = 0.0
+        self._last_diagnosis = LastDiagnosis()
 
     @classmethod
     def parse(cls, bucket: str, options: Mapping[str, object]) -> Self:
@@ -110,7 +104,7 @@ class S3(Provider):
             config["checksum_algorithm"] = options.checksum_algorithm or "CRC64NVME"
         with self._lock:
             if self._credentials is None and not options.anon:
-                self._credentials = find_credentials(endpoint, self.bucket)
+                self._credentials = S3Credentials(find_credentials(endpoint, self.bucket))
             credentials = self._credentials
         return S3Store(
             self.bucket,
@@ -146,7 +140,7 @@ class S3(Provider):
 
     def credentials_number(self) -> Hashable:
         """Implement `Provider.credentials_number`: each client keeps the credentials that it was given."""
-        return self._renewals, self._credentials.changes if self._credentials is not None else 0
+        return self._credentials.changes if self._credentials is not None else 0
 
     def get_signing_credentials(self) -> ReadOnlyCredentials | None:
         """Implement `Provider.get_signing_credentials`; None before the first signed request."""
@@ -173,17 +167,15 @@ class S3(Provider):
             try:
                 # A new session: the old one has read the files and trusts the expiry that it was told.
                 endpoint = resolve_s3(self.bucket, self.options)
-                found = find_credentials(endpoint, self.bucket, before=current)
-                is_renewed = found.fetch() != current.last_given
+                found = find_credentials(endpoint, self.bucket)
+                is_renewed = found.get_frozen_credentials() != current.last_given
             finally:
-                self._renew_again_at = time.monotonic() + (_RENEWED_SECONDS if is_renewed else _LASTING_SECONDS)
+                self._renew_again_at = time.monotonic() + (_RENEWED_SECONDS if is_renewed else _NOT_RENEWED_SECONDS)
             if is_renewed:
                 with self._lock:
-                    self._endpoint, self._credentials = endpoint, found
-                    self._renewals += 1
-                # A diagnosis under way is made with the old credentials: wait for its end, or it would be reused.
-                with self._diagnosis_lock:
-                    self._diagnose_again_at = 0.0
+                    self._endpoint = endpoint
+                    current.replace(found)
+                self._last_diagnosis.forget()  # made with the old credentials
             return is_renewed
 
     def take_credentials_error(self) -> Exception | None:
@@ -194,19 +186,12 @@ class S3(Provider):
         return error
 
     def diagnose(self, prefix: str, *, listing: bool = False, reuse: bool = False) -> CloudError | None:
-        """Implement `Provider.diagnose`.
+        """Implement `Provider.diagnose`. Listings are rare and sequential, so their diagnoses are not reused."""
 
-        Causes that a retry does not cure are reused for a shorter time, because the user may have fixed them.
-        """
-        if listing:  # never reused, since listings are rare and sequential
-            return diagnose_s3(self.endpoint(), self.options, bucket=self.bucket, prefix=prefix, listing=True)
-        with self._diagnosis_lock:
-            if not reuse or time.monotonic() >= self._diagnose_again_at:
-                found = diagnose_s3(self.endpoint(), self.options, bucket=self.bucket, prefix=prefix)
-                is_lasting = found is not None and not isinstance(found, TransientStorageError)
-                self._diagnosis = found
-                self._diagnose_again_at = time.monotonic() + (_LASTING_SECONDS if is_lasting else _DIAGNOSIS_SECONDS)
-            return self._diagnosis
+        def diagnose() -> CloudError | None:
+            return diagnose_s3(self.endpoint(), self.options, bucket=self.bucket, prefix=prefix, listing=listing)
+
+        return diagnose() if listing else self._last_diagnosis.get(diagnose, reuse=reuse)
 
 
 def _forbid_other_hosts(endpoint_url: str) -> ClientConfig:
