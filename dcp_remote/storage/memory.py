@@ -47,7 +47,7 @@ class MemorySpace:
         self._writes = 0
 
     def put(self, key: str, data: bytes, *, condition: Condition, modified_seconds: float) -> Version:
-        """Write an object if the key is in the state that `condition` names; return its version, which is always new."""
+        """Write an object if the key is in the state that `condition` names; return its version, always a new one."""
         with self.lock:
             found = self.objects.get(key)
             state: Condition = found.version if found is not None else "absent"
