@@ -102,10 +102,10 @@ def find_credentials(endpoint: S3Endpoint, bucket: str, *, before: S3Credentials
     credentials = endpoint.session.get_credentials()
     if credentials is None:
         raise PermissionDeniedError(
-            "No credentials were found. Give storage_options['profile_name'], or 'aws_access_key_id' and "
-            "'aws_secret_access_key'; or set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; or write "
-            "~/.aws/credentials (`aws configure`); or run with an instance or container role. For a public bucket "
-            "give 'anon': True.",
+            "No credentials were found. Give storage_options['profile_name'], or storage_options['aws_access_key_id'] "
+            "and storage_options['aws_secret_access_key']; or set AWS_PROFILE, or AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY; or write ~/.aws/credentials (`aws configure`); or run with an instance or "
+            "container role. For a public bucket give storage_options['anon'] = True.",
             bucket=bucket,
         )
     return S3Credentials(credentials, before=before)
