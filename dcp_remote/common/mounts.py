@@ -52,5 +52,5 @@ def swap_refusal(root: str) -> str:
     where = f"the file system is {kind}" if kind else "the type of the file system is unknown"
     return (
         f"{where}, and only local ones are known to lock files between all processes; "
-        "if flock(2) excludes all hosts here, pass storage_options={'allow_network_replace': True}"
+        "if flock(2) excludes all hosts here, pass storage_options['allow_network_replace'] = True"
     )

@@ -108,10 +108,10 @@ class Selection:
                 raise InvalidArgumentError("rename must return a name, or None for an entry to leave out.", name=name)
             if new in sources:
                 raise InvalidArgumentError(
-                    "rename gives two entries of the checkpoint one name. Rename the other to None to leave it out.",
+                    "rename gives two entries of the checkpoint one name. Leave the other out.",
                     name=new,
                     entries=f"{sources[new]}, {name}",
-                )
+                ).advise(rename="rename={name: None} leaves an entry out")
             renamed[name], sources[new] = new, name
         if isinstance(rename, PrefixRename):
             rename.require_used()

@@ -197,7 +197,7 @@ def _require_retryable(store: ObjectStore, key: str, failure: DcpRemoteError, re
     if refusals >= _REFUSALS_MAX:
         raise StorageError(
             "The store keeps refusing a conditional write although nothing changed. The store may not support such "
-            "writes, or may want ETags without quotes, as Ceph 16 does (storage_options={'etag_quotes': False}).",
+            "writes, or may want ETags without quotes, as Ceph 16 does (storage_options['etag_quotes'] = False).",
             url=store.url,
             key=key,
             attempts=refusals,

@@ -404,11 +404,9 @@ def require_expendable(now: Catalog, entries: Iterable[Entry]) -> None:
     for entry in entries:
         if entry.pinned:
             raise InvalidArgumentError(
-                "The checkpoint is pinned. Unpin it first (`dcp-remote pin --undo`), or pass force=True (`--force`).",
-                step=entry.step,
-            )
+                "The checkpoint is pinned. Unpin it first (`dcp-remote pin --undo`).", step=entry.step
+            ).advise(force="force=True deletes it")
         if entry == newest:
             raise InvalidArgumentError(
-                "This is the newest checkpoint, from which a job would go on. To delete it: force=True (`--force`).",
-                step=entry.step,
-            )
+                "This is the newest checkpoint, from which a job would go on.", step=entry.step
+            ).advise(force="force=True deletes it")

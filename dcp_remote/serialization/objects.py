@@ -267,10 +267,8 @@ def _load_own_stream(key: str, stream: bytes) -> object:
 def _load_pickle(key: str, stream: bytes, *, allow_pickle: bool) -> object:
     if not allow_pickle:
         raise UnsafeObjectError(
-            "A stored object is a pickle, and loading a pickle runs code that it names. Pass allow_pickle=True only if "
-            "you trust the writer of this checkpoint.",
-            key=key,
-        )
+            "A stored object is a pickle, and loading a pickle runs code that it names.", key=key
+        ).advise(allow_pickle="allow_pickle=True loads it, if you trust the writer of this checkpoint")
     try:
         return load_trusted(stream)
     except MemoryError:

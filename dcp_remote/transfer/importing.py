@@ -175,10 +175,8 @@ def import_checkpoint(
 
     if newest is not None and newest.step == step and not overwrite:
         raise CheckpointExistsError(
-            "The run has a checkpoint of this step. Choose another step, or pass overwrite=True.",
-            url=run_url,
-            step=step,
-        )
+            "The run has a checkpoint of this step. Choose another step.", url=run_url, step=step
+        ).advise(overwrite="overwrite=True replaces it")
     if newest is not None and newest.step > step and not overwrite:
         raise InvalidArgumentError(
             "The run has a newer checkpoint, from which every job would go on. Import to a step above "
@@ -237,9 +235,9 @@ def _saved_but_not(done: str, step: int) -> Iterator[None]:
         yield
     except StorageError as error:
         raise type(error)(
-            f"{error.what} The checkpoint is saved, but could not be {done}. Import it again with overwrite=True.",
+            f"{error.what} The checkpoint is saved, but could not be {done}. Import it again.",
             **error.details | {"step": step},
-        ) from error
+        ).advise(overwrite="overwrite=True replaces it") from error
 
 
 class _ImportingManager(CheckpointManager):
@@ -314,12 +312,12 @@ def _require_storable(source: Source, *, allow_pickle: bool) -> None:
     refused = [] if allow_pickle else refused_values({k: v for k, v in source.state.items() if k != PER_RANK_KEY})
     if refused:
         raise UnsafeObjectError(
-            "Values of the source need code to load, or cannot be stored. Pass allow_pickle=True if you trust it, or "
-            "load the source by its own tool, and save what is needed by CheckpointManager.",
+            "Values of the source need code to load, or cannot be stored. Load the source by its own tool, and save "
+            "what is needed by CheckpointManager.",
             url=source.url,
             values="; ".join(f"{value.path} ({value.type_name})" for value in refused[:_SHOWN_MAX]),
             refused=len(refused),
-        )
+        ).advise(allow_pickle="allow_pickle=True imports them, if you trust the source")
 
 
 def _find_numbered(value: object, path: tuple[str, ...]) -> Iterator[str]:

@@ -162,23 +162,23 @@ def _choose(saved: SavedCheckpoint, *, key: str, dtype: torch.dtype | None, rena
     titles = {name.removeprefix(prefix): name for name in tensors}
     renamed = Selection.of(rename=rename).rename_entries(titles)
     if not renamed:
-        raise InvalidArgumentError("rename leaves out all tensors. Give None to some alone.", url=saved.store.url)
+        raise InvalidArgumentError("rename leaves out all tensors. Leave out some alone.", url=saved.store.url)
     for title, new in renamed.items():
         name = titles[title]
         if new == _METADATA or new.encode(errors="replace").decode() != new:
             raise InvalidArgumentError(
-                "safetensors cannot hold a tensor of this name. Rename it, or leave it out by rename={name: None}.",
+                "safetensors cannot hold a tensor of this name. Rename it, or leave it out.",
                 tensor=name,
                 name=ascii(new),
-            )
+            ).advise(rename="rename={name: None} leaves it out")
         own = saved.dtype(name)
         wanted = own if dtype is None or not own.is_floating_point else dtype
         if not saved.is_plain(name) or wanted not in _NAMES:
             raise InvalidArgumentError(
-                'safetensors cannot hold a tensor. Leave it out by rename={name: None}, or export kind="torch".',
+                "safetensors cannot hold a tensor. Leave it out, or write a folder of torch.",
                 tensor=name,
                 dtype=dtype_name(wanted),
-            )
+            ).advise(rename="rename={name: None} leaves it out", kind='kind="torch" exports it')
         yield _Tensor(name, new, saved.shape(name), wanted)
 
 

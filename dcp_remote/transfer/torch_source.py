@@ -192,12 +192,12 @@ class TorchSource(Source):
             value = load_trusted(bytes(data)) if self._allow_pickle else load_restricted(bytes(data))
         except UnsafeStreamError as error:
             raise UnsafeObjectError(
-                "An object needs code to load. Pass allow_pickle=True if you trust the checkpoint.",
+                "An object needs code to load.",
                 url=self.url,
                 object=name,
                 types=", ".join(error.type_names),
                 cause=error,
-            ) from error
+            ).advise(allow_pickle="allow_pickle=True loads it, if you trust the checkpoint") from error
         except DamagedStreamError as error:
             raise self._corrupt(f"A stream of torch.save is damaged: {error}.", name) from error
         require_walkable(value, len(data), url=self.url, object=name)
