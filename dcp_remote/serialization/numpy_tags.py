@@ -71,7 +71,9 @@ def decode_shape(encoded: Json) -> list[int]:
     return shape
 
 
-def decode_exact_data(decoder: Decoder, encoded: Json, *, shape: list[int], item_bytes: int) -> memoryview:
+def decode_exact_data(
+    decoder: Decoder, encoded: Json, *, shape: list[int], item_bytes: int, is_boolean: bool
+) -> memoryview:
     """Decode the bytes of an array, which must be exactly as many as `shape` needs.
 
     Called before memory is allocated, so that a claimed shape never takes more than the bytes that are present.
@@ -79,6 +81,8 @@ def decode_exact_data(decoder: Decoder, encoded: Json, *, shape: list[int], item
     data = decoder.data(encoded)
     if len(data) != math.prod(shape) * item_bytes:
         raise ValueError(f"{len(data)} bytes for shape {shape} of {item_bytes} bytes each")
+    if is_boolean and len(data) and np.frombuffer(data, dtype=np.uint8).max() > 1:
+        raise ValueError("a boolean is neither 0 nor 1")  # undefined behaviour in C
     return data
 
 
@@ -145,8 +149,7 @@ def _decode_array(decoder: Decoder, encoded: Json) -> np.ndarray[Any, Any]:
     dtype, shape = _decode_dtype(decoder, kind), decode_shape(sizes)
     if dtype.itemsize == 0 or order not in ("C", "F"):
         raise ValueError("items without bytes, or an unknown order")
-    content = decode_exact_data(decoder, data, shape=shape, item_bytes=dtype.itemsize)
-    _check_booleans(dtype, content)
+    content = decode_exact_data(decoder, data, shape=shape, item_bytes=dtype.itemsize, is_boolean=dtype.char == "?")
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer=content, order="F" if order == "F" else "C")
     return array if should_share_memory(content) and array.flags.aligned else array.copy(order="K")
 
@@ -171,12 +174,6 @@ def _without_padding(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return clean
 
 
-def _check_booleans(dtype: np.dtype[Any], content: memoryview) -> None:
-    # A boolean byte above 1 is undefined behaviour in C.
-    if dtype.char == "?" and content.nbytes and np.frombuffer(content, dtype=np.uint8).max() > 1:
-        raise ValueError("a boolean is neither 0 nor 1")
-
-
 def _encode_scalar(encoder: Encoder, value: np.generic) -> Json:
     dtype = _encode_dtype(encoder, value.dtype)
     if value.dtype.itemsize == 0:
@@ -187,8 +184,7 @@ def _encode_scalar(encoder: Encoder, value: np.generic) -> Json:
 def _decode_scalar(decoder: Decoder, encoded: Json) -> object:
     kind, data = fields(encoded, "dtype", "data")
     dtype = _decode_dtype(decoder, kind)
-    content = decode_exact_data(decoder, data, shape=[1], item_bytes=dtype.itemsize)
-    _check_booleans(dtype, content)
+    content = decode_exact_data(decoder, data, shape=[1], item_bytes=dtype.itemsize, is_boolean=dtype.char == "?")
     return np.ndarray([1], dtype, buffer=bytearray(content))[0]
 
 

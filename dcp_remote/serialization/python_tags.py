@@ -182,6 +182,11 @@ def _short(integers: list[Any]) -> list[int]:
     return integers
 
 
+def _require_canonical(text: Json, canonical: str) -> None:
+    if text != canonical:
+        raise ValueError(f"{text!r:.100} is not in canonical form")
+
+
 def _encode_uuid(_: Encoder, value: uuid.UUID) -> Json:
     return {"uuid": str(value), "is_safe": value.is_safe.value}
 
@@ -189,8 +194,7 @@ def _encode_uuid(_: Encoder, value: uuid.UUID) -> Json:
 def _decode_uuid(_: Decoder, encoded: Json) -> uuid.UUID:
     text, is_safe = fields(encoded, "uuid", "is_safe")
     decoded = uuid.UUID(expect(text, str), is_safe=uuid.SafeUUID(is_safe))
-    if str(decoded) != text:
-        raise ValueError("not a UUID in canonical form")
+    _require_canonical(text, str(decoded))
     return decoded
 
 
@@ -221,15 +225,13 @@ def _encode_clock(encoder: Encoder, value: datetime | time) -> Json:
 def _decode_clock(kind: type[datetime | time], decoder: Decoder, encoded: Json) -> datetime | time:
     local, fold, zone = fields(encoded, "local", "fold", "zone")
     naive = kind.fromisoformat(expect(local, str))
-    if naive.isoformat(timespec="microseconds") != local:
-        raise ValueError("not a date or time in canonical form")
+    _require_canonical(local, naive.isoformat(timespec="microseconds"))
     return naive.replace(fold=bounded(fold, 0, 1), tzinfo=_decode_zone(decoder, zone))
 
 
 def _decode_date(_: Decoder, encoded: Json) -> date:
     decoded = date.fromisoformat(expect(encoded, str))
-    if decoded.isoformat() != encoded:
-        raise ValueError("not a date in canonical form")
+    _require_canonical(encoded, decoded.isoformat())
     return decoded
 
 

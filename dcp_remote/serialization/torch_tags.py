@@ -111,10 +111,8 @@ def _encode_tensor(encoder: Encoder, value: torch.Tensor) -> Json:
 def _decode_tensor(decoder: Decoder, encoded: Json) -> torch.Tensor:
     name, sizes, requires_grad, data = fields(encoded, "dtype", "shape", "requires_grad", "data")
     dtype, shape = _find_by_name(decoder, _PLAIN_DTYPES, name), decode_shape(sizes)
-    buffer = decode_exact_data(decoder, data, shape=shape, item_bytes=dtype.itemsize)
+    buffer = decode_exact_data(decoder, data, shape=shape, item_bytes=dtype.itemsize, is_boolean=dtype is torch.bool)
     content = np.frombuffer(buffer, dtype=np.uint8)
-    if dtype is torch.bool and content.size and content.max() > 1:
-        raise ValueError("a boolean is neither 0 nor 1")
     if should_share_memory(buffer) and sys.byteorder == "little" and content.ctypes.data % dtype.itemsize == 0:
         tensor = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)
     else:
