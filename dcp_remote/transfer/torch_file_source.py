@@ -16,7 +16,7 @@ from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, UnsafeObjectError
 from dcp_remote.format.json_tree import DEPTH_MAX
-from dcp_remote.serialization.pickle_validator import UnsafeStreamError, validate_program
+from dcp_remote.serialization.restricted_unpickler import UnsafeStreamError, unpickle
 from dcp_remote.transfer.ranges import FileRange, RangeFile, RangeReader, require_shape
 from dcp_remote.transfer.tensor_source import Source, StoredTensor
 
@@ -49,9 +49,10 @@ class Layout:
 def load_layout(reader: RangeReader, span: FileRange) -> Layout:
     """Return the layout of a stream; two to five GETs of 64 KiB, and one per storage above 1 MiB.
 
-    The pickle is validated, as that of a stream of dcp_remote is, and loaded by torch's restricted unpickler, which in
-    torch's mode of fake tensors reads no storage, and tells their places. Refused are objects that need code, tensors
-    that torch cannot load without memory, compressed records, another byte order, and what `require_walkable` refuses.
+    The pickle is loaded as that of a stream of dcp_remote is, with storages that have no memory, and then by torch's
+    restricted unpickler, which in torch's mode of fake tensors reads no storage, and tells their places. Refused are
+    objects that need code, tensors that torch cannot load without memory, compressed records, another byte order, and
+    what `require_walkable` refuses.
     """
     details = {"url": reader.store.url, "file": span.file}
     try:
@@ -61,7 +62,8 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
             records: Any = torch._C.PyTorchFileReader(stream)  # typed in part
             sizes = _find_storages(records, found, details)
             program = records.get_record("data.pkl")
-            validate_program(program, {one.filename.partition("/")[2]: one.file_size for one in found})
+            record_bytes = {one.filename.partition("/")[2]: one.file_size for one in found}
+            unpickle(program, record_bytes, lambda _, size_bytes, __: torch.UntypedStorage(size_bytes, device="meta"))
             stream.seek(0)
             with FakeTensorMode():
                 value = torch.load(stream, map_location="cpu", weights_only=True)

@@ -23,7 +23,7 @@ from dcp_remote.format.json_tree import COLLISIONS_MAX, DEPTH_MAX
 from dcp_remote.format.tiling import Comparisons, why_not_tiled
 from dcp_remote.loading.downloads import RANGE_BYTES_MAX
 from dcp_remote.serialization.files import unwrap_marked
-from dcp_remote.serialization.pickle_validator import DamagedStreamError, UnsafeStreamError
+from dcp_remote.serialization.restricted_unpickler import DamagedStreamError, UnsafeStreamError
 from dcp_remote.serialization.torch_streams import load_restricted, load_trusted
 from dcp_remote.transfer.ranges import FileRange, RangeReader, require_range, require_shape
 from dcp_remote.transfer.tensor_source import Source
