@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.optim import Optimizer
 
 from dcp_remote.serialization.files import Files
-from dcp_remote.serialization.leaves import Leaf, Path, iterate_leaves, value_at
+from dcp_remote.serialization.leaves import Leaf, Path, is_flattened, iterate_leaves, value_at
 from dcp_remote.serialization.module_state import (
     ModelState,
     OptimizerState,
@@ -37,9 +36,6 @@ class FirstSave:
     again. Only what is certain is reported: dicts, lists, tensors and objects (by their `state_dict`) that have other
     names, shapes or dtypes after training than before, and optimizers that can make no states to load into. Nothing is
     run for it but `state_dict`, and no message is sent.
-
-    Args:
-        url: URL of the run, for the log.
     """
 
     def __init__(self, url: str) -> None:
@@ -56,13 +52,7 @@ class FirstSave:
         self._at_start = None
 
     def check(self, state: Mapping[str, Any], saved: Mapping[str, Any], *, is_coordinator: bool) -> None:
-        """Warn, once, of what the same program could not restore.
-
-        Args:
-            state: State that is saved, as the user gave it.
-            saved: Values of the state, as they are saved.
-            is_coordinator: True on the rank that writes the log.
-        """
+        """Warn, once, of what the same program could not restore; `saved` are the values of the user's state."""
         at_start, self._at_start = self._at_start, None
         if at_start is None or not is_coordinator:
             return
@@ -115,10 +105,10 @@ def _try_outline(value: Any) -> _Outline | Exception:
 
 
 def _outline(values: Any) -> _Outline:
-    flat: Mapping[str, Any] = flatten_state_dict(values if isinstance(values, dict) else {"": values})[0]
     return {
-        name.lstrip("."): (value.size(), value.dtype) if isinstance(value, torch.Tensor) else None
-        for name, value in flat.items()
+        leaf.name: (leaf.value.size(), leaf.value.dtype) if isinstance(leaf.value, torch.Tensor) else None
+        for leaf in iterate_leaves(values, descends=is_flattened)
+        if not isinstance(leaf.value, Mapping)  # an empty one, which has no entry
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.serialization.opaque import is_stateful
+from dcp_remote.serialization.opaque import ATOMS, is_stateful
 
 # Keys as text, and indices of lists, as torch's planner writes paths.
 Path: TypeAlias = tuple[str | int, ...]
@@ -18,16 +18,10 @@ _DEPTH_MAX = 200
 
 
 class Leaf(NamedTuple):
-    """Value of a state and its place; an empty dict or list is a leaf, too.
-
-    Attributes:
-        path: Path of the value.
-        keys: The same path, with keys as the state has them.
-        value: Value.
-    """
+    """Value of a state and its place; an empty dict is a leaf, too."""
 
     path: Path
-    keys: tuple[Any, ...]
+    keys: tuple[Any, ...]  # the same path, with keys as the state has them
     value: Any
 
     @property
@@ -42,29 +36,26 @@ def name_of(path: Path) -> str:
 
 
 def is_container(value: object) -> bool:
-    """Return whether a value is a dict or list that is no `Stateful` itself."""
+    """Return whether a value is a dict or list to take apart: no `Stateful`, no list of numbers and text alone."""
+    if isinstance(value, list) and ATOMS.issuperset(map(type, value)):
+        return False  # 20 ns for each of a million numbers, as of a sampler
     return isinstance(value, Mapping | list) and not is_stateful(value)
 
 
 def is_flattened(value: object) -> bool:
     """Return whether torch's planner takes a value apart: a mapping, or a list that holds a tensor or mapping."""
     if isinstance(value, list):
-        return any(isinstance(inner, torch.Tensor) or is_flattened(inner) for inner in value)
+        return is_container(value) and any(isinstance(inner, torch.Tensor) or is_flattened(inner) for inner in value)
     return isinstance(value, Mapping)
 
 
 def iterate_leaves(
     value: object, path: Path = (), *, descends: Callable[[object], bool] = is_container
 ) -> Iterator[Leaf]:
-    """Yield the leaves of a value, depth first and in its order; the value itself if it is none to descend into.
+    """Yield the leaves of a value, depth first and in its order; `descends` decides what is taken apart.
 
-    Args:
-        value: State, or a part of it.
-        path: Path of the value.
-        descends: Function that returns whether a dict or list is taken apart.
-
-    Raises:
-        InvalidArgumentError: A dict or list contains itself, or is nested too deeply.
+    The value itself is the one leaf if it is not taken apart. Refuses a dict or list that contains itself, or is nested
+    too deeply.
     """
     stack = [Leaf(path, path, value)]
     while stack:
@@ -85,11 +76,7 @@ def _parts_of(leaf: Leaf) -> list[Leaf]:
 
 
 def require_depth(path: Path) -> None:
-    """Refuse a container at a path of too many parts.
-
-    Raises:
-        InvalidArgumentError: The path is too long.
-    """
+    """Refuse a container that is nested too deeply."""
     if len(path) > _DEPTH_MAX:
         raise InvalidArgumentError(
             "A dict or list of the state contains itself, or is nested too deeply. Put a value that contains itself "

@@ -19,10 +19,11 @@ from dcp_remote.errors import InvalidArgumentError
 
 _NAMED_MAX = 5
 
+# Types of values that hold no others.
+ATOMS = frozenset({NoneType, bool, int, float, complex, str, bytes})
+
 # Types that are no `Stateful`s, which takes microseconds to find out of others.
-_NEVER_STATEFUL = frozenset(
-    {NoneType, bool, int, float, complex, str, bytes, tuple, list, dict, OrderedDict, defaultdict}
-)
+_NEVER_STATEFUL = ATOMS | {tuple, list, dict, OrderedDict, defaultdict}
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ FILES_MARK: Final = "".join(("dcp_remote.", "Files"))  # noqa: FLY002  # a liter
 # Stands in a template for a value that is read whole, so that no value has to be made for the template. A pair, so that
 # no stored per-rank value, which is a tuple of one, is equal to it.
 _UNREAD_MARK: Final = "dcp_remote.unread"
+_MARKS = (OPAQUE_MARK, FILES_MARK, _UNREAD_MARK)
 UNREAD: Final = (_UNREAD_MARK, None)
 UNREAD_FILES: Final = (_UNREAD_MARK, "Files")
 
@@ -110,21 +112,16 @@ def asks_for_files(value: object) -> bool:
     return first == FILES_MARK or (first == _UNREAD_MARK and bool(pair[1] == UNREAD_FILES[1]))
 
 
-def is_reserved(value: object) -> bool:
-    """Return whether a user's value looks like an entry with a mark, so that a load would return another value."""
-    return _first(value) in (OPAQUE_MARK, FILES_MARK, _UNREAD_MARK)
-
-
 def is_imitation(value: object) -> bool:
-    """Return whether a value looks like an entry with a mark that `Opaque` or `Files` of this process did not make.
+    """Return whether a value looks like an entry that `Opaque` or `Files` of this process did not make.
 
-    The entry of an `Opaque` that holds an imitation is one, too.
+    A load would return another value. So is the entry of an `Opaque` that holds a pair with a mark.
     """
     marked: Any = value
     mark = _first(value)
     if mark is OPAQUE_MARK:
-        return is_reserved(marked[1])
-    return is_reserved(value) and mark is not FILES_MARK
+        return _first(marked[1]) in _MARKS
+    return mark in _MARKS and mark is not FILES_MARK
 
 
 def imitation_error(names: Sequence[str]) -> InvalidArgumentError:

@@ -38,18 +38,14 @@ def has_equal_names(state: dict[str, Any]) -> bool:
         flatten_state_dict(state)
     except ValueError:
         return True
-    mappings = [state] + [leaf.value for leaf in every(state) if isinstance(leaf.value, dict)]
+    mappings = [state, *(value for _, value in every(state) if isinstance(value, dict))]
     return any(len({str(key) for key in mapping}) < len(mapping) for mapping in mappings)
 
 
-def every(value: Any, path: tuple[Any, ...] = ()) -> list[Any]:
-    """Return all values with their paths, by recursion; containers before what they hold."""
+def every(value: Any, keys: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return all values below a value with their keys, by recursion; containers before what they hold."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    found = []
-    for key, inner in pairs:
-        (leaf,) = iterate_leaves(inner, (*path, key), descends=lambda _: False)
-        found += [leaf, *every(inner, (*path, key))]
-    return found
+    return [found for key, inner in pairs for found in [((*keys, key), inner), *every(inner, (*keys, key))]]
 
 
 @given(state=STATES)
@@ -75,9 +71,14 @@ def test_leaves_are_the_entries_of_torch(state: dict[str, Any]) -> None:
 @given(state=STATES)
 def test_all_leaves(state: dict[str, Any]) -> None:
     """Equal, in order, to the values that a recursion finds and that hold no others; each is found by its keys."""
-    expected = [(leaf.keys, leaf.value) for leaf in every(state) if not isinstance(leaf.value, dict | list)]
-    found = [leaf for leaf in iterate_leaves(state) if not isinstance(leaf.value, dict | list)]
-    assert [(leaf.keys, id(leaf.value)) for leaf in found] == [(keys, id(value)) for keys, value in expected]
+    expected = [(keys, id(value)) for keys, value in every(state) if not isinstance(value, dict | list)]
+    found: list[tuple[Any, int]] = []
+    for leaf in iterate_leaves(state):
+        inner = leaf.value if isinstance(leaf.value, list) else []  # of numbers alone
+        assert all(value is None or isinstance(value, int) for value in inner)
+        found += [((*leaf.keys, number), id(value)) for number, value in enumerate(inner)]
+        found += [(leaf.keys, id(leaf.value))] if not isinstance(leaf.value, dict | list) else []
+    assert found == expected
     assert all(value_at(state, leaf.keys) is leaf.value for leaf in iterate_leaves(state))
 
 
@@ -86,15 +87,15 @@ def test_keys_of_other_types_come_back(state: dict[str, Any]) -> None:
     """Load into a template with keys of text: all entries get their values, in the containers of the state."""
     if has_equal_names(state):
         return
-    containers = [(leaf.keys, leaf.value) for leaf in every(state) if isinstance(leaf.value, dict)]
+    containers = [(keys, value) for keys, value in every(state) if isinstance(value, dict)]
     leaves = list(iterate_leaves(state, descends=is_flattened))
-    keys = TextKeys(state)
-    loaded = list(iterate_leaves(keys.template, descends=is_flattened))
+    text_keys = TextKeys(state)
+    loaded = list(iterate_leaves(text_keys.template, descends=is_flattened))
     assert [leaf.keys for leaf in loaded] == [leaf.path for leaf in loaded] == [leaf.path for leaf in leaves]
     values = [(number, leaf) for number, leaf in enumerate(leaves) if not isinstance(leaf.value, dict)]
     for number, leaf in values:
-        value_at(keys.template, leaf.path[:-1])[leaf.path[-1]] = ("loaded", number)
-    keys.apply_loaded()
+        value_at(text_keys.template, leaf.path[:-1])[leaf.path[-1]] = ("loaded", number)
+    text_keys.apply_loaded()
     assert all(value_at(state, leaf.keys) == ("loaded", number) for number, leaf in values)
     assert all(value_at(state, keys) is value for keys, value in containers)
 
