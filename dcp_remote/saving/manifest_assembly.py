@@ -107,7 +107,8 @@ def _tensors(planned: Tensors, reports: Sequence[RankReport]) -> tuple[Tensors, 
         [*(report.chunk_piece_first + first for report, first in zip(reports, report_firsts[:-1], strict=True)), none]
     )
     counts = piece_counts[located]
-    tensors = replace(planned, kinds=tuple(kinds), kind=np.array(kind_numbers, dtype=np.int64), chunk_pieces=counts)
+    kind = np.array(kind_numbers, dtype=np.int64)
+    tensors = replace(planned, kinds=tuple(kinds), kind=kind, chunk_pieces=counts)
     return tensors, concat_ranges(piece_firsts[located], counts)
 
 
@@ -123,17 +124,17 @@ def _tensor_numbers(index: Mapping[str, int], report: RankReport) -> list[int]:
 
 def _check_encodings(planned: Tensors, reports: Sequence[RankReport], reported: Sequence[Sequence[int]]) -> list[str]:
     """Return the encoding of each tensor; refuse ranks that disagree about it, and dtypes that were not planned."""
+    dtypes = [planned.kinds[kind].dtype for kind in planned.kind.tolist()]
     encodings: dict[int, str] = {}
     for report, numbers in zip(reports, reported, strict=True):
         for number, dtype, encoding in zip(numbers, report.dtypes, report.encodings, strict=True):
-            planned_dtype = planned.kind_of(number).dtype
-            if dtype != planned_dtype:
+            if dtype != dtypes[number]:
                 raise SaveFailedError(
                     "A rank wrote a tensor with another dtype than was planned; nothing was committed.",
                     tensor=planned.names[number],
                     rank=report.rank,
                     written=dtype,
-                    planned=planned_dtype,
+                    planned=dtypes[number],
                 )
             known = encodings.setdefault(number, encoding)
             if known != encoding:
