@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import itertools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -108,15 +107,17 @@ def _make_planner_targets(
     manifest: Manifest, planner: LoadPlanner, item: ReadItem, *, allow_pickle: bool
 ) -> list[Target]:
     name = item.storage_index.fqn
-    is_torchs = inherits_methods(planner, DefaultLoadPlanner, ("load_bytes",))
+    wanted = item.dest_index.fqn
 
     def deliver(value: object) -> None:
         value = _convert(manifest, planner, item, value)
-        if is_torchs:
-            with _reference_stream(value) as stream:
-                planner.load_bytes(item, stream)
-        else:
+        if not inherits_methods(planner, DefaultLoadPlanner, ("load_bytes",)):
             planner.load_bytes(item, _pickle_stream(name, value))
+        # As torch's `load_bytes` does, without a copy by pickle.
+        elif planner.flatten_state_dict:
+            set_element(planner.original_state_dict, planner.mappings[wanted], value)
+        else:
+            planner.state_dict[wanted] = value
 
     return make_object_targets(manifest, name, deliver, allow_pickle=allow_pickle)
 
@@ -138,39 +139,6 @@ def _convert(manifest: Manifest, planner: LoadPlanner, item: ReadItem, value: ob
         if not isinstance(own, Files):
             raise files_mismatch(own, name=wanted)
     return value
-
-
-# Objects that `DefaultLoadPlanner.load_bytes` is about to take, by the number in its stream.
-_objects: dict[int, object] = {}
-_numbers = itertools.count()
-
-
-class _Reference:
-    """Stand-in for an object, pickled as a call that looks the object up in this process."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _look_up, (self.number,)
-
-
-def _look_up(number: int) -> object:
-    return _objects[number]
-
-
-@contextmanager
-def _reference_stream(value: object) -> Iterator[io.BytesIO]:
-    """Give a stream from which `DefaultLoadPlanner.load_bytes` loads the object itself: no copy is made."""
-    number = next(_numbers)
-    _objects[number] = value
-    try:
-        stream = io.BytesIO()
-        torch.save(_Reference(number), stream)
-        stream.seek(0)
-        yield stream
-    finally:
-        del _objects[number]
 
 
 def _pickle_stream(name: str, value: object) -> io.BytesIO:

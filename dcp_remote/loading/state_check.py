@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
 from dcp_remote.common.digests import digest
-from dcp_remote.loading.selection import Path, Selection
+from dcp_remote.loading.load_options import LoadOptions, Path
 from dcp_remote.serialization.name_links import NameLink
 from dcp_remote.serialization.state_dict import PER_RANK_KEY
 from dcp_remote.serialization.tensors import dtype_name, memory_of
@@ -111,11 +111,20 @@ class Comparison:
     kept: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
 
+    def loads(self, name: str) -> bool:
+        """Return whether the value of this name in the state is loaded."""
+        return name in self.sources
+
+    @property
+    def skipped_keys(self) -> list[str]:
+        """Top-level keys of which the options leave all values out, although the checkpoint has some."""
+        saved = {name.partition(".")[0] for name in self.excluded}
+        return [key for key in self.check.kept if key in saved]
+
     def left_out(self, unexpected: bytes) -> list[str]:
         """Return the names of entries that are not loaded: those of `excluded`, and those that the state lacks.
 
-        Args:
-            unexpected: Compressed bitmap of the entries that no rank has a value for.
+        The bitmap is a verdict's, of the entries that no rank has a value for.
         """
         numbers = np.flatnonzero(decompress_bits(unexpected, len(self.entries))).tolist()
         own = (f"{PER_RANK_KEY}.*.{key}" for key in self.check.own_left)
@@ -126,7 +135,7 @@ def compare_state(
     state: Mapping[str, Any],
     paths: Mapping[str, Path],
     entries: Mapping[str, STORAGE_TYPES],
-    selection: Selection,
+    options: LoadOptions,
     *,
     rank: int | None,
     on_meta: Collection[str] = (),
@@ -138,7 +147,7 @@ def compare_state(
         state: Values by name.
         paths: Paths of the values by name.
         entries: Entries of the checkpoint by name.
-        selection: Options of the load.
+        options: Options of the load.
         rank: This rank, whose `PerRank` values are below its number; None if nothing in the checkpoint is a `PerRank`.
         on_meta: Names of values that were on the meta device.
         links: Places of the state that repeat the names of a model, for `rename`.
@@ -146,9 +155,9 @@ def compare_state(
     Raises:
         InvalidArgumentError: `rename` is wrong.
     """
-    renamed = selection.rename_entries(entries, links)
+    renamed = options.rename_entries(entries, links)
     origins = {new: name for name, new in renamed.items()}
-    chosen_names, unmatched = selection.choose(dict.fromkeys([*state, *origins]))
+    chosen_names, unmatched = options.choose(dict.fromkeys([*state, *origins]))
     chosen = set(chosen_names)
     sources: dict[str, str] = {}
     missing: list[str] = []
@@ -160,7 +169,7 @@ def compare_state(
             missing.append(name)
             continue
         sources[name] = origins[name]
-        misfits += _misfits(name, entries[origins[name]], value, converts=selection.dtype == "convert")
+        misfits += _misfits(name, entries[origins[name]], value, converts=options.dtype == "convert")
     tied = _find_tied(missing, state, sources)
     left = np.zeros(len(entries), dtype=np.bool_)
     own_left: list[str] = []

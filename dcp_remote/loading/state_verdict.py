@@ -13,7 +13,7 @@ from dcp_remote.common.text import escape_unprintable, format_count
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatchError
 from dcp_remote.format.entry_names import near_names, no_match_error
 from dcp_remote.loading.key_renames import find_key_renames
-from dcp_remote.loading.selection import Selection
+from dcp_remote.loading.load_options import LoadOptions
 from dcp_remote.loading.state_check import (
     LISTED_MAX,
     NOT_CONVERTIBLE,
@@ -53,7 +53,7 @@ class Verdict:
 def judge(
     checks: Sequence[StateCheck],
     own: Comparison,
-    selection: Selection,
+    options: LoadOptions,
     *,
     empty_places: Collection[str] = (),
     thinned: Collection[str] = (),
@@ -64,7 +64,7 @@ def judge(
     Args:
         checks: Checks of all ranks, by rank; nearly always they are equal.
         own: Comparison of the coordinator.
-        selection: Options of the load.
+        options: Options of the load.
         empty_places: Names of the empty dicts of the coordinator's state.
         thinned: Top-level keys of entries that retention deleted.
         **details: URL and step, for the error.
@@ -78,7 +78,7 @@ def judge(
         return Verdict(error=InvalidArgumentError(what, **near, **details))
     findings = _Findings(distinct, own, thinned)
     is_nothing_loaded = not any(check.loads for check in distinct)
-    if findings.is_error(selection) or is_nothing_loaded:
+    if findings.is_error(options) or is_nothing_loaded:
         ranks = [rank for rank, check in enumerate(checks) if check.has_own_findings]
         text = findings.describe(empty_places=empty_places, is_nothing_loaded=is_nothing_loaded)
         details |= findings.counts() | _named(ranks, len(checks))
@@ -136,10 +136,10 @@ class _Findings:
             [name for name in shared if _top(name) not in self._state_tops],
         )
 
-    def is_error(self, selection: Selection) -> bool:
+    def is_error(self, options: LoadOptions) -> bool:
         """Return whether the options forbid a load."""
-        is_missing = selection.missing == "error" and (self._missing or self._thinned)
-        is_unexpected = selection.unexpected == "error" and self._unexpected
+        is_missing = options.missing == "error" and (self._missing or self._thinned)
+        is_unexpected = options.unexpected == "error" and self._unexpected
         return bool(is_missing or is_unexpected or self._empty or self._misfits)
 
     def counts(self) -> dict[str, int | None]:

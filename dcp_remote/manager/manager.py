@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, SupportsFloat
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_remote.common.digests import digest
 from dcp_remote.common.threads import limit_exit_wait
@@ -26,16 +26,15 @@ from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup, default_world_size
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
 from dcp_remote.format.manifest_json import checked_user
+from dcp_remote.loading.load_options import LoadOptions, Patterns, Rename
 from dcp_remote.loading.peer_sockets import RankSockets, check_rank_sockets
-from dcp_remote.loading.planner import RemoteLoadPlanner, choose_planner
 from dcp_remote.loading.run_handle import Run
-from dcp_remote.loading.selection import Patterns, Rename
 from dcp_remote.manager.background_save import AtExit, BackgroundSave, BackgroundSaves
 from dcp_remote.manager.coordinator import Coordinator
 from dcp_remote.manager.first_save import FirstSave
 from dcp_remote.manager.preemption import Preemption
 from dcp_remote.manager.progress import ProgressSetting, check_progress, start_progress
-from dcp_remote.manager.rank_restore import load_rank
+from dcp_remote.manager.rank_restore import RankRestore, Request
 from dcp_remote.manager.rank_save import RankSaver, Task
 from dcp_remote.manager.reports import LoadReport, SaveReport
 from dcp_remote.manager.save_planning import Replicas
@@ -416,7 +415,6 @@ class CheckpointManager:
         dtype: Literal["error", "convert"] = "error",
         must_exist: bool = False,
         go_on: bool = True,
-        planner: LoadPlanner | None = None,
     ) -> int | None:
         """Load a checkpoint into a state, in place; called by every rank, at any world size.
 
@@ -453,7 +451,6 @@ class CheckpointManager:
             dtype: "convert" to convert tensors to the dtypes of the state, unless more than precision would be lost.
             must_exist: True to raise where there is no checkpoint, instead of starting from nothing.
             go_on: False to change nothing of the run: the next save goes on from where the job was.
-            planner: Planner of torch in place of these options; None is a `RemoteLoadPlanner` with them.
 
         Returns:
             The step; None if `step` is None and the run has no checkpoint, and then the state is unchanged, and a
@@ -468,8 +465,7 @@ class CheckpointManager:
             CorruptCheckpointError: Bytes differ from those that were written: restore an older step.
             UnsafeObjectError: An object needs code to load.
             StorageError: The store failed for five minutes.
-            InvalidArgumentError: The step or an option has a wrong value, or matches nothing; or there is a planner as
-                well.
+            InvalidArgumentError: The step or an option has a wrong value, or matches nothing.
             DcpRemoteError: Another rank failed, fell silent or did not come, and is named; or `timeout_seconds` have
                 passed.
         """
@@ -477,15 +473,7 @@ class CheckpointManager:
         if step is not None:
             require_step_or_name(step)
             step = as_step(step)
-        planner = choose_planner(
-            planner,
-            include=include,
-            exclude=exclude,
-            rename=rename,
-            missing=missing,
-            unexpected=unexpected,
-            dtype=dtype,
-        )
+        options = LoadOptions(include, exclude, rename, missing, unexpected, dtype)
         self._preemption.forget_expired_notice()
         self.wait()
         collective = self._prepare(
@@ -505,21 +493,17 @@ class CheckpointManager:
                 self._schedule.count_restore()
             is_coordinator = self._ranks.is_coordinator
             with collective, start_progress(self._progress, "restore", is_coordinator=is_coordinator) as progress:
-                self._last_load = load_rank(
+                self._last_load = RankRestore(
                     self._ranks,
                     collective,
                     self._store,
-                    as_state(state),
-                    step=step,
-                    planner=planner,
-                    operation=operation,
+                    Request(step, options, must_exist=must_exist, go_on=go_on),
+                    operation,
+                    progress,
+                    self._rank_sockets,
                     allow_pickle=self._allow_pickle,
                     memory_budget_bytes=self._memory_budget_bytes,
-                    must_exist=must_exist,
-                    go_on=go_on,
-                    progress=progress,
-                    sockets=self._rank_sockets,
-                )
+                ).load(as_state(state))
         except BaseException as error:
             self._ranks.abandon(collective, error)
             if collective.is_unattended:  # ranks that did not come have not counted it
@@ -530,7 +514,7 @@ class CheckpointManager:
             raise
         operation.end(self._last_load)
         if self._last_load is None:
-            if isinstance(planner, RemoteLoadPlanner) and not planner.options:
+            if not options.given:
                 self._first_save.note_start(as_state(state))
             return None
         self._first_save.forget_start()
