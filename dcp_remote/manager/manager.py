@@ -43,7 +43,6 @@ from dcp_remote.manager.telemetry import Telemetry
 from dcp_remote.run.job import CheckpointLabels, JobSession, require_step, require_step_or_name
 from dcp_remote.run.lookup import as_step
 from dcp_remote.run.retention import ChooseToDelete, Retention, require_retention
-from dcp_remote.run.run import CheckpointInfo
 from dcp_remote.saving.device_copy import wait_for_devices
 from dcp_remote.saving.staging import Stager, tensors_of
 from dcp_remote.serialization.state_dict import TensorRoles, as_state, build_saved_state, require_distinct
@@ -81,7 +80,7 @@ class CheckpointManager:
 
     `save` copies the state and returns; a thread uploads the shards and commits the checkpoint. One save is under way
     at a time: the next `save` waits for it, and raises its error. Every rank calls `save`, `restore`, `should_save` and
-    `reached_preemption`, in the same order; any rank may call the other methods.
+    `reached_preemption`, in the same order; any rank may call the methods of `run`.
 
     A save ends by its deadline on every rank that lives: with a commit, or with an error that names the rank, the
     shard and the cause. A rank that does not call `save` within `arrival_seconds` of the others, as under
@@ -101,8 +100,8 @@ class CheckpointManager:
     once of each name: of buffers at level INFO, since under DDP each forward pass makes statistics differ.
 
     The first save of a job takes the fence: jobs that were started earlier can commit, delete, name and pin nothing
-    more, and raise `FencedError`. Checkpoints are deleted only by `retention` and `delete`, or when a save replaces
-    them.
+    more, and raise `FencedError`. Checkpoints are deleted only by `retention` and `run.delete`, or when a save
+    replaces them.
 
     Args:
         url: URL of the run: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///…`, a path, `memory://name` (one process
@@ -580,55 +579,15 @@ class CheckpointManager:
         self._should_stop = self._preemption.reached(step)
         return self._should_stop
 
-    # ---- called by any rank or process; each reads the store anew, and is documented at `Run`, as are errors and costs
+    # ---- called by any rank
 
-    def latest(self) -> CheckpointInfo | None:
-        """Return the newest checkpoint of the run; None if none is committed. One GET; see `Run.latest`."""
-        return self._run.latest()
+    @property
+    def run(self) -> Run:
+        """The run as one process sees it: its checkpoints are listed, named, pinned and deleted by this object.
 
-    def checkpoints(self) -> list[CheckpointInfo]:
-        """Return all live checkpoints by ascending step, abandoned ones included. One GET; see `Run.checkpoints`."""
-        return self._run.checkpoints()
-
-    def steps(self) -> list[int]:
-        """Return the steps of all live checkpoints that are not abandoned, ascending. One GET."""
-        return [info.step for info in self._run.checkpoints() if not info.abandoned]
-
-    def best(self, metric: str, *, largest: bool = False) -> CheckpointInfo | None:
-        """Return the checkpoint with the best value of a metric; None if there is none. One GET; see `Run.best`."""
-        return self._run.best(metric, largest=largest)
-
-    def exists(self, step: int | str) -> bool:
-        """Return whether a checkpoint of this step or name is live. One GET; see `Run.exists`."""
-        return self._run.exists(step)
-
-    def user(self, step: int | str | None = None) -> dict[str, Any]:
-        """Return the `user` metadata given when a checkpoint was saved. At most three GETs; see `Run.user`.
-
-        Raises:
-            CheckpointNotFoundError: There is no such checkpoint.
+        Methods of the run that write raise `FencedError` once a newer job owns the run. Any rank may call them.
         """
-        return self._run.user(step)
-
-    def pin(self, step: int | str) -> None:
-        """Exempt a checkpoint from retention, and from being replaced by a job that went back; see `Run.pin`."""
-        self._run.pin(step)
-
-    def unpin(self, step: int | str) -> None:
-        """Remove the pin of a checkpoint; see `Run.unpin`."""
-        self._run.unpin(step)
-
-    def name(self, step: int | str, name: str | Iterable[str], *, move: bool = False) -> None:
-        """Give one or several names to a checkpoint that is live; see `Run.name`. One rank calls this, or all."""
-        self._run.name(step, name, move=move)
-
-    def unname(self, name: str | Iterable[str]) -> None:
-        """Take one or several names from the checkpoints that have them; see `Run.unname`. One rank calls this."""
-        self._run.unname(name)
-
-    def delete(self, step: int | str, *, force: bool = False) -> None:
-        """Delete a checkpoint, unless it is pinned or the newest (`force`); see `Run.delete`. One rank calls this."""
-        self._run.delete(step, force=force)
+        return self._run
 
     @property
     def retention_failures(self) -> int:

@@ -773,7 +773,7 @@ def look_and_save(url: str) -> None:
     for step in (1, 2):
         if dist.get_rank() == 0:
             looking.append(CheckpointManager(url))
-            assert looking[-1].steps() == list(range(1, step))
+            assert looking[-1].run.steps() == list(range(1, step))
         with managing(url, resumed_from=step - 1 if step > 1 else None) as manager:
             manager.save(step, state_of(step), wait=True)
     with managing(url) as manager:
