@@ -112,7 +112,9 @@ class RemoteReader(StorageReader):
         super().__init__()
         require_budget(memory_budget_bytes)
         require_timeout(timeout_seconds)
-        self._options = LoadOptions(include, exclude, rename, missing, unexpected, dtype)
+        self._options = LoadOptions(
+            include=include, exclude=exclude, rename=rename, missing=missing, unexpected=unexpected, dtype=dtype
+        )
         self._step = step
         self._timeout_seconds = timeout_seconds
         self._allow_pickle = allow_pickle

@@ -6,7 +6,7 @@ million chunks, of which each rank needs few; so they are built on access.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from dcp_remote.common.arrays import I64
 from dcp_remote.errors import UnsupportedFormatError
 from dcp_remote.format.manifest import Manifest, TensorKind
 from dcp_remote.loading.load_options import LoadOptions
-from dcp_remote.serialization.name_links import NameLink
 from dcp_remote.serialization.tensors import parse_dtype
 
 # Version that torch's own writers give (CURRENT_DCP_VERSION in filesystem.py of torch 2.13).
@@ -54,14 +53,14 @@ class SourceMeta(StorageMeta):
         step: Step of the checkpoint; None outside a run.
         thinned: Top-level keys that retention deleted.
         rank: This rank, whose `PerRank` values may be loaded; None if the state cannot hold any.
-        links: Places of the state that repeat the names of a model, for `rename`.
+        renamed: Name in the state of each entry that is loaded; None if the planner is to apply `rename`.
         options: Options of the planner that was set up with this metadata; None before, and with another planner.
     """
 
     step: int | None = None
     thinned: tuple[str, ...] = ()
     rank: int | None = None
-    links: Sequence[NameLink] = ()
+    renamed: Mapping[str, str] | None = None
     options: LoadOptions | None = None
 
 

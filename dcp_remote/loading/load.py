@@ -162,9 +162,8 @@ def _make_tensor_targets(
         if all(sizes):
             part = narrow(whole, Box(tensors.offsets_of(chunk), sizes))
             box = Box((0,) * len(sizes), sizes)
-            targets.append(
-                TensorTarget(manifest, tensor=number, chunk=chunk, box=box, resolve=partial(_return_same, part))
-            )
+            # `detach` returns a view of the same memory.
+            targets.append(TensorTarget(manifest, tensor=number, chunk=chunk, box=box, resolve=part.detach))
     return targets
 
 
@@ -182,7 +181,3 @@ def _allocate(name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Te
             dtype=dtype_name(dtype),
             cause=error,
         ) from error
-
-
-def _return_same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

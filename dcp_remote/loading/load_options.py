@@ -16,7 +16,7 @@ Rename: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
 Path: TypeAlias = tuple[str | int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """Options of a load, as `RemoteLoadPlanner` describes them; wrong values raise `InvalidArgumentError`.
 

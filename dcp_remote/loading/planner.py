@@ -72,7 +72,9 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Check the options."""
         super().__init__()
-        self._options = LoadOptions(include, exclude, rename, missing, unexpected, dtype)
+        self._options = LoadOptions(
+            include=include, exclude=exclude, rename=rename, missing=missing, unexpected=unexpected, dtype=dtype
+        )
         self._source = SourceMeta()
         self._comparison: Comparison | None = None
         self._empty_places: list[str] = []
@@ -117,14 +119,15 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
             self._source = meta
         else:
             self._source = SourceMeta(checkpoint_id=meta.checkpoint_id if meta is not None else None)
+        renamed, entries = self._source.renamed, metadata.state_dict_metadata
         self._comparison = compare_state(
             self.state_dict,
             self.mappings,
-            metadata.state_dict_metadata,
+            entries,
             self._options,
+            renamed=renamed if renamed is not None else self._options.rename_entries(entries),
             rank=self._source.rank,
             on_meta=on_meta if self._options.given else (),
-            links=self._source.links,
         )
 
     def _put_back(self, before: dict[str, Any]) -> set[str]:
@@ -144,7 +147,8 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """Plan what this rank loads, with its `StateCheck` as `planner_data`; few objects are built for chunks."""
-        check, items = self.comparison.check, list[ReadItem]()
+        check = self.comparison.check
+        items: list[ReadItem] = []
         if not check.has_misfits:
             assert self.metadata is not None, "set_up_planner has stored it"
             saved = self.metadata.state_dict_metadata

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeGuard
@@ -30,22 +31,11 @@ def make_target_layers(
 ) -> list[list[Target]]:
     """Make the targets of a plan, in layers that are to be read one after another; makes no request.
 
-    Within a layer no two templates share memory. Nearly always there is one layer. Of templates that share memory, as
-    tied weights do, the last in the plan wins.
+    Within a layer no two templates share memory; nearly always there is one layer. Of templates that share memory, as
+    tied weights do, the last in the plan wins. Objects in the manifest have no target: they are delivered by this call.
 
-    Args:
-        manifest: Manifest of the checkpoint.
-        plan: Plan of this rank, as the planner finished it.
-        planner: Planner, called from the thread that reads.
-        allow_pickle: True to load objects that need code.
-
-    Returns:
-        One layer at least. Objects in the manifest have no target: they are delivered by this call.
-
-    Raises:
-        InvalidArgumentError: The plan names a tensor, chunk or object that the manifest lacks; or a template cannot
-            take what is read. The templates of a planner that makes them on demand are checked when it makes them.
-        UnsafeObjectError: An object in the manifest needs code to load, and `allow_pickle` is False.
+    A plan of what the manifest lacks, and a template that cannot take what is read, are an `InvalidArgumentError`. The
+    templates of a planner that makes them on demand are checked when it makes them, in the thread that reads.
     """
     # Other planners may make a template when they are asked for it, and keep it in memory until it is complete: theirs
     # are not asked for here.
@@ -93,11 +83,8 @@ def _find_chunk(manifest: Manifest, index: MetadataIndex) -> tuple[int, int]:
         raise InvalidArgumentError("There is no tensor of this name in the checkpoint.", tensor=index.fqn)
     first, count = int(tensors.chunk_first[tensor]), int(tensors.chunks[tensor])
     offsets = tuple(index.offset) if index.offset is not None else None
-    if index.index is not None and 0 <= index.index < count:
-        chunk = first + index.index
-        if offsets is None or tensors.offsets_of(chunk) == offsets:
-            return tensor, chunk
-    for chunk in range(first, first + count):
+    hinted = [first + index.index] if index.index is not None and 0 <= index.index < count else []
+    for chunk in itertools.chain(hinted, range(first, first + count)):
         if offsets is None or tensors.offsets_of(chunk) == offsets:
             return tensor, chunk
     raise InvalidArgumentError("There is no chunk of a tensor at this offset.", tensor=index.fqn, offsets=offsets)
@@ -123,11 +110,7 @@ def _make_planner_targets(
 
 
 def _convert(manifest: Manifest, planner: LoadPlanner, item: ReadItem, value: object) -> object:
-    """Return an object in the form of its place in the state, which a planner that renames entries may change.
-
-    Raises:
-        StateMismatchError: The state asks for `Files`, and the object is none.
-    """
+    """Return an object in the form of its place in the state, which a planner that renames entries may change."""
     if not isinstance(planner, DefaultLoadPlanner):
         return value
     name, wanted = item.storage_index.fqn, item.dest_index.fqn

@@ -172,12 +172,7 @@ class BytesTarget:
 def make_object_targets(
     manifest: Manifest, name: str, deliver: Callable[[object], None], *, allow_pickle: bool
 ) -> list[Target]:
-    """Make the target that reads an object; none if the manifest holds the object, which is delivered at once then.
-
-    Raises:
-        InvalidArgumentError: The checkpoint has no object of this name.
-        UnsafeObjectError: The manifest holds the object, which needs code to load, and `allow_pickle` is False.
-    """
+    """Make the target that reads an object; none if the manifest holds the object, which is delivered at once then."""
     if name in manifest.inline:
         value = decode_object(name, EncodedObject(JSON, manifest.inline[name]), allow_pickle=allow_pickle)
         deliver(unwrap_marked(value))
@@ -205,10 +200,7 @@ def make_tensor_target(
     commit: Callable[[torch.Tensor], None],
     allow_pickle: bool,
 ) -> Target:
-    """Make the target that reads a box of a chunk; a chunk that is stored as a stream is read whole, then cut.
-
-    The arguments are those of `TensorTarget`; `allow_pickle` allows streams that need code to decode.
-    """
+    """Make the target that reads a box of a chunk; a chunk that is stored as a stream is read whole, then cut."""
     kind = manifest.tensors.kind_of(tensor)
     if kind.encoding == RAW:
         return TensorTarget(manifest, tensor=tensor, chunk=chunk, box=box, resolve=resolve, commit=commit)
@@ -249,11 +241,7 @@ def stored_layout(kind: TensorKind) -> str:
 
 
 def require_writable(name: str, destination: torch.Tensor, *, layout: str) -> None:
-    """Check that a tensor of this layout can be copied into a template; torch's own errors name no tensor.
-
-    Raises:
-        InvalidArgumentError: The template has another layout, an expanded dimension, or no memory.
-    """
+    """Check that a tensor of this layout can be copied into a template; torch's own errors name no tensor."""
     found = str(destination.layout).removeprefix("torch.")
     if found != layout:
         raise InvalidArgumentError(

@@ -472,7 +472,9 @@ class CheckpointManager:
         if step is not None:
             require_step_or_name(step)
             step = as_step(step)
-        options = LoadOptions(include, exclude, rename, missing, unexpected, dtype)
+        options = LoadOptions(
+            include=include, exclude=exclude, rename=rename, missing=missing, unexpected=unexpected, dtype=dtype
+        )
         self._preemption.forget_expired_notice()
         self.wait()
         collective = self._prepare(

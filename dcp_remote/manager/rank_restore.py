@@ -253,7 +253,7 @@ class RankRestore:
         planner.flatten_sharded_tensors = has_nested_shards(template)
         metadata = to_dcp_metadata(manifest)
         metadata.storage_meta = SourceMeta(
-            checkpoint_id=self.store.url, step=entry.step, thinned=entry.thinned, rank=rank, links=links
+            checkpoint_id=self.store.url, step=entry.step, thinned=entry.thinned, rank=rank, renamed=renamed
         )
         planner.set_up_planner(keys.template, metadata, self.ranks.is_coordinator)
         plan = planner.create_local_plan()
@@ -324,8 +324,7 @@ class RankRestore:
         sockets = self.sockets
         return PeerExchange(
             self.ranks.rank,
-            (sockets.find_address() or host_towards(self.ranks.store_host)) if sockets is not None else "",
-            gives=sockets is not None,
+            (sockets.find_address() or host_towards(self.ranks.store_host)) if sockets is not None else None,
             ports=sockets.ports if sockets is not None else None,
             memory_budget_bytes=self.memory_budget_bytes,
             is_over=self.collective.deadline.expired,
@@ -404,16 +403,12 @@ def _warn_of_other_world_size(
     """Warn of `PerRank` values that stay as they are, and of those of the checkpoint that no rank gets."""
     keys = sorted(key for key, value in state.items() if type(value) is PerRank)
     ranks = range(max(world_size, manifest.world_size))
-    unsaved = [key for key in keys if all((PER_RANK_KEY, str(rank), key) not in saved for rank in ranks)]
+    ranks_of = {key: {rank for rank in ranks if (PER_RANK_KEY, str(rank), key) in saved} for key in keys}
+    unsaved = [key for key, saved_by in ranks_of.items() if not saved_by]
     if unsaved:
         logger.warning("The checkpoint has no values of %s, which stay as they are.", ", ".join(unsaved))
-    keys = [key for key in keys if key not in unsaved]
-    kept = [key for key in keys if any((PER_RANK_KEY, str(rank), key) not in saved for rank in range(world_size))]
-    left = [
-        key
-        for key in keys
-        if any((PER_RANK_KEY, str(rank), key) in saved for rank in range(world_size, manifest.world_size))
-    ]
+    kept = [key for key, saved_by in ranks_of.items() if saved_by and not saved_by.issuperset(range(world_size))]
+    left = [key for key, saved_by in ranks_of.items() if max(saved_by, default=-1) >= world_size]
     for message, named in (
         ("ranks that it has no values of keep their own", kept),
         ("values of others are left out", left),
