@@ -50,7 +50,7 @@ def open_run(
 
 
 class Run:
-    """Checkpoints of a run, for one process; `open_run` makes one, and `CheckpointManager` has the same methods.
+    """Checkpoints of a run, for one process; from `open_run`, or `CheckpointManager.run`.
 
     Nothing is kept between calls: each reads the catalog anew. Methods that read need the permission to read objects
     alone, and neither stop nor disturb a job that saves into the run, nor its retention. Only `pin`, `unpin`, `name`,
@@ -103,6 +103,10 @@ class Run:
         """
         catalog = self._catalog()
         return [CheckpointInfo.of(entry) for entry in catalog.entries] if catalog is not None else []
+
+    def steps(self) -> list[int]:
+        """Return the steps of all live checkpoints that are not abandoned, ascending. Costs as `checkpoints`."""
+        return [info.step for info in self.checkpoints() if not info.abandoned]
 
     def latest(self) -> CheckpointInfo | None:
         """Return the newest checkpoint that is not abandoned; None if there is none. Costs as `checkpoints`."""

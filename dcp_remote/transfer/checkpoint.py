@@ -19,7 +19,7 @@ from dcp_remote.common.units import MiB
 from dcp_remote.format.manifest import RAW
 from dcp_remote.loading.engine import Target, read_targets
 from dcp_remote.loading.read_plan import Want
-from dcp_remote.loading.targets import BytesTarget, TensorTarget, make_object_targets, want_bytes
+from dcp_remote.loading.targets import BytesTarget, TensorTarget, make_object_targets
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.serialization.state_dict import unwrap_per_rank
 from dcp_remote.serialization.tensors import dtype_name, empty_tensor, narrow, parse_dtype
@@ -159,7 +159,7 @@ class SavedCheckpoint:
                 first = int(tensors.chunk_first[number])
                 bounds = tensors.piece_first[first : first + int(tensors.chunks[number]) + 1].tolist()
                 wants = [Want(start, stop, None) for start, stop in pairwise(bounds)]
-            targets += [BytesTarget(name, want, length=want_bytes(self.manifest, want), done=_ignore) for want in wants]
+            targets += [BytesTarget(self.manifest, name, want, _ignore) for want in wants]
         self._read(targets)
 
     def path(self, name: str) -> tuple[str | int, ...]:

@@ -14,7 +14,7 @@ import torch
 
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES, WEIGHTS_FILE_BYTES_MAX
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.loading.selection import Rename
+from dcp_remote.loading.load_options import Rename
 from dcp_remote.manager.progress import ProgressSetting, check_progress, start_progress
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import require_budget, require_timeout

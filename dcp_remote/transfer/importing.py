@@ -211,7 +211,7 @@ def import_checkpoint(
                     raise _delete_damaged(run, step, damage) from damage
         if name is not None:
             with _saved_but_not("named", step):
-                run.name(step, name, move=True)
+                run.run.name(step, name, move=True)
     return report
 
 
@@ -219,7 +219,7 @@ def _delete_damaged(run: CheckpointManager, step: int, damage: CorruptCheckpoint
     """Delete a checkpoint that differs from what was read, and return the error that says so."""
     done = "was deleted; import once more"
     try:
-        run.delete(step, force=True)
+        run.run.delete(step, force=True)
     except DcpRemoteError as error:
         done = f"could not be deleted ({error.what}); delete it before it is used"
     return CorruptCheckpointError(

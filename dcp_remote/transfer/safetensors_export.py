@@ -16,7 +16,7 @@ import torch
 from dcp_remote.common.digests import digest
 from dcp_remote.common.geometry import Box
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
-from dcp_remote.loading.selection import Rename, Selection
+from dcp_remote.loading.load_options import LoadOptions, Rename
 from dcp_remote.serialization.files import Files
 from dcp_remote.serialization.tensors import byte_view, dtype_name
 from dcp_remote.transfer.checkpoint import SavedCheckpoint, size_of
@@ -160,7 +160,7 @@ def _choose(saved: SavedCheckpoint, *, key: str, dtype: torch.dtype | None, rena
             ", ".join(left[:_SHOWN_MAX]),
         )
     titles = {name.removeprefix(prefix): name for name in tensors}
-    renamed = Selection.of(rename=rename).rename_entries(titles)
+    renamed = LoadOptions(rename=rename).rename_entries(titles)
     if not renamed:
         raise InvalidArgumentError("rename leaves out all tensors. Leave out some alone.", url=saved.store.url)
     for title, new in renamed.items():

@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -18,13 +18,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.tensor import DTensor, Shard
 
-from dcp_remote import CheckpointManager, PerRank, RandomStates, load
+from dcp_remote import CheckpointManager, PerRank, RandomStates, RemoteLoadPlanner, load
 from dcp_remote.coordination import heartbeat
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import DcpRemoteError, PermissionDeniedError
@@ -387,29 +386,6 @@ class BrokenSavePlanner(RunPlanner):
         return super().resolve_data(write_item)
 
 
-class BrokenLoadPlanner(DefaultLoadPlanner):
-    """Raises in one of its methods; says something to all ranks in any case."""
-
-    def __init__(self, method: str) -> None:
-        super().__init__()
-        self._method = method
-
-    def create_local_plan(self) -> LoadPlan:
-        if self._method == "create_local_plan":
-            raise ZeroDivisionError("in create_local_plan")
-        return super().create_local_plan()
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        if self._method == "create_global_plan":
-            raise ZeroDivisionError("in create_global_plan")
-        return super().create_global_plan(global_plan)
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        if self._method == "finish_plan":
-            raise ZeroDivisionError("in finish_plan")
-        return super().finish_plan(new_plan)
-
-
 class SwitchedStore(WrappedStore):
     """Goes through another store, for as long as that is set."""
 
@@ -459,8 +435,6 @@ RESTORE_FAILURES = (
     "read flipped",
     "manifest refused",
     "create_local_plan",
-    "create_global_plan",
-    "finish_plan",
 )
 
 
@@ -554,11 +528,12 @@ def fail_to_restore(path: Path, failure: str, victim: int) -> list[Ended | None]
 
     def attempt() -> None:
         state = state_of(0) | {"broken": Broken("nowhere")}
-        planner: DefaultLoadPlanner | None = None
-        if failure.startswith(("create_", "finish_")):  # its ranks need one kind of planner
-            planner = BrokenLoadPlanner(failure if dist.get_rank() == victim else "nowhere")
-        elif dist.get_rank() != victim:
+        breaking: AbstractContextManager[Any] = nullcontext()
+        if dist.get_rank() != victim:
             pass
+        elif failure == "create_local_plan":
+            broken = mock.Mock(side_effect=ZeroDivisionError("in create_local_plan"))
+            breaking = mock.patch.object(RemoteLoadPlanner, "create_local_plan", broken)
         elif failure == "load_state_dict":
             state["broken"] = Broken("load_state_dict")
         elif failure == "template":
@@ -570,14 +545,15 @@ def fail_to_restore(path: Path, failure: str, victim: int) -> list[Ended | None]
         else:
             refused = matching(is_manifest_read, "request", persistent=True, error=denied)
             store.switch(FaultyStore(store._usual, [refused]))
-        manager.restore(state, planner=planner)
+        with breaking:
+            manager.restore(state)
 
     with managing(store) as manager:
         ending = ended(attempt)
         store.switch(None)
         unsaved = ended(lambda: manager.save(5, state_of(5) | {"broken": Broken("nowhere")}, wait=True))
         state = state_of(0) | {"broken": Broken("nowhere")}
-        assert manager.restore(state, planner=BrokenLoadPlanner("nowhere")) == 2
+        assert manager.restore(state) == 2
         assert_holds(state, 2)
         manager.save(5, state_of(5) | {"broken": Broken("nowhere")})
     return [ending, unsaved]
@@ -792,7 +768,7 @@ def look_and_save(url: str) -> None:
     for step in (1, 2):
         if dist.get_rank() == 0:
             looking.append(CheckpointManager(url))
-            assert looking[-1].steps() == list(range(1, step))
+            assert looking[-1].run.steps() == list(range(1, step))
         with managing(url, resumed_from=step - 1 if step > 1 else None) as manager:
             manager.save(step, state_of(step), wait=True)
     with managing(url) as manager:

@@ -97,7 +97,7 @@ def test_plans_outlive_a_save_that_fails(victim: int, rank_pool: RankPool, tmp_p
         assert [count for count, _ in seen] == [1, 0, 0, 1, 0, 1, 0, 0, 1, 0]
     for name, steps in (("True", [2, 5]), ("False", [1, 5])):
         with CheckpointManager(tmp_path / name) as manager:
-            assert manager.steps() == steps
+            assert manager.run.steps() == steps
         for step in steps:
             assert_holds(tmp_path / name, step, "other rows" if step > 3 else "", step)
 
@@ -110,7 +110,7 @@ def test_replicas_are_written_by_all(strategy: str, rank_pool: RankPool, tmp_pat
         assert failure is not None
         assert (failure.kind, failure.rank) == ("SaveFailedError", 2)
     with CheckpointManager(tmp_path) as manager:
-        assert manager.steps() == [1, 2]
+        assert manager.run.steps() == [1, 2]
     for step in (1, 2):
         whole = torch.arange(3 * MiB, dtype=torch.float32).reshape(3 * 1024, 1024) + (step - 1)
         assert torch.equal(load(tmp_path, step=step)["w"], whole)

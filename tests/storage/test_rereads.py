@@ -152,7 +152,7 @@ def test_a_save_and_a_recovery(saved: Saved) -> None:
     with CheckpointManager(FlippingStore(run, is_first_way)) as manager:
         manager.save(1, {"x": 1}, wait=True)
         manager.save(2, {"x": 2}, wait=True)
-        assert manager.steps() == [1, 2]
+        assert manager.run.steps() == [1, 2]
     slot = read_slot(FlippingStore(saved.store, is_first_way))
     assert slot.head is not None
     assert slot.head.save_id == saved.manifest.save_id

@@ -263,7 +263,7 @@ def test_bucket_missing_on_moto(s3_server: S3Server) -> None:
         lambda: VERBS["put"](store),
         lambda: store.put("key", [b"x"], condition="absent"),
         lambda: VERBS["list"](store),
-        run.latest,
+        run.run.latest,
         lambda: run.restore(state),
         lambda: run.restore(state, "latest", must_exist=True),
         lambda: run.save(1, state, wait=True),
