@@ -252,7 +252,7 @@ def test_transient_failures_are_counted(
 ) -> None:
     assert bench(Busy(memory), monkeypatch, "--json") == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["measured"]["requests_again"] == 62
+    assert report["measured"]["requests_again"] == 63  # with the one that is not measured
     assert report["limit"].endswith("requests had to be sent again.")
     assert bench(Busy(memory), monkeypatch) == 0
     assert "; the last because: Slow down." in capsys.readouterr().out
