@@ -251,6 +251,7 @@ class RankSaver:
             figures = self._make_figures(task, report, before, uploading_seconds)
             task.uncommitted.append((ticket, figures))
             collective.set_activity("waiting for the commit")
+            progress.tell("waiting for the others")
             with task.operation.phase("committing"):
                 try:
                     answer = collective.gather(
