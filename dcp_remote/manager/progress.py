@@ -1,17 +1,22 @@
-"""Progress of a save, restore, import or export: a bar of tqdm, log records, or calls of a user's function."""
+"""Progress of a save, restore, import or export: a line on a terminal or in a notebook, log records, or calls.
+
+Where tqdm is loaded (torch loads it if it is installed), tqdm draws the line, below the bars of the training loop.
+Otherwise, and in a notebook, the line needs only carriage returns and spaces. The cursor always returns to the first
+column, so that other output begins there, over the line and not behind it.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TextIO, TypeAlias
 
-from dcp_remote.common.text import human_bytes
+from dcp_remote.common.text import escape_unprintable, human_bytes, human_seconds
 from dcp_remote.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
@@ -24,14 +29,22 @@ _DOING: dict[Operation, str] = {
     "verify": "verifying",
 }
 
-_BAR_SECONDS = 0.1
+_REDRAW_SECONDS = 0.1
 _CALL_SECONDS = 1.0
 _LOG_SECONDS = 60.0
 
-# Limit of waiting for a thread that draws or calls, because the user may have stopped the terminal with Ctrl-S.
-_LAST_CALL_SECONDS = 1.0
+# Earlier, too few bytes have moved for a rate.
+_RATE_FROM_SECONDS = 1.0
 
-# Module of the streams that replace `sys.stderr` in a notebook, which say that they are no terminal.
+# Width of a terminal that does not tell its width.
+_COLUMNS = 80
+# The longest that fits is taken; only three lengths, so that the bar does not change its length with each redraw.
+_BAR_COLUMNS = (30, 20, 10)
+
+# Limit of waiting for a thread that draws, because the user may have stopped the terminal with Ctrl-S.
+_LAST_LINE_SECONDS = 1.0
+
+# Module of the streams that replace `sys.stdout` and `sys.stderr` in a notebook's process.
 _NOTEBOOK_STREAMS = "ipykernel.iostream"
 
 
@@ -68,118 +81,115 @@ def check_progress(given: object) -> None:
         )
 
 
-def start_progress(setting: ProgressSetting, what: Operation, *, is_coordinator: bool) -> Progress:
-    """Return the progress of a save or restore; call `begin` when its step is known. Other ranks show nothing."""
-    if setting is False or not is_coordinator:
-        return Progress(what, None)
-    if setting is not True:
-        return Progress(what, setting, interval_seconds=_CALL_SECONDS)
-    tqdm = _find_tqdm()
-    if tqdm is None:
-        return Progress(what, _log, interval_seconds=_LOG_SECONDS)
-    bar = _Bar(tqdm)
-    return Progress(what, bar.draw, interval_seconds=_BAR_SECONDS, end=bar.close)
+def start_progress(
+    setting: ProgressSetting, what: Operation, *, is_coordinator: bool, out: TextIO | None = None
+) -> Progress:
+    """Return the progress of a save or restore; call `begin` when its step is known.
+
+    Args:
+        setting: False shows nothing, True draws a line or logs, a function is called instead.
+        what: Operation.
+        is_coordinator: False on the other ranks, which show nothing.
+        out: Stream to draw on; None for standard error.
+    """
+    out = sys.stderr if out is None else out
+    shown = setting is True and is_coordinator
+    progress = Progress(_DOING[what], None, out, is_terminal=shown and can_redraw(out), is_silent=not shown)
+    if is_coordinator and not isinstance(setting, bool):
+        progress.call(setting, what)
+    return progress
 
 
-def _find_tqdm() -> Any:
-    """Return tqdm's class of bars; None if tqdm is not installed, or nothing can be drawn on standard error."""
-    with suppress(ImportError, ValueError):  # ValueError: standard error is closed
-        if sys.stderr is not None and (sys.stderr.isatty() or type(sys.stderr).__module__ == _NOTEBOOK_STREAMS):
-            from tqdm.auto import tqdm
+def can_redraw(out: TextIO | None) -> bool:
+    """Return whether a line can be redrawn: the stream is the process's own and a terminal, or a notebook's.
 
-            return tqdm
-    return None
-
-
-def _describe(report: ProgressReport) -> str:
-    return _DOING[report.what] if report.step is None else f"{_DOING[report.what]} step {report.step}"
+    Other replacements of `sys.stderr`, such as those of rich and test runners, expect whole lines.
+    """
+    try:
+        is_own = any(out is own for own in (sys.__stderr__, sys.__stdout__))
+        return out is not None and ((is_own and out.isatty()) or _is_notebook(out))
+    except ValueError:  # closed
+        return False
 
 
-def _log(report: ProgressReport) -> None:
-    # The end has a line of its own, and a short save no other.
-    if 0 < report.done_bytes < report.total_bytes:
-        percent = 100 * report.done_bytes // report.total_bytes
-        logger.info("%s: %d%% of %s", _describe(report), percent, human_bytes(report.total_bytes))
-
-
-class _Bar:
-    """Bar of tqdm, which stays if it is the only one. A terminal that is gone must not fail a save."""
-
-    def __init__(self, tqdm: Any) -> None:
-        self._tqdm = tqdm
-        self._bar: Any = None
-
-    def draw(self, report: ProgressReport) -> None:
-        with suppress(Exception):
-            if self._bar is None:
-                self._bar = self._tqdm(
-                    desc=_describe(report),
-                    total=report.total_bytes,
-                    unit="B",
-                    unit_scale=True,
-                    unit_divisor=1024,
-                    leave=None,
-                    mininterval=0,  # draws at each call, since calls come at intervals
-                    miniters=0,
-                )
-            self._bar.total = report.total_bytes
-            self._bar.update(report.done_bytes - self._bar.n)
-
-    def close(self) -> None:
-        with suppress(Exception):
-            if self._bar is not None:
-                self._bar.close()
+def _is_notebook(out: TextIO | None) -> bool:
+    return type(out).__module__ == _NOTEBOOK_STREAMS
 
 
 class Progress:
     """Progress of one save or restore on this rank. Call `close`, or use the object as a context manager.
 
-    Any thread may call `expect` and `add`. Neither raises, nor waits for another thread that shows progress.
+    Any thread may call `add` and `tell`; the caller's thread draws the line, at most ten times a second. Neither
+    raises: nothing more is written to a terminal that was closed or failed.
 
     Args:
-        what: Operation under way.
-        show: Function that shows a report: called from `begin` or `expect` on, in the thread that moved bytes, never
-            twice at a time, and not any more after an exception, which is logged. None shows nothing.
-        interval_seconds: Time between two calls.
-        end: Function that is called at the end in any case.
+        what: Operation under way, in a few words: `saving step 1000`.
+        total_bytes: Bytes to be moved; None if unknown.
+        out: Stream to draw on, usually standard error.
+        is_terminal: True if a line can be redrawn there (`can_redraw`); otherwise a line is logged per minute.
+        is_silent: True to draw and log nothing but the last line.
         clock: Monotonic clock, in seconds.
     """
 
     def __init__(
         self,
-        what: Operation,
-        show: Callable[[ProgressReport], object] | None,
+        what: str,
+        total_bytes: int | None,
+        out: TextIO | None,
         *,
-        interval_seconds: float = 0.0,
-        end: Callable[[], None] | None = None,
+        is_terminal: bool,
+        is_silent: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin without a call; the first one is made by `begin` or `expect`."""
-        self._what: Operation = what
-        self._function, self._end = show, end
-        self._interval_seconds, self._clock = interval_seconds, clock
-        self._next_seconds = clock()
+        """Begin without a line; the first one is drawn by `add` or `tell`."""
+        self._what = escape_unprintable(what)
+        self._total_bytes = total_bytes
+        self._out = out if is_terminal else None
+        # In a notebook, the cursor movements of tqdm's bars on a terminal would be shown as text.
+        self._tqdm: Any = None if _is_notebook(out) else getattr(sys.modules.get("tqdm"), "tqdm", None)
+        self._bar: Any = None
+        self._function: Callable[[ProgressReport], object] | None = None
+        self._operation: Operation = "save"
         self._step: int | None = None
-        self._done_bytes = self._total_bytes = 0
-        self._is_closed = False
-        self._counting, self._showing = threading.Lock(), threading.Lock()
+        self._is_silent = is_silent
+        self._clock = clock
+        self._began_seconds = clock()
+        self._next_seconds = self._began_seconds + (_LOG_SECONDS if self._out is None else 0.0)
+        self._done_bytes = 0
+        self._others = ""
+        self._drawn_columns = 0
+        self._closed = threading.Event()
+        self._counting = threading.Lock()
+        self._drawing = threading.Lock()
+
+    def call(self, function: Callable[[ProgressReport], object], what: Operation) -> None:
+        """Call a function from `begin` on, about once a second, in the thread that moved bytes; never two at a time.
+
+        An exception that the function raises is logged, and then the function is not called any more.
+        """
+        self._function, self._operation = function, what
 
     def begin(self, step: int | None, total_bytes: int | None = None) -> None:
-        """Set the step, None outside a run; and the bytes to be moved, None if `expect` tells them."""
-        self._step = step
+        """Set the step, and the bytes to be moved; None if `expect` tells them. The time counts from now on.
+
+        Args:
+            step: Step of the checkpoint; None outside a run.
+            total_bytes: Bytes to be moved.
+        """
+        with self._counting:
+            self._what = self._what if step is None else f"{self._what} step {step}"
+            self._step, self._total_bytes = step, total_bytes
+            self._began_seconds = self._clock()
+            self._next_seconds = self._began_seconds
+            if self._out is None and self._function is None:
+                self._next_seconds += _LOG_SECONDS
         if total_bytes is not None:
-            self.expect(total_bytes)
+            self._show()
 
     def expect(self, size_bytes: int) -> None:
         """Count bytes that are to be moved."""
         with self._counting:
-            self._total_bytes += size_bytes
-        self._show()
-
-    def add(self, size_bytes: int) -> None:
-        """Count bytes that were moved."""
-        with self._counting:
-            self._done_bytes += size_bytes
+            self._total_bytes = (self._total_bytes or 0) + size_bytes
         self._show()
 
     def __enter__(self) -> Self:
@@ -187,45 +197,160 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End, unless `close` was called."""
+        """Remove the line, unless `close` has left a last one."""
         self.close()
 
-    def close(self, last_line: str | None = None) -> None:
-        """End; later calls of any method do nothing. A last line is logged, and says that all bytes were moved."""
+    def add(self, size_bytes: int) -> None:
+        """Count bytes that were moved."""
         with self._counting:
-            if self._is_closed:
+            self._done_bytes += size_bytes
+        self._show()
+
+    def tell(self, others: str) -> None:
+        """Set the state of the other ranks, in a few words: `waiting for rank 3`; empty for none."""
+        with self._counting:
+            self._others = escape_unprintable(others)
+        self._show()
+
+    def close(self, last_line: str | None = None) -> None:
+        """Remove the line; later calls of any method do nothing.
+
+        Args:
+            last_line: Text that stays on the terminal and is logged at INFO; None for none, as after an error.
+        """
+        with self._counting:
+            if self._closed.is_set():
                 return
-            self._is_closed = True
-        # A thread that is stuck in a write, or in the user's function, must not hold up the save.
-        if self._showing.acquire(timeout=_LAST_CALL_SECONDS):
+            self._closed.set()
+        # A thread that is stuck in a write keeps the terminal; the save must not wait for it.
+        if self._drawing.acquire(timeout=_LAST_LINE_SECONDS):
             try:
-                if last_line is not None:
-                    self._call(self._total_bytes)
-                if self._end is not None:
-                    self._end()
+                if last_line is not None and self._function is not None:
+                    self._call(self._total_bytes or 0)
+                self._write(self._erase)
+                if last_line is not None and not _is_logged_to(self._out):
+                    self._write(self._print, escape_unprintable(last_line))
             finally:
-                self._showing.release()
+                self._drawing.release()
         if last_line is not None:
             logger.info("%s", last_line)
 
     def _show(self) -> None:
         with self._counting:
             now = self._clock()
-            if self._is_closed or now < self._next_seconds:
+            if self._closed.is_set() or now < self._next_seconds or (self._is_silent and self._function is None):
                 return
-            self._next_seconds = now + self._interval_seconds
-        # Other threads do not wait for the one that shows, because they have bytes to move.
-        if self._showing.acquire(blocking=False):
+            out = self._out
+            interval_seconds = _REDRAW_SECONDS if out is not None else _LOG_SECONDS
+            self._next_seconds = now + (interval_seconds if self._function is None else _CALL_SECONDS)
+            parts = self._parts(now - self._began_seconds)
+        if out is None and self._function is None:
+            logger.info("%s: %s", self._what, ", ".join(parts))
+        # Other threads do not wait for the one that draws, because they have bytes to move.
+        elif self._drawing.acquire(blocking=False):
             try:
-                if not self._is_closed:
-                    self._call(min(self._done_bytes, self._total_bytes))
+                if self._closed.is_set():
+                    return
+                if self._function is not None:
+                    self._call(self._done_bytes)
+                elif out is not None:
+                    columns = _columns(out)
+                    self._write(
+                        self._draw, _line(self._what, ", ".join(parts), self._share(), columns=columns), columns
+                    )
             finally:
-                self._showing.release()
+                self._drawing.release()
 
     def _call(self, done_bytes: int) -> None:
+        """Call the user's function; after an exception never again."""
+        total_bytes = self._total_bytes or 0
+        report = ProgressReport(self._operation, self._step, min(done_bytes, total_bytes), total_bytes)
         try:
             if self._function is not None:
-                self._function(ProgressReport(self._what, self._step, done_bytes, self._total_bytes))
+                self._function(report)
         except Exception:
-            logger.exception("The progress function failed, and is not called any more in this %s.", self._what)
-            self._function = None
+            logger.exception("The progress function failed, and is not called any more in this %s.", self._operation)
+            self._function, self._is_silent = None, True
+
+    def _share(self) -> float | None:
+        if self._total_bytes is None:
+            return None
+        return min(1.0, self._done_bytes / self._total_bytes) if self._total_bytes else 1.0
+
+    def _parts(self, elapsed_seconds: float) -> list[str]:
+        share, done = self._share(), self._done_bytes
+        if share is None:
+            parts = [human_bytes(done)]
+        else:
+            # Rounded down, so that 100% means all bytes.
+            parts = [f"{int(100 * share)}% of {human_bytes(self._total_bytes or 0)}"]
+        if done and elapsed_seconds >= _RATE_FROM_SECONDS:
+            rate = done / elapsed_seconds
+            parts.append(f"{human_bytes(round(rate))}/s")
+            if self._total_bytes is not None and done < self._total_bytes:
+                parts.append(f"{human_seconds((self._total_bytes - done) / rate)} left")
+        return [*parts, self._others] if self._others else parts
+
+    def _write(self, act: Callable[..., None], *args: Any) -> None:
+        """Call a function that writes to the terminal; write no more if it raises."""
+        if self._out is not None:
+            try:
+                act(self._out, *args)
+                self._out.flush()
+            except Exception:  # noqa: BLE001  # a terminal that is gone must not fail a save, whatever it raises
+                self._out = None
+
+    def _draw(self, out: TextIO, text: str, columns: int) -> None:
+        if self._tqdm is None:
+            # Spaces cover the rest of the last line, unless the terminal was made narrower.
+            out.write(f"\r{text.ljust(min(self._drawn_columns, columns - 1))}\r")
+            self._drawn_columns = len(text)
+            return
+        if self._bar is None:
+            self._bar = self._tqdm(desc=text, bar_format="{desc}", file=out, leave=False)
+        else:
+            self._bar.set_description_str(text)
+        out.write("\r")
+
+    def _erase(self, out: TextIO) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        elif self._drawn_columns:
+            self._draw(out, "", _columns(out))
+
+    def _print(self, out: TextIO, text: str) -> None:
+        if self._tqdm is None:
+            out.write(text + "\n")
+        else:
+            self._tqdm.write(text, file=out)
+
+
+def _line(what: str, rest: str, share: float | None, *, columns: int) -> str:
+    """Return `saving step 1000 [####....] 50% of …`, shorter than `columns`: a wrapped line cannot be redrawn."""
+    free_columns = columns - 1 - len(f"{what} [] {rest}")
+    bar_columns = next((length for length in _BAR_COLUMNS if length <= free_columns), None)
+    if share is None or bar_columns is None:
+        return f"{what}: {rest}"[: columns - 1]
+    filled = int(share * bar_columns)
+    return f"{what} [{'#' * filled}{'.' * (bar_columns - filled)}] {rest}"
+
+
+def _columns(out: TextIO) -> int:
+    try:
+        return os.get_terminal_size(out.fileno()).columns or _COLUMNS
+    except (AttributeError, OSError, ValueError):
+        return _COLUMNS
+
+
+def _is_logged_to(out: TextIO | None) -> bool:
+    """Return whether log records at INFO appear on this stream."""
+    if not logger.isEnabledFor(logging.INFO):
+        return False
+    current: logging.Logger | None = logger
+    while current is not None:
+        if any(
+            getattr(handler, "stream", None) is out and handler.level <= logging.INFO for handler in current.handlers
+        ):
+            return True
+        current = current.parent if current.propagate else None
+    return False

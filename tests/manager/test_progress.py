@@ -1,7 +1,8 @@
-"""Progress as the user sees it: bars of tqdm, log records, calls of a function."""
+"""Progress as the user sees it: the output is played to a small terminal model, or to a pseudoterminal."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import logging
@@ -9,7 +10,9 @@ import os
 import pty
 import subprocess
 import sys
+import termios
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from dcp_remote import CheckpointManager, ProgressReport, RemoteReader
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.manager import progress as progress_module
-from dcp_remote.manager.progress import Progress, start_progress
+from dcp_remote.manager.progress import Progress, can_redraw, start_progress
 
 REPOSITORY = Path(__file__).parent.parent.parent
 LOGGER = logging.getLogger("dcp_remote.manager.progress")
@@ -37,90 +40,239 @@ class Clock:
         return self.seconds
 
 
+def screen(written: str, *, columns: int = 80) -> list[str]:
+    """Return the lines of a terminal that knows carriage return, line feed and tqdm's cursor up; wraps at its edge."""
+    lines, row, column = [""], 0, 0
+    for character in written.replace("\x1b[A", "\v"):
+        assert character.isprintable() or character in "\r\n\v", "no other command"
+        if character == "\v":
+            row -= 1
+        elif character == "\r":
+            column = 0
+        elif character == "\n" or column == columns:
+            row, column = row + 1, 0
+            lines += [""] * (row == len(lines))
+        if character.isprintable():
+            lines[row] = lines[row][:column].ljust(column) + character + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
 
 
-class Terminal(io.StringIO):
-    """Standard error that is a terminal; its n-th write raises an error."""
-
-    def __init__(self, error: BaseException | None = None, number: int = 0) -> None:
-        super().__init__()
-        self._error, self._left = error, number
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        self._left -= 1
-        if self._error is not None and self._left < 0:
-            raise self._error
-        return super().write(text)
+@pytest.fixture(autouse=True)
+def _without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide tqdm, which torch imports if it is installed, from the tests without tqdm."""
+    monkeypatch.delitem(sys.modules, "tqdm", raising=False)
 
 
-def on_terminal(monkeypatch: pytest.MonkeyPatch, terminal: io.StringIO, clock: Clock) -> Progress:
-    """Begin the progress of a save of 1000 MiB that is shown on a terminal."""
-    monkeypatch.setattr("sys.stderr", terminal)
-    progress = start_progress(True, "save", is_coordinator=True)
-    progress._clock, progress._next_seconds = clock, clock()
-    progress.begin(7, 1000 * MiB)
-    return progress
+def on_terminal(clock: Clock, total_bytes: int | None = 1000 * MiB) -> tuple[Progress, io.StringIO]:
+    out = io.StringIO()
+    return Progress("saving step 1000", total_bytes, out, is_terminal=True, clock=clock), out
 
 
-# ---- a bar
+def test_line_of_a_terminal(clock: Clock) -> None:
+    """Draw share, rate, time left and the state of other ranks; cover the rest of a longer line; leave the last."""
+    progress, out = on_terminal(clock)
+    seen = []
+    for seconds, done_bytes, others in (
+        (0.0, 0, "3 ranks are planning"),
+        (0.5, 10 * MiB, ""),
+        (9.5, 240 * MiB, "rank 3 is late"),
+        (20.0, 740 * MiB, ""),
+        (1.0, 10 * MiB, ""),
+    ):
+        clock.seconds += seconds
+        progress.add(done_bytes)
+        clock.seconds += 0.1
+        progress.tell(others)
+        seen += screen(out.getvalue())
+        clock.seconds -= 0.1
+    assert seen == [
+        "saving step 1000 [....................] 0% of 1000.0 MiB, 3 ranks are planning",
+        "saving step 1000 [..............................] 1% of 1000.0 MiB",
+        "saving step 1000: 25% of 1000.0 MiB, 24.8 MiB/s, 30 s left, rank 3 is late",
+        "saving step 1000 [###################.] 99% of 1000.0 MiB, 32.9 MiB/s, 0 s left",
+        "saving step 1000 [####################] 100% of 1000.0 MiB, 32.2 MiB/s",
+    ]
+    progress.close("saved step 1000: 1000.0 MiB")
+    assert screen(out.getvalue()) == ["saved step 1000: 1000.0 MiB", ""]
+    assert "\x1b" not in out.getvalue()
 
 
-def test_bar_of_a_terminal(clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Draw the name, the share and the bytes, ten times a second at most; log the last line alone."""
-    caplog.set_level(logging.INFO, LOGGER.name)
-    terminal = Terminal()
-    progress = on_terminal(monkeypatch, terminal, clock)
-    for _ in range(500):
-        progress.add(MiB)
-        clock.seconds += 0.01
-    assert 45 <= terminal.getvalue().count("saving step 7: ") <= 55
-    last = terminal.getvalue().split("\r")[-1]
-    assert last.startswith("saving step 7:  4")
-    assert "/0.98G [" in last
-    progress.close("saved step 7: 1000.0 MiB")
-    assert terminal.getvalue().split("\r")[-1].startswith("saving step 7: 100%|")
-    assert caplog.messages == ["saved step 7: 1000.0 MiB"]
+@pytest.mark.parametrize(
+    ("done_bytes", "total_bytes", "seconds", "line"),
+    [
+        (0, 0, 9, "100% of 0 B"),
+        (5, 3, 5, "100% of 3 B, 1 B/s"),
+        (5 * MiB, None, 0, "5.0 MiB"),
+        (60 * MiB, None, 60, "60.0 MiB, 1.0 MiB/s"),
+        (999, 1000, 9, "99% of 1000 B, 111 B/s, 0 s left"),
+        (MiB, 1001 * MiB, 10, "0% of 1001.0 MiB, 102.4 KiB/s, 2.8 h left"),
+        (MiB, 301 * MiB, 1, "0% of 301.0 MiB, 1.0 MiB/s, 5 min left"),
+    ],
+)
+def test_figures(done_bytes: int, total_bytes: int | None, seconds: float, line: str, clock: Clock) -> None:
+    """Show an empty, an exceeded and an unknown total, 100% only for all bytes, and minutes and hours."""
+    progress, out = on_terminal(clock, total_bytes)
+    clock.seconds += seconds
+    progress.add(done_bytes)
+    [drawn] = screen(out.getvalue())
+    assert drawn.endswith(line)
 
 
-def test_the_bar_is_below_those_of_a_training(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of it stays below the bar of a training loop."""
-    tqdm = pytest.importorskip("tqdm", reason="not installed").tqdm
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    with tqdm(total=4, file=terminal, desc="training", ncols=60, mininterval=0) as bar:
-        progress = on_terminal(monkeypatch, terminal, clock)
-        assert "\n\rsaving step 7: " in terminal.getvalue()
-        progress.add(1000 * MiB)
-        progress.close("saved step 7")
-        cleared = terminal.getvalue()
-        bar.update()
-    assert cleared.endswith("\x1b[A")
-    assert not cleared.removesuffix("\x1b[A").split("\r")[-1].strip()
+def test_at_most_ten_redraws_a_second(clock: Clock) -> None:
+    """Draw at most 20 times in a thousand calls of two seconds."""
+    progress, out = on_terminal(clock)
+    for _ in range(1000):
+        progress.add(1)
+        progress.tell("x")
+        clock.seconds += 0.002
+    assert 19 <= out.getvalue().count("saving") <= 20
 
 
-def test_after_an_error_the_bar_ends(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bar shows how far the save came, and no more is drawn."""
-    terminal = Terminal()
+@pytest.mark.parametrize("foreign", ["INFO a line of the log\n", "two\nlines\n", "\ranother bar", ""])
+def test_other_output(foreign: str, clock: Clock) -> None:
+    """Let other output begin in the first column; the rest of the progress line may stand behind it."""
+    progress, out = on_terminal(clock)
+    progress.add(MiB)
+    before = len(screen(out.getvalue()))
+    out.write(foreign)
+    found = screen(out.getvalue())[before - 1 :]
+    for line, expected in zip(found, foreign.strip("\r").splitlines(), strict=False):
+        assert line.startswith(expected)
+    clock.seconds += 1
+    progress.add(MiB)
+    progress.close("saved")
+    # No progress line is left below it.
+    assert screen(out.getvalue())[-2:] == ["saved", ""]
+
+
+def test_after_an_error_nothing_remains(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Remove the line and pass on the error if the block raises."""
+    caplog.set_level(logging.INFO)
+    progress, out = on_terminal(clock)
 
     def save() -> None:
-        with on_terminal(monkeypatch, terminal, clock) as progress:
-            clock.seconds += 1
-            progress.add(100 * MiB)
+        with progress:
+            progress.add(MiB)
             raise KeyError
 
     with pytest.raises(KeyError):
         save()
-    assert terminal.getvalue().endswith("\n")
-    assert "saving step 7:  10%" in terminal.getvalue().split("\r")[-1]
+    assert screen(out.getvalue()) == [""]
+    assert caplog.messages == []
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_nothing_comes_after_the_last_line(is_terminal: bool, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Ignore bytes of uploads that were given up, and a second `close`."""
+    caplog.set_level(logging.INFO, LOGGER.name)
+    out = io.StringIO()
+    with Progress("saving", 1000 * MiB, out, is_terminal=is_terminal, clock=clock) as progress:
+        progress.close("saved")
+        clock.seconds += 100
+        progress.add(MiB)
+        progress.tell("x")
+        progress.close("saved twice")
+    assert screen(out.getvalue()) == (["saved", ""] if is_terminal else [""])
+    assert caplog.messages == ["saved"]
+
+
+def test_text_is_escaped(clock: Clock) -> None:
+    """Escape line breaks and ANSI sequences in every text."""
+    out = io.StringIO()
+    progress = Progress("saving\x1b[2J", 10, out, is_terminal=True, clock=clock)
+    progress.tell("rank 3\n\x1b]0;title\x07")
+    progress.close("saved\x1b[2J\nstep 3")
+    assert screen(out.getvalue()) == ["saved\\x1b[2J\\nstep 3", ""]
+
+
+# ---- logs
+
+
+def test_without_a_terminal_a_line_a_minute(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Log a line per minute and the last line, and write nothing to the stream."""
+    caplog.set_level(logging.INFO, LOGGER.name)
+    out = io.StringIO()
+    with Progress("saving step 7", 200 * MiB, out, is_terminal=False, clock=clock) as progress:
+        for _ in range(185):
+            clock.seconds += 1
+            progress.add(MiB)
+        progress.close("saved step 7: 200.0 MiB")
+    assert caplog.messages == [
+        "saving step 7: 30% of 200.0 MiB, 1.0 MiB/s, 2 min left",
+        "saving step 7: 60% of 200.0 MiB, 1.0 MiB/s, 1 min left",
+        "saving step 7: 90% of 200.0 MiB, 1.0 MiB/s, 20 s left",
+        "saved step 7: 200.0 MiB",
+    ]
+    assert out.getvalue() == ""
+
+
+def test_a_short_save_logs_one_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Log only the last line of a save of less than a minute, also without a stream."""
+    caplog.set_level(logging.INFO, LOGGER.name)
+    progress = Progress("saving step 7", 200 * MiB, None, is_terminal=True, clock=clock)
+    progress.add(MiB)
+    clock.seconds += 59
+    progress.add(MiB)
+    progress.close("saved")
+    assert caplog.messages == ["saved"]
+
+
+@pytest.mark.parametrize(
+    ("level", "handled_level", "propagate"),
+    [
+        (logging.INFO, logging.INFO, True),
+        (logging.WARNING, logging.INFO, True),
+        (logging.INFO, logging.WARNING, True),
+        (logging.INFO, logging.INFO, False),
+    ],
+)
+def test_the_last_line_is_seen_once(
+    level: int, handled_level: int, propagate: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Print the last line only if the log does not appear on the same terminal."""
+    progress, out = on_terminal(clock)
+    handler = logging.StreamHandler(out)
+    handler.setLevel(handled_level)
+    package = logging.getLogger("dcp_remote")
+    monkeypatch.setattr(LOGGER, "level", level)
+    monkeypatch.setattr(LOGGER, "propagate", propagate)
+    LOGGER.manager._clear_cache()  # type: ignore[attr-defined]  # of levels
+    package.addHandler(handler)
+    try:
+        progress.add(MiB)
+        progress.close("saved")
+    finally:
+        package.removeHandler(handler)
+        monkeypatch.undo()
+        LOGGER.manager._clear_cache()  # type: ignore[attr-defined]
+    assert screen(out.getvalue()) == ["saved", ""]
+
+
+# ---- streams that fail
+
+
+class Broken(io.StringIO):
+    """Stream that raises an error from the n-th write on."""
+
+    def __init__(self, error: BaseException, number: int) -> None:
+        super().__init__()
+        self._error = error
+        self._left = number
+
+    def write(self, text: str) -> int:
+        self._left -= 1
+        if self._left < 0:
+            raise self._error
+        return super().write(text)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize(
     "error",
     [
@@ -131,82 +283,28 @@ def test_after_an_error_the_bar_ends(clock: Clock, monkeypatch: pytest.MonkeyPat
         RuntimeError("of a replaced stream"),
     ],
 )
-def test_streams_that_fail(
-    error: Exception,
-    number: int,
-    clock: Clock,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Raise nothing if a write fails, and log the last line."""
+def test_streams_that_fail(error: Exception, number: int, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Raise nothing if the first, second or last write fails, and log the last line."""
     caplog.set_level(logging.INFO, LOGGER.name)
-    with on_terminal(monkeypatch, Terminal(error, number), clock) as progress:
+    with Progress("saving", 10, Broken(error, number), is_terminal=True, clock=clock) as progress:
         for _ in range(2):
             progress.add(1)
             clock.seconds += 0.1
         progress.close("saved")
-    monkeypatch.undo()
-    assert caplog.messages == ["saved"]
+    assert caplog.messages[-1] == "saved"
 
 
-def test_a_stream_that_is_closed_meanwhile(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_is_closed_meanwhile(clock: Clock) -> None:
     """Raise nothing if the stream is closed during the save, as daemons close standard error."""
-    terminal = Terminal()
-    progress = on_terminal(monkeypatch, terminal, clock)
-    terminal.close()
+    progress, out = on_terminal(clock)
+    progress.add(1)
+    out.close()
     clock.seconds += 1
     progress.add(1)
     progress.close("saved")
-    start_progress(True, "save", is_coordinator=True).close()
 
 
-def test_in_a_notebook(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw on a notebook's stream, which says that it is no terminal."""
-    stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
-    progress = on_terminal(monkeypatch, stream, clock)
-    progress.close("saved step 7")
-    assert stream.getvalue().split("\r")[-1].startswith("saving step 7: 100%|")
-
-
-SCRIPT = """
-import sys
-from dcp_remote.manager.progress import start_progress
-with start_progress(True, "save", is_coordinator=True) as progress:
-    progress.begin(1000, 100)
-    for done in range(10):
-        progress.add(10)
-    progress.close("saved step 1000")
-"""
-
-
-def test_a_pseudoterminal() -> None:
-    """A process draws on its own terminal."""
-    ours, its = pty.openpty()
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], stderr=its, check=False, cwd=REPOSITORY)
-    os.close(its)
-    written = os.read(ours, 65536).decode()
-    os.close(ours)
-    assert ended.returncode == 0, written
-    assert "saving step 1000: 100%|" in written
-
-
-FULL_DISK = ["2>/dev/full"] if Path("/dev/full").exists() else []  # Linux has one
-
-
-@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/null", "2>&1 1>/dev/null | cat", *FULL_DISK])
-def test_no_terminal_at_all(redirection: str) -> None:
-    """Draw and raise nothing if standard error is closed, a file, a full disk or a pipe."""
-    command = f'set -o pipefail; "$0" -c "$1" {redirection}'
-    ended = subprocess.run(
-        ["bash", "-c", command, sys.executable, SCRIPT], capture_output=True, check=False, text=True, cwd=REPOSITORY
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-
-
-# ---- threads
-
-
-class Stuck(Terminal):
+class Stuck(io.StringIO):
     """Terminal that was stopped with Ctrl-S: writes block until it goes on."""
 
     def __init__(self) -> None:
@@ -222,37 +320,28 @@ class Stuck(Terminal):
 
 def test_a_terminal_that_was_stopped(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block one thread; the others count on, and the save ends."""
-    monkeypatch.setattr(progress_module, "_LAST_CALL_SECONDS", 0.01)
-    terminal = Stuck()
-    monkeypatch.setattr("sys.stderr", terminal)
-    progress = start_progress(True, "save", is_coordinator=True)
-    progress._clock, progress._next_seconds = clock, clock()
-    held_up = threading.Thread(target=progress.begin, args=(7, 10), daemon=True)
+    monkeypatch.setattr(progress_module, "_LAST_LINE_SECONDS", 0.01)
+    out = Stuck()
+    progress = Progress("saving", 10, out, is_terminal=True, clock=clock)
+    held_up = threading.Thread(target=progress.add, args=(1,), daemon=True)
     held_up.start()
-    assert terminal.is_stuck.wait(60)
+    assert out.is_stuck.wait(60)
     clock.seconds += 10
     progress.add(1)
+    progress.tell("x")
     progress.close("saved")
-    terminal.goes_on.set()
+    out.goes_on.set()
     held_up.join(60)
     assert not held_up.is_alive()
 
 
 def test_many_threads(clock: Clock) -> None:
-    """Count every byte; no two calls at a time, and none goes back."""
-    told: list[int] = []
-    under_way = threading.Lock()
-
-    def note(report: ProgressReport) -> None:
-        assert under_way.acquire(blocking=False)
-        told.append(report.done_bytes)
-        under_way.release()
-
-    progress = Progress("save", note, clock=clock)
-    progress.begin(7, 8 * 2000)
+    """Count every byte and tear no line."""
+    progress, out = on_terminal(clock, 8 * 2000)
 
     def count() -> None:
         for _ in range(2000):
+            clock.seconds += 0.01
             progress.add(1)
 
     threads = [threading.Thread(target=count) for _ in range(8)]
@@ -260,50 +349,166 @@ def test_many_threads(clock: Clock) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    progress.add(0)
-    assert told[-1] == 8 * 2000
-    assert told == sorted(told)
-    assert progress._function is note  # it has not raised
+    clock.seconds += 1000  # because threads that add concurrently may have set the clock back
+    progress.tell("")
+    assert " 100% of " in screen(out.getvalue())[-1]
+    assert all(drawn.startswith("saving") for drawn in out.getvalue().split("\r") if drawn)
 
 
-# ---- logs
+# ---- pseudoterminals
+
+SCRIPT = """
+import os, sys
+if "TQDM" in os.environ:
+    import tqdm
+from dcp_remote.manager.progress import Progress, can_redraw
+now = 0.0
+with Progress("saving step 1000", 100, sys.stderr, is_terminal=can_redraw(sys.stderr), clock=lambda: now) as progress:
+    for done in range(10):
+        progress.add(10)
+        now += 0.5
+    progress.tell("rank 3 is late, and so is the other one that it waits for")
+    progress.close("saved step 1000")
+"""
 
 
-def logging_progress(clock: Clock, total_bytes: int) -> Progress:
-    progress = start_progress(True, "save", is_coordinator=True)  # pytest's standard error is no terminal
-    progress._clock, progress._next_seconds = clock, clock()
-    progress.begin(7, total_bytes)
-    return progress
+def shown(environment: dict[str, str], *, columns: int) -> str:
+    """Return the output of the script on a terminal of this width."""
+    ours, its = pty.openpty()
+    termios.tcsetwinsize(its, (24, columns))
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", SCRIPT], stderr=its, env=os.environ | environment, cwd=REPOSITORY
+        ) as process:
+            os.close(its)
+            written = b"".join(_chunks(ours))
+        assert process.returncode == 0, written
+        return written.decode().replace("\r\n", "\n")
+    finally:
+        os.close(ours)
 
 
-def test_without_a_terminal_a_line_a_minute(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Log a line per minute and the last line."""
-    caplog.set_level(logging.INFO, LOGGER.name)
-    with logging_progress(clock, 200 * MiB) as progress:
-        for _ in range(185):
+def _chunks(descriptor: int) -> Iterator[bytes]:
+    while True:
+        try:
+            chunk = os.read(descriptor, 4096)
+        except OSError:  # on Linux: the other end is closed
+            return
+        if not chunk:
+            return
+        yield chunk
+
+
+@pytest.mark.parametrize(
+    ("environment", "columns"),
+    [({}, 100), ({}, 40), ({"TERM": "dumb", "COLUMNS": "200"}, 20), ({}, 0), ({"TQDM": "1"}, 100), ({"TQDM": "1"}, 40)],
+)
+def test_a_pseudoterminal(environment: dict[str, str], columns: int) -> None:
+    """Wrap no line on a wide, a narrow and a terminal of unknown width, with and without tqdm; leave the last line."""
+    written = shown(environment, columns=columns)
+    columns = columns or 80
+    drawn = [part for part in written.replace("\n", "\r").split("\r") if part.strip()]
+    assert len(drawn) > 5
+    longest = max(map(len, drawn))
+    assert longest == columns - 1 or (columns == 100 and longest < columns)
+    assert "\x1b" not in written
+    assert screen(written, columns=columns) == ["saved step 1000", ""]
+    assert ("[#" in written) == (columns > 40)
+
+
+FULL_DISK = ["2>/dev/full"] if Path("/dev/full").exists() else []  # Linux has one
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/null", "2>&1 1>/dev/null | cat", *FULL_DISK])
+def test_no_terminal_at_all(redirection: str) -> None:
+    """Draw and raise nothing if standard error is closed, a file, a full disk or a pipe."""
+    command = f'set -o pipefail; "$0" -c "$1" {redirection}'
+    ended = subprocess.run(
+        ["bash", "-c", command, sys.executable, SCRIPT], capture_output=True, check=False, text=True, cwd=REPOSITORY
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_what_can_be_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accept the process's own terminal, but no replacement that claims to be a terminal, and no closed stream."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return super().isatty() or True
+
+    own, proxy = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "__stderr__", own)
+    assert can_redraw(own)
+    assert not can_redraw(proxy)
+    assert not can_redraw(None)
+    own.close()
+    assert not can_redraw(own)
+
+
+# ---- tqdm
+
+
+def _tqdm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Show tqdm again to the code under test."""
+    module = pytest.importorskip("tqdm", reason="not installed")
+    monkeypatch.setitem(sys.modules, "tqdm", module)
+    return module
+
+
+def test_the_line_is_below_the_bars_of_tqdm(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw below the bar of a training loop, print the last line above, and leave the bar whole all the time."""
+    module = _tqdm(monkeypatch)
+    progress, out = on_terminal(clock)
+    with module.tqdm(total=4, file=out, desc="training", ncols=60, mininterval=0) as bar:
+        for number in range(4):
             clock.seconds += 1
             progress.add(MiB)
-        progress.close("saved step 7: 200.0 MiB")
-    assert caplog.messages == [
-        "saving step 7: 30% of 200.0 MiB",
-        "saving step 7: 60% of 200.0 MiB",
-        "saving step 7: 90% of 200.0 MiB",
-        "saved step 7: 200.0 MiB",
-    ]
+            lines = screen(out.getvalue())
+            assert lines[0].startswith(f"training: {25 * number:3}%")
+            assert lines[1].startswith("saving step 1000 [")
+            assert len(lines) == 2
+            bar.update()
+        progress.close("saved step 1000")
+    lines = screen(out.getvalue())
+    assert lines[0] == "saved step 1000"
+    assert lines[1].startswith("training: 100%")
+    assert lines[2:] == [""]
 
 
-def test_a_short_save_logs_one_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Log only the last line of a save of less than a minute; nothing comes after it."""
-    caplog.set_level(logging.INFO, LOGGER.name)
-    progress = logging_progress(clock, 200 * MiB)
+def test_a_bar_that_begins_later_stays(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove only the progress line after an error, although a bar has begun below."""
+    module = _tqdm(monkeypatch)
+    progress, out = on_terminal(clock)
     progress.add(MiB)
-    clock.seconds += 59
-    progress.add(MiB)
-    progress.close("saved")
-    clock.seconds += 100
-    progress.add(MiB)
-    progress.close("saved twice")
-    assert caplog.messages == ["saved"]
+    with module.tqdm(total=4, file=out, desc="training", ncols=60):
+        progress.close()
+        first, second = screen(out.getvalue())
+        assert first == ""
+        assert second.startswith("training:   0%")
+
+
+def test_without_bars_tqdm_changes_nothing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the same lines through tqdm, also the shorter after the longer, and return to the first column."""
+    _tqdm(monkeypatch)
+    progress, out = on_terminal(clock)
+    progress.tell("rank 3 is late")
+    assert screen(out.getvalue()) == ["saving step 1000 [....................] 0% of 1000.0 MiB, rank 3 is late"]
+    clock.seconds += 1
+    progress.tell("")
+    assert screen(out.getvalue() + "x") == ["xaving step 1000 [..............................] 0% of 1000.0 MiB"]
+    progress.close("saved step 1000")
+    assert screen(out.getvalue()) == ["saved step 1000", ""]
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_streams_that_fail_under_tqdm(number: int, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise nothing if any write through tqdm fails."""
+    _tqdm(monkeypatch)
+    with Progress("saving", 10, Broken(OSError(errno.EIO, "gone"), number), is_terminal=True, clock=clock) as progress:
+        for _ in range(2):
+            progress.add(1)
+            clock.seconds += 0.1
+        progress.close("saved")
 
 
 # ---- the argument `progress` of a manager
@@ -344,7 +549,9 @@ def test_a_function_is_told(caplog: pytest.LogCaptureFixture, capfd: pytest.Capt
 def test_a_function_is_called_once_a_second(clock: Clock) -> None:
     """Add bytes a thousand times in ten seconds: the function is told of some, and at the end of all."""
     told: list[ProgressReport] = []
-    with Progress("save", told.append, interval_seconds=1.0, clock=clock) as progress:
+    progress = Progress("saving", None, None, is_terminal=False, is_silent=True, clock=clock)
+    progress.call(told.append, "save")
+    with progress:
         progress.begin(3, 1000)
         for _ in range(1000):
             clock.seconds += 0.01
@@ -371,11 +578,13 @@ def test_a_function_that_raises_fails_no_save(caplog: pytest.LogCaptureFixture) 
 
 
 def test_an_error_makes_no_last_call(clock: Clock) -> None:
-    """Close without a last line, as an error does: the function is not told that all bytes were moved."""
+    """Leave the block by an error: the function is not told that all bytes were moved."""
     told: list[ProgressReport] = []
-    with Progress("save", told.append, clock=clock) as progress:
+    progress = Progress("saving", None, None, is_terminal=False, is_silent=True, clock=clock)
+    progress.call(told.append, "save")
+    with contextlib.suppress(KeyError), progress:
         progress.begin(3, 10)
-        progress.close()
+        raise KeyError
     assert told == [ProgressReport("save", 3, 0, 10)]
 
 
@@ -383,7 +592,8 @@ def test_an_error_makes_no_last_call(clock: Clock) -> None:
 def test_a_line_or_none(*, setting: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Save and restore on a terminal: both are drawn, or with False neither; the reports are logged either way."""
     caplog.set_level(logging.INFO)
-    out = Terminal()
+    out = io.StringIO()
+    monkeypatch.setattr(progress_module, "can_redraw", lambda _: True)
     monkeypatch.setattr("sys.stderr", out)
     save_and_restore(f"memory://progress-{setting}", progress=setting)
     monkeypatch.undo()
@@ -410,7 +620,7 @@ def test_other_ranks_show_nothing(clock: Clock, caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO)
     told: list[ProgressReport] = []
     for setting in (True, told.append):
-        with start_progress(setting, "restore", is_coordinator=False) as progress:
+        with start_progress(setting, "restore", is_coordinator=False, out=io.StringIO()) as progress:
             progress.begin(3, 10)
             progress.add(5)
             progress.close()
@@ -423,3 +633,18 @@ def test_settings_that_are_refused(setting: object) -> None:
     """Pass a text, None and a number."""
     with pytest.raises(InvalidArgumentError, match="progress must be True, False, or a function"):
         CheckpointManager("memory://progress", progress=setting)  # type: ignore[arg-type]
+
+
+def test_in_a_notebook(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw on a notebook's stream, with tqdm loaded: carriage returns redraw the line, and no cursor moves up."""
+    stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    _tqdm(monkeypatch)
+    assert can_redraw(stream)
+    progress = Progress("saving step 7", 1000 * MiB, stream, is_terminal=can_redraw(stream), clock=clock)
+    for _ in range(3):
+        clock.seconds += 1
+        progress.add(100 * MiB)
+    assert screen(stream.getvalue())[0].startswith("saving step 7 [######....")
+    progress.close("saved step 7")
+    assert screen(stream.getvalue()) == ["saved step 7", ""]
+    assert "\x1b" not in stream.getvalue()
