@@ -103,6 +103,7 @@ class RankSaver:
                 with phase("uploading"):
                     report = self._upload(collective, task, agreed, progress)
                 figures = self._make_figures(task, report, before, uploading_seconds)
+                progress.tell("waiting for the others")
                 with phase("committing"):
                     answer = self._commit(collective, task, agreed, report, figures)
                 if not isinstance(answer, Again):
