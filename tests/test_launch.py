@@ -215,7 +215,7 @@ def test_another_installation_of_dcp_remote(tmp_path: Path) -> None:
 def test_a_sitecustomize_of_the_environment_runs(tmp_path: Path) -> None:
     write(tmp_path, "sitecustomize", "print('site')")
     out, _ = run(sys.executable, "-c", "import dcp_remote", path=tmp_path, environment={"DCP_REMOTE_URL": URL})
-    assert out == "site\nsite\n"  # in the process of dcp_remote.run, and in the command's
+    assert out == "site\nsite\n"  # in the process of dcp_remote.launch, and in the command's
 
 
 def test_the_modules_of_a_program_are_its_own(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from dcp_remote.errors import InvalidArgumentError
 
-_INSTEAD = "Its checkpoints would stay in output_dir. Start it without dcp_remote.run, or train by Trainer."
+_INSTEAD = "Its checkpoints would stay in output_dir. Start it without dcp_remote.launch, or train by Trainer."
 
 
 def enable() -> None:
