@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -22,7 +22,7 @@ from dcp_remote.common.arrays import I64
 from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
-from dcp_remote.format.columns import decode_column, encode_column
+from dcp_remote.format.columns import encode_column, sum_column, unpack_column
 from dcp_remote.format.document import DOCUMENT_BYTES_MAX, VERSION, open_document, parse, seal, unseal
 from dcp_remote.format.manifest import (
     DIMENSIONS_MAX,
@@ -123,15 +123,15 @@ class _Document(msgspec.Struct):
     user: msgspec.Raw
 
 
-def _decode_column(_: type, text: object) -> I64:
-    """Decode a field that msgspec does not know: a column."""
+def _unpack_column(_: type, text: object) -> object:
+    """Decode a field that msgspec does not know: a column, of which `_sum_columns` makes the values."""
     if not isinstance(text, str):
         raise TypeError("a column is a string")
-    return decode_column(text)
+    return unpack_column(text)
 
 
 # Made here, in one thread: two threads that decode a type for the first time at the same moment crash msgspec 0.22.
-_HEAD, _DOCUMENT = msgspec.json.Decoder(_Head), msgspec.json.Decoder(_Document, dec_hook=_decode_column)
+_HEAD, _DOCUMENT = msgspec.json.Decoder(_Head), msgspec.json.Decoder(_Document, dec_hook=_unpack_column)
 _USER = msgspec.json.Decoder(dict[str, Any])
 
 _values_of_kind = operator.attrgetter(*_Kind.__struct_fields__)
@@ -263,7 +263,7 @@ def decode(data: bytes) -> Manifest | None:
             digest=document.digest,
         )
     tensors, chunks, objects, run = document.tensors, document.chunks, document.objects, document.run
-    _check_counts(document)
+    _sum_columns(document)
     # Python's integers, since the document may claim any number of pieces.
     first_pieces = accumulate((item.pieces for item in objects.stored), initial=int(chunks.pieces.sum()))
     return check(
@@ -327,33 +327,55 @@ def _head(text: bytes) -> Head:
     return Head(head.kind, head.save_id, tuple(head.replaces))
 
 
-def _check_counts(document: _Document) -> None:
-    """Check that the columns have as many entries as others say, before any of them is used to index another."""
-    shards, tensors, chunks, pieces = document.shards, document.tensors, document.chunks, document.pieces
+def _sum_columns(document: _Document) -> None:
+    """Put the values of each column in the place of their differences, once others say how many there are."""
+    shards, tensors, chunks, pieces, objects = (
+        document.shards,
+        document.tensors,
+        document.chunks,
+        document.pieces,
+        document.objects,
+    )
     count = len(tensors.names)
-    _require_lengths(count, kind=tensors.kind, dimensions=tensors.dimensions, chunks=tensors.chunks)
+    tensors.kind = sum_column(tensors.kind, name="tensors.kind", count=count)
+    tensors.dimensions = sum_column(tensors.dimensions, name="tensors.dimensions", count=count)
+    tensors.chunks = sum_column(tensors.chunks, name="tensors.chunks", count=count)
     if count and int(tensors.dimensions.max()) > DIMENSIONS_MAX:
         raise CorruptCheckpointError(
             "The manifest is damaged: a tensor has more dimensions than torch allows.", dimensions_max=DIMENSIONS_MAX
         )
-    _require_lengths(_total(tensors.dimensions), shape=tensors.shape)
-    _require_lengths(_total(tensors.chunks), chunk_pieces=chunks.pieces)
-    _require_lengths(_total(tensors.dimensions * tensors.chunks), offsets=chunks.offsets, sizes=chunks.sizes)
+    tensors.shape = sum_column(tensors.shape, name="tensors.shape", count=_total(tensors.dimensions))
+    chunks.pieces = sum_column(chunks.pieces, name="chunks.pieces", count=_total(tensors.chunks))
     _total(chunks.pieces)
+    values = _total(tensors.dimensions * tensors.chunks)
+    chunks.offsets = sum_column(chunks.offsets, name="chunks.offsets", count=values)
+    chunks.sizes = sum_column(chunks.sizes, name="chunks.sizes", count=values)
     count = len(shards.keys)
-    _require_lengths(count, sizes=shards.sizes, data_starts=shards.data_starts, table_lengths=shards.table_lengths)
-    _require_lengths(count * DIGEST_BYTES, table_digests=shards.table_digests)
+    _require_digests(shards.table_digests, count, name="shards.table_digests")
+    document.shards = replace(
+        shards,
+        sizes=sum_column(shards.sizes, name="shards.sizes", count=count),
+        data_starts=sum_column(shards.data_starts, name="shards.data_starts", count=count),
+        table_lengths=sum_column(shards.table_lengths, name="shards.table_lengths", count=count),
+    )
     count = len(pieces.shard)
-    _require_lengths(count, start=pieces.start, length=pieces.length, table=pieces.table)
-    _require_lengths(count * DIGEST_BYTES, digests=pieces.digests)
+    _require_digests(pieces.digests, count, name="pieces.digests")
+    document.pieces = replace(
+        pieces,
+        shard=sum_column(pieces.shard, name="pieces.shard"),
+        start=sum_column(pieces.start, name="pieces.start", count=count),
+        length=sum_column(pieces.length, name="pieces.length", count=count),
+        table=sum_column(pieces.table, name="pieces.table", count=count),
+    )
+    count = len(objects.inline) + len(objects.stored)
+    objects.positions = sum_column(objects.positions, name="objects.positions", count=count)
 
 
-def _require_lengths(count: int, **fields: Sized) -> None:
-    for name, values in fields.items():
-        if len(values) != count:
-            raise CorruptCheckpointError(
-                "The manifest is damaged: a field has the wrong length.", field=name, entries=len(values), count=count
-            )
+def _require_digests(data: bytes, count: int, *, name: str) -> None:
+    if len(data) != count * DIGEST_BYTES:
+        raise CorruptCheckpointError(
+            "The manifest is damaged: a field has the wrong length.", field=name, entries=len(data), count=count
+        )
 
 
 def _total(counts: I64) -> int:

@@ -5,6 +5,7 @@ The names are those of boto3 and of fsspec's file systems. The options of each c
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -64,8 +65,10 @@ def parse_options(options_class: type[Options], options: Mapping[str, object]) -
     values: dict[str, Any] = {}
     for given, value in options.items():
         if given not in names:
+            near = difflib.get_close_matches(str(given), [*names, *LIMIT_OPTIONS], n=1)
+            hint = f"; the closest is {near[0]!r}" if near else ""
             listed = ", ".join(sorted([*known, *LIMIT_OPTIONS]))
-            raise InvalidArgumentError(f"Unknown name in storage_options. Known: {listed}.", unknown=str(given))
+            raise InvalidArgumentError(f"Unknown name in storage_options{hint}. Known: {listed}.", unknown=str(given))
         if value is not None:
             name = names[given]
             values[name] = _check(given, value, str(known[name].type), known[name].metadata["choices"])
