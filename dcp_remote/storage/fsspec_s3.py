@@ -384,8 +384,10 @@ class _Connection:
         filesystem = self._filesystem
         if filesystem is None:
             return []
-        given = [filesystem.secret, filesystem.token, *find_secrets(filesystem.storage_options)]
-        if has_answered and not (filesystem.anon or filesystem.key or "aws_access_key_id" in filesystem.client_kwargs):
+        options = (filesystem.storage_options, filesystem.client_kwargs, filesystem.s3_additional_kwargs)
+        given = [filesystem.secret, filesystem.token, *find_secrets(options)]
+        given_key = filesystem.key or filesystem.client_kwargs.get("aws_access_key_id")
+        if has_answered and not (filesystem.anon or given_key):
 
             async def find() -> list[str | None]:
                 credentials = await filesystem.session.get_credentials()

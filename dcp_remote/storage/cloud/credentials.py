@@ -57,15 +57,19 @@ class S3Credentials:
         If a renewal fails, return the last credentials once more: botocore begins ten minutes before they expire, so
         the issuing service may be back in time.
         """
-        valid_seconds = _VALID_SECONDS
+        valid_seconds, credentials = _VALID_SECONDS, self._credentials
         try:
-            frozen = self._credentials.get_frozen_credentials()
+            frozen = credentials.get_frozen_credentials()
         except (BotoCoreError, ClientError, OSError, ValueError) as error:
+            if credentials is not self._credentials:
+                return self()  # replaced meanwhile
             if self.last_given is None:
                 # obstore would turn the error into a text: keep it for `S3.take_credentials_error`.
                 self.error = error
                 raise
             frozen, valid_seconds = self.last_given, _OBSTORE_REFRESH_SECONDS + _FAILED_SECONDS
+        if credentials is not self._credentials:
+            return self()
         self.error = None  # an earlier error that was never taken
         if self.last_given is not None and frozen != self.last_given:
             self._before = self.last_given

@@ -45,6 +45,9 @@ Outcome: TypeAlias = Literal["direct", "refused", "after_breaks", "skipped"]
 _FAILED_MAX = 3
 _PAUSE_SECONDS = 60.0
 
+# Busy answers in a row after which obstore reads one range.
+_BUSY_MAX = 2
+
 # Servers close idle connections; one that was idle for longer than this is probably closed.
 _IDLE_SECONDS = 4.0
 _IDLE_MAX = 64
@@ -114,6 +117,7 @@ class DirectReads:
         self._lock = threading.Lock()
         self._counts = DirectCounts()
         self._failed_in_a_row = 0
+        self._busy_in_a_row = 0
         self._again_at = 0.0
         self.latencies = LatencyTracker()
         self._context: ssl.SSLContext | None = None
@@ -129,22 +133,24 @@ class DirectReads:
         with self._lock:
             return self._counts
 
-    def may_try(self) -> bool:
-        """Return whether to read a range directly; after a pause one is tried, and the others wait for its outcome."""
+    def choose(self) -> Outcome:
+        """Return "direct" to read a range directly; after a pause one is tried, and the others wait for its outcome."""
         with self._lock:
-            if self._failed_in_a_row < _FAILED_MAX:
-                return True
-            if self._clock() < self._again_at:
-                return False
-            self._again_at = self._clock() + _PAUSE_SECONDS
-            return True
+            if self._busy_in_a_row >= _BUSY_MAX:
+                self._busy_in_a_row = 0
+                return "refused"  # perhaps only signed URLs are
+            if self._failed_in_a_row >= _FAILED_MAX:
+                if self._clock() < self._again_at:
+                    return "skipped"
+                self._again_at = self._clock() + _PAUSE_SECONDS
+            return "direct"
 
     def note_read(self, outcome: Outcome) -> None:
         """Count a range that was read, and pause direct reads if only obstore could read the last ones."""
         with self._lock:
             self._counts = replace(self._counts, **{outcome: getattr(self._counts, outcome) + 1})
             if outcome == "direct":
-                self._failed_in_a_row = 0
+                self._failed_in_a_row = self._busy_in_a_row = 0
             if outcome in ("direct", "skipped"):
                 return
             self._failed_in_a_row += 1
@@ -188,6 +194,8 @@ class DirectReads:
                     return self._read(kept, request)
             return self._read(request.make_connection(self._get_context(verify=verify)), request)
         except BusyError:
+            with self._lock:
+                self._busy_in_a_row += 1
             raise
         except TimeoutError:
             if not remaining_seconds():

@@ -71,7 +71,9 @@ def parse_options(options_class: type[Options], options: Mapping[str, object]) -
             raise InvalidArgumentError(f"Unknown name in storage_options{hint}. Known: {listed}.", unknown=str(given))
         if value is not None:
             name = names[given]
-            values[name] = _check(given, value, str(known[name].type), known[name].metadata["choices"])
+            checked = _check(given, value, str(known[name].type), known[name].metadata["choices"])
+            if values.setdefault(name, checked) != checked:
+                raise InvalidArgumentError("storage_options give one setting twice, with different values.", name=name)
     if values.get("endpoint_url") is not None:
         check_endpoint(values["endpoint_url"], named="storage_options['endpoint_url']")
     return options_class(**values)

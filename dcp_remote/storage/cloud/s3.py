@@ -62,7 +62,8 @@ class S3(Provider):
         """Implement `Provider.parse`; accept s3fs's nested `client_kwargs`."""
         nested = options.get("client_kwargs")
         if isinstance(nested, Mapping):
-            options = {name: value for name, value in options.items() if name != "client_kwargs"} | dict(nested)
+            given = {name: value for name, value in nested.items() if value is not None}
+            options = {name: value for name, value in options.items() if name != "client_kwargs"} | given
         return super().parse(bucket, options)
 
     def endpoint(self) -> S3Endpoint:

@@ -39,6 +39,33 @@ _records = [memoryview(bytearray(_RECORDS_BYTES))]
 _TURN_RECORDS = 1024
 
 
+# Time for an address that does not answer, before the next one is tried (RFC 8305, section 5); and the address family that
+# answered last, by host.
+_NEXT_ADDRESS_SECONDS = 0.25
+_families: dict[str, int] = {}
+
+
+def _connect(host: str, port: int, seconds: float) -> socket.socket:
+    """Connect to the first address of a host that answers, in `seconds` for all addresses together."""
+    deadline = time.monotonic() + seconds
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found.sort(key=lambda info: info[0] != _families.get(host, info[0]))
+    error: OSError = OSError("The host has no address.")
+    for number, (family, kind, protocol, _, address) in enumerate(found, 1):
+        left_seconds = max(0.001, deadline - time.monotonic())
+        sock = socket.socket(family, kind, protocol)
+        sock.settimeout(left_seconds if number == len(found) else min(left_seconds, _NEXT_ADDRESS_SECONDS))
+        try:
+            sock.connect(address)
+        except OSError as failure:
+            sock.close()
+            error = failure
+        else:
+            _families[host] = family
+            return sock
+    raise error
+
+
 def do_nothing() -> None:
     """Check nothing."""
 
@@ -214,7 +241,7 @@ class StreamConnection(http.client.HTTPConnection):
     def open(self, seconds: float) -> ByteStream:
         """Connect, and shake hands, in `seconds` each; do nothing if the connection is open."""
         if self.stream is None:
-            sock = socket.create_connection((self.host, self.port), seconds)
+            sock = _connect(self.host, self.port, seconds)
             try:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if self._context is None:
