@@ -211,7 +211,11 @@ def _measure_latency(bucket: _Bucket) -> tuple[float, float]:
 
 
 def _test_conditional_writes(store: ObjectStore) -> list[StorageError]:
-    """Test conditional writes as the first commit of a job does; return the error of a server that ignores them."""
+    """Test conditional writes as the first commit of a job does; return the error of a store that has none."""
+    if not store.capabilities.compare_and_swap:
+        return [
+            StorageError("This store replaces no object on a condition, so that it cannot hold runs.", url=store.url)
+        ]
     try:
         require_conditional_writes(store, Deadline(_SMALL_SECONDS), swaps=store.capabilities.compare_and_swap)
     except StorageError as error:

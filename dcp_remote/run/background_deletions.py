@@ -85,7 +85,8 @@ class BackgroundDeletions:
         """Delete shards of a save that ended before its commit began, so that no checkpoint can ever name them."""
         dead = tuple(keys)
         if dead:
-            self._hand_over(lambda deletions: deletions.queue_deletion(dead))
+            # Settles nothing: a save may be under way, which a raised floor would make begin again.
+            self._hand_over(lambda deletions: deletions.queue_deletion(dead), settles=False)
 
     def wait(self, seconds: float) -> bool:
         """Wait for all queued work, for at most so many seconds; return whether it is done."""
@@ -105,7 +106,7 @@ class BackgroundDeletions:
 
     # ----
 
-    def _hand_over(self, task: _Task, catalog: Catalog | None = None) -> None:
+    def _hand_over(self, task: _Task, catalog: Catalog | None = None, *, settles: bool = True) -> None:
         with self._changed:
             worker = self._worker
             is_late = worker.deadline.elapsed_seconds() > _ROUND_SECONDS + _STUCK_SECONDS
@@ -119,6 +120,7 @@ class BackgroundDeletions:
             worker.stop.clear()
             worker.tasks.append(task)
             worker.catalog = catalog or worker.catalog
+            worker.settles |= settles
             if worker.thread is None:
                 self._start(worker)
 
@@ -141,15 +143,15 @@ class BackgroundDeletions:
             with self._changed:
                 self._end(worker)
 
-    def _next(self, worker: _Worker) -> tuple[Sequence[_Task], Catalog | None] | None:
+    def _next(self, worker: _Worker) -> tuple[Sequence[_Task], Catalog | None, bool] | None:
         """Begin a round with what is queued; None if the thread is to end, which then counts as ended."""
         with self._changed:
             if not worker.tasks or worker.stop.is_set():
                 self._end(worker)
                 return None
             worker.begin_round()
-            work = worker.tasks, worker.catalog
-            worker.tasks, worker.catalog = [], None
+            work = worker.tasks, worker.catalog, worker.settles
+            worker.tasks, worker.catalog, worker.settles = [], None, False
             return work
 
     def _end(self, worker: _Worker) -> None:
@@ -158,11 +160,18 @@ class BackgroundDeletions:
             worker.thread, worker.is_done = None, worker.deletions.is_done
             self._changed.notify_all()
 
-    def _do_round(self, worker: _Worker, tasks: Sequence[_Task], catalog: Catalog | None) -> None:
+    def _do_round(
+        self,
+        worker: _Worker,
+        tasks: Sequence[_Task],
+        catalog: Catalog | None,
+        settles: bool,  # noqa: FBT001  # of `_next`
+    ) -> None:
         deletions, deadline = worker.deletions, worker.deadline
         for task in tasks:
             task(deletions)
-        self._try(lambda: deletions.settle(deadline=deadline, catalog=catalog))
+        if settles:
+            self._try(lambda: deletions.settle(deadline=deadline, catalog=catalog))
         if catalog is not None and self._retention is not None:
             retention = self._retention
             self.retention_failures += not self._try(lambda: self._retain(retention, deletions, catalog, deadline))
@@ -215,6 +224,7 @@ class _Worker:
         self.thread: threading.Thread | None = None
         self.tasks: list[_Task] = []
         self.catalog: Catalog | None = None  # as the last commit since the last round left it
+        self.settles = False  # the next round settles what is noted
         self.is_done = True
         self.begin_round()
 

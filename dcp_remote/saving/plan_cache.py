@@ -125,7 +125,12 @@ def propose(planner: RunPlanner, *, shard_bytes_max: int, roles: TensorRoles | N
     plan = planner.create_local_plan()
     distinct: dict[object, WriteItem] = {}
     for item in plan.items:
-        distinct.setdefault(_distinct_key(item), item)
+        before = distinct.setdefault(_distinct_key(item), item)
+        if before.tensor_data is not None and before.tensor_data.chunk != item.tensor_data.chunk:  # type: ignore[union-attr]  # the key tells objects apart
+            raise InvalidArgumentError(
+                "A tensor plans parts that overlap. Correct its __create_write_items__, or save its plain parts.",
+                tensor=item.index.fqn,
+            )
     if len(distinct) < len(plan.items):  # a tensor subclass may plan a chunk twice
         plan = replace(plan, items=list(distinct.values()))
     found = {n: _role_of(item, roles) for n, item in enumerate(plan.items) if item.tensor_data is not None and roles}

@@ -95,7 +95,7 @@ def find_credentials(endpoint: S3Endpoint, bucket: str) -> Credentials:
         raise PermissionDeniedError(
             "No credentials were found. Give aws_access_key_id and aws_secret_access_key, or profile_name, in "
             "storage_options; or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; or use `aws "
-            "configure`, or a role. For a public bucket give 'anon': True.",
+            "configure`, or a role. For a public bucket give storage_options['anon'] = True.",
             bucket=bucket,
         )
     return credentials

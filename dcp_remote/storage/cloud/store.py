@@ -181,7 +181,7 @@ class CloudStore:
                 except GenericError as error:
                     code, size_bytes = find_error_code(str(error)), None
                     if code is None and outcome != "after_breaks" and remaining_seconds():
-                        # A 416 without a code, or a 200 for an empty object: only a HEAD shows that the object is short.
+                        # A 416 without a code, or a 200 for an empty object: only a HEAD tells that it is short.
                         with writes_nothing(), suppress(*FAILURES):
                             size_bytes = obstore.head(self._clients.get(download=True), path)["size"]
                     if code != SHORT_OBJECT_CODE and (size_bytes is None or size_bytes >= stop):

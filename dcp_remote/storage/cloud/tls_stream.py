@@ -39,8 +39,8 @@ _records = [memoryview(bytearray(_RECORDS_BYTES))]
 _TURN_RECORDS = 1024
 
 
-# Time for an address that does not answer, before the next one is tried (RFC 8305, section 5); and the address family that
-# answered last, by host.
+# Time for an address that does not answer, before the next one is tried (RFC 8305, section 5); and the address family
+# that answered last, by host.
 _NEXT_ADDRESS_SECONDS = 0.25
 _families: dict[str, int] = {}
 
