@@ -70,14 +70,19 @@ def iterate_leaves(
 def _parts_of(leaf: Leaf) -> list[Leaf]:
     path, keys, container = leaf
     require_depth(path)
-    if isinstance(container, list):
-        return [Leaf((*path, number), (*keys, number), value) for number, value in enumerate(container)]
-    return [Leaf((*path, str(key)), (*keys, key), value) for key, value in container.items()]
+    is_list = isinstance(container, list)
+    parts = []
+    for key, value in enumerate(container) if is_list else container.items():
+        text = key if is_list or type(key) is str else str(key)
+        inner = (*path, text)
+        # One tuple for both, where all keys are text: there may be a million values.
+        parts.append(Leaf(inner, inner if keys is path and text is key else (*keys, key), value))
+    return parts
 
 
 def require_depth(path: Path) -> None:
     """Refuse a container that is nested too deeply."""
-    if len(path) > _DEPTH_MAX:
+    if len(path) >= _DEPTH_MAX:
         raise InvalidArgumentError(
             "A dict or list of the state contains itself, or is nested too deeply. Put a value that contains itself "
             "into Opaque(...); make a deep one flat, or leave it out.",

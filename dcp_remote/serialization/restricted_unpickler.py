@@ -24,7 +24,7 @@ import torch
 from torch.storage import TypedStorage
 
 from dcp_remote.format.dtypes import ITEM_BYTES
-from dcp_remote.format.json_tree import COLLISIONS_MAX, DEPTH_MAX, require_spread, type_name
+from dcp_remote.format.json_tree import COLLISIONS_MAX, DEPTH_MAX, INT_MAX, require_spread, type_name
 
 # dtype of the items, by the name of the storage's class.
 STORAGES: dict[str, torch.dtype] = {
@@ -125,7 +125,7 @@ def unpickle(program: bytes, record_bytes: Mapping[str, int], make_storage: Make
         raise
     except Exception as error:
         # pickletools decodes the argument of an opcode before the opcode can be refused here, and may even warn.
-        raise DamagedStreamError(f"its pickle is not one that torch.save writes: {error}") from error
+        raise DamagedStreamError(f"its pickle is not one that torch.save writes: {str(error)[:200]}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +201,9 @@ class _Machine:
             # Sets attributes of an OrderedDict, such as the `_metadata` of a module's state dict.
             state, top = self._stack.pop(), self._top(OrderedDict)
             _refuse_shadowing(state, OrderedDict)
+            self._copied_items_left -= len(state)
+            if self._copied_items_left < 0:
+                raise ValueError("values are copied without end")
             vars(top).update(state)
         elif name in ("APPEND", "APPENDS"):
             items = self._pop_to_mark() if name == "APPENDS" else [self._stack.pop()]
@@ -260,6 +263,9 @@ class _Machine:
         size_bytes = items * dtype.itemsize
         if size_bytes > self._record_bytes[f"data/{key}"]:
             raise ValueError("a storage is larger than its record")
+        if not size_bytes:  # as torch: views of an empty tensor may have several dtypes
+            empty = self._make_storage(f"data/{key}", 0, dtype)
+            return TypedStorage(wrap_storage=empty, dtype=dtype, _internal=True)
         if key not in self._storages:
             made = self._make_storage(f"data/{key}", size_bytes, dtype)
             self._storages[key] = TypedStorage(wrap_storage=made, dtype=dtype, _internal=True)
@@ -287,6 +293,8 @@ class _Machine:
             return function(lambda: tensor, kind, (), state)
         if name == _REBUILD_SPARSE:
             return self._rebuild_sparse(*given)
+        if (hooks := _HOOKS.get(name)) is not None:  # torch.save writes none
+            given = (*given[:hooks], OrderedDict(), *given[hooks + 1 :])
         return function(*given)
 
     def _rebuild_sparse(self, layout: object, parts: tuple[object, ...]) -> object:
@@ -341,7 +349,7 @@ class _Machine:
                 return self._are_dense(given)
             case "_rebuild_sparse_tensor":
                 _, parts = given
-                return type(parts) is tuple and self._are_dense(parts)
+                return type(parts) is tuple and all(map(_is_flat, parts)) and self._are_dense(parts)
         return True
 
     def _may_copy(self, given: tuple[Any, ...], kind: type[Any]) -> bool:
@@ -363,9 +371,10 @@ class _Machine:
         # torch allocates memory for the shape before it checks the storage, and for a scale of each channel.
         _require_inside(given, storage.dtype)
         self._channels_left -= max(shape, default=0)
-        is_small = math.prod(shape) * storage.dtype.itemsize <= storage._untyped_storage.nbytes()
+        limit_bytes = storage._untyped_storage.nbytes()
+        is_small = len(shape) <= _DIMENSIONS_MAX and math.prod(shape) * storage.dtype.itemsize <= limit_bytes
         # `torch.save` writes scales as tensors: lists in lists could stand for any number of them.
-        is_flat = type(quantizer) is tuple and not any(type(part) is list for part in quantizer)
+        is_flat = type(quantizer) is tuple and all(map(_is_flat, quantizer))
         return is_small and self._channels_left >= 0 and is_flat and self._are_dense(quantizer)
 
     def _are_dense(self, parts: Sequence[object]) -> bool:
@@ -394,12 +403,31 @@ def _find_global(argument: str) -> object:
         raise UnsafeStreamError(f"this version of torch lacks {full}", full) from error
 
 
+# Place of the argument for hooks: a hook is called by `backward`, and what is no dict of hooks ends the process.
+_HOOKS = {
+    "torch._utils._rebuild_tensor_v2": 5,
+    "torch._utils._rebuild_tensor_v3": 5,
+    "torch._utils._rebuild_qtensor": 6,
+    "torch._utils._rebuild_parameter": 2,
+    "torch._utils._rebuild_parameter_with_state": 2,
+}
+
+# Limit of torch.
+_DIMENSIONS_MAX = 64
+
+
+def _is_flat(part: object) -> bool:
+    """Return True for what torch.save writes: lists, also in tuples, could stand for any number of values."""
+    is_shape = isinstance(part, tuple) and all(type(size) is int for size in part)
+    return is_shape or part is None or isinstance(part, (torch.Tensor, torch.qscheme, bool, int, float))
+
+
 def _require_inside(given: tuple[Any, ...], dtype: torch.dtype) -> None:
     """Refuse a tensor with elements outside its storage, which torch would enlarge."""
     storage, offset, shape, strides = given[:4]
     if not isinstance(storage, TypedStorage) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
         raise TypeError("a tensor has no storage, shape or strides")
-    if any(type(number) is not int or number < 0 for number in (offset, *shape, *strides)):
+    if any(type(number) is not int or not 0 <= number <= INT_MAX for number in (offset, *shape, *strides)):
         raise TypeError("the offset, shape and strides of a tensor are not integers")
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if 0 not in shape and (last + 1) * dtype.itemsize > storage._untyped_storage.nbytes():

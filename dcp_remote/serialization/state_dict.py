@@ -41,6 +41,7 @@ from dcp_remote.serialization.module_state import (
     names_parameters_itself,
 )
 from dcp_remote.serialization.opaque import (
+    ATOMS,
     OPAQUE_MARK,
     UNREAD,
     UNREAD_FILES,
@@ -326,7 +327,15 @@ class _StateReader:
             items = [self.read(inner, (*path, number)) for number, inner in enumerate(value)]
             return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
         read = {key: self.read(inner, (*path, str(key))) for key, inner in value.items()}
-        return read if any(read[key] is not inner for key, inner in value.items()) else value
+        if all(read[key] is inner for key, inner in value.items()):
+            return value
+        if not isinstance(value, MutableMapping):
+            raise InvalidArgumentError(
+                "A mapping that cannot be changed holds a Stateful; a restore puts values into it. Use a dict.",
+                where=name_of(path),
+                type=type(value).__name__,
+            )
+        return read
 
     def _read_leaf(self, value: Any, path: Path) -> Any:
         _require_shape(value, path)
@@ -407,7 +416,7 @@ class _StateReader:
         """Modules of the state by the last part of their path, or by the whole path if two have the same last part."""
         found = {
             leaf.path: leaf.value.model if isinstance(leaf.value, ModelState) else leaf.value
-            for leaf in iterate_leaves(dict(self._state))
+            for leaf in iterate_leaves(dict(self._state), descends=_may_hold_models)
             if isinstance(leaf.value, nn.Module | ModelState)
         }
         last = Counter(str(path[-1]) for path in found)
@@ -430,6 +439,12 @@ def iterate_stateful(state: Mapping[str, Any]) -> Iterator[Leaf]:
             yield leaf._replace(value=stateful)
 
 
+def _may_hold_models(value: object) -> bool:
+    """Return whether to look for modules in a value: also in a mapping or list that is a `Stateful` itself."""
+    is_atoms = isinstance(value, list) and ATOMS.issuperset(map(type, value))
+    return isinstance(value, Mapping | list) and not is_atoms and not isinstance(value, nn.Module)
+
+
 def _unread(value: object) -> tuple[str, str | None]:
     """Return what stands in a template for a value that is read whole."""
     return UNREAD_FILES if isinstance(value, Files) else UNREAD
@@ -446,7 +461,7 @@ def require_distinct(state: Mapping[Any, object]) -> None:
     torch would give two values the same name; the error names them.
     """
     leaves = list(iterate_leaves(state))
-    if any(leaf.path != leaf.keys for leaf in leaves):  # which takes a tenth of the time of the look at each part
+    if any(leaf.path is not leaf.keys for leaf in leaves):  # which takes a tenth of the time of the look at each part
         _require_distinct_keys(leaves)
     path_of: dict[str, Path] = {}
     for leaf in iterate_leaves(state, descends=is_flattened):
@@ -482,7 +497,7 @@ class TextKeys:
         """Copy the containers, if any key is not a string."""
         self.template, self._original = template, template
         self._leaves = list(iterate_leaves(template, descends=is_flattened))
-        if any(leaf.path != leaf.keys for leaf in self._leaves):
+        if any(leaf.path is not leaf.keys for leaf in self._leaves):
             self.template = {}
             for leaf in self._leaves:
                 set_element(self.template, leaf.path, {} if isinstance(leaf.value, Mapping) else leaf.value)
