@@ -20,15 +20,25 @@ from dcp_remote.serialization.tensors import has_memory, memory_of
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """Memory from the first byte of a tensor to the last; if not contiguous, bytes of others may lie in between."""
+    """Memory from the first byte of a tensor to the last; if not contiguous, bytes of others may lie in between.
 
-    number: int  # of the template in the list
+    Attributes:
+        number: Number of the template in the list.
+        device: Device of the memory.
+        start: Address of the first byte.
+        stop: Address one past the last byte.
+        contiguous: True if all bytes in between belong to the tensor.
+        shape: Shape of the tensor.
+        strides: Strides of the tensor, in elements.
+    """
+
+    number: int
     device: str
-    start: int  # address of the first byte
+    start: int
     stop: int
-    contiguous: bool  # all bytes in between belong to the tensor
+    contiguous: bool
     shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in elements
+    strides: tuple[int, ...]
 
     def shares_memory(self, other: _Extent) -> bool:
         """Return whether the tensors share a byte.

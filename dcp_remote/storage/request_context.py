@@ -10,13 +10,18 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 from dcp_remote.errors import StorageError
 
+
+def _no_limit() -> float:
+    return math.inf
+
+
 # A context variable: a thread that sends a request for another one runs in a copy of that thread's context.
-_seconds_left: ContextVar[Callable[[], float] | None] = ContextVar("dcp_remote_seconds_left", default=None)
+_seconds_left: ContextVar[Callable[[], float]] = ContextVar("dcp_remote_seconds_left", default=_no_limit)
 
 
 class _ThreadState(threading.local):
@@ -43,8 +48,7 @@ def limit_requests(left: Callable[[], float]) -> Iterator[None]:
 
 def remaining_seconds() -> float:
     """Return the time limit of this context's requests in seconds; infinite if there is none."""
-    seconds_left = _seconds_left.get()
-    return math.inf if seconds_left is None else seconds_left()
+    return _seconds_left.get()()
 
 
 def rounded_up(seconds: float) -> float:
@@ -73,7 +77,11 @@ class BufferLease:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Let this thread read into the buffers while a block runs; refused once the lease is closed."""
+        """Let this thread read into the buffers while a block runs.
+
+        Raises:
+            StorageError: The lease is closed.
+        """
         self._count(writing=1)
         _thread_state.lease = self
         try:
@@ -86,7 +94,8 @@ class BufferLease:
     def close(self) -> bool:
         """Close the lease, and wait until no thread writes into the buffers; none will from then on.
 
-        Return True if threads are left that wait for a store.
+        Returns:
+            True if threads are left that wait for a store.
         """
         with self._changed:
             self._closed = True
@@ -99,7 +108,11 @@ class BufferLease:
         return self._closed
 
     def require_open(self) -> None:
-        """Raise `StorageError` if the lease is closed."""
+        """Check that this thread may write.
+
+        Raises:
+            StorageError: The lease is closed.
+        """
         if self._closed:
             raise StorageError("The read was given up, and its buffers belong to the caller again.")
 
@@ -107,7 +120,8 @@ class BufferLease:
     def allow_close(self) -> Iterator[None]:
         """Let the lease be closed at once while a block runs, in which this thread writes nothing into the buffers.
 
-        Raise after the block if the lease was closed meanwhile.
+        Raises:
+            StorageError: After the block: the lease was closed meanwhile.
         """
         self._count(writing=-1, waiting=1)
         try:
@@ -127,10 +141,14 @@ class BufferLease:
 def writes_nothing() -> Iterator[None]:
     """Mark a wait of this thread in which it writes nothing into its buffer, so that a load need not wait for it.
 
-    Raise after the block if the lease of the buffer was closed meanwhile.
+    Raises:
+        StorageError: After the block: the lease of the buffer was closed meanwhile.
     """
     lease = _thread_state.lease
-    with lease.allow_close() if lease is not None else nullcontext():
+    if lease is None:
+        yield
+        return
+    with lease.allow_close():
         yield
 
 
@@ -140,6 +158,10 @@ def may_write() -> bool:
 
 
 def require_may_write() -> None:
-    """Raise if the lease of this thread's buffer was closed; called often while it writes."""
+    """Check that this thread may still write into its buffer; called often while it writes.
+
+    Raises:
+        StorageError: The lease of the buffer was closed.
+    """
     if _thread_state.lease is not None:
         _thread_state.lease.require_open()

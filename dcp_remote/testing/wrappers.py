@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import DcpRemoteError, TransientStorageError
 from dcp_remote.storage.base import Condition, Content, ObjectStore, Version
-from dcp_remote.storage.wrapper import Request, SharedState, Verb, WrappedStore
+from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 
 _Answer = TypeVar("_Answer")
 
@@ -27,10 +28,15 @@ Lost: TypeAlias = Literal["request", "response", "late"]
 Predicate: TypeAlias = Callable[[Verb, str, int], bool]
 
 
-class _RecordLog(SharedState):
+class _RecordLog:
+    """State that a `RecordingStore` shares with its children."""
+
     def __init__(self) -> None:
-        super().__init__()
+        self.lock = threading.Lock()
         self.requests: list[Request] = []
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _RecordLog, ()
 
 
 class RecordingStore(WrappedStore):
@@ -136,13 +142,18 @@ def matching(
     return Fault(lost=lost, when=when, persistent=persistent, error=error, later_by=later_by)
 
 
-class _FaultState(SharedState):
+class _FaultState:
+    """State that a `FaultyStore` shares with its children."""
+
     def __init__(self) -> None:
-        super().__init__()
+        self.lock = threading.Lock()
         self.number = 0
         self.spent: set[int] = set()
         self.hits: list[Request] = []
         self.late: list[tuple[float, Callable[[], object]]] = []
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _FaultState, ()
 
 
 class FaultyStore(WrappedStore):

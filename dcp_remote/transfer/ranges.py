@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.geometry import Box, boxes_of_run, cut_chunk
 from dcp_remote.common.units import KiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, ObjectNotFoundError
 from dcp_remote.format.columns import VALUE_MAX
@@ -31,7 +32,13 @@ _BLOCKS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Bytes of a file; `file` is its key."""
+    """Bytes of a file.
+
+    Attributes:
+        file: Key of the file.
+        start: First byte.
+        length: Number of bytes.
+    """
 
     file: str
     start: int
@@ -39,9 +46,15 @@ class FileRange:
 
 
 class RangeReader:
-    """Reader of ranges of the files of a folder; repeats a failed request for `retry_seconds`.
+    """Reader of ranges of the files of a folder; repeats failed requests.
 
-    `sizes` has the size of each file in bytes: of those that were listed (not in subfolders), and that were asked for.
+    Args:
+        store: Store of the folder.
+        files: Files of the folder, without those in subfolders.
+        retry_seconds: Time for which one request is repeated, in seconds.
+
+    Attributes:
+        sizes: Size of each file, in bytes.
     """
 
     def __init__(self, store: ObjectStore, files: Iterable[ObjectInfo], *, retry_seconds: float) -> None:
@@ -62,7 +75,11 @@ class RangeReader:
         return self.sizes[file]
 
     def require_unchanged(self) -> None:
-        """Refuse files that were read and have another size or ETag now, or local ones another time; a HEAD each."""
+        """Check that the files that were read are the same still; one HEAD each, 16 at a time.
+
+        Raises:
+            CorruptCheckpointError: A file has another size or ETag, or a local one another time, than at first.
+        """
         files = [self._files[file] for file in sorted(self._read)]
         with ThreadPoolExecutor(_THREADS) as pool:
             for before, now in zip(files, pool.map(lambda info: self._retrying().head(info.key), files), strict=True):
@@ -92,7 +109,7 @@ class RangeReader:
             Fetch(
                 one.file,
                 one.start + at,
-                len(data[at : at + RANGE_BYTES_MAX]),
+                min(RANGE_BYTES_MAX, one.length - at),
                 data[at : at + RANGE_BYTES_MAX],
                 _none,
                 None,
@@ -115,7 +132,12 @@ class RangeReader:
 
 
 class RangeFile(io.RawIOBase):
-    """Part of a file as a file to read; keeps up to 4 MiB of blocks that were read."""
+    """Part of a file as a file to read; keeps up to 4 MiB of blocks that were read.
+
+    Args:
+        reader: Reader of the file's folder.
+        span: Part of the file.
+    """
 
     def __init__(self, reader: RangeReader, span: FileRange) -> None:
         """Begin at the first byte; no request is sent."""
@@ -167,7 +189,11 @@ def _none(_data: memoryview) -> bytes:
 
 
 def require_range(reader: RangeReader, file: object, *, stop: int, of: str) -> str:
-    """Return the key of a file; a name from another file, `of`, and the size `stop` that it needs are not trusted."""
+    """Return the key of a file; a name and a size from another file are not trusted.
+
+    Raises:
+        CorruptCheckpointError: The name is none of a file in the folder, or the file is missing or shorter than `stop`.
+    """
     try:
         check_key(str(file))
     except InvalidArgumentError as error:
@@ -192,9 +218,10 @@ def require_range(reader: RangeReader, file: object, *, stop: int, of: str) -> s
 
 
 def require_shape(shape: Sequence[int], dtype: torch.dtype, **details: object) -> None:
-    """Refuse a tensor with more dimensions or bytes than a checkpoint can hold, before torch sees the shape.
+    """Check that a checkpoint can hold a tensor, before torch sees the shape.
 
-    Sizes of 0 count as 1.
+    Raises:
+        InvalidArgumentError: There are too many dimensions, or too many bytes; sizes of 0 count as 1.
     """
     if len(shape) > DIMENSIONS_MAX or math.prod(max(size, 1) for size in shape) * dtype.itemsize > VALUE_MAX:
         raise InvalidArgumentError(
@@ -202,6 +229,18 @@ def require_shape(shape: Sequence[int], dtype: torch.dtype, **details: object) -
             **details,
             shape=tuple(shape[: DIMENSIONS_MAX + 1]),
         )
+
+
+def cut_pieces(box: Box, dtype: torch.dtype, *, piece_bytes_max: int) -> list[Box]:
+    """Return a box cut into boxes of at most some bytes, each contiguous in the row-major box, in order."""
+    runs = cut_chunk(box.sizes, item_bytes=dtype.itemsize, piece_bytes_max=piece_bytes_max)
+    if len(runs) < 2:  # noqa: PLR2004  # one, or none of an empty box
+        return [box]
+    return [
+        Box(tuple(a + b for a, b in zip(box.offsets, part.offsets, strict=True)), part.sizes)
+        for start, stop in runs
+        for _, part in boxes_of_run(box.sizes, start, stop)
+    ]
 
 
 def first_element(sizes: Sequence[int], offsets: Sequence[int]) -> int:
