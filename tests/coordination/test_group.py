@@ -197,13 +197,10 @@ def test_a_rank_whose_heartbeat_is_late_has_its_answer() -> None:
     ranks = RankGroup(0, 2, store, beat_seconds=0.03)
     with join(ranks) as collective:
         assert collective.gather(4, sum) == 9
-    closing = threading.Thread(target=ranks.close)
-    closing.start()
-    wait_until(lambda: ranks._farewell_monitor is not None)
-    time.sleep(0.1)  # several looks
+    assert not ranks._may_stop(client)
     assert client.has([keys.answer(1)])
     client.put("beat/1", RankStatus(1, 1, WHAT).encode())
-    closing.join(30)
+    ranks.close()
     assert not client.has([keys.answer(1)])
 
 
